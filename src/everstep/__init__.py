@@ -1,0 +1,52 @@
+"""everstep: a checkpoint of every training step. See README.md; the names below are all there is."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from everstep.errors import (
+    Conflict,
+    Corrupt,
+    EverstepError,
+    Mismatch,
+    Missing,
+    Unavailable,
+    Unsupported,
+)
+
+if TYPE_CHECKING:
+    from everstep.checkpointer import Checkpointer, SaveHandle
+    from everstep.store.retain import Keep
+    from everstep.store.store import Store
+
+__version__ = "0.1.0"
+__all__ = [
+    "Checkpointer",
+    "Conflict",
+    "Corrupt",
+    "EverstepError",
+    "Keep",
+    "Mismatch",
+    "Missing",
+    "SaveHandle",
+    "Store",
+    "Unavailable",
+    "Unsupported",
+]
+
+# Loaded at first use: the command and the keeper start without torch.
+_HOMES = {
+    "Checkpointer": "everstep.checkpointer",
+    "SaveHandle": "everstep.checkpointer",
+    "Keep": "everstep.store.retain",
+    "Store": "everstep.store.store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'everstep' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

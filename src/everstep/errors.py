@@ -1,0 +1,45 @@
+"""Every error that everstep raises on purpose.
+
+EverstepError
+├── Missing      no such checkpoint, tensor or tag
+├── Corrupt      bytes differ from their digest, or are cut short
+├── Conflict     the step exists with other content, or a newer writer has taken the store over
+├── Unavailable  the storage, the keeper or the memory did not do its part: full disk, read-only directory
+├── Mismatch     state and checkpoint differ in names, shapes or dtypes
+└── Unsupported  this cannot be captured or read; the message says what to use instead
+
+Wrong arguments are ValueError or TypeError, as everywhere in Python.
+"""
+
+
+class EverstepError(Exception):
+    """The root of everstep's errors."""
+
+
+class Missing(EverstepError):
+    """No such store, checkpoint, tensor or tag."""
+
+
+class Corrupt(EverstepError):
+    """Stored bytes differ from their digest, are truncated, or are not what the format says."""
+
+
+class Conflict(EverstepError):
+    """The step exists with other content, or a newer writer has taken the store over."""
+
+
+class Unavailable(EverstepError):
+    """Storage, keeper or memory did not answer or has no room."""
+
+
+class Mismatch(EverstepError):
+    """The state and the checkpoint differ in names, shapes or dtypes."""
+
+
+class Unsupported(EverstepError):
+    """Something that cannot be captured, read or replayed."""
+
+
+KINDS: dict[str, type[EverstepError]] = {
+    kind.__name__: kind for kind in (Missing, Corrupt, Conflict, Unavailable, Mismatch, Unsupported)
+}

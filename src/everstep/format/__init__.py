@@ -1,0 +1,1 @@
+"""The format as data: what docs/format.md says, in code. Pure: no files, no torch."""

@@ -1,0 +1,328 @@
+"""Manifests and piece tables as data, and their JSON.
+
+A checkpoint is its manifest: small, new at each step. What does not change from step to step (names,
+shapes, where the pieces lie in their packs) stands in a piece table, a document of its own that
+all manifests with the same layout share.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.errors import Corrupt
+from everstep.format.boxes import Box
+from everstep.format.document import FORMAT_VERSION, digest_of, seal, unseal
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.packs import Layout, Piece, Spec, chunks
+
+_SAFE_PATH = re.compile(r"(?!.*\.\.)[\w.-]+(/[\w.-]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class FileLink:
+    """A file of the store: path relative to the store, size in bytes, XXH3-128 of its bytes where it has one."""
+
+    path: str
+    size: int
+    digest: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a manifest."""
+        link: dict[str, Any] = {"path": self.path, "size": self.size}
+        return link if self.digest is None else {**link, "digest": self.digest}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "FileLink":
+        """Checks that the path stays inside the store."""
+        if not _SAFE_PATH.fullmatch(value["path"]):
+            raise ValueError(f"unsafe path {value['path']!r}")
+        return cls(value["path"], _natural(value["size"]), value.get("digest"))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a piece table. `aliases` are other names of the same tensor (tied weights)."""
+
+    spec: Spec
+    pieces: tuple[Piece, ...]
+    aliases: tuple[str, ...] = ()
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class PackShape:
+    """A pack as its table knows it: file size, size of the header, index of the header's digest."""
+
+    size: int
+    header: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What stays the same from step to step: the packs, the tensors by name, and for each optimizer
+    `groups` (parameter name to hyperparameter set) and `state` (parameter name to its tensor keys)."""
+
+    packs: tuple[PackShape, ...]
+    tensors: dict[str, TensorEntry]
+    optimizers: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The bytes behind one digest: `size` bytes at `offset` of a pack, and what they are."""
+
+    pack: int
+    offset: int
+    size: int
+    digest: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank wrote: its table, its packs, one digest per header and chunk, the step of its pieces."""
+
+    rank: int
+    table: FileLink
+    packs: tuple[FileLink, ...]
+    digests: tuple[str, ...]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One committed checkpoint. `objects` and `hyperparameters` are tagged JSON (docs/format.md)."""
+
+    step: int
+    epoch: int
+    run: str
+    created: str
+    parts: tuple[Part, ...]
+    objects: dict[str, Any]
+    hyperparameters: dict[str, Any]
+    parent: dict[str, int] | None = None
+    topology: dict[str, Any] = field(default_factory=dict)
+    capture: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    tag: str | None = None
+    exact: bool = True
+    records: tuple[Any, ...] = ()
+
+    @property
+    def files(self) -> tuple[FileLink, ...]:
+        """Every data file that it needs."""
+        return tuple(link for part in self.parts for link in (part.table, *part.packs))
+
+    @property
+    def size(self) -> int:
+        """Bytes of its packs."""
+        return sum(pack.size for part in self.parts for pack in part.packs)
+
+
+def encode_table(
+    layout: Layout,
+    aliases: Mapping[str, Sequence[str]],
+    devices: Mapping[str, str],
+    optimizers: Mapping[str, Any],
+) -> bytes:
+    """The sealed piece table of a layout, sorted by tensor name."""
+    rows = []
+    for spec, piece in sorted(
+        zip(layout.specs, layout.pieces, strict=True), key=lambda row: row[0].name
+    ):
+        row: dict[str, Any] = {
+            "name": spec.name,
+            "dtype": spec.dtype,
+            "shape": spec.shape,
+            "device": devices.get(spec.name, "cpu"),
+            "pieces": [_piece_to_json(piece)],
+        }
+        if spec.name in aliases:
+            row["aliases"] = list(aliases[spec.name])
+        rows.append(row)
+    packs = [
+        {"size": pack.size, "header": len(pack.header), "digest": pack.digest}
+        for pack in layout.packs
+    ]
+    return seal(
+        {"format": FORMAT_VERSION, "packs": packs, "tensors": rows, "optimizers": dict(optimizers)}
+    )
+
+
+def decode_table(data: bytes | memoryview, path: object) -> Table:
+    """Parse and check a piece table; raises Corrupt."""
+    value = unseal(data, path)
+    try:
+        entries = [_entry_from_json(row) for row in value["tensors"]]
+        packs = tuple(
+            PackShape(_natural(pack["size"]), _natural(pack["header"]), _natural(pack["digest"]))
+            for pack in value["packs"]
+        )
+        table = Table(
+            packs, {entry.spec.name: entry for entry in entries}, dict(value["optimizers"])
+        )
+        _check_inside(table)
+        return table
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _malformed(path, error) from error
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The sealed manifest."""
+    return seal(
+        {
+            "format": FORMAT_VERSION,
+            "step": manifest.step,
+            "epoch": manifest.epoch,
+            "run": manifest.run,
+            "created": manifest.created,
+            "parent": manifest.parent,
+            "exact": manifest.exact,
+            "tag": manifest.tag,
+            "metrics": manifest.metrics,
+            "topology": manifest.topology,
+            "capture": manifest.capture,
+            "parts": [
+                {
+                    "rank": part.rank,
+                    "steps": part.steps,
+                    "table": part.table.to_json(),
+                    "packs": [pack.to_json() for pack in part.packs],
+                    "digests": part.digests,
+                }
+                for part in manifest.parts
+            ],
+            "records": manifest.records,
+            "hyperparameters": manifest.hyperparameters,
+            "objects": manifest.objects,
+        }
+    )
+
+
+def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
+    """Parse and check a manifest; raises Corrupt, or Unsupported for another format version."""
+    value = unseal(data, path)
+    try:
+        return Manifest(
+            step=_natural(value["step"]),
+            epoch=_natural(value["epoch"]),
+            run=value["run"],
+            created=value["created"],
+            parts=tuple(_part_from_json(part) for part in value["parts"]),
+            objects=value["objects"],
+            hyperparameters=value["hyperparameters"],
+            parent=value["parent"],
+            topology=value["topology"],
+            capture=value["capture"],
+            metrics=value["metrics"],
+            tag=value["tag"],
+            exact=value["exact"],
+            records=tuple(value["records"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _malformed(path, error) from error
+
+
+def extents(table: Table) -> list[Extent]:
+    """What each digest of a part covers, by pack and offset: headers, and pieces in chunks of 4 MiB."""
+    found = [
+        Extent(index, 0, pack.header, pack.digest, "the header")
+        for index, pack in enumerate(table.packs)
+    ]
+    for name, entry in table.tensors.items():
+        for piece in entry.pieces:
+            found += [
+                Extent(
+                    piece.pack, piece.offset + start, size, piece.digest + index, f"tensor {name!r}"
+                )
+                for index, (start, size) in enumerate(chunks(piece.size))
+            ]
+    found.sort(key=lambda extent: (extent.pack, extent.offset, extent.size))
+    return found
+
+
+def check_table(table: Table, part: Part, path: object) -> None:
+    """Check that table and part speak of the same packs and digests; raises Corrupt.
+
+    After this, sizes and offsets may be trusted: no reader takes memory or seeks by unchecked numbers.
+    """
+    digests = sorted(extent.digest for extent in extents(table))
+    sizes = [pack.size for pack in table.packs]
+    if digests != list(range(len(part.digests))) or sizes != [pack.size for pack in part.packs]:
+        raise Corrupt(
+            f"reading {path}: the piece table and the manifest that names it speak of different packs"
+        )
+
+
+def content_of(part: Part) -> str:
+    """What a part holds, as one digest: equal for equal tables and bytes, wherever they are stored."""
+    return digest_of("".join((part.table.digest or "", *part.digests)).encode())
+
+
+def _piece_to_json(piece: Piece) -> dict[str, Any]:
+    return {
+        "offsets": piece.box.offsets,
+        "lengths": piece.box.lengths,
+        "pack": piece.pack,
+        "at": piece.offset,
+        "size": piece.size,
+        "digest": piece.digest,
+        "codec": piece.codec,
+    }
+
+
+def _check_inside(table: Table) -> None:
+    for name, entry in table.tensors.items():
+        for piece in entry.pieces:
+            if (
+                piece.pack >= len(table.packs)
+                or piece.offset + piece.size > table.packs[piece.pack].size
+            ):
+                raise ValueError(f"a piece of tensor {name!r} lies outside of its pack")
+
+
+def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
+    spec = Spec(str(row["name"]), str(row["dtype"]), tuple(map(_natural, row["shape"])))
+    if spec.dtype not in ITEM_SIZES:
+        raise ValueError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
+    pieces = tuple(
+        Piece(
+            Box(tuple(map(_natural, piece["offsets"])), tuple(map(_natural, piece["lengths"]))),
+            _natural(piece["pack"]),
+            _natural(piece["at"]),
+            _natural(piece["size"]),
+            _natural(piece["digest"]),
+            piece["codec"],
+        )
+        for piece in row["pieces"]
+    )
+    for piece in pieces:
+        if piece.codec == "raw" and piece.size != piece.box.count * ITEM_SIZES[spec.dtype]:
+            raise ValueError(
+                f"a piece of tensor {spec.name!r} has {piece.size} bytes, its box needs another number"
+            )
+    return TensorEntry(spec, pieces, tuple(row.get("aliases", ())), str(row["device"]))
+
+
+def _part_from_json(value: Mapping[str, Any]) -> Part:
+    return Part(
+        rank=_natural(value["rank"]),
+        table=FileLink.from_json(value["table"]),
+        packs=tuple(FileLink.from_json(pack) for pack in value["packs"]),
+        digests=tuple(value["digests"]),
+        steps=_natural(value["steps"]),
+    )
+
+
+def _natural(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} is not a natural number")
+    return value
+
+
+def _malformed(path: object, error: Exception) -> Corrupt:
+    return Corrupt(
+        f"reading {path}: its digest is right, but it is not what the format says: {error!r}"
+    )

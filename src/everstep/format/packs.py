@@ -1,0 +1,154 @@
+"""Packs: safetensors files laid out for direct I/O, computed before a byte is written.
+
+    0        8                    data_start (multiple of 4096)                       size (multiple of 4096)
+    ├────────┼────────────────────┼─────────────────┬─────┬───────────────┬─────┬─────┤
+    │ length │ JSON header, blanks│ piece >= 1 MiB  │ pad │ piece >= 1 MiB│ pad │small│ pad
+    └────────┴────────────────────┴─────────────────┴─────┴───────────────┴─────┴─────┘
+
+Large pieces come first and start on a page; small ones follow by falling item size, so that each
+lies on a multiple of its own item size. Gaps are entries of zero bytes ("__pad__.N"): safetensors
+allows no holes. A header depends only on names, dtypes, shapes: it stays the same from step to step.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from everstep.format.boxes import Box
+from everstep.format.dtypes import ITEM_SIZES, carried_as
+
+PAGE_BYTES = 4096
+ALIGNED_FROM_BYTES = 1 << 20
+CHUNK_BYTES = 4 << 20
+ENTRIES_PER_PACK_MAX = 1 << 16
+PAD_PREFIX = "__pad__."
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor as the format sees it: its name, logical dtype (torch's name) and global shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of its raw elements."""
+        return ITEM_SIZES[self.dtype] * prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a box of a tensor lies: `size` stored bytes at `offset` of pack number `pack`.
+
+    `digest` is the index of its first digest in the part's list; one digest per 4 MiB chunk
+    of the stored bytes, at least one.
+    """
+
+    box: Box
+    pack: int
+    offset: int
+    size: int
+    digest: int
+    codec: str = "raw"
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """A pack before it is written: its header bytes (length and padding included), the index of their
+    digest, and the size of the file."""
+
+    header: bytes
+    digest: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All packs of one part, and the piece of each tensor, in the order of `specs`."""
+
+    specs: tuple[Spec, ...]
+    pieces: tuple[Piece, ...]
+    packs: tuple[PackLayout, ...]
+    digest_count: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of all packs."""
+        return sum(pack.size for pack in self.packs)
+
+
+def round_up(value: int, multiple: int = PAGE_BYTES) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def chunks(size: int) -> Iterable[tuple[int, int]]:
+    """(start, length) of the chunks of a piece of `size` bytes; an empty piece has one empty chunk."""
+    if size == 0:
+        return [(0, 0)]
+    return [(at, min(CHUNK_BYTES, size - at)) for at in range(0, size, CHUNK_BYTES)]
+
+
+def chunk_count(size: int) -> int:
+    """How many digests a piece of `size` stored bytes has."""
+    return max(1, -(-size // CHUNK_BYTES))
+
+
+def lay_out(specs: Sequence[Spec]) -> Layout:
+    """Place every tensor, whole, into packs. Pure and deterministic: same specs, same bytes."""
+    order = sorted(range(len(specs)), key=lambda i: _rank(specs[i]))
+    pieces: list[Piece | None] = [None] * len(specs)
+    packs: list[PackLayout] = []
+    digest = 0
+    for first in range(0, len(order), ENTRIES_PER_PACK_MAX):
+        members = order[first : first + ENTRIES_PER_PACK_MAX]
+        entries, offsets, end = _place([specs[i] for i in members])
+        header = _header(entries)
+        header_digest, digest = digest, digest + 1
+        for i, offset in zip(members, offsets, strict=True):
+            size = specs[i].size
+            pieces[i] = Piece(
+                Box.whole(specs[i].shape), len(packs), len(header) + offset, size, digest
+            )
+            digest += chunk_count(size)
+        packs.append(PackLayout(header, header_digest, len(header) + end))
+    placed = tuple(piece for piece in pieces if piece is not None)
+    return Layout(tuple(specs), placed, tuple(packs), digest)
+
+
+def _rank(spec: Spec) -> tuple[bool, int, str]:
+    large = spec.size >= ALIGNED_FROM_BYTES
+    return (not large, 0 if large else -ITEM_SIZES[spec.dtype], spec.name)
+
+
+def _place(specs: Sequence[Spec]) -> tuple[dict[str, object], list[int], int]:
+    """The header's entries, each tensor's offset in the data section, and that section's size."""
+    entries: dict[str, object] = {}
+    offsets: list[int] = []
+    at = 0
+
+    def pad() -> None:
+        nonlocal at
+        if gap := -at % PAGE_BYTES:
+            name = f"{PAD_PREFIX}{len(entries)}"
+            entries[name] = {"dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap]}
+            at += gap
+
+    for spec in specs:
+        dtype, shape = carried_as(spec.dtype, spec.shape, spec.size)
+        entries[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + spec.size]}
+        offsets.append(at)
+        at += spec.size
+        if spec.size >= ALIGNED_FROM_BYTES:
+            pad()
+    pad()
+    return entries, offsets, at
+
+
+def _header(entries: dict[str, object]) -> bytes:
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    size = round_up(8 + len(text))
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)

@@ -1,0 +1,1 @@
+"""The keeper: a process without torch that owns the memory tier and all that comes after capture."""

@@ -1,0 +1,222 @@
+"""The arena: shared memory that trainer and keeper map, with a crash-consistent job table.
+
+    0         4096        4096 + slot_size
+    ├─────────┼───────────┼───────────┼ ...
+    │ table   │ slot 0    │ slot 1    │
+    └─────────┴───────────┴───────────┴ ...
+    slot = [ documents: piece table, descriptor, manifest │ image: the packs, as they will lie on disk ]
+
+It is a memfd: no name that anybody else could open, sealed against resizing, so that a mapping can
+never fault. A slot's `state` is one byte, written last, and says who may change the slot:
+
+    FREE ──trainer──▶ CAPTURING ──trainer──▶ SEALED ──keeper──▶ DONE | FAILED ──trainer──▶ CAPTURING
+
+A process that dies leaves either the old state or the new one. The record of a sealed slot carries
+digests of itself and of its documents: what a dying trainer half wrote is not taken for a job.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from everstep.errors import Corrupt, Unavailable
+from everstep.format.packs import PAGE_BYTES, round_up
+
+_MAGIC = b"everstep arena 1"
+_HEAD = struct.Struct("<16sQQQQ")  # magic, slot count, documents capacity, image capacity, reserved
+_RECORD = struct.Struct("<QQQQQQ")  # sequence, step, image, table, descriptor, digest
+_MANIFEST_SIZE = struct.Struct("<Q")
+_RECORD_STRIDE = 128
+_MANIFEST_SIZE_AT = 64
+_STATE_AT = 120
+_HUGE_PAGE_BYTES = 2 << 20
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SLOTS_MAX = (PAGE_BYTES - 128) // _RECORD_STRIDE
+
+
+class SlotState(IntEnum):
+    """Who may change a slot, and what is in it."""
+
+    FREE = 0
+    CAPTURING = 1
+    SEALED = 2
+    DONE = 3
+    FAILED = 4
+
+
+COMPLETE = (SlotState.SEALED, SlotState.DONE, SlotState.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A slot's row in the job table: sizes in bytes of what it holds, and the order of the jobs."""
+
+    sequence: int
+    step: int
+    image_size: int
+    table_size: int
+    descriptor_size: int
+
+
+class Arena:
+    """One arena, mapped. Not thread-safe by itself: a slot belongs to one thread at a time."""
+
+    def __init__(self, fd: int) -> None:
+        """Map the arena behind `fd`, which this object owns from now on.
+
+        Raises Corrupt where it is not a sealed arena of consistent sizes: nothing that the other
+        process wrote is believed before that.
+        """
+        self.fd = fd
+        size = os.fstat(fd).st_size
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or size < PAGE_BYTES:
+            raise Corrupt(f"mapping an arena of {size} bytes: it is not sealed against resizing")
+        self._map = mmap.mmap(fd, size)
+        magic, self.slot_count, self.documents_size, self.image_size, _ = _HEAD.unpack_from(
+            self._map
+        )
+        expected = PAGE_BYTES + self.slot_count * (self.documents_size + self.image_size)
+        if (
+            magic != _MAGIC
+            or self.slot_count > SLOTS_MAX
+            or round_up(expected, _HUGE_PAGE_BYTES) != size
+        ):
+            raise Corrupt(f"mapping an arena of {size} bytes: its first page does not describe it")
+        with contextlib.suppress(OSError):  # a matter of speed only
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a forked data-loader worker has no use for it
+            self._map.madvise(mmap.MADV_DONTFORK)
+        self.memory = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @classmethod
+    def create(cls, slot_count: int, documents_size: int, image_size: int) -> "Arena":
+        """Make and seal a new arena. Takes no memory yet: pages come when they are first written."""
+        documents_size, image_size = round_up(documents_size), round_up(image_size)
+        size = PAGE_BYTES + slot_count * (documents_size + image_size)
+        fd = os.memfd_create("everstep-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, round_up(size, _HUGE_PAGE_BYTES))
+            os.pwrite(fd, _HEAD.pack(_MAGIC, slot_count, documents_size, image_size, 0), 0)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd)
+        except OSError as error:
+            os.close(fd)
+            raise Unavailable(f"making an arena of {size} bytes: {error.strerror}") from error
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole arena."""
+        return len(self._map)
+
+    def state(self, slot: int) -> SlotState:
+        """The slot's state; FREE for a byte that is none."""
+        value = self._map[self._record_at(slot) + _STATE_AT]
+        return SlotState(value) if value in SlotState.__members__.values() else SlotState.FREE
+
+    def set_state(self, slot: int, state: SlotState) -> None:
+        """One byte: other processes see the old state or the new one."""
+        self._map[self._record_at(slot) + _STATE_AT] = state
+
+    def seal(self, slot: int, record: Record, table: bytes, descriptor: bytes) -> None:
+        """Put documents and record in their places; the slot's image must be whole. State last.
+
+        The table is copied only where the slot does not hold it already.
+        """
+        assert record.table_size == len(table) and record.descriptor_size == len(descriptor)
+        at = self._slot_at(slot)
+        end = at + len(table)
+        if self.memory[at:end] != table:
+            self.memory[at:end] = table
+        self.memory[end : end + len(descriptor)] = descriptor
+        sizes = (record.image_size, record.table_size, record.descriptor_size)
+        digest = self._digest(slot, record)
+        place = self._record_at(slot)
+        _MANIFEST_SIZE.pack_into(self._map, place + _MANIFEST_SIZE_AT, 0)
+        _RECORD.pack_into(self._map, place, record.sequence, record.step, *sizes, digest)
+        self.set_state(slot, SlotState.SEALED)
+
+    def record(self, slot: int) -> Record | None:
+        """The slot's record, or None where it (or a document that it speaks of) is not whole."""
+        fields = _RECORD.unpack_from(self._map, self._record_at(slot))
+        record = Record(*fields[:5])
+        sizes = record.table_size + record.descriptor_size
+        if sizes > self.documents_size or record.image_size > self.image_size:
+            return None
+        return record if fields[5] == self._digest(slot, record) else None
+
+    def table(self, slot: int, record: Record) -> memoryview:
+        """The piece table document."""
+        at = self._slot_at(slot)
+        return self.memory[at : at + record.table_size]
+
+    def descriptor(self, slot: int, record: Record) -> memoryview:
+        """What the trainer says of this step."""
+        at = self._slot_at(slot) + record.table_size
+        return self.memory[at : at + record.descriptor_size]
+
+    def manifest(self, slot: int, record: Record) -> memoryview:
+        """The manifest that the keeper made, a sealed document; empty where there is none (yet)."""
+        at = self._manifest_at(slot, record)
+        place = self._record_at(slot) + _MANIFEST_SIZE_AT
+        size = min(_MANIFEST_SIZE.unpack_from(self._map, place)[0], self._slot_end(slot) - at)
+        return self.memory[at : at + size]
+
+    def put_manifest(self, slot: int, record: Record, document: bytes) -> None:
+        """Keep the manifest beside the image, so that the slot can be restored from without a disk."""
+        at = self._manifest_at(slot, record)
+        if at + len(document) > self._slot_end(slot):
+            return  # then the disk serves
+        self.memory[at : at + len(document)] = document
+        place = self._record_at(slot) + _MANIFEST_SIZE_AT
+        _MANIFEST_SIZE.pack_into(self._map, place, len(document))
+
+    def image(self, slot: int) -> memoryview:
+        """The slot's image area, writable; page-aligned."""
+        at = self._slot_at(slot) + self.documents_size
+        return self.memory[at : at + self.image_size]
+
+    def image_address(self, slot: int) -> int:
+        """Where the image starts in this process."""
+        return self.address + self._slot_at(slot) + self.documents_size
+
+    def newest_complete(self) -> int | None:
+        """The slot with the newest whole state, which must not be overwritten yet."""
+        best: tuple[int, int] | None = None
+        for slot in range(self.slot_count):
+            if self.state(slot) in COMPLETE and (record := self.record(slot)):
+                best = max(best or (0, -1), (record.sequence, slot))
+        return best[1] if best else None
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping goes when nothing refers to it any more."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _record_at(self, slot: int) -> int:
+        assert 0 <= slot < self.slot_count
+        return 128 + slot * _RECORD_STRIDE
+
+    def _slot_at(self, slot: int) -> int:
+        return PAGE_BYTES + slot * (self.documents_size + self.image_size)
+
+    def _slot_end(self, slot: int) -> int:
+        """Where the documents of a slot end."""
+        return self._slot_at(slot) + self.documents_size
+
+    def _manifest_at(self, slot: int, record: Record) -> int:
+        return self._slot_at(slot) + record.table_size + record.descriptor_size
+
+    def _digest(self, slot: int, record: Record) -> int:
+        """Covers the record and the descriptor; table and manifest are sealed documents themselves."""
+        digest = xxhash.xxh3_64(repr(record).encode())
+        digest.update(self.descriptor(slot, record))
+        return digest.intdigest()

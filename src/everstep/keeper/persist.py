@@ -1,0 +1,201 @@
+"""From a sealed slot to a committed checkpoint: digest, write, ask the trainer, commit, retain."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import xxhash
+
+from everstep.errors import Corrupt, Unsupported
+from everstep.format.document import unseal
+from everstep.format.manifest import (
+    Extent,
+    FileLink,
+    Manifest,
+    Part,
+    Table,
+    decode_table,
+    encode_manifest,
+    extents,
+)
+from everstep.keeper.arena import Arena, Record, SlotState
+from everstep.store import commit, names, retain
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Job:
+    """One sealed slot on its way. The trainer's answer arrives by `answer`; its death is an answer too."""
+
+    arena: Arena
+    slot: int
+    sequence: int
+    answered: threading.Event = field(default_factory=threading.Event)
+    problem: str | None = None
+
+    def answer(self, problem: str | None) -> None:
+        """What the trainer says of the copy, from any thread: None, or how it was torn."""
+        self.problem = problem
+        self.answered.set()
+
+
+@dataclass(slots=True)
+class Writer:
+    """Who writes: one attachment of a trainer. `parent` is the newest checkpoint of its line."""
+
+    disk: Disk
+    keep: retain.Keep | None
+    epoch: int | None = None
+    parent: CheckpointName | None = None
+    cache: retain.FileCache = field(default_factory=dict)
+    hasher: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "everstep-digest")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a commit cost: bytes written, seconds until durable."""
+
+    bytes: int
+    seconds: float
+
+
+def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> Outcome:
+    """Make a sealed slot durable; blocks until it is committed. Raises EverstepError.
+
+    The image is digested and written at the same time. Only then is the trainer asked whether
+    the copy was clean: a torn one is never committed.
+    """
+    began = time.monotonic()
+    arena, slot = job.arena, job.slot
+    record = arena.record(slot)
+    if record is None:
+        raise Corrupt(f"reading slot {slot} of the arena: its record is not whole")
+    manifest, packs = _describe(writer, arena, slot, record)
+    name = CheckpointName(manifest.step, manifest.epoch)
+    digests = writer.hasher.submit(_digest, arena, slot, record)
+    existing = (writer.disk.root / names.manifest_path(name)).exists()
+    commit.check_epoch(writer.disk, manifest.epoch, manifest.step)
+    links: tuple[FileLink, ...] = ()
+    try:
+        if not existing:
+            links = commit.write_packs(writer.disk, name, packs)
+        manifest = _with_data(
+            manifest, arena.table(slot, record), links or _unwritten(packs), digests
+        )
+        document = encode_manifest(manifest)
+        arena.put_manifest(slot, record, document)
+        announce_written()
+        job.answered.wait()
+        if job.problem:
+            raise Unsupported(job.problem)
+        if existing and commit.find_same(writer.disk, manifest):
+            return Outcome(0, time.monotonic() - began)
+        commit.write_table(writer.disk, arena.table(slot, record))
+        commit.publish(writer.disk, manifest, document)
+    except BaseException:
+        digests.cancel()
+        commit.discard_packs(writer.disk, links)
+        raise
+    writer.parent = name
+    outcome = Outcome(sum(map(len, packs)), time.monotonic() - began)
+    if manifest.tag:
+        commit.set_tag(writer.disk, manifest.tag, name)
+    return outcome
+
+
+def apply_retention(writer: Writer) -> None:
+    """Delete what `keep` does not cover. A failure is logged: it costs space, not a checkpoint."""
+    if writer.keep is None:
+        return
+    try:
+        doomed = retain.superfluous(writer.disk, writer.keep)
+        retain.delete(writer.disk, doomed, writer.cache)
+    except Exception:  # the next commit tries again
+        log.exception("retention in %s", writer.disk.root)
+
+
+def _describe(
+    writer: Writer, arena: Arena, slot: int, record: Record
+) -> tuple[Manifest, list[memoryview]]:
+    """The manifest as far as it is known before the data is written, and the packs in the image."""
+    said = unseal(arena.descriptor(slot, record), "a descriptor in the arena")
+    assert writer.epoch is not None, "a trainer claims its epoch before it seals"
+    table, _ = _parsed_table(bytes(arena.table(slot, record)))
+    image, packs, at = arena.image(slot), [], 0
+    for pack in table.packs:
+        packs.append(image[at : at + pack.size])
+        at += pack.size
+    if at != record.image_size:
+        raise Corrupt(
+            f"reading slot {slot} of the arena: {record.image_size} bytes, its table needs {at}"
+        )
+    parent: dict[str, Any] | None = writer.parent and writer.parent._asdict()
+    manifest = Manifest(
+        step=record.step,
+        epoch=writer.epoch,
+        run=commit.open_store(writer.disk),
+        created=commit.now(),
+        parts=(),
+        objects=said["objects"],
+        hyperparameters=said["hyperparameters"],
+        parent=parent,
+        topology=said["topology"],
+        capture=said["capture"],
+        metrics=said["metrics"],
+        tag=said["tag"],
+    )
+    return manifest, packs
+
+
+def _with_data(
+    manifest: Manifest,
+    table: memoryview,
+    links: tuple[FileLink, ...],
+    digests: "Future[tuple[str, ...]]",
+) -> Manifest:
+    part = Part(0, commit.table_link(table), links, digests.result(), manifest.step)
+    return replace(manifest, parts=(part,))
+
+
+def _unwritten(packs: list[memoryview]) -> tuple[FileLink, ...]:
+    return tuple(FileLink(f"{names.DATA}/unwritten", len(pack)) for pack in packs)
+
+
+def _digest(arena: Arena, slot: int, record: Record) -> tuple[str, ...]:
+    """One digest per extent, by index. Large extents are hashed without the GIL."""
+    table, found = _parsed_table(bytes(arena.table(slot, record)))
+    image = arena.image(slot)
+    starts = [0]
+    for pack in table.packs:
+        starts.append(starts[-1] + pack.size)
+    digests = [""] * len(found)
+    for extent in found:
+        start = starts[extent.pack] + extent.offset
+        digests[extent.digest] = xxhash.xxh3_128_hexdigest(image[start : start + extent.size])
+    return tuple(digests)
+
+
+@lru_cache(maxsize=4)
+def _parsed_table(document: bytes) -> tuple[Table, list[Extent]]:
+    """Tables change rarely: parsing one with 10,000 tensors takes longer than all the rest of a commit."""
+    table = decode_table(document, "a piece table in the arena")
+    return table, extents(table)
+
+
+def pending(arena: Arena) -> list[tuple[int, int]]:
+    """(sequence, slot) of the sealed slots, in the order in which they were sealed."""
+    found = []
+    for slot in range(arena.slot_count):
+        if arena.state(slot) is SlotState.SEALED and (record := arena.record(slot)):
+            found.append((record.sequence, slot))
+    return sorted(found)

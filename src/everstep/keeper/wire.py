@@ -1,0 +1,126 @@
+"""How trainer and keeper talk: small JSON messages, one per packet, on a Unix socket of this user.
+
+Bulk never crosses the socket: it lies in the arena, whose descriptor is passed along with a message.
+"""
+
+import array
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import stat
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from everstep.errors import Unavailable
+
+PROTOCOL = 1
+MESSAGE_BYTES_MAX = 64 << 10
+DESCRIPTORS_MAX = 8
+
+Message = dict[str, Any]
+
+
+def runtime_directory() -> Path:
+    """Where this user's sockets, locks and keeper logs lie: a directory that only this user can enter."""
+    base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+    directory = Path(base) / f"everstep-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise Unavailable(
+            f"preparing {directory}: it must be a directory of user {os.getuid()} that nobody else can "
+            f"enter (found mode {stat.filemode(found.st_mode)}, owner {found.st_uid}). Remove it"
+        )
+    return directory
+
+
+def endpoint(store: str | os.PathLike[str]) -> Path:
+    """The path, without suffix, of a store's keeper on this node: .sock, .lock, .log."""
+    digest = hashlib.sha256(os.path.realpath(store).encode()).hexdigest()[:24]
+    return runtime_directory() / digest
+
+
+def take_lock(path: Path) -> int | None:
+    """The keeper's lock, held by the returned descriptor for as long as it is open; None if another has it."""
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def listen(path: Path) -> socket.socket:
+    """Listen there; the caller holds the lock, so what lies there is left over."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    previous = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(previous)
+    listener.listen(16)
+    return listener
+
+
+def connect(path: Path) -> socket.socket:
+    """Connect to a keeper; raises OSError where none listens."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(str(path))
+        check_peer(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def check_peer(connection: socket.socket) -> int:
+    """The process id at the other end; raises PermissionError where it is another user's."""
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    pid, uid, _ = struct.unpack("3i", credentials)
+    if uid != os.getuid():
+        raise PermissionError(
+            f"process {pid} of user {uid} is at the other end of the keeper's socket"
+        )
+    return int(pid)
+
+
+def send(connection: socket.socket, message: Message, fds: list[int] | None = None) -> None:
+    """Send one message, and descriptors with it; raises OSError."""
+    data = json.dumps(message).encode()
+    assert len(data) <= MESSAGE_BYTES_MAX, "bulk belongs into the arena"
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    connection.sendmsg([data], rights)
+
+
+def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
+    """Wait for a message; None at the end. The caller owns the descriptors. Raises OSError, ValueError."""
+    space = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
+    data, ancillary, flags, _ = connection.recvmsg(
+        MESSAGE_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    try:
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ValueError("a message was cut short")
+        if not data:
+            return None
+        message = json.loads(data)
+        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+            raise ValueError("a message without type")
+    except ValueError:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return message, list(fds)

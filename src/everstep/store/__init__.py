@@ -1,0 +1,1 @@
+"""Checkpoints in a store: write, commit, read, verify, retain."""

@@ -1,0 +1,63 @@
+"""Which checkpoints belong to the run as it is now, and which to branches that it left behind. Pure.
+
+An epoch names its parent and the step at which it forked. Seen from the newest epoch, an ancestor's
+checkpoints count up to the fork and no further:
+
+    epoch 1   ──1──40──80──120        120 is left behind: epoch 2 forked at 80
+    epoch 2             └──81──100    the run is 1, 40, 80, 81, 100
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from everstep.store.names import CheckpointName
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One attachment of a trainer to the store: parent epoch (None for a start from nothing), step of the fork."""
+
+    number: int
+    parent: int | None
+    fork: int
+    created: str = ""
+    writer: str = ""
+
+
+def current(
+    epochs: Mapping[int, Epoch], checkpoints: Iterable[CheckpointName]
+) -> list[CheckpointName]:
+    """The checkpoints of the run as seen from its newest epoch, by rising step."""
+    if not epochs:
+        return []
+    limits = _limits(epochs, max(epochs))
+    newest_writer: dict[int, int] = {}
+    for step, epoch in checkpoints:
+        if epoch in limits and step <= limits[epoch]:
+            newest_writer[step] = max(epoch, newest_writer.get(step, 0))
+    return [CheckpointName(step, epoch) for step, epoch in sorted(newest_writer.items())]
+
+
+def branches(
+    epochs: Mapping[int, Epoch], checkpoints: Iterable[CheckpointName]
+) -> dict[int, list[CheckpointName]]:
+    """The checkpoints that the run left behind, by the epoch that wrote them, each by rising step."""
+    checkpoints = list(checkpoints)
+    kept = set(current(epochs, checkpoints))
+    left: dict[int, list[CheckpointName]] = {}
+    for name in sorted(checkpoints):
+        if name not in kept:
+            left.setdefault(name.epoch, []).append(name)
+    return left
+
+
+def _limits(epochs: Mapping[int, Epoch], newest: int) -> dict[int, float]:
+    """For each epoch from the newest back to the root: the last of its steps that still counts."""
+    limits: dict[int, float] = {}
+    number: int | None = newest
+    limit = float("inf")
+    while number is not None and number in epochs and number not in limits:
+        limits[number] = limit
+        limit = min(limit, epochs[number].fork)
+        number = epochs[number].parent
+    return limits

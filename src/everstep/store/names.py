@@ -1,0 +1,67 @@
+"""Where things lie in a store (docs/format.md), as functions from nouns to paths."""
+
+import re
+from typing import NamedTuple
+
+STORE = "everstep.json"
+EPOCHS = "epochs"
+CHECKPOINTS = "checkpoints"
+DATA = "data"
+TABLES = "data/tables"
+TAGS = "tags"
+
+_CHECKPOINT = re.compile(r"(\d{1,18})-(\d{1,9})")
+_DATA = re.compile(r"\d{8,18}-(\d{4,9})-[0-9a-f]+-\d+\.safetensors")
+_TAG = re.compile(r"[A-Za-z0-9][\w.-]{0,99}")
+
+
+class CheckpointName(NamedTuple):
+    """A checkpoint's identity within its store: the step, and the epoch that wrote it."""
+
+    step: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.step:08d}-{self.epoch:04d}"
+
+
+def parse_checkpoint(name: str) -> CheckpointName | None:
+    """The inverse of str(CheckpointName); leading zeros may be left out. None for other names."""
+    found = _CHECKPOINT.fullmatch(name)
+    return CheckpointName(int(found[1]), int(found[2])) if found else None
+
+
+def manifest_path(name: CheckpointName) -> str:
+    """The commit point of a checkpoint."""
+    return f"{CHECKPOINTS}/{name}/manifest.json"
+
+
+def epoch_path(epoch: int) -> str:
+    """The claim of an epoch."""
+    return f"{EPOCHS}/{epoch:04d}.json"
+
+
+def pack_path(name: CheckpointName, token: str, index: int) -> str:
+    """A data file; `token` makes each attempt's name new, so that no attempt ever writes into another's file."""
+    return f"{DATA}/{name}-{token}-{index}.safetensors"
+
+
+def epoch_of_pack(file_name: str) -> int | None:
+    """Which epoch wrote the data file of that name; None for names that are not packs."""
+    found = _DATA.fullmatch(file_name)
+    return int(found[1]) if found else None
+
+
+def table_path(digest: str) -> str:
+    """A piece table, named by its content."""
+    return f"{TABLES}/{digest}.json"
+
+
+def tag_path(tag: str) -> str:
+    """Raises ValueError for a tag that makes no safe file name, or that could be taken for a step."""
+    if not _TAG.fullmatch(tag) or tag.isdigit() or parse_checkpoint(tag):
+        raise ValueError(
+            f"{tag!r} cannot be a tag: it needs a letter or digit first, then at most 99 letters, digits, '_', "
+            f"'.', '-', and must not look like a step"
+        )
+    return f"{TAGS}/{tag}.json"

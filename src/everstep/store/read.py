@@ -1,0 +1,92 @@
+"""Reads whose every byte is checked against its digest."""
+
+from collections.abc import Iterator
+
+import xxhash
+
+from everstep.errors import Corrupt, Missing
+from everstep.format.manifest import Extent, Part, Table, extents
+from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX, Piece, chunks
+from everstep.tiers.disk import Disk, Reader
+
+
+def check_chunk(view: memoryview, digest: str, where: str) -> None:
+    """Raises Corrupt where the bytes do not have that digest. Releases the GIL while it hashes."""
+    found = xxhash.xxh3_128_hexdigest(view)
+    if found != digest:
+        raise Corrupt(
+            f"reading {where}: {len(view)} bytes have digest {found}, the manifest says {digest}"
+        )
+
+
+def read_piece(reader: Reader, part: Part, piece: Piece, view: memoryview, name: str) -> None:
+    """Fill `view` (exactly the piece's size) and verify it, chunk by chunk."""
+    for index, (start, size) in enumerate(chunks(piece.size)):
+        chunk = view[start : start + size]
+        reader.read_into(piece.offset + start, chunk)
+        where = f"{part.packs[piece.pack].path} at byte {piece.offset + start} (tensor {name!r})"
+        check_chunk(chunk, part.digests[piece.digest + index], where)
+
+
+def verify_part(disk: Disk, part: Part, table: Table) -> Iterator[tuple[int, Corrupt | None]]:
+    """Read every byte of a part's packs, padding too. Yields (bytes read, what is wrong or None) by extent."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    by_pack: list[list[Extent]] = [[] for _ in part.packs]
+    for extent in extents(table):
+        by_pack[extent.pack].append(extent)
+    for link, pack in zip(part.packs, by_pack, strict=True):
+        try:
+            reader = disk.open(link.path)
+        except Missing as error:
+            yield 0, Corrupt(str(error))
+            continue
+        try:
+            if reader.size == link.size:
+                yield from _verify_pack(reader, part, pack, buffer)
+            else:
+                where = disk.root / link.path
+                yield (
+                    0,
+                    Corrupt(
+                        f"reading {where}: it has {reader.size} bytes, the manifest says {link.size}"
+                    ),
+                )
+        finally:
+            reader.close()
+
+
+def _verify_pack(
+    reader: Reader, part: Part, pack: list[Extent], buffer: memoryview
+) -> Iterator[tuple[int, Corrupt | None]]:
+    end = 0
+    path = part.packs[pack[0].pack].path
+    for extent in pack:
+        problem: Corrupt | None = None
+        view = (
+            buffer[: extent.size]
+            if extent.size <= len(buffer)
+            else memoryview(bytearray(extent.size))
+        )
+        try:
+            _check_padding(reader, end, extent.offset, path)
+            reader.read_into(extent.offset, view)
+            check_chunk(
+                view, part.digests[extent.digest], f"{path} at byte {extent.offset} ({extent.what})"
+            )
+        except Corrupt as error:
+            problem = error
+        end = extent.offset + extent.size
+        yield extent.size, problem
+    try:
+        _check_padding(reader, end, reader.size, path)
+    except Corrupt as error:
+        yield 0, error
+
+
+def _check_padding(reader: Reader, start: int, end: int, path: str) -> None:
+    view = memoryview(bytearray(max(0, end - start)))
+    reader.read_into(start, view)
+    if any(view):
+        raise Corrupt(
+            f"reading {path}: the padding ({PAD_PREFIX}*) from byte {start} on is not all zeros"
+        )

@@ -1,0 +1,159 @@
+"""Which checkpoints stay, how one is deleted, and what nobody needs any more.
+
+Deletion goes in the reverse of the order of writing: first the manifest (from then on the
+checkpoint does not exist), then the files that no other manifest reaches. So a crash in between leaves
+unreachable files, which gc sweeps, and never a manifest without its data.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.errors import Corrupt, EverstepError
+from everstep.store import catalog, names
+from everstep.store.lineage import branches, current
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+_IDLE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which checkpoints to keep; what is covered by none of these is deleted after the next commit.
+
+    last: the newest so many of the run, and of each branch that it left behind. every: in addition,
+    each step that is a multiple of this (0: none). tags: in addition, whatever a tag names.
+    """
+
+    last: int = 3
+    every: int = 0
+    tags: bool = True
+
+    def __post_init__(self) -> None:
+        if self.last < 1 or self.every < 0:
+            raise ValueError(
+                f"Keep needs last >= 1 and every >= 0, not last={self.last}, every={self.every}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """As it goes to the keeper."""
+        return {"last": self.last, "every": self.every, "tags": self.tags}
+
+
+def superfluous(disk: Disk, keep: Keep) -> list[CheckpointName]:
+    """The checkpoints that `keep` does not cover, oldest first."""
+    checkpoints = catalog.committed(disk)
+    epochs = catalog.read_epochs(disk)
+    lines = [current(epochs, checkpoints), *branches(epochs, checkpoints).values()]
+    kept = {name for line in lines for name in line[-keep.last :]}
+    if keep.every:
+        kept |= {name for name in checkpoints if name.step % keep.every == 0}
+    if keep.tags:
+        kept |= set(catalog.read_tags(disk).values())
+    return [name for name in sorted(checkpoints) if name not in kept]
+
+
+FileCache = dict[CheckpointName, frozenset[str]]
+
+
+def delete(disk: Disk, doomed: Sequence[CheckpointName], cache: FileCache | None = None) -> int:
+    """Delete checkpoints and the files that only they needed. Returns the bytes freed.
+
+    `cache` spares a caller that deletes often the reading of manifests, which never change.
+    """
+    if not doomed:
+        return 0
+    cache = {} if cache is None else cache
+    with disk.exclusive():
+        needed = _reachable(
+            disk, [name for name in catalog.committed(disk) if name not in doomed], cache
+        )
+        files = {path for name in doomed for path in _files(disk, name, cache)}
+        for tag, name in catalog.read_tags(disk).items():
+            if name in doomed:
+                disk.delete(names.tag_path(tag))
+        freed = 0
+        for name in doomed:
+            disk.delete(names.manifest_path(name))
+            cache.pop(name, None)
+        for path in sorted(files - needed):
+            if not path.startswith(names.TABLES):
+                freed += _size(disk, path)
+                disk.delete(path)
+        return freed
+
+
+def sweep(disk: Disk) -> tuple[int, int]:
+    """Delete what no manifest reaches: files of attempts that failed, drafts, tables out of use.
+
+    What the newest epoch wrote is left alone, since its writer may be about to commit it; older
+    epochs can publish nothing that counts. Returns (files, bytes) freed.
+    """
+    with disk.exclusive():
+        live = catalog.newest_epoch(disk)
+        needed = _reachable(disk, catalog.committed(disk), {})
+        packs = [f"{names.DATA}/{name}" for name in disk.list(names.DATA)]
+        doomed = {
+            path for path in packs if (names.epoch_of_pack(path.rpartition("/")[2]) or live) < live
+        }
+        doomed.update(_idle(disk, names.TABLES))
+        doomed -= needed
+        directories = ["", names.EPOCHS, names.TAGS, names.DATA, names.TABLES]
+        directories += [f"{names.CHECKPOINTS}/{name}" for name in disk.list(names.CHECKPOINTS)]
+        for directory in directories:
+            doomed.update(path for path in _idle(disk, directory) if path.endswith(".tmp"))
+        freed = sum(_size(disk, path) for path in doomed)
+        for path in sorted(doomed):
+            disk.delete(path)
+        return len(doomed), freed
+
+
+def _idle(disk: Disk, directory: str) -> list[str]:
+    """Files that nobody touched for an hour: a document is written and published within seconds."""
+    prefix = f"{directory}/" if directory else ""
+    found = []
+    for name in disk.list(directory):
+        path = disk.root / directory / name
+        try:
+            if path.is_file() and time.time() - path.stat().st_mtime > _IDLE_S:
+                found.append(f"{prefix}{name}")
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def _size(disk: Disk, path: str) -> int:
+    try:
+        return (disk.root / path).stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _files(disk: Disk, name: CheckpointName, cache: FileCache) -> frozenset[str]:
+    """What a doomed checkpoint needed; nothing where that cannot be told any more (gc frees it then)."""
+    try:
+        return _needs(disk, name, cache)
+    except EverstepError:
+        return frozenset()
+
+
+def _needs(disk: Disk, name: CheckpointName, cache: FileCache) -> frozenset[str]:
+    if name not in cache:
+        cache[name] = frozenset(link.path for link in catalog.read_manifest(disk, name).files)
+    return cache[name]
+
+
+def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: FileCache) -> set[str]:
+    """Every data file that a checkpoint needs. A manifest that cannot be read protects everything: raises Corrupt."""
+    needed: set[str] = set()
+    for name in checkpoints:
+        try:
+            needed |= _needs(disk, name, cache)
+        except Corrupt as error:
+            raise Corrupt(
+                f"{error}. Nothing more is deleted while it is unknown which files this checkpoint needs; "
+                f"remove it with: everstep rm {name}"
+            ) from error
+    return needed

@@ -1,0 +1,125 @@
+"""Store: what a person or a tool does with checkpoints without a training run."""
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from everstep.errors import Corrupt, Missing
+from everstep.format.document import unseal
+from everstep.format.manifest import Manifest, Table
+from everstep.store import catalog, names, read, retain
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+if TYPE_CHECKING:
+    import torch
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What `verify` found: how many checkpoints and bytes it read, and what is wrong, by checkpoint."""
+
+    checkpoints: int
+    bytes: int
+    problems: dict[str, list[str]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.problems
+
+
+class Store:
+    """The checkpoints of one run, in a directory. Opens no model and starts no process; thread-safe.
+
+    A step may be given as an int (of the run as it is now), as a tag, or as "step-epoch" (any branch).
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises Missing where there is no store, Unsupported for one of an unknown format."""
+        self._disk = Disk(path)
+        self.path = self._disk.root
+        try:
+            document = self._disk.read(names.STORE)
+        except Missing:
+            raise Missing(
+                f"opening the store {self.path}: there is none (no {names.STORE} in it)"
+            ) from None
+        self.run: str = unseal(document, self.path / names.STORE)["run"]
+
+    def steps(self) -> list[int]:
+        """The steps of the run as it is now (branches that were left behind do not count), rising."""
+        return [name.step for name in catalog.lineage(self._disk)]
+
+    def latest(self) -> int | None:
+        """The newest step; None where there is no checkpoint yet."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def manifest(self, step: int | str | None = None) -> Manifest:
+        """The manifest of a checkpoint, by default of the newest. Raises Missing, Corrupt."""
+        return catalog.read_manifest(self._disk, catalog.find(self._disk, step))
+
+    def tables(self, manifest: Manifest) -> list[Table]:
+        """The piece tables of a checkpoint, one per part."""
+        return [catalog.read_table(self._disk, part) for part in manifest.parts]
+
+    def verify(self, step: int | str | None = None, progress: Progress | None = None) -> Verdict:
+        """Read every byte of a checkpoint, by default of all on all branches, and compare it with its digest.
+
+        `progress` is called with (bytes read, bytes in all). What is wrong is in the result, not raised.
+        """
+        chosen = (
+            [catalog.find(self._disk, step)] if step is not None else catalog.committed(self._disk)
+        )
+        problems: dict[str, list[str]] = {}
+        manifests: list[tuple[CheckpointName, Manifest]] = []
+        for name in chosen:
+            try:
+                manifests.append((name, catalog.read_manifest(self._disk, name)))
+            except (Corrupt, Missing) as error:
+                problems[str(name)] = [str(error)]
+        total, done = sum(manifest.size for _, manifest in manifests), 0
+        for name, manifest in manifests:
+            for size, problem in self._verify(manifest):
+                done += size
+                if problem:
+                    problems.setdefault(str(name), []).append(problem)
+                if progress:
+                    progress(done, total)
+        return Verdict(len(chosen), done, problems)
+
+    def read(
+        self, step: int | str | None = None, names: Collection[str] | None = None
+    ) -> dict[str, "torch.Tensor"]:
+        """The tensors of a checkpoint (those in `names`, or all) by name, verified, on the CPU.
+
+        An alias (tied weights) may be asked for like a name. Raises Missing with the names that are not there.
+        """
+        from everstep.store.tensors import (
+            read_tensors,
+        )  # needs torch, which the rest of the store does not
+
+        manifest = self.manifest(step)
+        return read_tensors(self._disk, manifest, self.tables(manifest), names)
+
+    def delete(self, step: int | str) -> int:
+        """Delete a checkpoint and the data that only it needs. Returns the bytes freed."""
+        return retain.delete(self._disk, [catalog.find(self._disk, step)])
+
+    def gc(self) -> tuple[int, int]:
+        """Delete files that no checkpoint reaches, what failed attempts left. Returns (files, bytes)."""
+        return retain.sweep(self._disk)
+
+    def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
+        for part in manifest.parts:
+            try:
+                table = catalog.read_table(self._disk, part)
+            except (Corrupt, Missing) as error:
+                yield 0, str(error)
+                continue
+            for size, problem in read.verify_part(self._disk, part, table):
+                yield size, str(problem) if problem else None
