@@ -1,0 +1,1 @@
+"""The command `everstep`; torch is imported only by the sub-commands that train."""

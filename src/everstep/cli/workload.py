@@ -1,0 +1,222 @@
+"""The training run that `everstep demo` and `everstep bench` use: a GPT on the bytes of real text.
+
+It is an ordinary run, written as its user would write it without any thought of checkpoints: AdamW,
+warm-up and cosine, gradient clipping, dropout (so that the random state matters) and a loader with
+a state of its own. Two runs built with the same arguments on one machine are equal bit for bit.
+
+Shapes: B batch, S sequence, D width, V vocabulary (the 256 bytes).
+"""
+
+import math
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+
+TEXT_BYTES_MAX = 4_000_000
+VOCABULARY = 256
+GRADIENT_NORM_MAX = 1.0
+
+Size = Literal["25m", "tiny"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of a model and of its batches."""
+
+    layers: int
+    heads: int
+    width: int
+    sequence: int
+    batch: int
+    learning_rate: float
+
+
+SHAPES: dict[Size, Shape] = {
+    "25m": Shape(layers=8, heads=8, width=512, sequence=128, batch=4, learning_rate=3e-4),
+    "tiny": Shape(layers=2, heads=2, width=32, sequence=16, batch=2, learning_rate=1e-3),
+}
+
+
+def load_text(path: str | Path | None = None) -> bytes:
+    """The text to train on: the file, or the sources of Python's own standard library.
+
+    The sources are read in the order of their names and cut at `TEXT_BYTES_MAX`, so that the text
+    is the same in every process of one machine. A file is read whole.
+    """
+    if path is not None:
+        return Path(path).read_bytes()
+    text = bytearray()
+    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += source.read_bytes()
+        if len(text) >= TEXT_BYTES_MAX:
+            break
+    return bytes(text[:TEXT_BYTES_MAX])
+
+
+class Loader:
+    """Batches of random windows of a text, with a position that can be saved and set again."""
+
+    def __init__(self, text: bytes, *, batch: int, sequence: int, seed: int) -> None:
+        if len(text) <= sequence + 1:
+            raise ValueError(f"text of {len(text)} bytes is too short for windows of {sequence}")
+        self._text_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._batch = batch
+        self._sequence = sequence
+        self._generator = torch.Generator().manual_seed(seed)
+        self._batches_read = 0
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """The next batch: inputs [B, S] and targets [B, S], the targets one byte further."""
+        last = len(self._text_bytes) - self._sequence - 1
+        starts = torch.randint(0, last + 1, (self._batch, 1), generator=self._generator)
+        windows = self._text_bytes[starts + torch.arange(self._sequence + 1)].long()
+        self._batches_read += 1
+        return windows[:, :-1], windows[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator's state and how many batches were read."""
+        return {"generator": self._generator.get_state(), "batches_read": self._batches_read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the batch at which `state_dict()` was taken."""
+        self._generator.set_state(state["generator"])
+        self._batches_read = state["batches_read"]
+
+
+class Block(nn.Module):
+    """One layer: causal self-attention and a perceptron, each on a normed residual stream."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        self.dropout = dropout
+        self.norm_attention = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x_bsd: Tensor) -> Tensor:
+        """The stream after this layer."""
+        x_bsd = x_bsd + self._drop(self.project(self._attend(self.norm_attention(x_bsd))))
+        return x_bsd + self._drop(self.mlp(self.norm_mlp(x_bsd)))
+
+    def _attend(self, x_bsd: Tensor) -> Tensor:
+        batch, sequence, width = x_bsd.shape
+        split = self.query_key_value(x_bsd).view(batch, sequence, 3, self.heads, -1)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, None, dropout, is_causal=True
+        )
+        return mixed.transpose(1, 2).reshape(batch, sequence, width)
+
+    def _drop(self, x_bsd: Tensor) -> Tensor:
+        return functional.dropout(x_bsd, self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over bytes, its head tied to its embedding."""
+
+    def __init__(self, shape: Shape, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.embed = nn.Embedding(VOCABULARY, shape.width)
+        self.place = nn.Embedding(shape.sequence, shape.width)
+        self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.apply(_initialise)
+        self.head.weight = self.embed.weight
+
+    def forward(self, bytes_bs: Tensor) -> Tensor:
+        """Logits [B, S, V] of the byte that follows each position."""
+        places = torch.arange(bytes_bs.shape[1], device=bytes_bs.device)
+        x_bsd = self.embed(bytes_bs) + self.place(places)
+        x_bsd = functional.dropout(x_bsd, self.dropout, self.training)
+        for block in self.blocks:
+            x_bsd = block(x_bsd)
+        logits: Tensor = self.head(self.norm(x_bsd))
+        return logits
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+@dataclass(slots=True)
+class Run:
+    """A training run that stands after some number of steps."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    loader: Loader
+    note: dict[str, Any]
+    device: torch.device
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint of this run holds: the `state` of a `Checkpointer`."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "loader": self.loader,
+            "note": self.note,
+        }
+
+    def train_step(self) -> float:
+        """Forward, backward, clip, update; returns the loss (and so waits for the device)."""
+        inputs, targets = (batch.to(self.device) for batch in self.loader.next())
+        logits = self.model(inputs)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX)
+        self.optimizer.step()
+        self.scheduler.step()
+        return float(loss.detach())
+
+
+def build(
+    text: bytes, *, seed: int, steps: int, size: Size = "25m", device: str | torch.device = "cpu"
+) -> Run:
+    """A fresh run of `steps` steps; seeds torch's global generator with `seed`."""
+    torch.manual_seed(seed)
+    shape = SHAPES[size]
+    model = GPT(shape).to(device).train()
+    optimizer = torch.optim.AdamW(_groups(model), lr=shape.learning_rate, fused=True)
+    scheduler = LambdaLR(optimizer, lambda step: _rate(step, steps))
+    loader = Loader(text, batch=shape.batch, sequence=shape.sequence, seed=seed)
+    note = {"size": size, "seed": seed, "steps": steps, "text_bytes": len(text)}
+    return Run(model, optimizer, scheduler, loader, note, torch.device(device))
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _rate(step: int, steps: int) -> float:
+    """Linear warm-up over the first tenth of a run, then a cosine down to a tenth of the rate."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
+    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * done))
