@@ -1,4 +1,4 @@
-"""everstep: a checkpoint of every training step. See README.md; the names below are all there is."""
+"""everstep: a checkpoint of every training step. The names below are all there is."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

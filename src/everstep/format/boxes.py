@@ -6,7 +6,7 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements of a tensor with offsets[d] <= index[d] < offsets[d] + lengths[d] in each dim d."""
+    """The elements with offsets[d] <= index[d] < offsets[d] + lengths[d] in each dim d."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -22,7 +22,7 @@ class Box:
         return prod(self.lengths)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """What both hold; None where that is nothing. Two empty or 0-d boxes that are equal meet in themselves."""
+        """What both hold; None where that is nothing. Equal boxes, also empty ones, meet."""
         if self == other:
             return self
         starts = tuple(map(max, self.offsets, other.offsets))

@@ -20,8 +20,9 @@ _TAIL_SIZE = len(_MARK) + 32 + len(b'"}\n')
 
 
 def seal(value: dict[str, Any]) -> bytes:
-    """Encode `value`, a non-empty dict of plain JSON without a member "digest", as a sealed document."""
-    assert value and "digest" not in value
+    """Encode `value` as a sealed document: a dict of plain JSON, not empty, without "digest"."""
+    assert value
+    assert "digest" not in value
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     body = text[:-1].encode()
     return body + _MARK + digest_of(body).encode() + b'"}\n'
@@ -41,8 +42,11 @@ def unseal(data: bytes | memoryview, path: object) -> dict[str, Any]:
             f"reading {path}: its {len(data)} bytes do not match the digest at their end "
             f"(expected {expected!r}, found {tail!r}). The file was damaged or cut short"
         )
-    value = json.loads(data)
-    version = value.get("format", FORMAT_VERSION)
+    try:
+        value: dict[str, Any] = json.loads(data)
+        version = value.get("format", FORMAT_VERSION)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"reading {path}: its digest is right, but it is no JSON: {error}") from error
     if version != FORMAT_VERSION:
         raise Unsupported(
             f"reading {path}: it has format version {version!r}, this everstep reads version "

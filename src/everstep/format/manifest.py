@@ -1,8 +1,8 @@
 """Manifests and piece tables as data, and their JSON.
 
-A checkpoint is its manifest: small, new at each step. What does not change from step to step (names,
-shapes, where the pieces lie in their packs) stands in a piece table, a document of its own that
-all manifests with the same layout share.
+A checkpoint is its manifest: small, new at each step. What does not change from step to step
+(names, shapes, where the pieces lie in their packs) stands in a piece table, a document of its own
+that all manifests with the same layout share.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.errors import Corrupt
+from everstep.errors import Corrupt, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import FORMAT_VERSION, digest_of, seal, unseal
 from everstep.format.dtypes import ITEM_SIZES
@@ -21,7 +21,7 @@ _SAFE_PATH = re.compile(r"(?!.*\.\.)[\w.-]+(/[\w.-]+)*")
 
 @dataclass(frozen=True, slots=True)
 class FileLink:
-    """A file of the store: path relative to the store, size in bytes, XXH3-128 of its bytes where it has one."""
+    """A file of the store: relative path, size in bytes, XXH3-128 of all its bytes (of tables)."""
 
     path: str
     size: int
@@ -61,8 +61,11 @@ class PackShape:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What stays the same from step to step: the packs, the tensors by name, and for each optimizer
-    `groups` (parameter name to hyperparameter set) and `state` (parameter name to its tensor keys)."""
+    """What stays the same from step to step: the packs, the tensors by name, and the optimizers.
+
+    Each optimizer has `groups` (parameter name to hyperparameter set) and `state` (parameter name
+    to its tensor keys).
+    """
 
     packs: tuple[PackShape, ...]
     tensors: dict[str, TensorEntry]
@@ -82,7 +85,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank wrote: its table, its packs, one digest per header and chunk, the step of its pieces."""
+    """What one rank wrote: table, packs, a digest per header and chunk, the step of its pieces."""
 
     rank: int
     table: FileLink
@@ -93,7 +96,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One committed checkpoint. `objects` and `hyperparameters` are tagged JSON (docs/format.md)."""
+    """One committed checkpoint. `objects`, `hyperparameters`: tagged JSON (docs/format.md)."""
 
     step: int
     epoch: int
@@ -226,7 +229,7 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
 
 
 def extents(table: Table) -> list[Extent]:
-    """What each digest of a part covers, by pack and offset: headers, and pieces in chunks of 4 MiB."""
+    """What each digest of a part covers, by pack and offset: headers, and 4 MiB of pieces."""
     found = [
         Extent(index, 0, pack.header, pack.digest, "the header")
         for index, pack in enumerate(table.packs)
@@ -246,18 +249,18 @@ def extents(table: Table) -> list[Extent]:
 def check_table(table: Table, part: Part, path: object) -> None:
     """Check that table and part speak of the same packs and digests; raises Corrupt.
 
-    After this, sizes and offsets may be trusted: no reader takes memory or seeks by unchecked numbers.
+    After this, sizes and offsets may be trusted: none takes memory or seeks by unchecked numbers.
     """
     digests = sorted(extent.digest for extent in extents(table))
     sizes = [pack.size for pack in table.packs]
     if digests != list(range(len(part.digests))) or sizes != [pack.size for pack in part.packs]:
         raise Corrupt(
-            f"reading {path}: the piece table and the manifest that names it speak of different packs"
+            f"reading {path}: the piece table and the manifest that names it speak of other packs"
         )
 
 
 def content_of(part: Part) -> str:
-    """What a part holds, as one digest: equal for equal tables and bytes, wherever they are stored."""
+    """What a part holds, as one digest: equal for equal tables and bytes, wherever they lie."""
     return digest_of("".join((part.table.digest or "", *part.digests)).encode())
 
 
@@ -299,11 +302,26 @@ def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
         for piece in row["pieces"]
     )
     for piece in pieces:
-        if piece.codec == "raw" and piece.size != piece.box.count * ITEM_SIZES[spec.dtype]:
+        if piece.codec != "raw":
+            raise Unsupported(
+                f"tensor {spec.name!r} is encoded with {piece.codec!r}, which this everstep cannot "
+                f"decode. Install the everstep that wrote it, or a newer one"
+            )
+        if not _fits(piece.box, spec.shape):
+            raise ValueError(f"a piece of tensor {spec.name!r} lies outside of its shape")
+        if piece.size != piece.box.count * ITEM_SIZES[spec.dtype]:
             raise ValueError(
-                f"a piece of tensor {spec.name!r} has {piece.size} bytes, its box needs another number"
+                f"a piece of tensor {spec.name!r} has {piece.size} bytes, "
+                f"its box needs another number"
             )
     return TensorEntry(spec, pieces, tuple(row.get("aliases", ())), str(row["device"]))
+
+
+def _fits(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.offsets) == len(box.lengths) == len(shape) and all(
+        offset + length <= size
+        for offset, length, size in zip(box.offsets, box.lengths, shape, strict=True)
+    )
 
 
 def _part_from_json(value: Mapping[str, Any]) -> Part:

@@ -1,13 +1,14 @@
 """Packs: safetensors files laid out for direct I/O, computed before a byte is written.
 
-    0        8                    data_start (multiple of 4096)                       size (multiple of 4096)
-    ├────────┼────────────────────┼─────────────────┬─────┬───────────────┬─────┬─────┤
-    │ length │ JSON header, blanks│ piece >= 1 MiB  │ pad │ piece >= 1 MiB│ pad │small│ pad
-    └────────┴────────────────────┴─────────────────┴─────┴───────────────┴─────┴─────┘
+    0        8                     start, a multiple of 4096          size, a multiple of 4096
+    ├────────┼─────────────────────┼────────────────┬─────┬─────┬─────┬───────┬─────┤
+    │ length │ JSON header, blanks │ piece >= 1 MiB │ pad │ ... │ pad │ small │ pad │
+    └────────┴─────────────────────┴────────────────┴─────┴─────┴─────┴───────┴─────┘
 
 Large pieces come first and start on a page; small ones follow by falling item size, so that each
 lies on a multiple of its own item size. Gaps are entries of zero bytes ("__pad__.N"): safetensors
-allows no holes. A header depends only on names, dtypes, shapes: it stays the same from step to step.
+allows no holes. A header depends only on names, dtypes, shapes: it stays the same from step to
+step.
 """
 
 import json
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from everstep.errors import Unsupported
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES, carried_as
 
@@ -57,8 +59,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PackLayout:
-    """A pack before it is written: its header bytes (length and padding included), the index of their
-    digest, and the size of the file."""
+    """A pack before it is written: its header (length and blanks included), the index of the
+    header's digest, and the size of the file."""
 
     header: bytes
     digest: int
@@ -86,7 +88,7 @@ def round_up(value: int, multiple: int = PAGE_BYTES) -> int:
 
 
 def chunks(size: int) -> Iterable[tuple[int, int]]:
-    """(start, length) of the chunks of a piece of `size` bytes; an empty piece has one empty chunk."""
+    """(start, length) of the chunks of a piece of `size` bytes; an empty piece has an empty one."""
     if size == 0:
         return [(0, 0)]
     return [(at, min(CHUNK_BYTES, size - at)) for at in range(0, size, CHUNK_BYTES)]
@@ -98,7 +100,11 @@ def chunk_count(size: int) -> int:
 
 
 def lay_out(specs: Sequence[Spec]) -> Layout:
-    """Place every tensor, whole, into packs. Pure and deterministic: same specs, same bytes."""
+    """Place every tensor, whole, into packs. Pure and deterministic: same specs, same bytes.
+
+    Raises Unsupported for names that cannot stand in a safetensors header.
+    """
+    _check_names(specs)
     order = sorted(range(len(specs)), key=lambda i: _rank(specs[i]))
     pieces: list[Piece | None] = [None] * len(specs)
     packs: list[PackLayout] = []
@@ -117,6 +123,20 @@ def lay_out(specs: Sequence[Spec]) -> Layout:
         packs.append(PackLayout(header, header_digest, len(header) + end))
     placed = tuple(piece for piece in pieces if piece is not None)
     return Layout(tuple(specs), placed, tuple(packs), digest)
+
+
+def _check_names(specs: Sequence[Spec]) -> None:
+    assert len({spec.name for spec in specs}) == len(specs), "names are unique"
+    for spec in specs:
+        if spec.name == "__metadata__" or spec.name.startswith(PAD_PREFIX):
+            raise Unsupported(
+                f"a tensor cannot be called {spec.name!r}: safetensors files and everstep use that "
+                f"name themselves. Rename it"
+            )
+        try:
+            spec.name.encode()
+        except UnicodeEncodeError as error:
+            raise Unsupported(f"a tensor cannot be called {spec.name!r}: {error}") from error
 
 
 def _rank(spec: Spec) -> tuple[bool, int, str]:

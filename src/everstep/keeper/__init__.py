@@ -1,1 +1,1 @@
-"""The keeper: a process without torch that owns the memory tier and all that comes after capture."""
+"""The keeper: a process without torch that owns all that comes after capture."""

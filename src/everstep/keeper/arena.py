@@ -4,7 +4,7 @@
     ├─────────┼───────────┼───────────┼ ...
     │ table   │ slot 0    │ slot 1    │
     └─────────┴───────────┴───────────┴ ...
-    slot = [ documents: piece table, descriptor, manifest │ image: the packs, as they will lie on disk ]
+    slot = [ documents: piece table, descriptor, manifest │ image: the packs as on disk ]
 
 It is a memfd: no name that anybody else could open, sealed against resizing, so that a mapping can
 never fault. A slot's `state` is one byte, written last, and says who may change the slot:
@@ -75,13 +75,19 @@ class Arena:
         process wrote is believed before that.
         """
         self.fd = fd
-        size = os.fstat(fd).st_size
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
+        fd, size = self.fd, os.fstat(self.fd).st_size
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or size < PAGE_BYTES:
             raise Corrupt(f"mapping an arena of {size} bytes: it is not sealed against resizing")
         self._map = mmap.mmap(fd, size)
-        magic, self.slot_count, self.documents_size, self.image_size, _ = _HEAD.unpack_from(
-            self._map
-        )
+        magic, *sizes = _HEAD.unpack_from(self._map)
+        self.slot_count, self.documents_size, self.image_size = map(int, sizes[:3])
         expected = PAGE_BYTES + self.slot_count * (self.documents_size + self.image_size)
         if (
             magic != _MAGIC
@@ -98,7 +104,7 @@ class Arena:
 
     @classmethod
     def create(cls, slot_count: int, documents_size: int, image_size: int) -> "Arena":
-        """Make and seal a new arena. Takes no memory yet: pages come when they are first written."""
+        """Make and seal a new arena. Takes no memory yet: pages come when first written."""
         documents_size, image_size = round_up(documents_size), round_up(image_size)
         size = PAGE_BYTES + slot_count * (documents_size + image_size)
         fd = os.memfd_create("everstep-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -106,9 +112,12 @@ class Arena:
             os.ftruncate(fd, round_up(size, _HUGE_PAGE_BYTES))
             os.pwrite(fd, _HEAD.pack(_MAGIC, slot_count, documents_size, image_size, 0), 0)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd)
         except OSError as error:
             os.close(fd)
+            raise Unavailable(f"making an arena of {size} bytes: {error.strerror}") from error
+        try:
+            return cls(fd)
+        except OSError as error:
             raise Unavailable(f"making an arena of {size} bytes: {error.strerror}") from error
 
     @property
@@ -128,9 +137,16 @@ class Arena:
     def seal(self, slot: int, record: Record, table: bytes, descriptor: bytes) -> None:
         """Put documents and record in their places; the slot's image must be whole. State last.
 
-        The table is copied only where the slot does not hold it already.
+        The table is copied only where the slot does not hold it already. Raises Unavailable where
+        the documents are larger than their area.
         """
-        assert record.table_size == len(table) and record.descriptor_size == len(descriptor)
+        assert record.table_size == len(table)
+        assert record.descriptor_size == len(descriptor)
+        if len(table) + len(descriptor) > self.documents_size:
+            raise Unavailable(
+                f"sealing step {record.step}: its documents need {len(table) + len(descriptor)} "
+                f"bytes, this arena holds {self.documents_size}"
+            )
         at = self._slot_at(slot)
         end = at + len(table)
         if self.memory[at:end] != table:
@@ -166,11 +182,12 @@ class Arena:
         """The manifest that the keeper made, a sealed document; empty where there is none (yet)."""
         at = self._manifest_at(slot, record)
         place = self._record_at(slot) + _MANIFEST_SIZE_AT
-        size = min(_MANIFEST_SIZE.unpack_from(self._map, place)[0], self._slot_end(slot) - at)
+        (written,) = _MANIFEST_SIZE.unpack_from(self._map, place)
+        size = min(int(written), self._slot_end(slot) - at)
         return self.memory[at : at + size]
 
     def put_manifest(self, slot: int, record: Record, document: bytes) -> None:
-        """Keep the manifest beside the image, so that the slot can be restored from without a disk."""
+        """Keep the manifest beside the image, so that a slot can be restored without a disk."""
         at = self._manifest_at(slot, record)
         if at + len(document) > self._slot_end(slot):
             return  # then the disk serves
@@ -216,7 +233,7 @@ class Arena:
         return self._slot_at(slot) + record.table_size + record.descriptor_size
 
     def _digest(self, slot: int, record: Record) -> int:
-        """Covers the record and the descriptor; table and manifest are sealed documents themselves."""
+        """Covers the record and the descriptor; table and manifest are sealed themselves."""
         digest = xxhash.xxh3_64(repr(record).encode())
         digest.update(self.descriptor(slot, record))
         return digest.intdigest()

@@ -29,8 +29,9 @@ _LOG_BYTES_MAX = 1 << 20
 class Client:
     """A trainer's attachment to the keeper of its store. Methods may be called from any thread.
 
-    `on_event` gets the keeper's messages about jobs ("held", "written", "local", "failed") in a thread of
-    the client's own, and {"type": "lost", "message": ...} where no keeper can be had any more.
+    `on_event` gets the keeper's messages about jobs ("held", "written", "local", "failed") in a
+    thread of the client's own, and {"type": "lost", "message": ...} where no keeper can be had
+    any more.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Client:
         threading.Thread(target=self._listen, name="everstep-client", daemon=True).start()
 
     def claim(self, parent: CheckpointName | None) -> int:
-        """Claim an epoch that goes on from `parent` (None: from nothing). Blocks; raises Unavailable."""
+        """Claim an epoch that goes on from `parent` (None: nothing). Blocks; raises Unavailable."""
         message = {
             "type": "claim",
             "parent": parent.epoch if parent else None,
@@ -71,7 +72,7 @@ class Client:
         return self._epoch
 
     def add_arena(self, key: str, arena: Arena) -> None:
-        """Give the keeper an arena; this client hands it over again to whichever keeper comes next."""
+        """Give the keeper an arena; the client hands it over again to whichever comes next."""
         with self._lock:
             self._arenas[key] = arena
         self._send({"type": "arena", "arena": key}, [arena.fd])
@@ -92,7 +93,7 @@ class Client:
         return bool(reply["ok"])
 
     def submit(self, key: str) -> None:
-        """Tell that a slot of the arena was sealed. Lost messages do no harm: a new keeper looks itself."""
+        """Tell that a slot was sealed. Lost messages do no harm: a new keeper looks itself."""
         self._send({"type": "job", "arena": key})
 
     def confirm(self, sequence: int, problem: str | None) -> None:
@@ -100,8 +101,11 @@ class Client:
         self._send({"type": "confirm", "sequence": sequence, "problem": problem})
 
     def settle(self) -> list[tuple[str, Arena, int | None]]:
-        """Wait until the keeper has finished what dead trainers sealed; (key, arena, epoch) of what it
-        holds of theirs. The arenas are mapped for the caller, who closes them."""
+        """Wait until the keeper has finished what dead trainers sealed.
+
+        Returns (key, arena, epoch) of what it holds of theirs. The arenas are mapped for the
+        caller, who closes them.
+        """
         reply, fds = self._request({"type": "settle"})
         return [
             (row["arena"], Arena(fd), row["epoch"])
@@ -179,7 +183,7 @@ class Client:
             log.exception("handling %s from the keeper", message.get("type"))
 
     def _restart(self) -> bool:
-        """The keeper has died: start another and hand it the arenas. False, and an event, where that fails."""
+        """The keeper has died: start another, hand it the arenas. False, and an event, if not."""
         log.warning("the keeper of %s has died; starting another", self._store)
         try:
             connection = self._attach()
@@ -238,7 +242,10 @@ class Client:
         if received is None:
             return "it closed the connection"
         if received[0]["type"] != "attached":
-            return f"a keeper of another everstep is running: {received[0]}. Wait until its trainer ends"
+            return (
+                f"a keeper of another everstep is running: {received[0]}. "
+                f"Wait until its trainer ends"
+            )
         self.keeper_pid = received[0]["pid"]
         return None
 

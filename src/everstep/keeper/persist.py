@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from everstep.errors import Corrupt, Unsupported
+from everstep.errors import Conflict, Corrupt, Unsupported
 from everstep.format.document import unseal
 from everstep.format.manifest import (
     Extent,
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Job:
-    """One sealed slot on its way. The trainer's answer arrives by `answer`; its death is an answer too."""
+    """One sealed slot on its way. The trainer's `answer` comes later; its death is one too."""
 
     arena: Arena
     slot: int
@@ -83,7 +83,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     manifest, packs = _describe(writer, arena, slot, record)
     name = CheckpointName(manifest.step, manifest.epoch)
     digests = writer.hasher.submit(_digest, arena, slot, record)
-    existing = (writer.disk.root / names.manifest_path(name)).exists()
+    existing = writer.disk.size(names.manifest_path(name)) is not None
     commit.check_epoch(writer.disk, manifest.epoch, manifest.step)
     links: tuple[FileLink, ...] = ()
     try:
@@ -98,19 +98,26 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         job.answered.wait()
         if job.problem:
             raise Unsupported(job.problem)
-        if existing and commit.find_same(writer.disk, manifest):
+        if existing:
+            if not commit.find_same(writer.disk, manifest):
+                raise Conflict(f"saving step {manifest.step}: {name} was deleted at the same time")
+            writer.parent = name
+            _set_tag(writer, manifest, name)  # whoever committed it may have died before that
             return Outcome(0, time.monotonic() - began)
-        commit.write_table(writer.disk, arena.table(slot, record))
-        commit.publish(writer.disk, manifest, document)
+        commit.publish(writer.disk, manifest, document, [arena.table(slot, record)])
     except BaseException:
         digests.cancel()
-        commit.discard_packs(writer.disk, links)
+        commit.discard_packs(writer.disk, name, links)
         raise
     writer.parent = name
     outcome = Outcome(sum(map(len, packs)), time.monotonic() - began)
+    _set_tag(writer, manifest, name)
+    return outcome
+
+
+def _set_tag(writer: Writer, manifest: Manifest, name: CheckpointName) -> None:
     if manifest.tag:
         commit.set_tag(writer.disk, manifest.tag, name)
-    return outcome
 
 
 def apply_retention(writer: Writer) -> None:
@@ -118,8 +125,7 @@ def apply_retention(writer: Writer) -> None:
     if writer.keep is None:
         return
     try:
-        doomed = retain.superfluous(writer.disk, writer.keep)
-        retain.delete(writer.disk, doomed, writer.cache)
+        retain.apply(writer.disk, writer.keep, writer.cache)
     except Exception:  # the next commit tries again
         log.exception("retention in %s", writer.disk.root)
 
@@ -187,7 +193,7 @@ def _digest(arena: Arena, slot: int, record: Record) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4)
 def _parsed_table(document: bytes) -> tuple[Table, list[Extent]]:
-    """Tables change rarely: parsing one with 10,000 tensors takes longer than all the rest of a commit."""
+    """Tables change rarely, and parsing one of 10,000 tensors outlasts the rest of a commit."""
     table = decode_table(document, "a piece table in the arena")
     return table, extents(table)
 

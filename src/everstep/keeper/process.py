@@ -16,7 +16,6 @@ import select
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +36,9 @@ IDLE_S = 600.0
 
 LINGER_S = 2.0
 """How long it stays when every trainer has left in peace."""
+
+
+_TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
 
 
 class Session:
@@ -87,7 +89,7 @@ class Session:
             job.answer(problem)
 
     def abandon(self) -> None:
-        """The trainer is gone: finish what it sealed, on its word; free what it was copying. Main thread."""
+        """The trainer is gone: finish what it sealed, free what it was copying. Main thread."""
         if self.orphan:
             return
         self.orphan = True
@@ -154,7 +156,7 @@ class Session:
             outcome = persist(
                 self.writer, job, lambda: self.tell({"type": "written", "sequence": sequence})
             )
-        except Exception as error:  # every failure reaches the handle, none ends the keeper
+        except Exception as error:  # noqa: BLE001 - each reaches the handle, none ends the keeper
             self._fail(job, error)
             return
         self._done(job, outcome)
@@ -163,11 +165,11 @@ class Session:
         kind = type(error).__name__ if isinstance(error, EverstepError) else "Unavailable"
         text = str(error) if isinstance(error, EverstepError) else f"the keeper failed: {error!r}"
         log.error("job %s of trainer %s: %s: %s", job.sequence, self.pid, kind, text)
-        # A torn copy is worth nothing; any other state that could not be committed is whole in memory.
+        # A torn copy is worth nothing; any other state that was not committed is whole in memory.
         job.arena.set_state(job.slot, SlotState.FREE if job.problem else SlotState.FAILED)
         del self._jobs[job.sequence]
         self.tell(
-            {"type": "failed", "sequence": job.sequence, "kind": kind, "message": text[:16384]}
+            {"type": "failed", "sequence": job.sequence, "kind": kind, "message": text[:_TEXT_MAX]}
         )
 
     def _done(self, job: Job, outcome: Outcome) -> None:
@@ -337,13 +339,13 @@ class Keeper:
         session.abandon()
 
     def _tidy(self) -> None:
-        """Drop orphans that nobody will ask for: those who left in peace, and those with a successor."""
+        """Drop orphans that nobody will ask for: who left in peace, and who has a successor."""
         succeeded = any(not session.orphan and session.committed for session in self._sessions)
         for session in list(self._sessions):
-            if session.orphan and session.idle:
-                if succeeded or session.detached or not session.arenas:
-                    self._sessions.remove(session)
-                    session.close()
+            forgotten = succeeded or session.detached or not session.arenas
+            if session.orphan and session.idle and forgotten:
+                self._sessions.remove(session)
+                session.close()
 
 
 def _is_readable(fd: int) -> bool:

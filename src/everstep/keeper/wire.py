@@ -1,6 +1,6 @@
 """How trainer and keeper talk: small JSON messages, one per packet, on a Unix socket of this user.
 
-Bulk never crosses the socket: it lies in the arena, whose descriptor is passed along with a message.
+Bulk never crosses the socket: it lies in the arena, whose descriptor comes with a message.
 """
 
 import array
@@ -25,15 +25,16 @@ Message = dict[str, Any]
 
 
 def runtime_directory() -> Path:
-    """Where this user's sockets, locks and keeper logs lie: a directory that only this user can enter."""
+    """Where this user's sockets, locks and keeper logs lie: nobody else can enter it."""
     base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
     directory = Path(base) / f"everstep-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise Unavailable(
-            f"preparing {directory}: it must be a directory of user {os.getuid()} that nobody else can "
-            f"enter (found mode {stat.filemode(found.st_mode)}, owner {found.st_uid}). Remove it"
+            f"preparing {directory}: it must be a directory of user {os.getuid()} that nobody else "
+            f"can enter (found mode {stat.filemode(found.st_mode)}, owner {found.st_uid}). "
+            f"Remove it"
         )
     return directory
 
@@ -45,7 +46,7 @@ def endpoint(store: str | os.PathLike[str]) -> Path:
 
 
 def take_lock(path: Path) -> int | None:
-    """The keeper's lock, held by the returned descriptor for as long as it is open; None if another has it."""
+    """The keeper's lock, held while the returned descriptor is open; None if another has it."""
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,7 +103,10 @@ def send(connection: socket.socket, message: Message, fds: list[int] | None = No
 
 
 def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
-    """Wait for a message; None at the end. The caller owns the descriptors. Raises OSError, ValueError."""
+    """Wait for a message; None at the end. The caller owns the descriptors.
+
+    Raises OSError, and ValueError for what is no message.
+    """
     space = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
     data, ancillary, flags, _ = connection.recvmsg(
         MESSAGE_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC
@@ -114,13 +118,13 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
     try:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ValueError("a message was cut short")
-        if not data:
+        if not data and not fds:
             return None
         message = json.loads(data)
         if not isinstance(message, dict) or not isinstance(message.get("type"), str):
             raise ValueError("a message without type")
-    except ValueError:
+    except (ValueError, RecursionError) as error:
         for fd in fds:
             os.close(fd)
-        raise
+        raise ValueError(str(error)) from error
     return message, list(fds)

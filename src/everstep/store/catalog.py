@@ -1,7 +1,9 @@
 """What a store holds: its epochs, checkpoints, tags and documents. Reading only."""
 
-from everstep.errors import Missing
-from everstep.format.document import unseal
+from typing import Any
+
+from everstep.errors import Corrupt, Missing
+from everstep.format.document import digest_of, unseal
 from everstep.format.manifest import (
     Manifest,
     Part,
@@ -20,18 +22,18 @@ def read_epochs(disk: Disk) -> dict[int, Epoch]:
     """All epochs by number."""
     epochs: dict[int, Epoch] = {}
     for file_name in disk.list(names.EPOCHS):
-        stem, dot, kind = file_name.partition(".")
+        stem, _, kind = file_name.partition(".")
         if kind == "json" and stem.isdigit():
             path = f"{names.EPOCHS}/{file_name}"
-            value = unseal(disk.read(path), disk.root / path)
-            epochs[int(stem)] = Epoch(
-                int(stem), value["parent"], value["fork"], value["created"], value["writer"]
-            )
+            try:
+                epochs[int(stem)] = _epoch(int(stem), unseal(disk.read(path), disk.root / path))
+            except (KeyError, TypeError, ValueError) as error:
+                raise _malformed(disk, path, error) from error
     return epochs
 
 
 def newest_epoch(disk: Disk) -> int:
-    """The highest claimed epoch, 0 where there is none; reads one directory."""
+    """The highest claimed epoch, 0 where there is none; reads one directory, no file."""
     numbers = (name.partition(".") for name in disk.list(names.EPOCHS))
     return max(
         (int(stem) for stem, _, kind in numbers if kind == "json" and stem.isdigit()), default=0
@@ -41,7 +43,7 @@ def newest_epoch(disk: Disk) -> int:
 def committed(disk: Disk) -> list[CheckpointName]:
     """Every checkpoint of the store, on whichever branch: those whose manifest exists."""
     found = (names.parse_checkpoint(name) for name in disk.list(names.CHECKPOINTS))
-    return [name for name in found if name and (disk.root / names.manifest_path(name)).exists()]
+    return [name for name in found if name and disk.size(names.manifest_path(name)) is not None]
 
 
 def lineage(disk: Disk) -> list[CheckpointName]:
@@ -52,13 +54,27 @@ def lineage(disk: Disk) -> list[CheckpointName]:
 def read_manifest(disk: Disk, name: CheckpointName) -> Manifest:
     """Raises Missing, Corrupt, Unsupported."""
     path = names.manifest_path(name)
-    return decode_manifest(disk.read(path), disk.root / path)
+    manifest = decode_manifest(disk.read(path), disk.root / path)
+    if (manifest.step, manifest.epoch) != name:
+        found = CheckpointName(manifest.step, manifest.epoch)
+        raise Corrupt(
+            f"reading {disk.root / path}: it is the manifest of {found}, moved or copied here"
+        )
+    return manifest
 
 
 def read_table(disk: Disk, part: Part) -> Table:
-    """The piece table of a part, checked against the part's packs and digests."""
+    """The piece table of a part, checked against the manifest's digest, packs and digests."""
     path = part.table.path
-    table = decode_table(disk.read(path), disk.root / path)
+    try:
+        document = disk.read(path)
+    except Missing as error:
+        raise Corrupt(f"{error}, but a manifest needs it") from error
+    table = decode_table(document, disk.root / path)
+    if digest_of(document) != part.table.digest:
+        raise Corrupt(
+            f"reading {disk.root / path}: it is another piece table than the manifest names"
+        )
     check_table(table, part, disk.root / path)
     return table
 
@@ -67,30 +83,39 @@ def read_tags(disk: Disk) -> dict[str, CheckpointName]:
     """Each tag and the checkpoint that it names."""
     tags: dict[str, CheckpointName] = {}
     for file_name in disk.list(names.TAGS):
-        stem, dot, kind = file_name.rpartition(".")
+        stem, _, kind = file_name.rpartition(".")
         if kind == "json":
             path = f"{names.TAGS}/{file_name}"
-            value = unseal(disk.read(path), disk.root / path)
-            tags[stem] = CheckpointName(value["step"], value["epoch"])
+            try:
+                value = unseal(disk.read(path), disk.root / path)
+                tags[stem] = CheckpointName(int(value["step"]), int(value["epoch"]))
+            except Missing:
+                continue  # deleted meanwhile
+            except (KeyError, TypeError, ValueError) as error:
+                raise _malformed(disk, path, error) from error
     return tags
 
 
 def find(disk: Disk, reference: int | str | None) -> CheckpointName:
-    """The checkpoint meant by a step of the run as it is now, a tag, a full name such as
-    "120-3" (step-epoch, on any branch), or None: the newest. Raises Missing, and says what there is."""
+    """The checkpoint meant by a reference; raises Missing, and says what there is.
+
+    A reference is a step of the run as it is now, a tag, a full name such as "120-3" (step-epoch,
+    on any branch), or None: the newest. Full names and tags need no epoch to be readable.
+    """
     everything = committed(disk)
+    if isinstance(reference, str) and not reference.isdecimal():
+        named = names.parse_checkpoint(reference) or read_tags(disk).get(reference)
+        if named in everything:
+            return named
+        raise Missing(
+            f"there is no checkpoint or tag {reference!r} in {disk.root}; its tags are "
+            f"{sorted(read_tags(disk))}"
+        )
     run = current(read_epochs(disk), everything)
     if reference is None:
         if run:
             return run[-1]
         raise Missing(f"there is no checkpoint in {disk.root}")
-    if isinstance(reference, str) and not reference.isdigit():
-        name = names.parse_checkpoint(reference) or read_tags(disk).get(reference)
-        if name in everything:
-            return name
-        raise Missing(
-            f"there is no checkpoint or tag {reference!r} in {disk.root}; its tags are {sorted(read_tags(disk))}"
-        )
     step = int(reference)
     for name in run:
         if name.step == step:
@@ -104,3 +129,21 @@ def find(disk: Disk, reference: int | str | None) -> CheckpointName:
     steps = [name.step for name in run]
     has = f"it has {len(steps)} from {steps[0]} to {steps[-1]}" if steps else "it has none"
     raise Missing(f"there is no checkpoint of step {step} in {disk.root}: {has}{hint}")
+
+
+def _epoch(number: int, value: dict[str, Any]) -> Epoch:
+    parent = value["parent"]
+    return Epoch(
+        number,
+        None if parent is None else int(parent),
+        int(value["fork"]),
+        str(value["created"]),
+        str(value["writer"]),
+    )
+
+
+def _malformed(disk: Disk, path: str, error: Exception) -> Corrupt:
+    return Corrupt(
+        f"reading {disk.root / path}: its digest is right, but it is not what the format says: "
+        f"{error!r}"
+    )

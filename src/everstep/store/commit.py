@@ -2,10 +2,12 @@
 
 Invariants held here:
 * A checkpoint exists if and only if its manifest does, and the manifest is created last.
-* Every attempt writes files of new names; a failed one is abandoned, never repaired.
+* Every attempt writes files of new names; a failed one is abandoned, never repaired, and its
+  files are deleted only where it is durable that no manifest names them.
 * A writer whose epoch is not the newest publishes nothing.
 """
 
+import contextlib
 import os
 import secrets
 import socket
@@ -23,7 +25,10 @@ from everstep.tiers.disk import Disk
 
 
 def open_store(disk: Disk) -> str:
-    """The run id of the store, which is made where there is none. Raises Unavailable, Unsupported, Corrupt."""
+    """The run id of the store, which is made where there is none.
+
+    Raises Unavailable, Unsupported, Corrupt.
+    """
     try:
         return _run_of(disk)
     except Missing:
@@ -33,8 +38,11 @@ def open_store(disk: Disk) -> str:
 
 
 def claim_epoch(disk: Disk, parent: int | None, fork: int) -> int:
-    """Claim the next epoch by atomic create, and return its number. `parent` and `fork` say where the run
-    goes on from: the epoch and step that were restored, or None and 0 for a start from nothing."""
+    """Claim the next epoch by atomic create, and return its number.
+
+    `parent` and `fork` say where the run goes on from: the epoch and step that were restored, or
+    None and 0 for a start from nothing.
+    """
     while True:
         number = catalog.newest_epoch(disk) + 1
         claim = {
@@ -53,9 +61,10 @@ def check_epoch(disk: Disk, epoch: int, step: int) -> None:
     newest = catalog.newest_epoch(disk)
     if newest > epoch:
         raise Conflict(
-            f"saving step {step} to {disk.root}: this writer has epoch {epoch}, but epoch {newest} has "
-            f"started since (see epochs/{newest:04d}.json for who did). Only the newest writer may go on: stop "
-            f"this one, or start it again to go on from the newest checkpoint"
+            f"saving step {step} to {disk.root}: this writer has epoch {epoch}, but epoch "
+            f"{newest} has started since (see epochs/{newest:04d}.json for who did). Only the "
+            f"newest writer may go on: stop this one, or start it again to go on from the newest "
+            f"checkpoint"
         )
 
 
@@ -71,24 +80,32 @@ def write_packs(
             disk.write(path, [pack])
             links.append(FileLink(path, len(pack)))
     except BaseException:
-        discard_packs(disk, links)
+        discard_packs(disk, name, links)
         raise
     return tuple(links)
 
 
-def discard_packs(disk: Disk, links: Sequence[FileLink]) -> None:
-    """Delete packs that no manifest will name. What cannot be deleted now is left to gc."""
-    for link in links:
+def discard_packs(disk: Disk, name: CheckpointName, links: Sequence[FileLink]) -> None:
+    """Delete the packs of a failed attempt at `name`. What cannot be deleted now is left to gc.
+
+    A manifest that was linked, but whose sync failed, may be on the medium: so it is read, and its
+    absence is made durable first.
+    """
+    with contextlib.suppress(Exception):  # why they are discarded matters more
         try:
-            disk.delete(link.path)
-        except Exception:  # noqa: BLE001 - the reason why they are discarded matters more
-            return
+            named = {link.path for link in catalog.read_manifest(disk, name).files}
+        except Missing:
+            named = set()
+            disk.sync(f"{names.CHECKPOINTS}/{name}")
+        for link in links:
+            if link.path not in named:
+                disk.delete(link.path)
 
 
 def write_table(disk: Disk, document: bytes | memoryview) -> FileLink:
     """Store a piece table under its content's name, unless it is there."""
     link = table_link(document)
-    if not (disk.root / link.path).exists():
+    if not disk.holds(link.path):
         disk.create(link.path, bytes(document))
     return link
 
@@ -100,28 +117,44 @@ def table_link(document: bytes | memoryview) -> FileLink:
 
 
 def find_same(disk: Disk, manifest: Manifest) -> bool:
-    """Whether this step of this epoch is committed already with equal content; raises Conflict where with other."""
+    """Whether this step of this epoch is committed already, durably, with equal content.
+
+    Raises Conflict where its content is another.
+    """
     name = CheckpointName(manifest.step, manifest.epoch)
-    try:
-        existing = catalog.read_manifest(disk, name)
-    except Missing:
+    if not disk.holds(names.manifest_path(name)):
         return False
+    existing = catalog.read_manifest(disk, name)
     if _content(existing) == _content(manifest):
         return True
     raise Conflict(
-        f"saving step {manifest.step} to {disk.root}: this step is saved already with other content. A step is "
-        f"written once: save under the next step, or delete the old one first (everstep rm {name})"
+        f"saving step {manifest.step} to {disk.root}: this step is saved already with other "
+        f"content. A step is written once: save under the next step, or delete the old one first "
+        f"(everstep rm {name})"
     )
 
 
-def publish(disk: Disk, manifest: Manifest, document: bytes | None = None) -> None:
-    """Create the manifest: the moment at which the checkpoint begins to exist. Its data must be durable."""
-    check_epoch(disk, manifest.epoch, manifest.step)
+def publish(
+    disk: Disk,
+    manifest: Manifest,
+    document: bytes | None = None,
+    tables: Sequence[bytes | memoryview] = (),
+) -> None:
+    """Write the tables, then create the manifest: from then on the checkpoint exists.
+
+    Its packs must be durable. The store is locked (shared), so that no gc takes a table away, or
+    the packs of an epoch that has just been superseded, between the check and the manifest.
+    """
     name = CheckpointName(manifest.step, manifest.epoch)
-    if not disk.create(names.manifest_path(name), document or encode_manifest(manifest)):
-        raise Conflict(
-            f"saving step {manifest.step} to {disk.root}: another writer of the same epoch was faster"
-        )
+    with disk.locked(exclusive=False):
+        check_epoch(disk, manifest.epoch, manifest.step)
+        for table in tables:
+            write_table(disk, table)
+        if not disk.create(names.manifest_path(name), document or encode_manifest(manifest)):
+            raise Conflict(
+                f"saving step {manifest.step} to {disk.root}: another writer of epoch "
+                f"{manifest.epoch} was faster"
+            )
 
 
 def set_tag(disk: Disk, tag: str, name: CheckpointName) -> None:
@@ -130,8 +163,7 @@ def set_tag(disk: Disk, tag: str, name: CheckpointName) -> None:
     document = seal(
         {"format": FORMAT_VERSION, "step": name.step, "epoch": name.epoch, "created": now()}
     )
-    disk.delete(path)
-    disk.create(path, document)
+    disk.replace(path, document)
 
 
 def now() -> str:
@@ -141,9 +173,10 @@ def now() -> str:
 
 def _run_of(disk: Disk) -> str:
     value = unseal(disk.read(names.STORE), disk.root / names.STORE)
-    if not isinstance(value.get("run"), str):
+    run = value.get("run")
+    if not isinstance(run, str):
         raise Corrupt(f"reading {disk.root / names.STORE}: it names no run")
-    return value["run"]
+    return run
 
 
 def _content(manifest: Manifest) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Which checkpoints belong to the run as it is now, and which to branches that it left behind. Pure.
+"""Which checkpoints belong to the run as it is now, and which to branches left behind. Pure.
 
 An epoch names its parent and the step at which it forked. Seen from the newest epoch, an ancestor's
 checkpoints count up to the fork and no further:
@@ -15,7 +15,10 @@ from everstep.store.names import CheckpointName
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One attachment of a trainer to the store: parent epoch (None for a start from nothing), step of the fork."""
+    """One attachment of a trainer to the store.
+
+    It goes on from step `fork` of epoch `parent`, or from nothing (None and 0).
+    """
 
     number: int
     parent: int | None
@@ -41,7 +44,7 @@ def current(
 def branches(
     epochs: Mapping[int, Epoch], checkpoints: Iterable[CheckpointName]
 ) -> dict[int, list[CheckpointName]]:
-    """The checkpoints that the run left behind, by the epoch that wrote them, each by rising step."""
+    """The checkpoints that the run left behind, by their epoch, each by rising step."""
     checkpoints = list(checkpoints)
     kept = set(current(epochs, checkpoints))
     left: dict[int, list[CheckpointName]] = {}

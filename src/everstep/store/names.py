@@ -12,7 +12,7 @@ TAGS = "tags"
 
 _CHECKPOINT = re.compile(r"(\d{1,18})-(\d{1,9})")
 _DATA = re.compile(r"\d{8,18}-(\d{4,9})-[0-9a-f]+-\d+\.safetensors")
-_TAG = re.compile(r"[A-Za-z0-9][\w.-]{0,99}")
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 class CheckpointName(NamedTuple):
@@ -42,7 +42,7 @@ def epoch_path(epoch: int) -> str:
 
 
 def pack_path(name: CheckpointName, token: str, index: int) -> str:
-    """A data file; `token` makes each attempt's name new, so that no attempt ever writes into another's file."""
+    """A data file; `token` makes its name new, so that no attempt writes into another's file."""
     return f"{DATA}/{name}-{token}-{index}.safetensors"
 
 
@@ -58,10 +58,10 @@ def table_path(digest: str) -> str:
 
 
 def tag_path(tag: str) -> str:
-    """Raises ValueError for a tag that makes no safe file name, or that could be taken for a step."""
+    """Raises ValueError for a tag that makes no safe file name or could be taken for a step."""
     if not _TAG.fullmatch(tag) or tag.isdigit() or parse_checkpoint(tag):
         raise ValueError(
-            f"{tag!r} cannot be a tag: it needs a letter or digit first, then at most 99 letters, digits, '_', "
-            f"'.', '-', and must not look like a step"
+            f"{tag!r} cannot be a tag: it needs a letter or digit first, then at most 99 letters, "
+            f"digits, '_', '.', '-', and must not look like a step"
         )
     return f"{TAGS}/{tag}.json"

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import xxhash
 
 from everstep.errors import Corrupt, Missing
-from everstep.format.manifest import Extent, Part, Table, extents
+from everstep.format.manifest import Extent, FileLink, Part, Table, extents
 from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX, Piece, chunks
-from everstep.tiers.disk import Disk, Reader
+from everstep.tiers.disk import Disk, DiskReader, Reader
 
 
 def check_chunk(view: memoryview, digest: str, where: str) -> None:
@@ -28,29 +28,38 @@ def read_piece(reader: Reader, part: Part, piece: Piece, view: memoryview, name:
         check_chunk(chunk, part.digests[piece.digest + index], where)
 
 
+def open_pack(disk: Disk, link: FileLink, direct: bool = False) -> DiskReader:
+    """Open a pack that a manifest names; raises Corrupt where it is gone or of another size."""
+    try:
+        reader = disk.open(link.path, direct)
+    except Missing as error:
+        raise Corrupt(f"{error}, but a manifest needs it") from error
+    if reader.size == link.size:
+        return reader
+    reader.close()
+    raise Corrupt(
+        f"reading {disk.root / link.path}: it has {reader.size} bytes, "
+        f"the manifest says {link.size}"
+    )
+
+
 def verify_part(disk: Disk, part: Part, table: Table) -> Iterator[tuple[int, Corrupt | None]]:
-    """Read every byte of a part's packs, padding too. Yields (bytes read, what is wrong or None) by extent."""
+    """Read every byte of a part's packs, padding too.
+
+    Yields, by extent, (bytes read, what is wrong or None).
+    """
     buffer = memoryview(bytearray(CHUNK_BYTES))
     by_pack: list[list[Extent]] = [[] for _ in part.packs]
     for extent in extents(table):
         by_pack[extent.pack].append(extent)
     for link, pack in zip(part.packs, by_pack, strict=True):
         try:
-            reader = disk.open(link.path)
-        except Missing as error:
-            yield 0, Corrupt(str(error))
+            reader = open_pack(disk, link)
+        except Corrupt as error:
+            yield 0, error
             continue
         try:
-            if reader.size == link.size:
-                yield from _verify_pack(reader, part, pack, buffer)
-            else:
-                where = disk.root / link.path
-                yield (
-                    0,
-                    Corrupt(
-                        f"reading {where}: it has {reader.size} bytes, the manifest says {link.size}"
-                    ),
-                )
+            yield from _verify_pack(reader, part, pack, buffer)
         finally:
             reader.close()
 

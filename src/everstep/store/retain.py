@@ -1,12 +1,12 @@
 """Which checkpoints stay, how one is deleted, and what nobody needs any more.
 
 Deletion goes in the reverse of the order of writing: first the manifest (from then on the
-checkpoint does not exist), then the files that no other manifest reaches. So a crash in between leaves
-unreachable files, which gc sweeps, and never a manifest without its data.
+checkpoint does not exist), then the files that no other manifest reaches. So a crash in between
+leaves unreachable files, which gc sweeps, and never a manifest without its data.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,14 @@ def superfluous(disk: Disk, keep: Keep) -> list[CheckpointName]:
 FileCache = dict[CheckpointName, frozenset[str]]
 
 
+def apply(disk: Disk, keep: Keep, cache: FileCache | None = None) -> int:
+    """Delete what `keep` does not cover. Returns the bytes freed."""
+    if not superfluous(disk, keep):
+        return 0
+    with disk.locked(exclusive=True):  # decided again: a tag may have been set meanwhile
+        return _delete(disk, superfluous(disk, keep), {} if cache is None else cache)
+
+
 def delete(disk: Disk, doomed: Sequence[CheckpointName], cache: FileCache | None = None) -> int:
     """Delete checkpoints and the files that only they needed. Returns the bytes freed.
 
@@ -65,24 +73,27 @@ def delete(disk: Disk, doomed: Sequence[CheckpointName], cache: FileCache | None
     """
     if not doomed:
         return 0
-    cache = {} if cache is None else cache
-    with disk.exclusive():
-        needed = _reachable(
-            disk, [name for name in catalog.committed(disk) if name not in doomed], cache
-        )
-        files = {path for name in doomed for path in _files(disk, name, cache)}
-        for tag, name in catalog.read_tags(disk).items():
-            if name in doomed:
-                disk.delete(names.tag_path(tag))
-        freed = 0
-        for name in doomed:
-            disk.delete(names.manifest_path(name))
-            cache.pop(name, None)
-        for path in sorted(files - needed):
-            if not path.startswith(names.TABLES):
-                freed += _size(disk, path)
-                disk.delete(path)
-        return freed
+    with disk.locked(exclusive=True):
+        return _delete(disk, doomed, {} if cache is None else cache)
+
+
+def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: FileCache) -> int:
+    needed = _reachable(
+        disk, [name for name in catalog.committed(disk) if name not in doomed], cache
+    )
+    files = {path for name in doomed for path in _files(disk, name, cache)}
+    for tag, name in catalog.read_tags(disk).items():
+        if name in doomed:
+            disk.delete(names.tag_path(tag))
+    freed = 0
+    for name in doomed:
+        disk.delete(names.manifest_path(name))
+        cache.pop(name, None)
+    for path in sorted(files - needed):
+        if not path.startswith(names.TABLES):
+            freed += disk.size(path) or 0
+            disk.delete(path)
+    return freed
 
 
 def sweep(disk: Disk) -> tuple[int, int]:
@@ -91,9 +102,11 @@ def sweep(disk: Disk) -> tuple[int, int]:
     What the newest epoch wrote is left alone, since its writer may be about to commit it; older
     epochs can publish nothing that counts. Returns (files, bytes) freed.
     """
-    with disk.exclusive():
+    with disk.locked(exclusive=True):
         live = catalog.newest_epoch(disk)
-        needed = _reachable(disk, catalog.committed(disk), {})
+        committed = catalog.committed(disk)
+        needed = _reachable(disk, committed, {})
+        _settle_absent(disk, set(committed), live)
         packs = [f"{names.DATA}/{name}" for name in disk.list(names.DATA)]
         doomed = {
             path for path in packs if (names.epoch_of_pack(path.rpartition("/")[2]) or live) < live
@@ -104,14 +117,29 @@ def sweep(disk: Disk) -> tuple[int, int]:
         directories += [f"{names.CHECKPOINTS}/{name}" for name in disk.list(names.CHECKPOINTS)]
         for directory in directories:
             doomed.update(path for path in _idle(disk, directory) if path.endswith(".tmp"))
-        freed = sum(_size(disk, path) for path in doomed)
+        freed = sum(disk.size(path) or 0 for path in doomed)
         for path in sorted(doomed):
             disk.delete(path)
         return len(doomed), freed
 
 
+def _settle_absent(disk: Disk, committed: Set[CheckpointName], live: int) -> None:
+    """Make it durable that there is no manifest where none is seen.
+
+    Whoever unlinked it may have died before its sync: then a power cut would bring back a
+    manifest whose files are gone. Directories that no writer will use any more go, too.
+    """
+    for directory in disk.list(names.CHECKPOINTS):
+        name = names.parse_checkpoint(directory)
+        if name and name not in committed:
+            if name.epoch < live:
+                disk.delete(f"{names.CHECKPOINTS}/{directory}/manifest.json")
+            else:
+                disk.sync(f"{names.CHECKPOINTS}/{directory}")
+
+
 def _idle(disk: Disk, directory: str) -> list[str]:
-    """Files that nobody touched for an hour: a document is written and published within seconds."""
+    """Files that nobody touched for an hour: a document is published within seconds."""
     prefix = f"{directory}/" if directory else ""
     found = []
     for name in disk.list(directory):
@@ -124,15 +152,8 @@ def _idle(disk: Disk, directory: str) -> list[str]:
     return found
 
 
-def _size(disk: Disk, path: str) -> int:
-    try:
-        return (disk.root / path).stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def _files(disk: Disk, name: CheckpointName, cache: FileCache) -> frozenset[str]:
-    """What a doomed checkpoint needed; nothing where that cannot be told any more (gc frees it then)."""
+    """What a doomed checkpoint needed; nothing where none can tell any more (gc frees it then)."""
     try:
         return _needs(disk, name, cache)
     except EverstepError:
@@ -146,14 +167,17 @@ def _needs(disk: Disk, name: CheckpointName, cache: FileCache) -> frozenset[str]
 
 
 def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: FileCache) -> set[str]:
-    """Every data file that a checkpoint needs. A manifest that cannot be read protects everything: raises Corrupt."""
+    """Every data file that a checkpoint needs.
+
+    A manifest that cannot be read protects everything: raises Corrupt.
+    """
     needed: set[str] = set()
     for name in checkpoints:
         try:
             needed |= _needs(disk, name, cache)
         except Corrupt as error:
             raise Corrupt(
-                f"{error}. Nothing more is deleted while it is unknown which files this checkpoint needs; "
-                f"remove it with: everstep rm {name}"
+                f"{error}. Nothing more is deleted while it is unknown which files this checkpoint "
+                f"needs; remove it with: everstep rm {name}"
             ) from error
     return needed

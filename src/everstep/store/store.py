@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from everstep.errors import Corrupt, Missing
+from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.document import unseal
 from everstep.format.manifest import Manifest, Table
 from everstep.store import catalog, names, read, retain
@@ -20,7 +20,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `verify` found: how many checkpoints and bytes it read, and what is wrong, by checkpoint."""
+    """What `verify` found: how many checkpoints and bytes it read, and what is wrong.
+
+    `problems` are by checkpoint ("00000120-0003"), or by folder ("epochs", "tags").
+    """
 
     checkpoints: int
     bytes: int
@@ -33,9 +36,10 @@ class Verdict:
 
 
 class Store:
-    """The checkpoints of one run, in a directory. Opens no model and starts no process; thread-safe.
+    """The checkpoints of one run, in a directory. Needs no model, starts no process; thread-safe.
 
-    A step may be given as an int (of the run as it is now), as a tag, or as "step-epoch" (any branch).
+    A step may be given as an int (of the run as it is now), as a tag, or as "step-epoch" (on any
+    branch).
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -48,10 +52,13 @@ class Store:
             raise Missing(
                 f"opening the store {self.path}: there is none (no {names.STORE} in it)"
             ) from None
-        self.run: str = unseal(document, self.path / names.STORE)["run"]
+        run = unseal(document, self.path / names.STORE).get("run")
+        if not isinstance(run, str):
+            raise Corrupt(f"opening the store {self.path}: its {names.STORE} names no run")
+        self.run: str = run
 
     def steps(self) -> list[int]:
-        """The steps of the run as it is now (branches that were left behind do not count), rising."""
+        """The steps of the run as it is now, rising; branches left behind do not count."""
         return [name.step for name in catalog.lineage(self._disk)]
 
     def latest(self) -> int | None:
@@ -68,19 +75,22 @@ class Store:
         return [catalog.read_table(self._disk, part) for part in manifest.parts]
 
     def verify(self, step: int | str | None = None, progress: Progress | None = None) -> Verdict:
-        """Read every byte of a checkpoint, by default of all on all branches, and compare it with its digest.
+        """Read every byte of a checkpoint, by default of all and of what names them, and compare.
 
-        `progress` is called with (bytes read, bytes in all). What is wrong is in the result, not raised.
+        `progress` is called with (bytes read, bytes in all). What is wrong is in the result, not
+        raised; only a reference to a checkpoint that is not there is Missing.
         """
-        chosen = (
-            [catalog.find(self._disk, step)] if step is not None else catalog.committed(self._disk)
-        )
         problems: dict[str, list[str]] = {}
+        if step is not None:
+            chosen = [catalog.find(self._disk, step)]
+        else:
+            chosen = catalog.committed(self._disk)
+            problems = self._verify_documents()
         manifests: list[tuple[CheckpointName, Manifest]] = []
         for name in chosen:
             try:
                 manifests.append((name, catalog.read_manifest(self._disk, name)))
-            except (Corrupt, Missing) as error:
+            except EverstepError as error:
                 problems[str(name)] = [str(error)]
         total, done = sum(manifest.size for _, manifest in manifests), 0
         for name, manifest in manifests:
@@ -97,11 +107,11 @@ class Store:
     ) -> dict[str, "torch.Tensor"]:
         """The tensors of a checkpoint (those in `names`, or all) by name, verified, on the CPU.
 
-        An alias (tied weights) may be asked for like a name. Raises Missing with the names that are not there.
+        An alias (tied weights) may be asked for like a name. Raises Missing with the names that
+        are not there, Corrupt.
         """
-        from everstep.store.tensors import (
-            read_tensors,
-        )  # needs torch, which the rest of the store does not
+        # torch, which the rest of the store does without
+        from everstep.store.tensors import read_tensors
 
         manifest = self.manifest(step)
         return read_tensors(self._disk, manifest, self.tables(manifest), names)
@@ -111,15 +121,23 @@ class Store:
         return retain.delete(self._disk, [catalog.find(self._disk, step)])
 
     def gc(self) -> tuple[int, int]:
-        """Delete files that no checkpoint reaches, what failed attempts left. Returns (files, bytes)."""
+        """Delete files that no checkpoint reaches: what failed left. Returns (files, bytes)."""
         return retain.sweep(self._disk)
+
+    def _verify_documents(self) -> dict[str, list[str]]:
+        problems: dict[str, list[str]] = {}
+        for folder, check in ((names.EPOCHS, catalog.read_epochs), (names.TAGS, catalog.read_tags)):
+            try:
+                check(self._disk)
+            except EverstepError as error:
+                problems[folder] = [str(error)]
+        return problems
 
     def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
         for part in manifest.parts:
             try:
                 table = catalog.read_table(self._disk, part)
-            except (Corrupt, Missing) as error:
+                for size, problem in read.verify_part(self._disk, part, table):
+                    yield size, str(problem) if problem else None
+            except EverstepError as error:
                 yield 0, str(error)
-                continue
-            for size, problem in read.verify_part(self._disk, part, table):
-                yield size, str(problem) if problem else None

@@ -1,19 +1,23 @@
 """Tensors out of a store, without a model. The one module of the store that needs torch."""
 
 from collections.abc import Collection
+from contextlib import ExitStack
 
 import torch
 
 from everstep.errors import Missing
 from everstep.format.manifest import Manifest, Part, Table, TensorEntry
-from everstep.store.read import read_piece
+from everstep.store.read import open_pack, read_piece
 from everstep.tiers.disk import Disk, DiskReader
 
 
 def read_tensors(
     disk: Disk, manifest: Manifest, tables: list[Table], names: Collection[str] | None
 ) -> dict[str, torch.Tensor]:
-    """The named tensors (None: all), each a new CPU tensor that the caller owns. Raises Missing, Corrupt."""
+    """The named tensors (None: all), each a new CPU tensor that the caller owns.
+
+    Raises Missing for names that are not there, Corrupt.
+    """
     found: dict[str, torch.Tensor] = {}
     known = {name for table in tables for name in _names(table)}
     if unknown := sorted(set(names or ()) - known):
@@ -22,8 +26,11 @@ def read_tensors(
             f"everstep show {manifest.step} lists the {len(known)} that it has"
         )
     for part, table in zip(manifest.parts, tables, strict=True):
-        readers = [disk.open(pack.path) for pack in part.packs]
-        try:
+        with ExitStack() as stack:
+            readers = []
+            for pack in part.packs:
+                readers.append(open_pack(disk, pack))
+                stack.callback(readers[-1].close)
             for entry in table.tensors.values():
                 wanted = [
                     name
@@ -33,9 +40,6 @@ def read_tensors(
                 if wanted:
                     found[wanted[0]] = _read(readers, part, entry)
                     found.update(dict.fromkeys(wanted[1:], found[wanted[0]]))
-        finally:
-            for reader in readers:
-                reader.close()
     return found
 
 

@@ -1,73 +1,43 @@
 """A directory as a tier: durable writes, atomic creates, verified nothing (that is the store's).
 
 Order is everything here. `write` returns when the file's bytes and its directory entry are on the
-medium; `create` makes a small file appear at once and whole, or not at all. Every system call goes
-through `System`, so that tests can make the N-th one fail, kill, or forget what was not synced.
+medium; `create` makes a small file appear at once and whole, or not at all. Every system call that
+changes anything goes through `System`, so that tests can make the N-th one fail, kill, or forget
+what was not synced.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
+from everstep.tiers.system import System
 
 EXTENT_BYTES = 8 << 20
 WRITES_IN_FLIGHT = 2
 DOCUMENT_BYTES_MAX = 1 << 30
+LOCK_WAIT_S = 60.0
+_LOCK_RETRY_S = 0.01
 _PAGE_BYTES = 4096
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-
-
-class System:
-    """The system calls that a Disk makes. Stateless; errors are OSError."""
-
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        """open(2)."""
-        return os.open(path, flags | os.O_CLOEXEC, mode)
-
-    def close(self, fd: int) -> None:
-        """close(2)."""
-        os.close(fd)
-
-    def pwrite(self, fd: int, data: memoryview | bytes, offset: int) -> int:
-        """pwrite(2); releases the GIL."""
-        return os.pwrite(fd, data, offset)
-
-    def allocate(self, fd: int, size: int) -> None:
-        """fallocate(2): reserve `size` bytes, so that a full disk says so before the writes."""
-        if _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size)):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-    def fsync(self, fd: int) -> None:
-        """fsync(2), of a file or a directory."""
-        os.fsync(fd)
-
-    def link(self, old: str, new: str) -> None:
-        """link(2): fails with EEXIST where `new` is there."""
-        os.link(old, new)
-
-    def unlink(self, path: str) -> None:
-        """unlink(2)."""
-        os.unlink(path)
-
-    def mkdir(self, path: str) -> None:
-        """mkdir(2), for the owner only."""
-        os.mkdir(path, 0o700)
-
-    def rmdir(self, path: str) -> None:
-        """rmdir(2)."""
-        os.rmdir(path)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+_ADVICE = {
+    errno.ENOSPC: ". The disk is full: free some space, or keep fewer checkpoints "
+    "(keep=everstep.Keep(last=3))",
+    errno.EDQUOT: ". The quota is used up: free some space, or keep fewer checkpoints",
+    errno.EROFS: ". The file system is read-only: choose another place for the store",
+    errno.EACCES: ". This user may not write there: choose another place for the store",
+}
 
 
 class Reader(Protocol):
@@ -76,7 +46,7 @@ class Reader(Protocol):
     size: int
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset`; may be called from several threads. Raises Corrupt at a short file."""
+        """Fill `view` from `offset`; for any thread. Raises Corrupt where the file is short."""
 
     def close(self) -> None:
         """Release it."""
@@ -89,14 +59,15 @@ class Disk:
         self.root = Path(root)
         self._system = system or System()
         self._known_directories: set[str] = set()
+        self._known_files: dict[str, int] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
     def write(self, path: str, data: Sequence[memoryview]) -> None:
         """Write the new file `path` as the concatenation of `data`; blocks until it is durable.
 
-        Buffers that start on a page and are a multiple of one long go by direct I/O, several
-        extents in flight. On any error nothing usable is left behind, and Unavailable is raised.
+        Buffers (of bytes) that start on a page and are a multiple of one long go by direct I/O,
+        several extents in flight. On any error the file is unlinked, and Unavailable is raised.
         """
         size = sum(map(len, data))
         with self._telling("writing", path, size):
@@ -104,42 +75,67 @@ class Disk:
             name = str(self.root / path)
             try:
                 self._write_file(name, data, size)
+                self._sync_directory(os.path.dirname(path))
+            except FileExistsError:
+                raise
             except OSError:
                 self._forget(name)
                 raise
-            self._sync_directory(os.path.dirname(path))
 
     def create(self, path: str, data: bytes) -> bool:
         """Publish `data` under `path` at once and durably; False where `path` exists already."""
         with self._telling("creating", path, len(data)):
-            self._make_directories(os.path.dirname(path))
             name = str(self.root / path)
-            draft = f"{name}.{secrets.token_hex(4)}.tmp"
+            with self._draft(path, data) as draft:
+                created = self._link(draft, name)
             try:
-                self._write_buffered(draft, [memoryview(data)], len(data))
-                try:
-                    self._system.link(draft, name)
-                except FileExistsError:
-                    return False
-                except OSError as error:
-                    if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
-                        raise Unsupported(
-                            f"creating {name}: this file system cannot create a file atomically (no hard "
-                            f"links: {error.strerror}). Put the store on another one"
-                        ) from error
-                    raise
-            finally:
-                self._forget(draft)
+                self._sync_directory(os.path.dirname(path))
+            except OSError:
+                if created:  # durable or not, nobody knows: none may take it for published
+                    self._forget(name)
+                    with contextlib.suppress(OSError):
+                        self._sync_directory(os.path.dirname(path))
+                raise
+            return created
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Publish `data` under `path` durably; readers see what was there before, or this."""
+        with self._telling("replacing", path, len(data)):
+            with self._draft(path, data) as draft:
+                self._system.rename(draft, str(self.root / path))
             self._sync_directory(os.path.dirname(path))
+
+    def holds(self, path: str) -> bool:
+        """Whether the file exists, and durably: its directory is synced here, once for each file.
+
+        Whoever created it may have died before its own sync.
+        """
+        with self._telling("looking for", path, 0):
+            try:
+                number = os.stat(self.root / path).st_ino
+            except FileNotFoundError:
+                return False
+            if self._known_files.get(path) != number:
+                self._sync_directory(os.path.dirname(path))
+                self._known_files[path] = number
             return True
 
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where there is none. Raises Unavailable."""
+        try:
+            return os.stat(self.root / path).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise Unavailable(f"looking for {self.root / path}: {error.strerror}") from error
+
     def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
-        """The whole of a small file; raises Missing, or Corrupt where it is larger than `limit` bytes."""
+        """The whole of a small file; raises Missing, or Corrupt where it exceeds `limit` bytes."""
         reader = self.open(path)
         try:
             if reader.size > limit:
                 raise Corrupt(
-                    f"reading {self.root / path}: {reader.size} bytes, at most {limit} make sense here"
+                    f"reading {self.root / path}: {reader.size} bytes, at most {limit} make sense"
                 )
             data = bytearray(reader.size)
             reader.read_into(0, memoryview(data))
@@ -148,7 +144,7 @@ class Disk:
             reader.close()
 
     def open(self, path: str, direct: bool = False) -> "DiskReader":
-        """Open a file for reading; `direct` passes the page cache by where file system and alignment allow."""
+        """Open for reading; `direct` bypasses the page cache where file and alignment allow it."""
         try:
             return DiskReader(str(self.root / path), direct)
         except FileNotFoundError:
@@ -166,14 +162,20 @@ class Disk:
             raise Unavailable(f"listing {self.root / directory}: {error.strerror}") from error
 
     def delete(self, path: str) -> None:
-        """Remove a file (and its directory, where that is empty then); no error where it is gone already."""
+        """Remove a file durably, and its directory where that is empty then.
+
+        No error where it is gone already: but durably too, since whoever removed it may have died
+        before its own sync.
+        """
         with self._telling("deleting", path, 0):
-            try:
-                self._system.unlink(str(self.root / path))
-                self._sync_directory(os.path.dirname(path))
-            except FileNotFoundError:
-                pass
+            self._known_files.pop(path, None)
             parent = os.path.dirname(path)
+            with contextlib.suppress(FileNotFoundError):
+                self._system.unlink(str(self.root / path))
+            try:
+                self._sync_directory(parent)
+            except FileNotFoundError:
+                return
             if os.path.dirname(parent):  # never the store's own top directories
                 try:
                     self._system.rmdir(str(self.root / parent))
@@ -182,23 +184,75 @@ class Disk:
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                         raise
 
+    def sync(self, directory: str) -> None:
+        """Make what is (and is not) in a directory durable; nothing to do where there is none."""
+        with self._telling("syncing", directory, 0), contextlib.suppress(FileNotFoundError):
+            self._sync_directory(directory)
+
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the store for deleting: one process of this node at a time (an advisory lock on its root)."""
-        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def locked(self, *, exclusive: bool) -> Iterator[None]:
+        """Hold the store, exclusively to delete, shared to publish: an advisory lock on its root.
+
+        Waits at most LOCK_WAIT_S, then raises Unavailable. A file system without locks has none.
+        """
+        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.ENOLCK):
-                    raise Unavailable(f"locking {self.root}: {error.strerror}") from error
+            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unavailable(f"locking {self.root}: {error.strerror}") from error
+        try:
+            deadline = time.monotonic() + LOCK_WAIT_S
+            while not self._try_lock(fd, kind):
+                if time.monotonic() > deadline:
+                    raise Unavailable(
+                        f"locking {self.root}: another process has held it for {LOCK_WAIT_S:.0f} s "
+                        f"(an everstep gc or rm that was stopped?). End it, then try again"
+                    )
+                time.sleep(_LOCK_RETRY_S)
             yield
         finally:
             os.close(fd)
 
+    def _try_lock(self, fd: int, kind: int) -> bool:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOLCK):
+                raise Unavailable(f"locking {self.root}: {error.strerror}") from error
+        return True
+
+    @contextmanager
+    def _draft(self, path: str, data: bytes) -> Iterator[str]:
+        """A durable file of another name that holds `data`, gone afterwards."""
+        self._make_directories(os.path.dirname(path))
+        draft = f"{self.root / path}.{secrets.token_hex(4)}.tmp"
+        try:
+            self._write_buffered(draft, [memoryview(data)])
+            yield draft
+        finally:
+            self._forget(draft)
+
+    def _link(self, draft: str, name: str) -> bool:
+        try:
+            self._system.link(draft, name)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            raise Unsupported(
+                f"creating {name}: this file system cannot create a file atomically (no hard "
+                f"links: {error.strerror}). Put the store on another one"
+            ) from error
+        return True
+
     def _make_directories(self, directory: str) -> None:
-        """Make `directory` below the root durably. What exists is synced once by each process too: whoever
-        made it may have died before its own sync."""
+        """Make `directory` below the root durably.
+
+        What exists is synced once by each process too: whoever made it may have died before.
+        """
         if directory in self._known_directories and os.path.isdir(self.root / directory):
             return
         if directory:
@@ -206,11 +260,21 @@ class Disk:
             self._make_directory(self.root / directory)
             self._sync_directory(os.path.dirname(directory))
         else:
-            for path in reversed([self.root, *self.root.parents]):
-                if not path.is_dir():
-                    self._make_directory(path)
-                    self._sync(str(path.parent))
+            self._make_root()
         self._known_directories.add(directory)
+
+    def _make_root(self) -> None:
+        root = self.root.absolute()
+        for path in reversed([root, *root.parents]):
+            existed = path.is_dir()
+            if not existed:
+                self._make_directory(path)
+            if not existed or (path == root and not path.is_mount()):
+                try:
+                    self._sync(str(path.parent))
+                except PermissionError:
+                    if not existed:
+                        raise
 
     def _make_directory(self, path: Path) -> None:
         try:
@@ -228,18 +292,18 @@ class Disk:
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
+                self._forget(name)  # some file systems refuse only after they have made it
             else:
                 if self._fill_directly(fd, data, size):
                     return
                 self._system.unlink(name)
-        self._write_buffered(name, data, size)
+        self._write_buffered(name, data)
 
     def _fill_directly(self, fd: int, data: Sequence[memoryview], size: int) -> bool:
         """False where the file system opened the file for direct I/O, but refuses to do it."""
         try:
             self._allocate(fd, size)
-            extents = list(_extents(data))
-            list(self._executor().map(lambda extent: self._write_all(fd, *extent), extents))
+            self._write_extents(fd, data)
             self._system.fsync(fd)
         except OSError as error:
             if error.errno in _NO_DIRECT:
@@ -249,7 +313,22 @@ class Disk:
             self._system.close(fd)
         return True
 
-    def _write_buffered(self, name: str, data: Sequence[memoryview], size: int) -> None:
+    def _write_extents(self, fd: int, data: Sequence[memoryview]) -> None:
+        """Several at a time. At the first error the others are waited for: once the descriptor is
+        closed, its number may be another file's, and a late write would go there."""
+        pool = self._executor()
+        futures = [pool.submit(self._write_all, fd, *extent) for extent in _extents(data)]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+        failed = [future for future in futures if not future.cancelled() and future.exception()]
+        for future in failed:
+            future.result()
+
+    def _write_buffered(self, name: str, data: Sequence[memoryview]) -> None:
         fd = self._system.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         try:
             for view, offset in _extents(data):
@@ -283,10 +362,8 @@ class Disk:
             self._system.close(fd)
 
     def _forget(self, name: str) -> None:
-        try:
+        with contextlib.suppress(OSError):  # gc finds it
             self._system.unlink(name)
-        except OSError:
-            pass  # gc finds it
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -299,12 +376,7 @@ class Disk:
         try:
             yield
         except OSError as error:
-            advice = {
-                errno.ENOSPC: ". The disk is full: free some space, or keep fewer checkpoints (keep=everstep.Keep(last=3))",
-                errno.EDQUOT: ". The quota is used up: free some space, or keep fewer checkpoints",
-                errno.EROFS: ". The file system is read-only: choose another place for the store",
-                errno.EACCES: ". This user may not write there: choose another place for the store",
-            }.get(error.errno or 0, "")
+            advice = _ADVICE.get(error.errno or 0, "")
             raise Unavailable(
                 f"{verb} {self.root / path} ({size} bytes): {error.strerror or error}{advice}"
             ) from error
@@ -319,13 +391,11 @@ class DiskReader:
         self._fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         self.size = os.fstat(self._fd).st_size
         if direct:
-            try:
+            with contextlib.suppress(OSError):  # the page cache serves
                 self._direct_fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-            except OSError:
-                pass  # the page cache serves
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with the file's bytes from `offset`. Direct where offset and view are page-aligned."""
+        """Fill `view` with the bytes from `offset`; direct where both are page-aligned."""
         fd = self._fd
         if self._direct_fd >= 0 and offset % _PAGE_BYTES == 0 and _is_aligned(view):
             fd = self._direct_fd
@@ -341,8 +411,8 @@ class DiskReader:
                 ) from error
             if count == 0:
                 raise Corrupt(
-                    f"reading {self._name}: it ends at byte {offset}, {len(view)} bytes before the end of what "
-                    f"the manifest names. The file was cut short"
+                    f"reading {self._name}: it ends at byte {offset}, {len(view)} bytes before the "
+                    f"end of what the manifest names. The file was cut short"
                 )
             view, offset = view[count:], offset + count
             if count % _PAGE_BYTES:

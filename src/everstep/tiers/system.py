@@ -1,0 +1,51 @@
+"""The system calls that change a disk, as a seam: tests make the N-th one fail, kill, or forget."""
+
+import ctypes
+import os
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class System:
+    """The system calls that a Disk makes. Stateless; errors are OSError."""
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        """open(2)."""
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def close(self, fd: int) -> None:
+        """close(2)."""
+        os.close(fd)
+
+    def pwrite(self, fd: int, data: memoryview | bytes, offset: int) -> int:
+        """pwrite(2); releases the GIL."""
+        return os.pwrite(fd, data, offset)
+
+    def allocate(self, fd: int, size: int) -> None:
+        """fallocate(2): reserve `size` bytes, so that a full disk says so before the writes."""
+        if _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size)):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def fsync(self, fd: int) -> None:
+        """fsync(2), of a file or a directory."""
+        os.fsync(fd)
+
+    def link(self, old: str, new: str) -> None:
+        """link(2): fails with EEXIST where `new` is there."""
+        os.link(old, new)
+
+    def rename(self, old: str, new: str) -> None:
+        """rename(2): replaces `new` at once where it is there."""
+        os.rename(old, new)
+
+    def unlink(self, path: str) -> None:
+        """unlink(2)."""
+        os.unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        """mkdir(2), for the owner only."""
+        os.mkdir(path, 0o700)
+
+    def rmdir(self, path: str) -> None:
+        """rmdir(2)."""
+        os.rmdir(path)
