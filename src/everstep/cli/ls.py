@@ -1,0 +1,197 @@
+"""everstep ls: what a store holds, as a tree of its epochs."""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from everstep.cli.branches import Row, draw
+from everstep.cli.render import (
+    Cell,
+    Column,
+    Screen,
+    age_text,
+    align,
+    clean,
+    pairs_text,
+    plural,
+    size_text,
+    time_text,
+)
+from everstep.cli.target import add_json, add_words, split_words
+from everstep.errors import EverstepError
+from everstep.format.manifest import Manifest
+from everstep.store import catalog, names
+from everstep.store.lineage import Epoch, current
+from everstep.store.names import CheckpointName
+from everstep.store.store import Store
+from everstep.tiers.disk import Disk
+
+_COLUMNS = (
+    Column("STEP"),
+    Column("TAGS"),
+    Column("SIZE", right=True),
+    Column("WRITTEN"),
+    Column("AGE", right=True),
+    Column("METRICS"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A store as `ls` sees it, manifests apart."""
+
+    disk: Disk
+    run: str
+    epochs: dict[int, Epoch]
+    checkpoints: list[CheckpointName]
+    current: list[CheckpointName]
+    tags: dict[CheckpointName, list[str]]
+
+    @classmethod
+    def of(cls, path: str) -> "Listing":
+        """Raises Missing, Corrupt, Unsupported."""
+        store, disk = Store(path), Disk(path)
+        epochs, found = catalog.read_epochs(disk), catalog.committed(disk)
+        tags: dict[CheckpointName, list[str]] = {}
+        for tag, name in catalog.read_tags(disk).items():
+            tags.setdefault(name, []).append(tag)
+        return cls(disk, store.run, epochs, found, current(epochs, found), tags)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of everything in the store's data directories, what gc would sweep included."""
+        total = 0
+        for directory in (names.DATA, names.TABLES):
+            try:
+                with os.scandir(self.disk.root / directory) as entries:
+                    total += sum(entry.stat().st_size for entry in entries if entry.is_file())
+            except FileNotFoundError:
+                continue
+        return total
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_words(parser)
+    parser.add_argument(
+        "-a", "--all", action="store_true", help="list all checkpoints, however many there are"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list; returns the exit code."""
+    path, _ = split_words(args.words, 0)
+    listing = Listing.of(path)
+    if args.json:
+        print(json.dumps(_to_json(listing), indent=2))
+    else:
+        print("\n".join(_drawing(listing, path, Screen.of(sys.stdout), args.all)))
+    return 0
+
+
+def _drawing(listing: Listing, path: str, screen: Screen, is_whole: bool) -> list[str]:
+    head = [
+        Cell(clean(path if path != "." else listing.disk.root.resolve().name), "title"),
+        Cell(f" · run {clean(listing.run[:8])}", "dim"),
+        Cell(f" · {plural(len(listing.checkpoints), 'checkpoint')}"),
+        Cell(f" · {size_text(listing.size_bytes)}"),
+    ]
+    if len(listing.epochs) > 1:
+        head.append(Cell(f" · {plural(len(listing.epochs), 'epoch')}", "dim"))
+    if not listing.checkpoints:
+        return [screen.join(head), screen.paint("nothing is committed yet", "dim")]
+    always = None if is_whole else listing.tags.keys()
+    rows = draw(listing.epochs, listing.checkpoints, listing.current, always)
+    return [screen.join(head), "", *_lines(listing, rows, screen)]
+
+
+def _lines(listing: Listing, rows: list[Row], screen: Screen) -> list[str]:
+    """A table to the right of the graph; epochs run over its columns."""
+    digits = len(str(max(name.step for name in listing.checkpoints)))
+    shown = [_cells(listing, row, digits) for row in rows if row.checkpoint]
+    titles, *aligned = align(_COLUMNS, shown)
+    width = 2 * max(row.depth for row in rows) + 2
+    lines = [screen.join([Cell(" " * width), *titles])]
+    table = iter(aligned)
+    for row in rows:
+        graph = [Cell("│ " * row.depth, "dim"), Cell(row.mark, "dim" if row.is_left else "live")]
+        if row.checkpoint:
+            space = Cell(" " * (width - 2 * row.depth - len(row.mark)))
+            lines.append(screen.join([*graph, space, *next(table)]))
+        else:
+            lines.append(screen.join([*graph, Cell(" "), Cell(_caption(row), "dim")]))
+    return lines
+
+
+def _caption(row: Row) -> str:
+    if row.epoch is None:
+        return f"{row.hidden:,} more (--all lists them)"
+    epoch = row.epoch
+    origin = f"from step {epoch.fork}" if epoch.parent is not None else "from nothing"
+    parts = [f"epoch {epoch.number}", origin]
+    if row.after >= 0:
+        return f"left behind: epoch {epoch.number} beyond step {row.after}"
+    if row.is_left:
+        parts[0] = f"left behind: {parts[0]}"
+    return " · ".join(filter(None, [*parts, clean(epoch.writer), age_text(epoch.created)]))
+
+
+def _cells(listing: Listing, row: Row, digits: int) -> list[Cell]:
+    name = row.checkpoint
+    assert name is not None
+    is_latest = bool(listing.current) and name == listing.current[-1]
+    style = "dim" if row.is_left else ("live" if is_latest else "bold")
+    label = f"{name.step:>{digits}}" + (f"-{name.epoch}" if row.is_left else "")
+    tags = " ".join([*listing.tags.get(name, []), *(["latest"] if is_latest else [])])
+    start = [Cell(label, style), Cell(clean(tags), "yellow")]
+    try:
+        manifest = catalog.read_manifest(listing.disk, name)
+    except EverstepError as error:
+        return [*start, Cell(""), Cell(""), Cell(""), Cell(type(error).__name__.lower(), "bad")]
+    tone = "dim" if row.is_left else ""
+    return [
+        *start,
+        Cell(size_text(manifest.size), tone),
+        Cell(time_text(manifest.created), tone),
+        Cell(age_text(manifest.created), tone),
+        Cell(pairs_text(manifest.metrics), "dim" if row.is_left else "cyan"),
+    ]
+
+
+def _to_json(listing: Listing) -> dict[str, Any]:
+    kept = set(listing.current)
+    return {
+        "store": str(listing.disk.root),
+        "run": listing.run,
+        "latest": listing.current[-1].step if listing.current else None,
+        "size": listing.size_bytes,
+        "epochs": [asdict(epoch) for _, epoch in sorted(listing.epochs.items())],
+        "checkpoints": [
+            _entry(listing, name, name in kept) for name in sorted(listing.checkpoints)
+        ],
+    }
+
+
+def _entry(listing: Listing, name: CheckpointName, is_current: bool) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": str(name),
+        "step": name.step,
+        "epoch": name.epoch,
+        "current": is_current,
+        "tags": listing.tags.get(name, []),
+    }
+    try:
+        manifest: Manifest = catalog.read_manifest(listing.disk, name)
+    except EverstepError as error:
+        return {**entry, "problem": str(error)}
+    return {
+        **entry,
+        "size": manifest.size,
+        "created": manifest.created,
+        "exact": manifest.exact,
+        "metrics": manifest.metrics,
+    }

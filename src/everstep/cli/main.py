@@ -1,0 +1,87 @@
+"""The command `everstep`: runs a sub-command, turns errors into one line and an exit code.
+
+Exit codes: 0 done; 1 an error, or damage found; 2 wrong usage; 130 Ctrl-C; 141 the reader left.
+A sub-command is a module with add_arguments(parser) and run(args) -> int, imported when asked for.
+"""
+
+import argparse
+import io
+import os
+import sys
+from importlib import import_module
+
+import everstep
+from everstep.errors import EverstepError
+
+COMMANDS = {
+    "ls": "list checkpoints, branches, tags and metrics",
+    "show": "show one checkpoint: its tensors, packs, hyperparameters and objects",
+    "verify": "read every byte and compare it with its digest",
+    "rm": "delete checkpoints, and the data that only they need",
+    "gc": "delete files that failed attempts left behind",
+    "demo": "train a GPT, kill it at random moments, and compare with an undisturbed run",
+    "bench": "measure checkpoints of every step against other libraries",
+}
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line `arguments` (default: the process's own) and return its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without these characters is no error
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _silence_stdout()
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
+    except (EverstepError, ValueError, OSError) as error:
+        message = " ".join(str(error).split())
+        print(f"everstep: {type(error).__name__}: {message}", file=sys.stderr)
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] not in COMMANDS:
+        _overview().parse_args(words or ["--help"])  # exits: help, version or an error
+    name, *rest = words
+    command = import_module(f"everstep.cli.{name}")
+    parser = argparse.ArgumentParser(prog=f"everstep {name}", description=_sentence(name))
+    command.add_arguments(parser)
+    args = parser.parse_intermixed_args(rest)
+    try:
+        return int(command.run(args))
+    except argparse.ArgumentError as error:
+        parser.error(str(error))
+
+
+def _overview() -> argparse.ArgumentParser:
+    """What `everstep --help` shows: every sub-command, and no options of theirs."""
+    parser = argparse.ArgumentParser(
+        prog="everstep",
+        description="A checkpoint of every training step: look at stores and look after them.",
+        epilog="everstep COMMAND --help tells more. Inside a store, STORE may be left out.",
+    )
+    parser.add_argument("--version", action="version", version=f"everstep {everstep.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text)
+    return parser
+
+
+def _sentence(name: str) -> str:
+    text = COMMANDS[name]
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _silence_stdout() -> None:
+    """Nobody reads stdout any more: what is buffered for it goes nowhere when Python exits."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        return

@@ -1,0 +1,85 @@
+"""Which store and steps a command means: the first word's, or the current directory's."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from everstep.errors import Missing
+from everstep.store import names
+
+_STEPS = {"": "", "?": " [STEP]", "+": " STEP [STEP ...]"}
+_NEARBY_MAX = 5
+_LOOKED_AT_MAX = 1000
+
+
+def add_words(parser: argparse.ArgumentParser, steps: str = "") -> None:
+    """The words of a command: a store that may be left out; no, one ("?") or more ("+") steps."""
+    grammar = f"[STORE]{_STEPS[steps]}"
+    parser.usage = f"%(prog)s {grammar} [options]"
+    meaning = "STORE: a store's directory (default: the current one)"
+    if steps:
+        meaning += "; STEP: a step of the run, a tag, or step-epoch for one on any branch"
+    parser.add_argument("words", nargs="*", metavar=grammar, help=meaning)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option --json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def split_words(words: list[str], steps_max: int) -> tuple[str, list[str]]:
+    """(path of the store, steps as they were given).
+
+    Raises Missing, with advice, where there is no store; argparse.ArgumentError for too many words.
+    """
+    if words and _means_store(words[0], len(words) > steps_max):
+        store, steps = words[0], words[1:]
+    else:
+        store, steps = ".", words
+    if len(steps) > steps_max:
+        extra = " ".join(map(repr, steps[steps_max:]))
+        raise argparse.ArgumentError(None, f"there is no use for {extra} here")
+    if not is_store(store):
+        raise Missing(_advice(store))
+    return store, steps
+
+
+def is_store(path: str | os.PathLike[str]) -> bool:
+    """Whether a store lies there."""
+    return (Path(path) / names.STORE).is_file()
+
+
+def _means_store(word: str, is_too_many: bool) -> bool:
+    """Tags and steps have no slash; outside of a store the first word has to name one."""
+    if is_store(word) or os.sep in word or is_too_many:
+        return True
+    return not is_store(".") and (Path(word).is_dir() or not _looks_like_step(word))
+
+
+def _looks_like_step(word: str) -> bool:
+    return word.isdigit() or names.parse_checkpoint(word) is not None
+
+
+def _advice(store: str) -> str:
+    if store == ".":
+        said = "the current directory is no store, and none was named"
+    elif Path(store).exists():
+        said = f"{store} is no store: it has no {names.STORE}"
+    else:
+        said = f"there is no {store}"
+    base = Path(store) if Path(store).is_dir() else Path(".")
+    nearby = list(islice(_stores_below(base), _NEARBY_MAX))
+    if nearby:
+        return f"{said}. Near by there is {', '.join(map(str, nearby))}"
+    return f"{said}. Name the directory that was given to Checkpointer, as in: everstep ls runs/gpt"
+
+
+def _stores_below(base: Path) -> Iterator[Path]:
+    """Stores at most two levels below, among a bounded number of directories."""
+    try:
+        found = islice((*base.glob("*/"), *islice(base.glob("*/*/"), _LOOKED_AT_MAX)), 2000)
+        yield from (path for path in found if is_store(path))
+    except OSError:
+        return

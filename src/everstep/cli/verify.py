@@ -1,0 +1,80 @@
+"""everstep verify: every byte against its digest."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from everstep.cli.render import Screen, clean, plural, size_text
+from everstep.cli.target import add_json, add_words, split_words
+from everstep.store.store import Progress, Store, Verdict
+
+_UPDATE_S = 0.05
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_words(parser, "?")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify one checkpoint, or all on all branches; 1 where something is damaged."""
+    path, steps = split_words(args.words, 1)
+    store = Store(path)
+    began = time.monotonic()
+    with _progress_bar() as progress:
+        verdict = store.verify(steps[0] if steps else None, progress)
+    seconds = time.monotonic() - began
+    if args.json:
+        found = {"ok": verdict.ok, "checkpoints": verdict.checkpoints, "bytes": verdict.bytes}
+        print(json.dumps({**found, "seconds": seconds, "problems": verdict.problems}, indent=2))
+    else:
+        _report(verdict, seconds, Screen.of(sys.stdout))
+    return 0 if verdict.ok else 1
+
+
+def _report(verdict: Verdict, seconds: float, screen: Screen) -> None:
+    for name, problems in verdict.problems.items():
+        for problem in problems:
+            print(f"{screen.paint('✗', 'bad')} {screen.paint(name, 'bold')}  {clean(problem)}")
+    rate = f"{size_text(int(verdict.bytes / max(seconds, 1e-9)))}/s"
+    read = f"{size_text(verdict.bytes)} read in {seconds:.1f} s, {rate}"
+    count = plural(verdict.checkpoints, "checkpoint")
+    if verdict.ok:
+        mark, said = screen.paint("✓", "live"), f"{count} intact: every byte is as it was written"
+    else:
+        bad = f"{len(verdict.problems):,} of {count} damaged"
+        mark, said = screen.paint("✗", "bad"), screen.paint(bad, "bad")
+    print(f"{mark} {said} {screen.paint(f'({read})', 'dim')}")
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress | None]:
+    """A bar on standard error where that is a terminal; rich is loaded for nothing else."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("verifying"),
+        progress.BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("verifying", total=None)
+        due = 0.0
+
+        def update(done: int, total: int) -> None:
+            nonlocal due
+            if done >= total or time.monotonic() >= due:
+                due = time.monotonic() + _UPDATE_S
+                bar.update(task, completed=done, total=total)
+
+        yield update
