@@ -100,17 +100,13 @@ class Client:
         """Answer "written": None, or how the copy was torn."""
         self._send({"type": "confirm", "sequence": sequence, "problem": problem})
 
-    def settle(self) -> list[tuple[str, Arena, int | None]]:
-        """Wait until the keeper has finished what dead trainers sealed.
+    def settle(self) -> list[tuple[str, Arena]]:
+        """Wait until the keeper has finished what dead trainers sealed; what it holds of theirs, by key.
 
-        Returns (key, arena, epoch) of what it holds of theirs. The arenas are mapped for the
-        caller, who closes them.
+        The arenas are mapped for the caller, who closes them.
         """
         reply, fds = self._request({"type": "settle"})
-        return [
-            (row["arena"], Arena(fd), row["epoch"])
-            for row, fd in zip(reply["arenas"], fds, strict=True)
-        ]
+        return [(key, Arena(fd)) for key, fd in zip(reply["arenas"], fds, strict=True)]
 
     def close(self) -> None:
         """Detach. Whatever is sealed by now is still finished by the keeper."""

@@ -83,41 +83,39 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     manifest, packs = _describe(writer, arena, slot, record)
     name = CheckpointName(manifest.step, manifest.epoch)
     digests = writer.hasher.submit(_digest, arena, slot, record)
-    existing = writer.disk.size(names.manifest_path(name)) is not None
-    commit.check_epoch(writer.disk, manifest.epoch, manifest.step)
+    existing = (writer.disk.root / names.manifest_path(name)).exists()
     links: tuple[FileLink, ...] = ()
     try:
-        if not existing:
-            links = commit.write_packs(writer.disk, name, packs)
-        manifest = _with_data(
-            manifest, arena.table(slot, record), links or _unwritten(packs), digests
-        )
+        failure: EverstepError | None = None
+        try:
+            commit.check_epoch(writer.disk, manifest.epoch, manifest.step)
+            if not existing:
+                links = commit.write_packs(writer.disk, name, packs)
+        except EverstepError as error:
+            failure = (
+                error  # the state can still be restored from memory, with its manifest beside it
+            )
+        table = arena.table(slot, record)
+        manifest = _with_data(manifest, table, links or _unwritten(packs), digests)
         document = encode_manifest(manifest)
         arena.put_manifest(slot, record, document)
+        if failure:
+            raise failure
         announce_written()
         job.answered.wait()
         if job.problem:
             raise Unsupported(job.problem)
-        if existing:
-            if not commit.find_same(writer.disk, manifest):
-                raise Conflict(f"saving step {manifest.step}: {name} was deleted at the same time")
-            writer.parent = name
-            _set_tag(writer, manifest, name)  # whoever committed it may have died before that
+        if existing and commit.find_same(writer.disk, manifest):
             return Outcome(0, time.monotonic() - began)
-        commit.publish(writer.disk, manifest, document, [arena.table(slot, record)])
+        commit.write_table(writer.disk, table)
+        commit.publish(writer.disk, manifest, document)
     except BaseException:
-        digests.cancel()
         commit.discard_packs(writer.disk, name, links)
         raise
     writer.parent = name
-    outcome = Outcome(sum(map(len, packs)), time.monotonic() - began)
-    _set_tag(writer, manifest, name)
-    return outcome
-
-
-def _set_tag(writer: Writer, manifest: Manifest, name: CheckpointName) -> None:
     if manifest.tag:
         commit.set_tag(writer.disk, manifest.tag, name)
+    return Outcome(sum(map(len, packs)), time.monotonic() - began)
 
 
 def apply_retention(writer: Writer) -> None:

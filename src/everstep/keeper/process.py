@@ -308,16 +308,10 @@ class Keeper:
         def reply() -> None:
             for orphan in orphans:
                 orphan.wait_idle()
-            held = [
-                (key, arena, orphan.writer.epoch)
-                for orphan in orphans
-                for key, arena in list(orphan.arenas.items())
-            ][-wire.DESCRIPTORS_MAX :]
-            listed = [{"arena": key, "epoch": epoch} for key, _, epoch in held]
-            session.tell(
-                {"type": "settled", "id": message["id"], "arenas": listed},
-                [arena.fd for _, arena, _ in held],
-            )
+            held = [item for orphan in orphans for item in list(orphan.arenas.items())]
+            held = held[-wire.DESCRIPTORS_MAX :]
+            settled = {"type": "settled", "id": message["id"], "arenas": [key for key, _ in held]}
+            session.tell(settled, [arena.fd for _, arena in held])
 
         threading.Thread(target=reply, name="everstep-settle", daemon=True).start()
 

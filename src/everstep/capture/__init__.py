@@ -1,0 +1,1 @@
+"""From tensors to shared memory: plans, the pool of slots, copiers, and the strategy `full`."""

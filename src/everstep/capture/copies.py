@@ -1,0 +1,116 @@
+"""Copying tensors into a slot's image, on the CPU and off CUDA devices.
+
+A `Batch` is what one owner's tensors need: plain memory moves for contiguous CPU tensors, torch copies
+for the rest. Copies off a device run on a side stream of it, into pinned memory, and are ordered
+after what the training stream had enqueued at the call.
+"""
+
+import ctypes
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from everstep.capture.plan import Plan
+from everstep.keeper.arena import Arena
+from everstep.state.leaves import Leaf
+
+log = logging.getLogger("everstep")
+
+_SMALL_BYTES = 64 << 10
+# Both are memmove(3). The one releases the GIL, which costs a hand-over each time; the other does not.
+_move_large = ctypes.CDLL(None).memmove
+_move_small = ctypes.PyDLL(None).memmove
+for _move in (_move_large, _move_small):
+    _move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    _move.restype = ctypes.c_void_p
+
+
+@dataclass(slots=True)
+class Batch:
+    """The copies of one owner: (offset in the image, source address, bytes) and (offset, tensor)."""
+
+    moves: list[tuple[int, int, int]] = field(default_factory=list)
+    strided: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    on_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, leaves: Iterable[Leaf], plan: Plan) -> "Batch":
+        """Sort the leaves by the way in which they are copied."""
+        batch = cls()
+        for leaf in leaves:
+            tensor, offset = leaf.tensor.detach(), plan.offsets[leaf.name]
+            size = tensor.numel() * tensor.element_size()
+            if size == 0:
+                continue
+            if tensor.device.type == "cuda":
+                batch.on_device.setdefault(tensor.device, []).append((offset, tensor))
+            elif tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+                batch.moves.append((offset, tensor.data_ptr(), size))
+            else:
+                batch.strided.append((offset, tensor))
+        return batch
+
+    def copy_from_cpu(self, arena: Arena, slot: int) -> None:
+        """Make the CPU copies, in this thread; blocks until they are done."""
+        base = arena.image_address(slot)
+        for offset, source, size in self.moves:
+            (_move_small if size < _SMALL_BYTES else _move_large)(base + offset, source, size)
+        if self.strided:
+            image = image_tensor(arena, slot)
+            for offset, tensor in self.strided:
+                place(image, offset, tensor).copy_(tensor)
+
+    def enqueue_from(self, device: torch.device, arena: Arena, slot: int) -> None:
+        """Enqueue the copies off one device on the current stream; does not block where the arena is pinned.
+
+        The caller keeps the sources alive until the stream has passed them.
+        """
+        image = image_tensor(arena, slot)
+        for offset, tensor in self.on_device.get(device, ()):
+            place(image, offset, tensor).copy_(tensor, non_blocking=True)
+
+
+def image_tensor(arena: Arena, slot: int) -> torch.Tensor:
+    """The slot's image as a tensor of bytes on the same memory."""
+    return torch.frombuffer(arena.image(slot), dtype=torch.uint8)
+
+
+def place(image: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """The part of an image at which that tensor lies, with its dtype and shape, contiguous."""
+    size = like.numel() * like.element_size()
+    return image[offset : offset + size].view(like.dtype).view(like.shape)
+
+
+class Devices:
+    """The side streams of the CUDA devices, and the pinning of arenas."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._pinned: dict[int, Arena] = {}
+
+    def pin(self, arena: Arena) -> None:
+        """Register the arena with CUDA, once; takes seconds for many GB, so it is done before its first copy.
+
+        Where it fails, copies go through the driver's own staging: slower, and just as right.
+        """
+        if arena.address in self._pinned:
+            return
+        self._pinned[arena.address] = arena  # and keep it mapped for as long as it is registered
+        error = torch.cuda.cudart().cudaHostRegister(arena.address, arena.size, 0)
+        if int(error):
+            log.warning(
+                "pinning %s bytes of host memory failed: CUDA error %s", arena.size, int(error)
+            )
+
+    def unpin(self, arena: Arena) -> None:
+        """Undo `pin`, where it was done; no copy into the arena may be under way."""
+        if self._pinned.pop(arena.address, None):
+            torch.cuda.cudart().cudaHostUnregister(arena.address)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The side stream of a device. For the copying thread only."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]

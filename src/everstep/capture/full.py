@@ -1,0 +1,234 @@
+"""The strategy `full`: everything at one step, copied while the next forward and backward run.
+
+    trainer's thread   step(t): eager copies ─┐            ┌─ optimizer pre-hook: wait, check
+    copying thread                            └─ lazy copies ─ seal ─▶ keeper: digest, write
+    client's thread                                              keeper: "written" ─ check ─▶ commit
+
+Only tensors that an optimizer owns are copied lazily; its update is held until they are.
+Source: DataStates-LLM (arXiv 2406.10707), with the tripwire and the eager copies that it lacks.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from everstep.capture.copies import Batch, Devices
+from everstep.capture.plan import Plan
+from everstep.capture.pool import Slot
+from everstep.capture.tripwire import Tripwire, describe, sample_places
+from everstep.errors import EverstepError, Unavailable, Unsupported
+from everstep.keeper.arena import Record, SlotState
+from everstep.state.leaves import Leaf
+from everstep.state.view import Collected, Walk
+
+log = logging.getLogger("everstep")
+
+
+@dataclass(slots=True)
+class _Owned:
+    """One optimizer's tensors in one capture."""
+
+    batch: Batch
+    tripwire: Tripwire
+    ready: threading.Event = field(default_factory=threading.Event)
+    ends: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+    checked: bool = False
+
+
+@dataclass(slots=True)
+class Capture:
+    """One state on its way into a slot."""
+
+    step: int
+    sequence: int
+    slot: Slot
+    plan: Plan
+    descriptor: bytes
+    owned: dict[int, _Owned]
+    begins: dict[torch.device, torch.cuda.Event]
+    eager_ends: list[torch.cuda.Event]
+    keep_alive: tuple[Leaf, ...]
+    problem: str | None = None
+
+    def check(self, owner: int | None = None) -> str | None:
+        """Whether the copy is clean, as far as can be told now; remembers a torn one.
+
+        A thread that comes after the update had been allowed finds `checked` set and changed tensors: that
+        is as it should be, hence the order of the two looks.
+        """
+        for index, owned in self.owned.items():
+            if owner not in (None, index) or owned.checked:
+                continue
+            changed = owned.tripwire.changed()
+            if changed and not owned.checked and not self.problem:
+                self.problem = describe(self.step, changed)
+            owned.checked = True
+        return self.problem
+
+
+class Full:
+    """Captures whole states. `begin` and `hold` are for the trainer's thread."""
+
+    def __init__(
+        self,
+        seal: Callable[[Capture], None],
+        fail: Callable[[Capture, EverstepError], None],
+    ) -> None:
+        """`seal` is called in the copying thread when all is copied; `fail` where that went wrong."""
+        self._seal = seal
+        self._fail = fail
+        self._queue: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
+        self._current: Capture | None = None
+        self._bound: tuple[Walk, Plan, dict[int | None, "_Bound"]] | None = None
+        self.devices = Devices()
+        threading.Thread(target=self._run, name="everstep-copy", daemon=True).start()
+
+    def begin(
+        self,
+        step: int,
+        sequence: int,
+        collected: Collected,
+        plan: Plan,
+        slot: Slot,
+        descriptor: bytes,
+    ) -> Capture:
+        """Copy what must be copied at the call; the rest is for `go_on`.
+
+        On CUDA the eager copies are enqueued on the current stream of each device, after the work that is
+        there, before all that comes; the host does not wait.
+        """
+        bound = dict(self._bind(collected.walk, plan))
+        loose = _by_owner(collected.loose)
+        eager = Batch.of(loose.pop(None, ()), plan)
+        for owner, leaves in loose.items():
+            known = bound.get(owner)
+            bound[owner] = _Bound.of((*(known.leaves if known else ()), *leaves), plan)
+        owned = {
+            owner: _Owned(part.batch, Tripwire(part.leaves, part.places, step))
+            for owner, part in bound.items()
+            if owner is not None
+        }
+        batches = [eager, *(part.batch for owner, part in bound.items() if owner is None)]
+        eager_ends = self._copy_eagerly(batches, slot)
+        begins = {}
+        for device in {device for part in owned.values() for device in part.batch.on_device}:
+            begins[device] = torch.cuda.Event()
+            begins[device].record(torch.cuda.current_stream(device))
+        alive = (*collected.walk.leaves, *collected.loose)
+        capture = Capture(step, sequence, slot, plan, descriptor, owned, begins, eager_ends, alive)
+        return capture
+
+    def go_on(self, capture: Capture) -> None:
+        """Let the copying thread make the lazy copies."""
+        self._current = capture
+        self._queue.put(capture)
+
+    def hold(self, owner: int) -> None:
+        """Before an optimizer's update: wait for the copies of its tensors, and check that they are clean.
+
+        The host waits only until they are enqueued (CPU: made); the device's current stream waits
+        for the rest.
+        """
+        capture = self._current
+        if capture is None or (owned := capture.owned.get(owner)) is None or owned.checked:
+            return
+        owned.ready.wait()
+        for device, end in owned.ends.items():
+            torch.cuda.current_stream(device).wait_event(end)
+        capture.check(owner)
+
+    def close(self) -> None:
+        """End the copying thread when its queue is empty."""
+        self._queue.put(None)
+
+    def _bind(self, walk: Walk, plan: Plan) -> "Mapping[int | None, _Bound]":
+        if self._bound is None or self._bound[0] is not walk or self._bound[1] is not plan:
+            parts = {
+                owner: _Bound.of(leaves, plan) for owner, leaves in _by_owner(walk.leaves).items()
+            }
+            self._bound = (walk, plan, parts)
+        return self._bound[2]
+
+    def _copy_eagerly(self, batches: list[Batch], slot: Slot) -> list[torch.cuda.Event]:
+        ends = []
+        for batch in batches:
+            batch.copy_from_cpu(slot.arena, slot.index)
+            for device in batch.on_device:
+                with torch.cuda.device(device):
+                    batch.enqueue_from(device, slot.arena, slot.index)
+                    ends.append(torch.cuda.Event())
+                    ends[-1].record(torch.cuda.current_stream(device))
+        return ends
+
+    def _run(self) -> None:
+        while capture := self._queue.get():
+            try:
+                self._copy(capture)
+                self._seal(capture)
+            except Exception as error:  # reaches the handle; training goes on
+                if not isinstance(error, EverstepError):
+                    log.exception("copying step %s", capture.step)
+                    error = Unavailable(f"copying step {capture.step}: {error!r}")
+                capture.slot.arena.set_state(capture.slot.index, SlotState.FREE)
+                self._fail(capture, error)
+            finally:
+                for owned in capture.owned.values():
+                    owned.ready.set()  # whatever happened, no update waits for ever
+                capture.keep_alive = ()
+
+    def _copy(self, capture: Capture) -> None:
+        slot = capture.slot
+        if capture.begins or capture.eager_ends:
+            self.devices.pin(slot.arena)
+        for owned in capture.owned.values():
+            for device in owned.batch.on_device:
+                stream = self.devices.stream(device)
+                with torch.cuda.device(device), torch.cuda.stream(stream):
+                    stream.wait_event(capture.begins[device])
+                    owned.batch.enqueue_from(device, slot.arena, slot.index)
+                    owned.ends[device] = torch.cuda.Event()
+                    owned.ends[device].record(stream)
+            owned.batch.copy_from_cpu(slot.arena, slot.index)
+            owned.ready.set()
+        for owned in capture.owned.values():
+            for end in owned.ends.values():
+                end.synchronize()
+        for end in capture.eager_ends:
+            end.synchronize()
+        if problem := capture.problem:
+            raise Unsupported(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Some leaves, how they are copied, and where they can be sampled."""
+
+    leaves: tuple[Leaf, ...]
+    batch: Batch
+    places: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, leaves: tuple[Leaf, ...], plan: Plan) -> "_Bound":
+        return cls(leaves, Batch.of(leaves, plan), sample_places(leaves))
+
+
+def _by_owner(leaves: tuple[Leaf, ...]) -> dict[int | None, tuple[Leaf, ...]]:
+    owners: dict[int | None, list[Leaf]] = {}
+    for leaf in leaves:
+        owners.setdefault(leaf.owner, []).append(leaf)
+    return {owner: tuple(members) for owner, members in owners.items()}
+
+
+def record_of(capture: Capture) -> Record:
+    """The capture's row in the job table."""
+    return Record(
+        capture.sequence,
+        capture.step,
+        capture.plan.layout.size,
+        len(capture.plan.table),
+        len(capture.descriptor),
+    )

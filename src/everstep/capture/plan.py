@@ -1,0 +1,86 @@
+"""Where each tensor will lie in a slot's image, cached for as long as the tensors stay alike."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.errors import Unsupported
+from everstep.format.manifest import encode_table
+from everstep.format.packs import Layout, Spec, lay_out
+from everstep.state.view import Collected
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A layout, its table document, and the offset of each tensor in the image, by name."""
+
+    specs: tuple[Spec, ...]
+    devices: dict[str, str]
+    aliases: Mapping[str, list[str]]
+    optimizers: Mapping[str, Any]
+    layout: Layout
+    table: bytes
+    offsets: dict[str, int]
+
+    def headers(self) -> list[tuple[int, bytes]]:
+        """(offset in the image, bytes) of each pack's header."""
+        found, start = [], 0
+        for pack in self.layout.packs:
+            found.append((start, pack.header))
+            start += pack.size
+        return found
+
+
+class Planner:
+    """Makes plans, and makes one anew only where names, dtypes, shapes, devices or groups differ."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+        self._known: tuple[object, ...] = ()
+
+    def plan(self, collected: Collected) -> Plan:
+        """The plan for this state; the same object as the last one where nothing differs."""
+        loose = tuple(leaf.spec for leaf in collected.loose)
+        if self._plan and self._known == (id(collected.walk), loose):
+            return self._plan
+        leaves = (*collected.walk.leaves, *collected.loose)
+        specs = tuple(leaf.spec for leaf in leaves)
+        devices = {leaf.name: str(leaf.tensor.device) for leaf in leaves}
+        walk = collected.walk
+        fits = (
+            self._plan is not None
+            and self._plan.specs == specs
+            and self._plan.devices == devices
+            and self._plan.aliases == walk.aliases
+            and self._plan.optimizers == walk.optimizers
+        )
+        if not fits:
+            self._plan = _make(specs, devices, walk.aliases, walk.optimizers)
+        self._known = (id(walk), loose)
+        assert self._plan is not None
+        return self._plan
+
+
+def _make(
+    specs: tuple[Spec, ...],
+    devices: dict[str, str],
+    aliases: Mapping[str, list[str]],
+    optimizers: Mapping[str, Any],
+) -> Plan:
+    names = [spec.name for spec in specs] + [name for tied in aliases.values() for name in tied]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise Unsupported(
+            f"capturing: several tensors have the same name, rename parts of the state: {twice}"
+        )
+    layout = lay_out(specs)
+    starts = [0]
+    for pack in layout.packs:
+        starts.append(starts[-1] + pack.size)
+    offsets = {
+        spec.name: starts[piece.pack] + piece.offset
+        for spec, piece in zip(layout.specs, layout.pieces, strict=True)
+    }
+    # A copy of the groups: the plan is compared with later walks, and must not change with them.
+    table = encode_table(layout, aliases, devices, optimizers)
+    return Plan(specs, devices, dict(aliases), dict(optimizers), layout, table, offsets)

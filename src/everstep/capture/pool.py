@@ -1,0 +1,196 @@
+"""The pool of slots: which memory the next capture goes to, within a budget.
+
+Invariant: the newest complete state is never overwritten, so that one good copy is always whole in
+memory while the next one is being made. A slot is free for the next capture when it holds nothing
+that still has to be written, and is not that newest one.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.capture.plan import Plan
+from everstep.errors import Unavailable
+from everstep.format.packs import round_up
+from everstep.keeper.arena import Arena, SlotState
+from everstep.keeper.client import Client
+
+SLOTS = 3
+BUDGET_FORMULA = "3 slots where they fit into half of the available memory, else 2"
+_DOCUMENT_SLACK_BYTES = 1 << 20
+_REUSABLE = (SlotState.FREE, SlotState.DONE, SlotState.FAILED)
+
+
+@dataclass(slots=True)
+class Slot:
+    """A slot that a capture may fill."""
+
+    key: str
+    arena: Arena
+    index: int
+
+
+class Pool:
+    """The arena in use, those that are being retired, and who may write where. Thread-safe."""
+
+    def __init__(self, client: Client, budget: int | None) -> None:
+        """`budget`: bytes of host memory for captures; None: BUDGET_FORMULA."""
+        self._client = client
+        self._budget = budget
+        self._changed = threading.Condition()
+        self._current: tuple[str, Arena] | None = None
+        self._retired: list[tuple[str, Arena]] = []
+        self._inherited: list[tuple[str, Arena]] = []
+        self._plans: dict[tuple[str, int], Plan] = {}
+        self._sequence = 0
+        self.failure: str | None = None
+        self.on_release: Callable[[Arena], None] = lambda arena: None
+
+    def describe(self) -> dict[str, object]:
+        """What `everstep show` prints of the memory."""
+        arena = self._current[1] if self._current else None
+        formula = BUDGET_FORMULA if self._budget is None else "given by the user"
+        return {
+            "slots": arena.slot_count if arena else 0,
+            "arena_bytes": arena.size if arena else 0,
+            "budget_bytes": self._budget,
+            "formula": formula,
+        }
+
+    def inherit(self, arenas: list[tuple[str, Arena]]) -> None:
+        """Arenas of a trainer that died, in which the next capture may go on: their pages are warm."""
+        self._inherited = arenas
+
+    def next_sequence(self) -> int:
+        """The number of the next job: rising, over all arenas."""
+        self._sequence += 1
+        return self._sequence
+
+    def acquire(self, plan: Plan, descriptor_size: int, wait: bool) -> Slot | None:
+        """A slot for this plan, in state CAPTURING and with its headers in place.
+
+        None where none is free and `wait` is False; else blocks. Raises Unavailable where the budget is
+        too small, or the keeper is lost.
+        """
+        documents = round_up(len(plan.table) + 3 * descriptor_size + 64 * plan.layout.digest_count)
+        self._fit(plan, documents + _DOCUMENT_SLACK_BYTES)
+        assert self._current
+        key, arena = self._current
+        if len(plan.table) + descriptor_size > arena.documents_size:
+            raise Unavailable(f"capturing: the objects of the state take {descriptor_size} bytes")
+        with self._changed:
+            while (index := self._free_slot(arena)) is None:
+                if self.failure:
+                    raise Unavailable(self.failure)
+                if not wait:
+                    return None
+                self._changed.wait(0.2)  # a new keeper changes states without a message to us
+            arena.set_state(index, SlotState.CAPTURING)
+        if self._plans.get((key, index)) is not plan:
+            for offset, header in plan.headers():
+                arena.image(index)[offset : offset + len(header)] = header
+            _clear_gaps(arena, index, plan)
+            self._plans[key, index] = plan
+        return Slot(key, arena, index)
+
+    def notify(self) -> None:
+        """A slot may have become free."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def retire_old(self) -> None:
+        """Release arenas that were outgrown and have nothing left to write."""
+        for key, arena in list(self._retired):
+            busy = (SlotState.CAPTURING, SlotState.SEALED)
+            if not any(arena.state(slot) in busy for slot in range(arena.slot_count)):
+                self._retired.remove((key, arena))
+                self.on_release(arena)
+                self._client.release_arena(key)
+
+    def _free_slot(self, arena: Arena) -> int | None:
+        newest = arena.newest_complete()
+        for slot in range(arena.slot_count):
+            if slot != newest and arena.state(slot) in _REUSABLE:
+                return slot
+        return None
+
+    def _fit(self, plan: Plan, documents: int) -> None:
+        """Make sure that the current arena can hold the plan."""
+        image = plan.layout.size
+        if self._current and _fits(self._current[1], image, documents // 2):
+            return
+        if self._current:
+            self._retired.append(self._current)
+        self._current = self._adopt(image, documents) or self._create(image, documents)
+
+    def _adopt(self, image: int, documents: int) -> tuple[str, Arena] | None:
+        chosen = None
+        for key, arena in self._inherited:
+            is_close = arena.image_size <= round_up(image) * 1.25
+            if not chosen and is_close and _fits(arena, image, documents // 2):
+                if self._client.adopt(key, arena):
+                    chosen = key, arena
+                    records = (arena.record(slot) for slot in range(arena.slot_count))
+                    newest = max((record.sequence for record in records if record), default=0)
+                    self._sequence = max(self._sequence, newest)
+                    continue
+            arena.close()
+        self._inherited = []
+        return chosen
+
+    def _create(self, image: int, documents: int) -> tuple[str, Arena]:
+        slot_bytes = round_up(image) + round_up(documents)
+        budget = self._budget
+        if budget is None:
+            budget = max(2 * slot_bytes, min(SLOTS * slot_bytes, available_memory() // 2))
+        if budget < 2 * slot_bytes:
+            raise Unavailable(
+                f"capturing: memory_budget={budget} bytes is too small. This state needs {slot_bytes} bytes a "
+                f"slot, and two slots, so that one good copy is whole while the next is made"
+            )
+        arena = Arena.create(min(SLOTS, budget // slot_bytes), documents, image)
+        key = secrets.token_hex(8)
+        self._client.add_arena(key, arena)
+        return key, arena
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, within the limit of this process's control group."""
+    available = 1 << 62
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            top = Path("/sys/fs/cgroup", limit).read_text().strip()
+            used = int(Path("/sys/fs/cgroup", usage).read_text())
+        except (OSError, ValueError):
+            continue
+        if top.isdigit():
+            available = min(available, max(0, int(top) - used))
+    return available
+
+
+def _fits(arena: Arena, image: int, documents: int) -> bool:
+    return image <= arena.image_size and documents <= arena.documents_size
+
+
+def _clear_gaps(arena: Arena, slot: int, plan: Plan) -> None:
+    """Zero the padding: another plan's bytes may lie there."""
+    image = arena.image(slot)
+    starts = [start for start, _ in plan.headers()] + [plan.layout.size]
+    used = [(start, start + len(header)) for start, header in plan.headers()]
+    for spec in plan.specs:
+        offset = plan.offsets[spec.name]
+        used.append((offset, offset + spec.size))
+    used.sort()
+    ends = [end for _, end in used]
+    nexts = [start for start, _ in used[1:]] + [starts[-1]]
+    for end, following in zip(ends, nexts, strict=True):
+        if following > end:
+            image[end:following] = bytes(following - end)

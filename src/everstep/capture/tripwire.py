@@ -1,0 +1,71 @@
+"""The tripwire: was a tensor written to between the call and the end of its copy?
+
+Version counters are read, and a few bytes of each CPU tensor compared, because some writes (fused
+optimizers, `.data`, numpy) do not count. It is a tripwire, not a proof: docs/guarantees.md says
+what the user has to leave alone. On CUDA only the counters are read: bytes would cost a synchronisation.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from everstep.state.leaves import Leaf
+
+_SAMPLE_BYTES = 16
+_STRIDE = 0x9E3779B1  # Fibonacci hashing: each step looks elsewhere
+_peek = ctypes.string_at
+
+
+class Tripwire:
+    """The versions and samples of some leaves at the moment of construction. Trainer's thread."""
+
+    __slots__ = ("_leaves", "_samples", "_versions")
+
+    def __init__(self, leaves: Sequence[Leaf], places: Sequence[tuple[int, int, int]], step: int):
+        """`places`: (address, bytes to sample from, index of the leaf) of contiguous CPU tensors."""
+        self._leaves = leaves
+        self._versions = [leaf.tensor._version for leaf in leaves]
+        self._samples = []
+        turn = step * _STRIDE
+        for address, size, index in places:
+            at = address + (turn % (size - _SAMPLE_BYTES) if size > _SAMPLE_BYTES else 0)
+            length = min(size, _SAMPLE_BYTES)
+            self._samples.append((at, length, _peek(at, length), index))
+
+    def changed(self) -> list[str]:
+        """The names of the tensors that were written to since."""
+        found = [
+            leaf.name
+            for leaf, version in zip(self._leaves, self._versions, strict=True)
+            if leaf.tensor._version != version
+        ]
+        found += [
+            self._leaves[index].name
+            for at, length, sample, index in self._samples
+            if _peek(at, length) != sample
+        ]
+        return sorted(set(found))
+
+
+def sample_places(leaves: Sequence[Leaf]) -> list[tuple[int, int, int]]:
+    """Where bytes of these leaves can be looked at without a copy or a synchronisation."""
+    places = []
+    for index, leaf in enumerate(leaves):
+        tensor: torch.Tensor = leaf.tensor
+        size = tensor.numel() * tensor.element_size()
+        if tensor.device.type == "cpu" and size and tensor.is_contiguous():
+            places.append((tensor.data_ptr(), size, index))
+    return places
+
+
+def describe(step: int, changed: Sequence[str]) -> str:
+    """What the handle's error says of a torn copy."""
+    shown = ", ".join(map(repr, changed[:5])) + (
+        f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+    )
+    return (
+        f"saving step {step}: {shown} changed while the copy was being made, outside of optimizer.step(), so that "
+        f"the copy was thrown away. Between checkpointer.step() and the next optimizer.step() nothing may write "
+        f"to what an optimizer owns; call checkpointer.wait('captured') before you do"
+    )

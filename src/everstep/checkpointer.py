@@ -1,0 +1,442 @@
+"""Checkpointer: the story of a save and of a restore.
+
+save      collect the state → a slot → eager copies → (background) lazy copies → seal
+          → keeper: digest, write, commit → the handle rises: captured, held, local
+restore   let a surviving keeper finish → choose a checkpoint → match it with the state
+          → read and verify into the tensors → place objects, generators last
+"""
+
+import logging
+import os
+import platform
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from everstep import __version__
+from everstep.capture.full import Capture, Full, record_of
+from everstep.capture.plan import Planner
+from everstep.capture.pool import Pool, Slot
+from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable
+from everstep.format.document import seal
+from everstep.handle import Metrics, SaveHandle
+from everstep.keeper.client import Client
+from everstep.keeper.wire import Message
+from everstep.preemption import Preemption
+from everstep.restore.choose import Candidate, candidates, find_held
+from everstep.restore.load import load
+from everstep.state.optimizers import OptimizerState
+from everstep.state.placement import Placement, Saved
+from everstep.state.view import Collected, State
+from everstep.store import catalog
+from everstep.store.commit import open_store
+from everstep.store.names import CheckpointName, tag_path
+from everstep.store.retain import Keep
+from everstep.tiers.disk import Disk
+
+log = logging.getLogger("everstep")
+
+_CLOSE_S = 600.0
+
+
+class Checkpointer:
+    """Saves the state of a training run, and restores it. For the thread that trains."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        state: dict[str, Any],
+        *,
+        every: int = 1,
+        strategy: Literal["full"] = "full",
+        keep: Keep | None = None,
+        memory_budget: int | None = None,
+        under_pressure: Literal["skip", "wait"] = "skip",
+        rng: bool = True,
+    ) -> None:
+        """Open or make the store, and attach to its keeper, which is started where none runs.
+
+        store: a directory. state: names to nn.Module, Optimizer, anything with state_dict and
+        load_state_dict, generators, tensors, or nested dicts and lists of values and tensors. every: step()
+        saves each step that is a multiple of it. keep: retention, None for all. memory_budget: bytes of
+        host memory for captures, at least two states; None: three states where they fit into half of the
+        available memory, else two. under_pressure: what a save does when no memory is free: be skipped, or wait.
+        rng: capture python's, numpy's and torch's generators. Raises ValueError, TypeError, Unavailable.
+        """
+        _check_arguments(every, strategy, memory_budget, under_pressure)
+        self.state = state
+        self.metrics = Metrics()
+        self._every = every
+        self._waits = under_pressure == "wait"
+        self._state = State(state, rng)
+        self._disk = Disk(Path(store).absolute())
+        open_store(self._disk)
+        self._client = Client(self._disk.root, keep, self._on_event)
+        self._pool = Pool(self._client, memory_budget)
+        self._planner = Planner()
+        self._capture = Full(self._seal, self._on_capture_failure)
+        self._pool.on_release = self._capture.devices.unpin
+        self._captures: dict[int, tuple[Capture, SaveHandle]] = {}
+        self._parent: CheckpointName | None = None
+        self._epoch: int | None = None
+        self._newest: SaveHandle | None = None
+        self._last_step: int | None = None
+        self._is_closed = False
+        self._hooks = [self._hook(optimizer) for optimizer in self._state.optimizers]
+        self._preemption = Preemption(self._is_saved, lambda: self.wait())
+        self._preemption.install()
+        _close_in_children(self)
+
+    def step(self, step: int) -> SaveHandle | None:
+        """Tell that the optimizer has completed `step` updates. Saves where a save is due (`every`), and
+        returns its handle; does not block but for what DESIGN calls eager. After a SIGTERM it saves, waits
+        until all is durable and ends the process."""
+        _check_step(step)
+        self._last_step = step
+        due = step % self._every == 0 or self._preemption.requested
+        handle = self.save(step) if due else None
+        if self._preemption.ends_process:
+            self._preemption.end()
+        return handle
+
+    def save(
+        self, step: int, *, tag: str | None = None, metrics: dict[str, Any] | None = None
+    ) -> SaveHandle:
+        """Save the state as `step`, now; returns when all that must be copied at once is copied.
+
+        tag: a name for it, which moves if it exists. metrics: JSON, kept in the manifest. Raises
+        ValueError and Unsupported for what cannot be saved; what fails later is on the handle.
+        """
+        began = time.perf_counter()
+        self._check_open()
+        _check_step(step)
+        if tag is not None:
+            tag_path(tag)
+        self._last_step = step
+        try:
+            return self._save(step, tag, metrics or {})
+        finally:
+            self.metrics.add_stall(time.perf_counter() - began)
+
+    def restore(
+        self,
+        step: int | str | None = None,
+        *,
+        only: str | list[str] | None = None,
+        from_store: str | os.PathLike[str] | None = None,
+    ) -> int:
+        """Put a checkpoint back into the state, verified; returns its step. Blocks.
+
+        step: None for the newest that verifies (0 is returned where there is none), a step of the run, a
+        tag, or "step-epoch". only: names of parts of the state; the others are left alone. from_store:
+        another run's store to start from. Raises Missing, Mismatch (nothing was changed then), Corrupt (the
+        tensors are half filled then: restore another step), Unavailable.
+        """
+        began = time.perf_counter()
+        self._check_open()
+        self.wait()
+        chosen = [only] if isinstance(only, str) else only
+        disk = self._disk if from_store is None else _existing_store(from_store)
+        arenas = self._client.settle()
+        held = find_held([arena for _, arena in arenas]) if from_store is None else {}
+        self._pool.inherit(arenas)
+        for candidate in candidates(disk, step, held):
+            try:
+                self._restore(candidate, chosen)
+            except (Corrupt, Missing) as error:
+                if step is not None:
+                    raise
+                log.warning(
+                    "checkpoint %s cannot be restored, trying an older one: %s",
+                    candidate.name,
+                    error,
+                )
+                failure = error
+                continue
+            if from_store is None:
+                self._parent, self._epoch = candidate.name, None
+            self._last_step = candidate.name.step
+            self.metrics.restore_seconds = time.perf_counter() - began
+            if candidate.held and not candidate.held.is_committed:
+                log.warning(
+                    "step %s was restored from memory; it had not reached the disk",
+                    candidate.name.step,
+                )
+            return candidate.name.step
+        if catalog.committed(disk) and step is None and "failure" in locals():
+            raise Corrupt(
+                f"restoring from {disk.root}: no checkpoint verifies; of the oldest: {failure}"
+            )
+        return 0
+
+    def wait(self, level: str = "local", timeout: float | None = None) -> None:
+        """Block until every save that was begun has reached `level`. Raises the newest save's error."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for _, handle in list(self._captures.values()):
+            try:
+                handle.wait(
+                    level, None if deadline is None else max(0.0, deadline - time.monotonic())
+                )
+            except EverstepError:
+                if handle is self._newest:
+                    raise
+
+    def close(self) -> None:
+        """Wait until all saves are durable, and detach. Raises the newest save's error if it was lost."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.wait("local", _CLOSE_S)
+            if self._newest and self._newest.error and not self._was_skipped(self._newest):
+                raise self._newest.error
+        finally:
+            self._preemption.uninstall()
+            for hook in self._hooks:
+                hook.remove()
+            self._capture.close()
+            self._client.close()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except (EverstepError, TimeoutError):
+            if error is None:
+                raise
+            log.exception("closing the checkpointer after %r", error)
+
+    # ---- save ------------------------------------------------------------------------------
+
+    def _save(self, step: int, tag: str | None, metrics: dict[str, Any]) -> SaveHandle:
+        handle = SaveHandle(step)
+        self._newest = handle
+        self.metrics.saves += 1
+        try:
+            collected = self._state.collect()
+            self.metrics.user_seconds = self._state.user_seconds
+            plan = self._planner.plan(collected)
+            descriptor = seal(self._describe(collected, tag, metrics))
+            slot = self._pool.acquire(plan, len(descriptor), self._waits)
+        except Unavailable as error:
+            self._count_failure(handle, error)
+            return handle
+        if slot is None:
+            return self._skip(handle)
+        sequence = self._pool.next_sequence()
+        capture = self._capture.begin(step, sequence, collected, plan, slot, descriptor)
+        handle.confirm_with(capture.check)
+        self._captures[sequence] = (capture, handle)
+        self._capture.go_on(capture)
+        return handle
+
+    def _describe(
+        self, collected: Collected, tag: str | None, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "objects": collected.objects,
+            "hyperparameters": collected.hyperparameters,
+            "topology": _topology(),
+            "capture": {"strategy": "full", "every": self._every, "memory": self._pool.describe()},
+            "metrics": metrics,
+            "tag": tag,
+        }
+
+    def _seal(self, capture: Capture) -> None:
+        """All is copied: hand it to the keeper. Copying thread."""
+        if self._epoch is None:
+            self._epoch = self._client.claim(self._parent)
+        slot: Slot = capture.slot
+        slot.arena.seal(slot.index, record_of(capture), capture.plan.table, capture.descriptor)
+        _, handle = self._captures[capture.sequence]
+        handle.advance("captured")
+        self._client.submit(slot.key)
+
+    def _hook(self, optimizer: OptimizerState) -> Any:
+        """Hold the update until the optimizer's tensors are copied."""
+
+        def hold() -> None:
+            began = time.perf_counter()
+            self._capture.hold(optimizer.index)
+            seconds = time.perf_counter() - began
+            self.metrics.hold_seconds += seconds
+            self.metrics.stall_seconds += seconds
+
+        def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            closure = args[0] if args else kwargs.get("closure")
+            if not callable(closure):
+                hold()
+                return None
+
+            def closure_then_hold() -> Any:
+                loss = closure()  # forward and backward: the copies may go on meanwhile
+                hold()
+                return loss
+
+            if args:
+                return (closure_then_hold, *args[1:]), kwargs
+            return args, {**kwargs, "closure": closure_then_hold}
+
+        return optimizer.optimizer.register_step_pre_hook(before_step)
+
+    # ---- what the keeper says --------------------------------------------------------------
+
+    def _on_event(self, message: Message) -> None:
+        """Client's thread."""
+        kind = message["type"]
+        if kind == "lost":
+            self._on_loss(message["message"])
+            return
+        known = self._captures.get(message.get("sequence", -1))
+        if known is None:
+            if kind == "written":  # handed over from a former keeper, confirmed long ago
+                self._client.confirm(message["sequence"], None)
+            return
+        capture, handle = known
+        if kind == "held":
+            handle.advance("held")
+        elif kind == "written":
+            self._client.confirm(capture.sequence, capture.check())
+        elif kind == "local":
+            self._on_commit(capture, handle, message["bytes"])
+        elif kind == "failed":
+            error = KINDS.get(message["kind"], Unavailable)(message["message"])
+            self._count_failure(handle, error)
+            self._forget(capture)
+
+    def _on_commit(self, capture: Capture, handle: SaveHandle, size: int) -> None:
+        self.metrics.commits += 1
+        self.metrics.bytes_written += size
+        handle.advance("local")
+        self.metrics.add_durable(handle.times["local"] - handle.times["called"])
+        self._forget(capture)
+        self._pool.retire_old()
+
+    def _on_capture_failure(self, capture: Capture, error: EverstepError) -> None:
+        """Copying thread."""
+        _, handle = self._captures[capture.sequence]
+        self._count_failure(handle, error)
+        self._forget(capture)
+
+    def _on_loss(self, reason: str) -> None:
+        self._pool.failure = reason
+        for capture, handle in list(self._captures.values()):
+            self._count_failure(handle, Unavailable(f"saving step {handle.step}: {reason}"))
+            self._forget(capture)
+
+    def _forget(self, capture: Capture) -> None:
+        self._captures.pop(capture.sequence, None)
+        self._pool.notify()
+
+    def _skip(self, handle: SaveHandle) -> SaveHandle:
+        self.metrics.skips += 1
+        text = (
+            f"saving step {handle.step}: skipped, because earlier saves are still being written. Save less often "
+            f"(every=), give more memory (memory_budget=), or wait instead (under_pressure='wait')"
+        )
+        if self.metrics.skips == 1 or self.metrics.skips % 100 == 0:
+            log.warning("%s. Skipped so far: %s", text, self.metrics.skips)
+        handle.fail(Skipped(text))
+        return handle
+
+    def _count_failure(self, handle: SaveHandle, error: EverstepError) -> None:
+        self.metrics.failures += 1
+        self.metrics.last_error = str(error)
+        log.error("step %s was not saved: %s: %s", handle.step, type(error).__name__, error)
+        handle.fail(error)
+
+    @staticmethod
+    def _was_skipped(handle: SaveHandle) -> bool:
+        return isinstance(handle.error, Skipped)
+
+    # ---- restore ---------------------------------------------------------------------------
+
+    def _restore(self, candidate: Candidate, only: list[str] | None) -> None:
+        manifest, tables = candidate.describe()
+        placement = Placement(Saved.of(manifest, tables))
+        self._state.prepare(placement, only)
+        placement.check(manifest.step, candidate.disk.root)
+        for part, table in zip(manifest.parts, tables, strict=True):
+            here = [
+                target for name, target in placement.destinations.items() if name in table.tensors
+            ]
+            with candidate.sources(part) as sources:
+                load(part, sources, here)
+        placement.finish()
+
+    # ---- small things ----------------------------------------------------------------------
+
+    def _is_saved(self) -> bool:
+        """Whether the newest completed step is durable, or on its way."""
+        newest = self._newest
+        return self._last_step is None or (
+            newest is not None and newest.step == self._last_step and newest.error is None
+        )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("this Checkpointer is closed; make a new one")
+
+
+class Skipped(Unavailable):
+    """A save that under_pressure="skip" left out."""
+
+
+def _check_arguments(every: int, strategy: str, budget: int | None, under_pressure: str) -> None:
+    if type(every) is not int or every < 1:
+        raise ValueError(f"every must be a positive number of steps, not {every!r}")
+    if strategy != "full":
+        raise ValueError(f"strategy must be 'full', not {strategy!r}")
+    if under_pressure not in ("skip", "wait"):
+        raise ValueError(f"under_pressure must be 'skip' or 'wait', not {under_pressure!r}")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise ValueError(f"memory_budget must be a positive number of bytes, not {budget!r}")
+
+
+def _check_step(step: int) -> None:
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise ValueError(f"step must be a number of completed updates, not {step!r}")
+
+
+def _existing_store(path: str | os.PathLike[str]) -> Disk:
+    disk = Disk(Path(path).absolute())
+    if not (disk.root / "everstep.json").exists():
+        raise Missing(f"restoring from {disk.root}: there is no store")
+    open_store(disk)
+    return disk
+
+
+def _topology() -> dict[str, Any]:
+    """What made the checkpoint: informative, and needed to judge whether a continuation can be exact."""
+    return {
+        "world_size": 1,
+        "torch": torch.__version__,
+        "everstep": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _close_in_children(checkpointer: Checkpointer) -> None:
+    """A forked child (a data-loader worker) has no business with the keeper."""
+    reference = weakref.ref(checkpointer)
+
+    def forget() -> None:
+        if (parent := reference()) is not None:
+            parent._is_closed = True
+            parent._client.abandon_in_child()
+
+    os.register_at_fork(after_in_child=forget)

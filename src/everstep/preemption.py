@@ -1,0 +1,80 @@
+"""SIGTERM, as schedulers send it before they kill: save what is due, wait until it is durable, go."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger("everstep")
+
+
+class Preemption:
+    """Handles SIGTERM for one Checkpointer, in the main thread of its process.
+
+    Where the program had no handler of its own, the process ends by the same signal when all is durable:
+    at once if the newest completed step is saved or on its way, else after the save at the next step.
+    A handler of the program's own is called as before, and decides when to end.
+    """
+
+    def __init__(self, is_saved: Callable[[], bool], wait_local: Callable[[], None]) -> None:
+        self.requested = False
+        self._is_saved = is_saved
+        self._wait_local = wait_local
+        self._previous: Any = None
+        self._is_installed = False
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        """Take the signal over, where that is possible and nobody ignores it on purpose."""
+        if threading.current_thread() is not threading.main_thread():
+            log.info("SIGTERM is not handled: the Checkpointer was not made in the main thread")
+            return
+        self._previous = signal.getsignal(signal.SIGTERM)
+        if self._previous not in (signal.SIG_IGN, None):
+            signal.signal(signal.SIGTERM, self._on_signal)
+            self._is_installed = True
+
+    def uninstall(self) -> None:
+        """Give the signal back, unless somebody has taken it over since."""
+        if not self._is_installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._is_installed = False
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    @property
+    def ends_process(self) -> bool:
+        """Whether the process has to end by the signal once all is durable."""
+        return self.requested and self._previous is signal.SIG_DFL
+
+    def end(self) -> None:
+        """End by the signal that came. Main thread; returns only if a handler lets it."""
+        self._wait_quietly()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked data-loader worker: not our state to save
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self.requested = True
+        if callable(self._previous):
+            self._previous(number, frame)
+        elif self._is_saved():
+            # No waiting here: the signal may have hit the main thread inside a lock that waiting needs.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            threading.Thread(target=self._end_later, name="everstep-preempt").start()
+
+    def _end_later(self) -> None:
+        self._wait_quietly()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _wait_quietly(self) -> None:
+        try:
+            self._wait_local()
+        except Exception:
+            log.exception("saving before the end by SIGTERM")

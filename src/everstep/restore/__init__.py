@@ -1,0 +1,1 @@
+"""From a checkpoint to the state: which bytes, from where, verified on the way."""

@@ -1,0 +1,128 @@
+"""Which checkpoint to restore: the newest that verifies, or the one that was asked for; and from where."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from everstep.errors import Corrupt, EverstepError, Missing
+from everstep.format.manifest import (
+    Manifest,
+    Part,
+    Table,
+    check_table,
+    decode_manifest,
+    decode_table,
+)
+from everstep.keeper.arena import Arena, SlotState
+from everstep.restore.load import MemorySource, Source
+from everstep.store import catalog
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+log = logging.getLogger("everstep")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A checkpoint that a keeper still holds in memory, committed or not."""
+
+    manifest: Manifest
+    table: Table
+    image: memoryview
+    is_committed: bool
+
+    @property
+    def name(self) -> CheckpointName:
+        """Step and epoch."""
+        return CheckpointName(self.manifest.step, self.manifest.epoch)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A checkpoint that may be restored, and the sources for its packs."""
+
+    name: CheckpointName
+    disk: Disk
+    held: Held | None = None
+
+    def describe(self) -> tuple[Manifest, list[Table]]:
+        """Manifest and tables, from memory where they are held. Raises Missing, Corrupt."""
+        if self.held:
+            return self.held.manifest, [self.held.table]
+        manifest = catalog.read_manifest(self.disk, self.name)
+        return manifest, [catalog.read_table(self.disk, part) for part in manifest.parts]
+
+    @contextlib.contextmanager
+    def sources(self, part: Part) -> Iterator[Sequence[Sequence[Source]]]:
+        """For each pack of the part its sources, nearest first."""
+        with contextlib.ExitStack() as stack:
+            found: list[list[Source]] = []
+            start = 0
+            for pack in part.packs:
+                here: list[Source] = []
+                if self.held:
+                    here.append(MemorySource(self.held.image[start : start + pack.size]))
+                    start += pack.size
+                if not self.held or self.held.is_committed:
+                    here.append(_Lazy(self.disk, pack.path, stack))
+                found.append(here)
+            yield found
+
+
+class _Lazy:
+    """A file that is opened at the first read: one that memory serves is never touched."""
+
+    def __init__(self, disk: Disk, path: str, stack: contextlib.ExitStack) -> None:
+        self._open = lambda: stack.enter_context(contextlib.closing(disk.open(path, direct=True)))
+        self._reader: Source | None = None
+        self._lock = threading.Lock()
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """See Source."""
+        with self._lock:
+            self._reader = self._reader or self._open()
+        self._reader.read_into(offset, view)
+
+
+def find_held(arenas: Sequence[Arena]) -> dict[CheckpointName, Held]:
+    """What the arenas of dead trainers hold whole, with a manifest."""
+    found: dict[CheckpointName, Held] = {}
+    for arena in arenas:
+        for slot in range(arena.slot_count):
+            state, record = arena.state(slot), arena.record(slot)
+            if state not in (SlotState.DONE, SlotState.FAILED) or record is None:
+                continue
+            where = f"slot {slot} of the arena"
+            try:
+                manifest = decode_manifest(arena.manifest(slot, record), where)
+                table = decode_table(arena.table(slot, record), where)
+                check_table(table, manifest.parts[0], where)
+            except (EverstepError, IndexError):
+                continue  # the disk serves
+            image = arena.image(slot)[: record.image_size]
+            held = Held(manifest, table, image, state is SlotState.DONE)
+            found[held.name] = held
+    return found
+
+
+def candidates(
+    disk: Disk, reference: int | str | None, held: dict[CheckpointName, Held]
+) -> list[Candidate]:
+    """What to try, best first. One where a step or tag was asked for; raises Missing where it is not there."""
+    newest = catalog.newest_epoch(disk)
+    run = catalog.lineage(disk)
+    uncommitted = [
+        name
+        for name, state in held.items()
+        if not state.is_committed and name.epoch == newest and (not run or name.step > run[-1].step)
+    ]
+    if reference is None:
+        order = sorted(run + uncommitted, reverse=True)
+        return [Candidate(name, disk, held.get(name)) for name in order]
+    for name in uncommitted:
+        if reference == name.step:
+            return [Candidate(name, disk, held[name])]
+    name = catalog.find(disk, reference)
+    return [Candidate(name, disk, held.get(name))]

@@ -1,0 +1,161 @@
+"""Reading spans in parallel, verifying each chunk, into the memory of the tensors.
+
+Every chunk is checked before it is put into its tensor. Where a nearer source (memory) fails the check,
+the next (disk) is asked; where all fail, Corrupt is raised and the tensors are left half filled.
+"""
+
+import ctypes
+import logging
+import mmap
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from everstep.errors import Corrupt, EverstepError, Mismatch
+from everstep.format.manifest import Part, TensorEntry
+from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
+from everstep.restore.plan import Span, Target, plan
+from everstep.store.read import check_chunk
+
+log = logging.getLogger("everstep")
+
+READS_IN_FLIGHT = 6
+Destinations = Sequence[tuple[TensorEntry, list[torch.Tensor]]]
+
+
+class Source(Protocol):
+    """A pack that can be read: a file, or a slot of an arena."""
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`; thread-safe. Raises Corrupt, Unavailable, Missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySource:
+    """A pack in memory: a part of an arena's image."""
+
+    image: memoryview
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """A copy within memory; raises Corrupt past the end."""
+        part = self.image[offset : offset + len(view)]
+        if len(part) != len(view):
+            raise Corrupt("reading from memory: the image is shorter than the manifest says")
+        view[:] = part
+
+
+def load(part: Part, sources: Sequence[Sequence[Source]], destinations: Destinations) -> None:
+    """Fill the destinations; blocks. `sources[pack]`: where that pack can be read, nearest first."""
+    finals: list[tuple[torch.Tensor, torch.Tensor]] = []
+    targets: dict[str, list[torch.Tensor]] = {}
+    for entry, tensors in destinations:
+        filled = targets.setdefault(entry.spec.name, [])
+        for tensor in tensors:
+            direct = tensor.detach()
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                direct = torch.empty(tensor.shape, dtype=tensor.dtype)
+                finals.append((tensor.detach(), direct))
+            filled.append(direct)
+    spans = plan(entry for entry, _ in destinations)
+    loader = _Loader(part, sources, targets)
+    for device in loader.devices:
+        torch.cuda.synchronize(device)  # kernels that initialise the tensors may still be running
+    with ThreadPoolExecutor(READS_IN_FLIGHT, "everstep-read") as pool:
+        for done in [pool.submit(loader.read, span) for span in spans]:
+            try:
+                done.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    with torch.no_grad():
+        for tensor, contiguous in finals:
+            _put_strided(tensor, contiguous)
+
+
+class _Loader:
+    def __init__(
+        self,
+        part: Part,
+        sources: Sequence[Sequence[Source]],
+        targets: dict[str, list[torch.Tensor]],
+    ) -> None:
+        self._part = part
+        self._sources = sources
+        self._targets = targets
+        tensors = [tensor for members in targets.values() for tensor in members]
+        self.devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        self._local = threading.local()
+
+    def read(self, span: Span) -> None:
+        """One span: from the first source whose bytes are right."""
+        sources = self._sources[span.pack]
+        for number, source in enumerate(sources):
+            try:
+                self._read_from(source, span)
+                return
+            except EverstepError as error:
+                if number + 1 == len(sources):
+                    raise
+                log.warning("%s; trying the next source", error)
+
+    def _read_from(self, source: Source, span: Span) -> None:
+        if isinstance(source, MemorySource):
+            view = source.image[span.offset : span.offset + span.size]
+        else:
+            view = self._buffer()[: span.size]
+            source.read_into(span.offset, view)
+        for target in span.targets:
+            at = target.offset - span.offset
+            chunk = view[at : at + target.size]
+            where = f"{self._part.packs[span.pack].path} at byte {target.offset} (tensor {target.name!r})"
+            check_chunk(chunk, self._part.digests[target.digest], where)
+            self._deliver(target, chunk)
+        for device in self.devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _deliver(self, target: Target, chunk: memoryview) -> None:
+        if not len(chunk):
+            return
+        source = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+        for tensor in self._targets[target.name]:
+            if tensor.is_cuda:
+                flat = tensor.view(-1).view(torch.uint8)
+                staged = torch.frombuffer(chunk, dtype=torch.uint8)
+                flat[target.start : target.start + target.size].copy_(staged, non_blocking=True)
+            else:
+                ctypes.memmove(tensor.data_ptr() + target.start, source, target.size)
+
+    def _buffer(self) -> memoryview:
+        """This thread's page-aligned buffer; pinned where tensors lie on a device."""
+        if not hasattr(self._local, "buffer"):
+            size = CHUNK_BYTES + PAGE_BYTES
+            if self.devices:
+                self._local.pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                self._local.buffer = memoryview(self._local.pinned.numpy())
+            else:
+                self._local.buffer = memoryview(mmap.mmap(-1, size))
+        buffer: memoryview = self._local.buffer
+        return buffer
+
+
+def _put_strided(tensor: torch.Tensor, contiguous: torch.Tensor) -> None:
+    """Write into a tensor with gaps, or one whose elements share memory (expand): then they must agree."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            first = contiguous.narrow(dim, 0, 1)
+            if not torch.equal(_bits(first.expand_as(contiguous)), _bits(contiguous)):
+                raise Mismatch(
+                    f"restoring into an expanded tensor of shape {list(tensor.shape)}: its elements share memory "
+                    f"along dim {dim}, but those in the checkpoint differ"
+                )
+            tensor, contiguous = tensor.narrow(dim, 0, 1), first
+    tensor.copy_(contiguous)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as bytes, so that nan equals itself."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""Training state as named tensors and objects, and back."""

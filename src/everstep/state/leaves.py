@@ -1,0 +1,98 @@
+"""Leaves: the tensors of a state under their names."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from everstep.errors import Unsupported
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.packs import Spec
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor to be captured. `owner` is the index of the one optimizer that may change it in its
+    step() and nobody else: such a tensor is copied lazily. None: it is copied at the call."""
+
+    name: str
+    tensor: torch.Tensor
+    owner: int | None = None
+
+    @property
+    def spec(self) -> Spec:
+        """As the format sees it."""
+        return Spec(self.name, dtype_name(self.tensor.dtype), tuple(self.tensor.shape))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 → "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raises Unsupported for a tensor whose bytes are not simply its elements."""
+    reason = None
+    if tensor.layout is not torch.strided:
+        reason = f"it has layout {tensor.layout}; store it as dense tensors (indices and values)"
+    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        reason = f"it is a {type(tensor).__name__}; store its plain tensors, or its to_local()"
+    elif tensor.device.type not in ("cpu", "cuda"):
+        reason = f"it lies on device {tensor.device}; move it to the CPU or a CUDA device"
+    elif dtype_name(tensor.dtype) not in ITEM_SIZES:
+        reason = f"it has dtype {tensor.dtype}; store it under another one"
+    if reason:
+        raise Unsupported(f"capturing tensor {name!r}: {reason}")
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what torch.compile, FSDP and activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@dataclass(slots=True)
+class Guard:
+    """Tells cheaply whether the tensors found in a walk are still the ones that a walk would find.
+
+    Watches the sizes of the containers, and for each tensor its identity and its storage.
+    """
+
+    _sizes: list[tuple[Any, int]] = field(default_factory=list)
+    _items: list[tuple[Any, Any, torch.Tensor, int]] = field(default_factory=list)
+
+    def watch_size(self, container: Any) -> None:
+        """The container has the same number of items."""
+        self._sizes.append((container, len(container)))
+
+    def watch_item(self, container: Any, key: Any, tensor: torch.Tensor) -> None:
+        """container[key] is this tensor, on this storage."""
+        self._items.append((container, key, tensor, tensor.data_ptr()))
+
+    def holds(self) -> bool:
+        """Whether all is as it was. About 0.15 µs per tensor."""
+        for container, size in self._sizes:
+            if len(container) != size:
+                return False
+        try:
+            for container, key, tensor, pointer in self._items:
+                if container[key] is not tensor or tensor.data_ptr() != pointer:
+                    return False
+        except (KeyError, IndexError):
+            return False
+        return True
+
+
+def find_aliases(leaves: Iterable[Leaf]) -> tuple[list[Leaf], dict[str, list[str]]]:
+    """Leaves without repetition, and for each name the other names of the same tensor (tied weights)."""
+    first: dict[int, Leaf] = {}
+    aliases: dict[str, list[str]] = {}
+    for leaf in leaves:
+        known = first.setdefault(id(leaf.tensor), leaf)
+        if known is not leaf:
+            aliases.setdefault(known.name, []).append(leaf.name)
+    return list(first.values()), aliases

@@ -1,0 +1,88 @@
+"""nn.Module as state: parameters and persistent buffers in place, extra state through its own methods."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep.state.leaves import Guard, Leaf, canonical, check_tensor
+from everstep.state.objects import TensorSink, encode
+from everstep.state.placement import Placement
+
+
+class ModuleState:
+    """A module under a name of the state."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self._module = module.module if isinstance(module, DistributedDataParallel) else module
+        self._has_own_entries = False
+
+    def leaves(self, guard: Guard) -> list[Leaf]:
+        """Every live parameter and persistent buffer of the module's state_dict, tied ones repeatedly."""
+        live = self._live(guard)
+        found: list[Leaf] = []
+        self._has_own_entries = False
+        for key, value in self._module.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor) and id(value) in live:
+                name = f"{self.name}.{canonical(key)}"
+                check_tensor(name, value)
+                found.append(Leaf(name, value))
+            else:
+                self._has_own_entries = True
+        return found
+
+    def objects(self, sink: TensorSink) -> Any:
+        """What its state_dict holds beside live tensors: extra state, and what hooks made of tensors."""
+        if not self._has_own_entries:
+            return None
+        return {
+            key: encode(value, f"{self.name}.{key}", sink)
+            for key, value in self._own_entries().items()
+        }
+
+    def prepare(self, placement: Placement) -> None:
+        """Live tensors are filled in place; the rest goes through load_state_dict."""
+        for leaf in self.leaves(Guard()):
+            placement.into(leaf.name, leaf.tensor)
+        stored = placement.saved.objects.get(self.name) or {}
+        expected = set(self._own_entries()) if self._has_own_entries else set()
+        for key in sorted(expected.symmetric_difference(stored)):
+            side = "checkpoint" if key in expected else "state"
+            placement.problems.append(f"missing: the {side} has no entry {self.name}.{key}")
+        if stored:
+            entries = {key: placement.decode(value) for key, value in stored.items()}
+            placement.then(lambda: self._load(entries))
+
+    def parameter_names(self) -> dict[int, str]:
+        """The name of each parameter by id(); the first name of a tied one."""
+        names: dict[int, str] = {}
+        for key, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), f"{self.name}.{canonical(key)}")
+        return names
+
+    def _live(self, guard: Guard) -> set[int]:
+        live: set[int] = set()
+        for module in self._module.modules():
+            guard.watch_size(module._modules)
+            for container in (module._parameters, module._buffers):
+                guard.watch_size(container)
+                for key, tensor in container.items():
+                    if tensor is not None:
+                        guard.watch_item(container, key, tensor)
+                        live.add(id(tensor))
+        return live
+
+    def _own_entries(self) -> dict[str, Any]:
+        live = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        entries = self._module.state_dict(keep_vars=True).items()
+        return {
+            key: value.detach() if isinstance(value, torch.Tensor) else value
+            for key, value in entries
+            if not (isinstance(value, torch.Tensor) and id(value) in live)
+        }
+
+    def _load(self, entries: dict[str, Any]) -> None:
+        unexpected = self._module.load_state_dict(entries, strict=False).unexpected_keys
+        assert not unexpected, unexpected

@@ -1,0 +1,188 @@
+"""Tagged JSON: Python values as JSON that comes back with equal types. No pickle, nothing executable.
+
+None, bool, int, str, finite floats, lists and dicts with string keys stand for themselves. All else
+is {"$": kind, "v": value}; docs/format.md lists the kinds. What is not listed is refused, with its path.
+"""
+
+import base64
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.errors import Corrupt, Unsupported
+
+Json = Any
+TensorSink = Callable[[str, torch.Tensor], str]
+"""Takes a tensor and the path at which it was found; returns the name under which it is stored."""
+
+_DEPTH_MAX = 100
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}
+_PLAIN = (bool, int, str, type(None))
+
+
+def encode(value: object, path: str, sink: TensorSink, depth: int = 0) -> Json:
+    """`value` as tagged JSON; each tensor goes to `sink` and a reference stays in its place.
+
+    Raises Unsupported, with the path, for a value that has no kind of its own: a subclass of
+    a known type counts as one, because it would come back as another type.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if depth > _DEPTH_MAX:
+        raise Unsupported(
+            f"encoding {path}: it is nested more than {_DEPTH_MAX} deep, or in itself"
+        )
+    encoder = _ENCODERS.get(kind)
+    if encoder is not None:
+        return encoder(value, path, sink, depth + 1)
+    if isinstance(value, torch.Tensor):
+        return _tag("tensor", sink(path, value), device=str(value.device))
+    if isinstance(value, np.generic):
+        return _tag("numpy.scalar", _bytes(value.tobytes()), dtype=_dtype(value.dtype, path))
+    raise Unsupported(
+        f"encoding {path}: a {kind.__module__}.{kind.__qualname__} cannot be stored. Checkpoints hold tensors, "
+        f"numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays, dtypes and devices, and no pickle: "
+        f"give the object state_dict() and load_state_dict() methods that use those"
+    )
+
+
+def decode(value: Json, tensors: Callable[[str, str], torch.Tensor]) -> Any:
+    """The inverse of `encode`; `tensors` returns the tensor of a stored name, for a device."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$" not in value:
+        return {key: decode(item, tensors) for key, item in value.items()}
+    try:
+        return _DECODERS[value["$"]](value, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+        raise Corrupt(
+            f"decoding an object: {str(value)[:200]} is no tagged JSON: {error!r}"
+        ) from error
+
+
+def _tag(kind: str, value: Json, **more: Json) -> Json:
+    return {"$": kind, "v": value, **more}
+
+
+def _bytes(data: bytes | memoryview) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _dtype(dtype: "np.dtype[Any]", path: str) -> str:
+    if dtype.hasobject or dtype.names:
+        raise Unsupported(f"encoding {path}: numpy arrays of dtype {dtype} cannot be stored")
+    return dtype.str
+
+
+def _items(value: Any, path: str, sink: TensorSink, depth: int) -> Json:
+    return [encode(item, f"{path}.{index}", sink, depth) for index, item in enumerate(value)]
+
+
+def _pairs(value: Any, path: str, sink: TensorSink, depth: int) -> Json:
+    return [
+        [encode(key, f"{path}.<key>", sink, depth), encode(item, f"{path}.{key}", sink, depth)]
+        for key, item in value.items()
+    ]
+
+
+def _encode_dict(value: dict[Any, Any], path: str, sink: TensorSink, depth: int) -> Json:
+    if all(type(key) is str for key in value) and "$" not in value:
+        return {key: encode(item, f"{path}.{key}", sink, depth) for key, item in value.items()}
+    return _tag("dict", _pairs(value, path, sink, depth))
+
+
+def _encode_set(value: Any, path: str, sink: TensorSink, depth: int) -> Json:
+    return _tag(type(value).__name__, _items(sorted(value, key=repr), path, sink, depth))
+
+
+def _encode_float(value: float, path: str, sink: TensorSink, depth: int) -> Json:
+    return value if isfinite(value) else _tag("float", struct.pack(">d", value).hex())
+
+
+def _encode_defaultdict(value: Any, path: str, sink: TensorSink, depth: int) -> Json:
+    factory = value.default_factory
+    if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
+        raise Unsupported(
+            f"encoding {path}: a defaultdict with factory {factory!r} cannot be stored"
+        )
+    name = factory.__name__ if factory else None
+    return _tag("defaultdict", _pairs(value, path, sink, depth), factory=name)
+
+
+def _encode_array(value: Any, path: str, sink: TensorSink, depth: int) -> Json:
+    data = _bytes(np.ascontiguousarray(value).tobytes())
+    return _tag("numpy.array", data, dtype=_dtype(value.dtype, path), shape=list(value.shape))
+
+
+def _decode_array(tag: Json) -> "np.ndarray[Any, Any]":
+    flat = np.frombuffer(base64.b64decode(tag["v"]), dtype=np.dtype(tag["dtype"]))
+    return flat.reshape(tag["shape"]).copy()
+
+
+def _torch_attribute(name: str, kind: type) -> Any:
+    value = getattr(torch, name, None)
+    if not isinstance(value, kind):
+        raise ValueError(f"torch.{name} is no {kind.__name__}")
+    return value
+
+
+_ENCODERS: dict[type, Callable[[Any, str, TensorSink, int], Json]] = {
+    float: _encode_float,
+    list: _items,
+    dict: _encode_dict,
+    set: _encode_set,
+    frozenset: _encode_set,
+    defaultdict: _encode_defaultdict,
+    np.ndarray: _encode_array,
+    tuple: lambda v, path, sink, depth: _tag("tuple", _items(v, path, sink, depth)),
+    torch.Size: lambda v, path, sink, depth: _tag("torch.Size", list(v)),
+    OrderedDict: lambda v, path, sink, depth: _tag("OrderedDict", _pairs(v, path, sink, depth)),
+    Counter: lambda v, path, sink, depth: _tag("Counter", _pairs(v, path, sink, depth)),
+    deque: lambda v, path, sink, depth: _tag(
+        "deque", _items(v, path, sink, depth), maxlen=v.maxlen
+    ),
+    bytes: lambda v, path, sink, depth: _tag("bytes", _bytes(v)),
+    bytearray: lambda v, path, sink, depth: _tag("bytearray", _bytes(v)),
+    complex: lambda v, path, sink, depth: _tag("complex", struct.pack(">dd", v.real, v.imag).hex()),
+    range: lambda v, path, sink, depth: _tag("range", [v.start, v.stop, v.step]),
+    torch.dtype: lambda v, path, sink, depth: _tag("torch.dtype", str(v).removeprefix("torch.")),
+    torch.device: lambda v, path, sink, depth: _tag("torch.device", str(v)),
+}
+_Tensors = Callable[[str, str], torch.Tensor]
+
+
+def _decoded_pairs(tag: Json, tensors: _Tensors) -> list[tuple[Any, Any]]:
+    return [(decode(key, tensors), decode(item, tensors)) for key, item in tag["v"]]
+
+
+_DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
+    "float": lambda tag, tensors: struct.unpack(">d", bytes.fromhex(tag["v"]))[0],
+    "complex": lambda tag, tensors: complex(*struct.unpack(">dd", bytes.fromhex(tag["v"]))),
+    "tuple": lambda tag, tensors: tuple(decode(tag["v"], tensors)),
+    "set": lambda tag, tensors: set(decode(tag["v"], tensors)),
+    "frozenset": lambda tag, tensors: frozenset(decode(tag["v"], tensors)),
+    "deque": lambda tag, tensors: deque(decode(tag["v"], tensors), maxlen=tag["maxlen"]),
+    "dict": lambda tag, tensors: dict(_decoded_pairs(tag, tensors)),
+    "OrderedDict": lambda tag, tensors: OrderedDict(_decoded_pairs(tag, tensors)),
+    "Counter": lambda tag, tensors: Counter(dict(_decoded_pairs(tag, tensors))),
+    "defaultdict": lambda tag, tensors: defaultdict(
+        _FACTORIES[tag["factory"]] if tag["factory"] else None, _decoded_pairs(tag, tensors)
+    ),
+    "bytes": lambda tag, tensors: base64.b64decode(tag["v"], validate=True),
+    "bytearray": lambda tag, tensors: bytearray(base64.b64decode(tag["v"], validate=True)),
+    "range": lambda tag, tensors: range(*tag["v"]),
+    "numpy.array": lambda tag, tensors: _decode_array(tag),
+    "numpy.scalar": lambda tag, tensors: _decode_array({**tag, "shape": [1]})[0],
+    "torch.Size": lambda tag, tensors: torch.Size(tag["v"]),
+    "torch.dtype": lambda tag, tensors: _torch_attribute(tag["v"], torch.dtype),
+    "torch.device": lambda tag, tensors: torch.device(tag["v"]),
+    "tensor": lambda tag, tensors: tensors(tag["v"], tag["device"]),
+}

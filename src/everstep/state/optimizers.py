@@ -1,0 +1,208 @@
+"""Optimizers as state: by parameter name, never by group index; exact dtypes; no dummy step.
+
+torch's own load_state_dict casts (fp32 moments of a bf16 parameter become bf16), so entries of
+`optimizer.state` are made here as the checkpoint has them, unless the user's class has its own way.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.state.leaves import Guard, Leaf, check_tensor
+from everstep.state.objects import TensorSink, encode
+from everstep.state.placement import Placement
+
+_STRUCTURE = ("params", "param_names")
+
+
+class OptimizerState:
+    """An optimizer under a name of the state. `index` tells its tensors from other optimizers'."""
+
+    def __init__(self, name: str, optimizer: Optimizer, index: int) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self.index = index
+        self.parameter_names: Mapping[int, str] = {}
+        kind = type(optimizer)
+        self._has_own_methods = (
+            kind.load_state_dict is not Optimizer.load_state_dict
+            or kind.state_dict is not Optimizer.state_dict
+        )
+        self._keys: dict[str, list[str]] = {}
+        self._plain: list[tuple[str, dict[Any, Any], str]] = []
+
+    def parameters(self) -> Iterator[tuple[int, str, torch.Tensor, bool]]:
+        """(group index, name, parameter, whether a module gave the name) of every parameter."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                known = self.parameter_names.get(id(parameter))
+                name = known or f"{self.name}.param_groups.{index}.params.{position}"
+                yield index, name, parameter, known is not None
+
+    def leaves(self, guard: Guard) -> list[Leaf]:
+        """State tensors, and parameters that no module holds."""
+        found: list[Leaf] = []
+        self._keys, self._plain = {}, []
+        guard.watch_size(self.optimizer.state)
+        guard.watch_size(self.optimizer.param_groups)
+        for group in self.optimizer.param_groups:
+            guard.watch_size(group["params"])
+            for position, parameter in enumerate(group["params"]):
+                guard.watch_item(group["params"], position, parameter)
+        for _, name, parameter, is_named in self.parameters():
+            if not is_named:
+                check_tensor(name, parameter)
+                found.append(Leaf(name, parameter, self.index))
+            if not self._has_own_methods and parameter in self.optimizer.state:
+                found += self._state_leaves(name, self.optimizer.state[parameter], guard)
+        return found
+
+    def table(self) -> dict[str, Any]:
+        """What the piece table says: each parameter's hyperparameter set and the keys of its state tensors."""
+        groups = {name: index for index, name, _, _ in self.parameters()}
+        return {"groups": groups, "state": self._keys}
+
+    def hyperparameters(self, sink: TensorSink) -> list[Any]:
+        """One set per group: everything in it but the parameters."""
+        return [
+            {
+                key: encode(value, f"{self.name}.param_groups.{index}.{key}", sink)
+                for key, value in group.items()
+                if key not in _STRUCTURE
+            }
+            for index, group in enumerate(self.optimizer.param_groups)
+        ]
+
+    def objects(self, sink: TensorSink) -> Any:
+        """State that is no tensor: counters, lists (LBFGS), whatever is not kept by parameter."""
+        if self._has_own_methods:
+            state = self.optimizer.state_dict()
+            return {"state_dict": encode(state, f"{self.name}.state_dict", sink)}
+        plain: dict[str, dict[str, Any]] = {}
+        for name, state, key in self._plain:
+            value = encode(state[key], f"{self.name}.{name}.{key}", sink)
+            plain.setdefault(name, {})[key] = value
+        known = {id(parameter) for _, _, parameter, _ in self.parameters()}
+        other = {
+            key: encode(value, f"{self.name}.state.{key}", sink)
+            for key, value in self.optimizer.state.items()
+            if id(key) not in known
+        }
+        return {"state": plain, "other": other} if plain or other else None
+
+    def prepare(self, placement: Placement) -> None:
+        """Check that parameters and groups fit; new state is installed when its tensors have arrived."""
+        saved = placement.saved.optimizers.get(self.name)
+        if saved is None:
+            placement.problems.append(f"missing: the checkpoint has no optimizer {self.name!r}")
+            return
+        objects = placement.saved.objects.get(self.name) or {}
+        names = {name: parameter for _, name, parameter, _ in self.parameters()}
+        for name in sorted(names.keys() ^ saved["groups"].keys()):
+            side = "state" if name in saved["groups"] else "checkpoint"
+            placement.problems.append(f"missing: the {side}'s {self.name} does not have {name!r}")
+        for _, name, parameter, is_named in self.parameters():
+            if not is_named:
+                placement.into(name, parameter)
+        if "state_dict" in objects:
+            state_dict = placement.decode(objects["state_dict"])
+            placement.then(lambda: self.optimizer.load_state_dict(state_dict))
+            return
+        self._prepare_groups(placement, saved)
+        self._prepare_state(placement, saved, objects, names)
+
+    def _state_leaves(self, name: str, state: dict[Any, Any], guard: Guard) -> list[Leaf]:
+        found: list[Leaf] = []
+        guard.watch_size(state)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and isinstance(key, str):
+                leaf = Leaf(f"{self.name}.{name}.{key}", value, self.index)
+                check_tensor(leaf.name, value)
+                guard.watch_item(state, key, value)
+                found.append(leaf)
+                self._keys.setdefault(name, []).append(key)
+            else:
+                self._plain.append((name, state, key))
+        return found
+
+    def _prepare_groups(self, placement: Placement, saved: Mapping[str, Any]) -> None:
+        sets = placement.saved.hyperparameters.get(self.name, [])
+        members: dict[int, set[int]] = {}
+        for index, name, _, _ in self.parameters():
+            if name in saved["groups"]:
+                members.setdefault(index, set()).add(saved["groups"][name])
+        for index, group in enumerate(self.optimizer.param_groups):
+            chosen = sorted(members.get(index, {index} if index < len(sets) else ()))
+            if len({repr(sets[number]) for number in chosen}) > 1:
+                placement.problems.append(
+                    f"groups: parameters in group {index} of {self.name!r} have different "
+                    f"hyperparameters in the checkpoint (its groups {chosen})"
+                )
+            elif chosen:
+                values = {key: placement.decode(value) for key, value in sets[chosen[0]].items()}
+                placement.then(lambda group=group, values=values: _install(group, values))  # type: ignore[misc]
+
+    def _prepare_state(
+        self,
+        placement: Placement,
+        saved: Mapping[str, Any],
+        objects: Mapping[str, Any],
+        names: Mapping[str, torch.Tensor],
+    ) -> None:
+        plain = objects.get("state", {})
+        new: dict[torch.Tensor, dict[str, Any]] = {}
+        for name, parameter in names.items():
+            live = self.optimizer.state.get(parameter, {})
+            state: dict[str, Any] = {}
+            for key in saved["state"].get(name, ()):
+                state[key] = self._destination(
+                    placement, f"{self.name}.{name}.{key}", live.get(key), parameter
+                )
+            for key, value in plain.get(name, {}).items():
+                state[key] = placement.decode(value)
+            if state:
+                new[parameter] = state
+        other = {key: placement.decode(value) for key, value in objects.get("other", {}).items()}
+
+        def install() -> None:
+            self.optimizer.state.clear()
+            for parameter, state in new.items():
+                self.optimizer.state[parameter] = state
+            self.optimizer.state.update(other)
+
+        placement.then(install)
+
+    def _destination(
+        self, placement: Placement, name: str, live: Any, parameter: torch.Tensor
+    ) -> torch.Tensor:
+        """The live state tensor where it fits exactly, else a new one where the parameter is, if it was there."""
+        entry = placement.saved.tensors.get(name)
+        if entry is None:
+            return placement.new(name)
+        device: Any = "cpu" if entry.device == "cpu" else parameter.device
+        if parameter.device.type == "cpu":
+            device = parameter.device
+        fits = (
+            isinstance(live, torch.Tensor)
+            and tuple(live.shape) == entry.spec.shape
+            and str(live.dtype) == f"torch.{entry.spec.dtype}"
+            and live.device == torch.device(device)
+        )
+        if not fits:
+            return placement.new(name, device)
+        assert isinstance(live, torch.Tensor)
+        placement.into(name, live)
+        return live
+
+
+def _install(group: dict[str, Any], values: dict[str, Any]) -> None:
+    """Tensor hyperparameters keep their tensor, which a captured graph may hold."""
+    for key, value in values.items():
+        live = group.get(key)
+        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+            if live.shape == value.shape and live.dtype == value.dtype:
+                live.copy_(value)
+                continue
+        group[key] = value

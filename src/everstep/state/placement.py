@@ -1,0 +1,125 @@
+"""A restore in the making: where each stored tensor will go, and what is done when all have arrived."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from everstep.errors import Mismatch
+from everstep.format.manifest import Manifest, Table, TensorEntry
+from everstep.state.leaves import dtype_name
+from everstep.state.objects import decode
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint holds, as the state sees it: tensors under all their names, and objects."""
+
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]
+    optimizers: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, manifest: Manifest, tables: list[Table]) -> "Saved":
+        """Everything in a checkpoint, of all its parts."""
+        tensors: dict[str, TensorEntry] = {}
+        optimizers: dict[str, Any] = {}
+        for table in tables:
+            for entry in table.tensors.values():
+                tensors.update(dict.fromkeys((entry.spec.name, *entry.aliases), entry))
+            optimizers.update(table.optimizers)
+        return cls(tensors, manifest.objects, manifest.hyperparameters, optimizers)
+
+
+@dataclass(slots=True)
+class Placement:
+    """Collects destinations, problems and final actions from all parts of the state.
+
+    Nothing of the user's is changed before `check` has passed: tensors are filled next, then
+    `finish` installs objects.
+    """
+
+    saved: Saved
+    destinations: dict[str, tuple[TensorEntry, list[torch.Tensor]]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    _sources: dict[int, str] = field(default_factory=dict)
+    _actions: list[Callable[[], None]] = field(default_factory=list)
+    _last_actions: list[Callable[[], None]] = field(default_factory=list)
+
+    def into(self, name: str, tensor: torch.Tensor) -> None:
+        """Restore the stored tensor `name` into `tensor`, in place: shape and dtype must be equal."""
+        entry = self.saved.tensors.get(name)
+        if entry is None:
+            self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
+            return
+        self.used.add(name)
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        if entry.spec.shape != shape:
+            self.problems.append(
+                f"shape: {name!r} is {list(shape)} in the state, {list(entry.spec.shape)} in the checkpoint"
+            )
+        elif entry.spec.dtype != dtype:
+            self.problems.append(
+                f"dtype: {name!r} is {dtype} in the state, {entry.spec.dtype} in the checkpoint"
+            )
+        else:
+            self._add(entry, tensor)
+
+    def new(self, name: str, device: str | torch.device | None = None) -> torch.Tensor:
+        """A new tensor for the stored tensor `name`, filled before `finish`. On the device on which it
+        was, where that exists here, or on the one given."""
+        entry = self.saved.tensors.get(name)
+        if entry is None:
+            self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
+            return torch.empty(0)
+        self.used.add(name)
+        place = torch.device(device if device is not None else entry.device)
+        if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+            place = torch.device("cpu")
+        dtype: torch.dtype = getattr(torch, entry.spec.dtype)
+        tensor = torch.empty(entry.spec.shape, dtype=dtype, device=place)
+        self._add(entry, tensor)
+        return tensor
+
+    def decode(self, value: Any, live: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """Tagged JSON to an object. Its tensors are those in `live`, where they are, else new ones,
+        filled before `finish`."""
+        known = live or {}
+        return decode(value, lambda name, at: known[name] if name in known else self.new(name, at))
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Do this when all tensors have arrived."""
+        self._actions.append(action)
+
+    def at_last(self, action: Callable[[], None]) -> None:
+        """Do this after all other actions (random generators: nothing may draw from them afterwards)."""
+        self._last_actions.append(action)
+
+    def check(self, step: int, where: object) -> None:
+        """Raises Mismatch with everything that does not fit."""
+        if self.problems:
+            listed = "\n  ".join(self.problems[:100])
+            more = f"\n  and {len(self.problems) - 100} more" if len(self.problems) > 100 else ""
+            raise Mismatch(
+                f"restoring step {step} of {where}: state and checkpoint differ in "
+                f"{len(self.problems)} places, nothing was changed:\n  {listed}{more}\n"
+                f"Build the state as it was when it was saved, or restore a part of it with only=[...]"
+            )
+
+    def finish(self) -> None:
+        """Run the actions, in the order in which they came."""
+        for action in (*self._actions, *self._last_actions):
+            action()
+
+    def _add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
+        if any(tensor is known for known in self.destinations.get(entry.spec.name, (entry, []))[1]):
+            return
+        source = self._sources.setdefault(id(tensor), entry.spec.name)
+        if source != entry.spec.name:
+            self.problems.append(
+                f"tied: {source!r} and {entry.spec.name!r} are one tensor in the state, two in the checkpoint"
+            )
+        self.destinations.setdefault(entry.spec.name, (entry, []))[1].append(tensor)

@@ -1,0 +1,245 @@
+"""State that speaks for itself: objects with state_dict and load_state_dict, plain values, generators."""
+
+import random
+import sys
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from everstep.state.leaves import Guard, Leaf
+from everstep.state.objects import TensorSink, encode
+from everstep.state.placement import Placement
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """torch's own protocol for objects with state (torch.distributed.checkpoint.stateful)."""
+
+    def state_dict(self) -> Any:
+        """What the object needs to go on."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Go on from that."""
+
+
+class StatefulState:
+    """Anything with state_dict and load_state_dict: schedulers, data loaders, an EMA, the user's own."""
+
+    def __init__(self, name: str, value: Stateful) -> None:
+        self.name = name
+        self._value = value
+
+    def leaves(self, guard: Guard) -> list[Leaf]:
+        """None: nobody knows when its tensors change, so they are taken with the objects, at the call."""
+        return []
+
+    def objects(self, sink: TensorSink) -> Any:
+        """Its state_dict at this moment."""
+        return encode(self._value.state_dict(), self.name, sink)
+
+    def prepare(self, placement: Placement) -> None:
+        """Its load_state_dict gets an equal state_dict."""
+        if self.name not in placement.saved.objects:
+            placement.problems.append(f"missing: the checkpoint has no {self.name!r}")
+            return
+        state = placement.decode(placement.saved.objects[self.name])
+        placement.then(lambda: self._value.load_state_dict(state))
+
+
+class ScalerState:
+    """GradScaler, whose own state_dict() synchronises the device: its scale and tracker are taken as tensors."""
+
+    def __init__(self, name: str, scaler: GradScaler) -> None:
+        self.name = name
+        self._scaler = scaler
+
+    def leaves(self, guard: Guard) -> list[Leaf]:
+        """None: the scale changes in update(), outside of the optimizer."""
+        return []
+
+    def objects(self, sink: TensorSink) -> Any:
+        """The keys of its state_dict."""
+        scaler = self._scaler
+        if not scaler.is_enabled():
+            return {}
+        scale = scaler._scale if scaler._scale is not None else scaler._init_scale
+        tracker = scaler._growth_tracker
+        state = {
+            "scale": scale,
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+            "_growth_tracker": tracker if tracker is not None else scaler._init_growth_tracker,
+        }
+        return encode(state, self.name, sink)
+
+    def prepare(self, placement: Placement) -> None:
+        """Through its load_state_dict, which wants numbers."""
+        if self.name not in placement.saved.objects:
+            placement.problems.append(f"missing: the checkpoint has no {self.name!r}")
+            return
+        state = placement.decode(placement.saved.objects[self.name])
+        placement.then(lambda: self._load(state))
+
+    def _load(self, state: dict[str, Any]) -> None:
+        numbers = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+        }
+        if numbers or self._scaler.is_enabled():
+            self._scaler.load_state_dict(numbers)
+
+
+class ValueState:
+    """A value of the user's own: tensors, numbers, strings, nested in dicts and lists, put back in place.
+
+    `holder` and `key` say where the value itself stands, so that a plain number can be put back too.
+    """
+
+    def __init__(self, name: str, holder: Any, key: Any) -> None:
+        self.name = name
+        self._holder = holder
+        self._key = key
+
+    def leaves(self, guard: Guard) -> list[Leaf]:
+        """None: the user may write to a value at any time."""
+        return []
+
+    def objects(self, sink: TensorSink) -> Any:
+        """The value as it is now."""
+        return encode(self._holder[self._key], self.name, sink)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors in it, by the names under which they are stored."""
+        found: dict[str, torch.Tensor] = {}
+
+        def sink(name: str, tensor: torch.Tensor) -> str:
+            found[name] = tensor
+            return name
+
+        encode(self._holder[self._key], self.name, sink)
+        return found
+
+    def prepare(self, placement: Placement) -> None:
+        """Dicts, lists and tensors keep their identity; the rest is replaced."""
+        if self.name not in placement.saved.objects:
+            placement.problems.append(f"missing: the checkpoint has no {self.name!r}")
+            return
+        live = self.tensors()
+        stored = set(_references(placement.saved.objects[self.name]))
+        for name in sorted(live.keys() - stored):
+            placement.problems.append(f"missing: the checkpoint has no tensor {name!r}")
+        for name in live.keys() & stored:
+            placement.into(name, live[name])
+        value = placement.decode(placement.saved.objects[self.name], live)
+        placement.then(lambda: self._install(value))
+
+    def _install(self, value: Any) -> None:
+        self._holder[self._key] = _merge(self._holder[self._key], value)
+
+
+class GeneratorState:
+    """torch.Generator, numpy's Generator or RandomState, random.Random."""
+
+    def __init__(self, name: str, generator: Any) -> None:
+        self.name = name
+        self._generator = generator
+
+    def leaves(self, guard: Guard) -> list[Leaf]:
+        """None: anybody may draw from it at any time."""
+        return []
+
+    def objects(self, sink: TensorSink) -> Any:
+        """Its state."""
+        generator = self._generator
+        if isinstance(generator, (torch.Generator, np.random.RandomState)):
+            return encode(generator.get_state(), self.name, sink)
+        if isinstance(generator, random.Random):
+            return encode(generator.getstate(), self.name, sink)
+        return encode(generator.bit_generator.state, self.name, sink)
+
+    def prepare(self, placement: Placement) -> None:
+        """At the very end of the restore."""
+        if self.name not in placement.saved.objects:
+            placement.problems.append(f"missing: the checkpoint has no {self.name!r}")
+            return
+        state = placement.decode(placement.saved.objects[self.name])
+        placement.at_last(lambda: self._set(state))
+
+    def _set(self, state: Any) -> None:
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state.cpu())
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.bit_generator.state = state
+
+
+class GlobalGenerators:
+    """The random generators that training draws from: python's, numpy's, torch's on CPU and on each GPU."""
+
+    name = "rng"
+
+    def leaves(self, guard: Guard) -> list[Leaf]:
+        """None: see GeneratorState."""
+        return []
+
+    def objects(self, sink: TensorSink) -> Any:
+        """All their states; none of the calls synchronises a device."""
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if "numpy" in sys.modules:
+            state["numpy"] = np.random.get_state()  # noqa: NPY002 - the global one is the point
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return encode(state, self.name, sink)
+
+    def prepare(self, placement: Placement) -> None:
+        """At the very end; a checkpoint written with rng=False has none, which changes nothing here."""
+        if self.name in placement.saved.objects:
+            state = placement.decode(placement.saved.objects[self.name])
+            placement.at_last(lambda: self._set(state))
+
+    def _set(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"])
+        if "numpy" in state:
+            np.random.set_state(state["numpy"])  # noqa: NPY002
+        for index, device_state in enumerate(state.get("cuda", ())):
+            if torch.cuda.is_available() and index < torch.cuda.device_count():
+                torch.cuda.set_rng_state(device_state, index)
+
+
+def is_generator(value: object) -> bool:
+    """Whether GeneratorState can take it."""
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds)
+
+
+def _references(value: Any) -> list[str]:
+    """The names of the tensors that tagged JSON refers to."""
+    if isinstance(value, list):
+        return [name for item in value for name in _references(item)]
+    if not isinstance(value, dict):
+        return []
+    if value.get("$") == "tensor":
+        return [value["v"]]
+    return [name for item in value.values() for name in _references(item)]
+
+
+def _merge(live: Any, value: Any) -> Any:
+    """`value`, in the live containers where their types agree."""
+    if type(live) is dict and type(value) is dict:
+        merged = {key: _merge(live.get(key), item) for key, item in value.items()}
+        live.clear()
+        live.update(merged)
+        return live
+    if type(live) is list and type(value) is list:
+        padded = live[: len(value)] + [None] * (len(value) - len(live))
+        live[:] = [_merge(old, new) for old, new in zip(padded, value, strict=True)]
+        return live
+    return value
