@@ -14,7 +14,8 @@ from everstep.errors import (
 )
 
 if TYPE_CHECKING:
-    from everstep.checkpointer import Checkpointer, SaveHandle
+    from everstep.checkpointer import Checkpointer
+    from everstep.handle import SaveHandle
     from everstep.store.retain import Keep
     from everstep.store.store import Store
 
@@ -36,7 +37,7 @@ __all__ = [
 # Loaded at first use: the command and the keeper start without torch.
 _HOMES = {
     "Checkpointer": "everstep.checkpointer",
-    "SaveHandle": "everstep.checkpointer",
+    "SaveHandle": "everstep.handle",
     "Keep": "everstep.store.retain",
     "Store": "everstep.store.store",
 }

@@ -61,11 +61,12 @@ class Checkpointer:
         """Open or make the store, and attach to its keeper, which is started where none runs.
 
         store: a directory. state: names to nn.Module, Optimizer, anything with state_dict and
-        load_state_dict, generators, tensors, or nested dicts and lists of values and tensors. every: step()
-        saves each step that is a multiple of it. keep: retention, None for all. memory_budget: bytes of
-        host memory for captures, at least two states; None: three states where they fit into half of the
-        available memory, else two. under_pressure: what a save does when no memory is free: be skipped, or wait.
-        rng: capture python's, numpy's and torch's generators. Raises ValueError, TypeError, Unavailable.
+        load_state_dict, generators, tensors, or nested dicts and lists of values and tensors.
+        every: step() saves each step that is a multiple of it. keep: retention, None for all.
+        memory_budget: bytes of host memory for captures, at least two states; None: three states
+        where they fit into half of the available memory, else two. under_pressure: what a save does
+        when no memory is free: be skipped, or wait. rng: capture python's, numpy's and torch's
+        generators. Raises ValueError, TypeError, Unavailable.
         """
         _check_arguments(every, strategy, memory_budget, under_pressure)
         self.state = state
@@ -92,9 +93,9 @@ class Checkpointer:
         _close_in_children(self)
 
     def step(self, step: int) -> SaveHandle | None:
-        """Tell that the optimizer has completed `step` updates. Saves where a save is due (`every`), and
-        returns its handle; does not block but for what DESIGN calls eager. After a SIGTERM it saves, waits
-        until all is durable and ends the process."""
+        """Tell that the optimizer has completed `step` updates. Saves where a save is due
+        (`every`), and returns its handle; does not block but for what DESIGN calls eager. After a
+        SIGTERM it saves, waits until all is durable and ends the process."""
         _check_step(step)
         self._last_step = step
         due = step % self._every == 0 or self._preemption.requested
@@ -131,10 +132,10 @@ class Checkpointer:
     ) -> int:
         """Put a checkpoint back into the state, verified; returns its step. Blocks.
 
-        step: None for the newest that verifies (0 is returned where there is none), a step of the run, a
-        tag, or "step-epoch". only: names of parts of the state; the others are left alone. from_store:
-        another run's store to start from. Raises Missing, Mismatch (nothing was changed then), Corrupt (the
-        tensors are half filled then: restore another step), Unavailable.
+        step: None for the newest that verifies (0 is returned where there is none), a step of the
+        run, a tag, or "step-epoch". only: names of parts of the state; the others are left alone.
+        from_store: another run's store to start from. Raises Missing, Mismatch (nothing was changed
+        then), Corrupt (the tensors are half filled then: restore another step), Unavailable.
         """
         began = time.perf_counter()
         self._check_open()
@@ -174,7 +175,8 @@ class Checkpointer:
         return 0
 
     def wait(self, level: str = "local", timeout: float | None = None) -> None:
-        """Block until every save that was begun has reached `level`. Raises the newest save's error."""
+        """Block until every save that was begun has reached `level`. Raises the newest save's
+        error."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for _, handle in list(self._captures.values()):
             try:
@@ -186,7 +188,8 @@ class Checkpointer:
                     raise
 
     def close(self) -> None:
-        """Wait until all saves are durable, and detach. Raises the newest save's error if it was lost."""
+        """Wait until all saves are durable, and detach. Raises the newest save's error if it was
+        lost."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -342,7 +345,8 @@ class Checkpointer:
     def _skip(self, handle: SaveHandle) -> SaveHandle:
         self.metrics.skips += 1
         text = (
-            f"saving step {handle.step}: skipped, because earlier saves are still being written. Save less often "
+            f"saving step {handle.step}: skipped, because earlier saves are still being written. "
+            f"Save less often "
             f"(every=), give more memory (memory_budget=), or wait instead (under_pressure='wait')"
         )
         if self.metrics.skips == 1 or self.metrics.skips % 100 == 0:
@@ -418,7 +422,8 @@ def _existing_store(path: str | os.PathLike[str]) -> Disk:
 
 
 def _topology() -> dict[str, Any]:
-    """What made the checkpoint: informative, and needed to judge whether a continuation can be exact."""
+    """What made the checkpoint: informative, and needed to judge whether a continuation can be
+    exact."""
     return {
         "world_size": 1,
         "torch": torch.__version__,

@@ -13,8 +13,8 @@ LEVELS = ("captured", "held", "local", "replicated", "remote")
 class SaveHandle:
     """One save on its way: captured → held → local (→ replicated → remote).
 
-    captured: the copy is made, the state may be written to. held: the keeper has it, and the trainer's
-    death does no harm. local: committed and durable on the disk. Thread-safe.
+    captured: the copy is made, the state may be written to. held: the keeper has it, and the
+    trainer's death does no harm. local: committed and durable on the disk. Thread-safe.
     """
 
     def __init__(self, step: int) -> None:
@@ -32,7 +32,8 @@ class SaveHandle:
         return self.error is not None or self.level in LEVELS[2:]
 
     def wait(self, level: str = "local", timeout: float | None = None) -> None:
-        """Block until `level` is reached. Raises the save's error, or TimeoutError after `timeout` seconds."""
+        """Block until `level` is reached. Raises the save's error, or TimeoutError after `timeout`
+        seconds."""
         if level not in LEVELS[:3]:
             raise ValueError(f"level must be one of {LEVELS[:3]}, not {level!r}")
         with self._changed:
@@ -41,7 +42,8 @@ class SaveHandle:
             )
             if not reached:
                 raise TimeoutError(
-                    f"waiting for step {self.step} to be {level}: it is {self.level or 'being copied'} "
+                    f"waiting for step {self.step} to be {level}: it is "
+                    f"{self.level or 'being copied'} "
                     f"after {timeout} s"
                 )
         if self._confirm:
@@ -50,7 +52,8 @@ class SaveHandle:
             raise self.error
 
     def confirm_with(self, check: Callable[[], str | None]) -> None:
-        """For everstep: how to check the copy when somebody has waited for it and may change tensors next."""
+        """For everstep: how to check the copy when somebody has waited for it and may change
+        tensors next."""
         self._confirm = check
 
     def advance(self, level: str) -> None:

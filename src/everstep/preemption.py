@@ -1,4 +1,5 @@
-"""SIGTERM, as schedulers send it before they kill: save what is due, wait until it is durable, go."""
+"""SIGTERM, as schedulers send it before they kill: save what is due, wait until it is durable,
+go."""
 
 import logging
 import os
@@ -14,9 +15,9 @@ log = logging.getLogger("everstep")
 class Preemption:
     """Handles SIGTERM for one Checkpointer, in the main thread of its process.
 
-    Where the program had no handler of its own, the process ends by the same signal when all is durable:
-    at once if the newest completed step is saved or on its way, else after the save at the next step.
-    A handler of the program's own is called as before, and decides when to end.
+    Where the program had no handler of its own, the process ends by the same signal when all is
+    durable: at once if the newest completed step is saved or on its way, else after the save at the
+    next step. A handler of the program's own is called as before, and decides when to end.
     """
 
     def __init__(self, is_saved: Callable[[], bool], wait_local: Callable[[], None]) -> None:
@@ -65,7 +66,8 @@ class Preemption:
         if callable(self._previous):
             self._previous(number, frame)
         elif self._is_saved():
-            # No waiting here: the signal may have hit the main thread inside a lock that waiting needs.
+            # No waiting here: the signal may have hit the main thread inside a lock that waiting
+            # needs.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             threading.Thread(target=self._end_later, name="everstep-preempt").start()
 

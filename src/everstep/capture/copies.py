@@ -1,8 +1,8 @@
 """Copying tensors into a slot's image, on the CPU and off CUDA devices.
 
-A `Batch` is what one owner's tensors need: plain memory moves for contiguous CPU tensors, torch copies
-for the rest. Copies off a device run on a side stream of it, into pinned memory, and are ordered
-after what the training stream had enqueued at the call.
+A `Batch` is what one owner's tensors need: plain memory moves for contiguous CPU tensors, torch
+copies for the rest. Copies off a device run on a side stream of it, into pinned memory, and are
+ordered after what the training stream had enqueued at the call.
 """
 
 import ctypes
@@ -19,7 +19,8 @@ from everstep.state.leaves import Leaf
 log = logging.getLogger("everstep")
 
 _SMALL_BYTES = 64 << 10
-# Both are memmove(3). The one releases the GIL, which costs a hand-over each time; the other does not.
+# Both are memmove(3). The one releases the GIL, which costs a hand-over each time; the other does
+# not.
 _move_large = ctypes.CDLL(None).memmove
 _move_small = ctypes.PyDLL(None).memmove
 for _move in (_move_large, _move_small):
@@ -29,7 +30,8 @@ for _move in (_move_large, _move_small):
 
 @dataclass(slots=True)
 class Batch:
-    """The copies of one owner: (offset in the image, source address, bytes) and (offset, tensor)."""
+    """The copies of one owner: (offset in the image, source address, bytes) and (offset,
+    tensor)."""
 
     moves: list[tuple[int, int, int]] = field(default_factory=list)
     strided: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -63,7 +65,8 @@ class Batch:
                 place(image, offset, tensor).copy_(tensor)
 
     def enqueue_from(self, device: torch.device, arena: Arena, slot: int) -> None:
-        """Enqueue the copies off one device on the current stream; does not block where the arena is pinned.
+        """Enqueue the copies off one device on the current stream; does not block where the arena
+        is pinned.
 
         The caller keeps the sources alive until the stream has passed them.
         """
@@ -91,7 +94,8 @@ class Devices:
         self._pinned: dict[int, Arena] = {}
 
     def pin(self, arena: Arena) -> None:
-        """Register the arena with CUDA, once; takes seconds for many GB, so it is done before its first copy.
+        """Register the arena with CUDA, once; takes seconds for many GB, so it is done before its
+        first copy.
 
         Where it fails, copies go through the driver's own staging: slower, and just as right.
         """

@@ -57,8 +57,8 @@ class Capture:
     def check(self, owner: int | None = None) -> str | None:
         """Whether the copy is clean, as far as can be told now; remembers a torn one.
 
-        A thread that comes after the update had been allowed finds `checked` set and changed tensors: that
-        is as it should be, hence the order of the two looks.
+        A thread that comes after the update had been allowed finds `checked` set and changed
+        tensors: that is as it should be, hence the order of the two looks.
         """
         for index, owned in self.owned.items():
             if owner not in (None, index) or owned.checked:
@@ -78,12 +78,13 @@ class Full:
         seal: Callable[[Capture], None],
         fail: Callable[[Capture, EverstepError], None],
     ) -> None:
-        """`seal` is called in the copying thread when all is copied; `fail` where that went wrong."""
+        """`seal` is called in the copying thread when all is copied; `fail` where that went
+        wrong."""
         self._seal = seal
         self._fail = fail
         self._queue: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
         self._current: Capture | None = None
-        self._bound: tuple[Walk, Plan, dict[int | None, "_Bound"]] | None = None
+        self._bound: tuple[Walk, Plan, dict[int | None, _Bound]] | None = None
         self.devices = Devices()
         threading.Thread(target=self._run, name="everstep-copy", daemon=True).start()
 
@@ -98,8 +99,8 @@ class Full:
     ) -> Capture:
         """Copy what must be copied at the call; the rest is for `go_on`.
 
-        On CUDA the eager copies are enqueued on the current stream of each device, after the work that is
-        there, before all that comes; the host does not wait.
+        On CUDA the eager copies are enqueued on the current stream of each device, after the work
+        that is there, before all that comes; the host does not wait.
         """
         bound = dict(self._bind(collected.walk, plan))
         loose = _by_owner(collected.loose)
@@ -128,7 +129,8 @@ class Full:
         self._queue.put(capture)
 
     def hold(self, owner: int) -> None:
-        """Before an optimizer's update: wait for the copies of its tensors, and check that they are clean.
+        """Before an optimizer's update: wait for the copies of its tensors, and check that they are
+        clean.
 
         The host waits only until they are enqueued (CPU: made); the device's current stream waits
         for the rest.

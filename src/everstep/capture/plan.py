@@ -32,7 +32,8 @@ class Plan:
 
 
 class Planner:
-    """Makes plans, and makes one anew only where names, dtypes, shapes, devices or groups differ."""
+    """Makes plans, and makes one anew only where names, dtypes, shapes, devices or groups
+    differ."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None

@@ -60,7 +60,8 @@ class Pool:
         }
 
     def inherit(self, arenas: list[tuple[str, Arena]]) -> None:
-        """Arenas of a trainer that died, in which the next capture may go on: their pages are warm."""
+        """Arenas of a trainer that died, in which the next capture may go on: their pages are
+        warm."""
         self._inherited = arenas
 
     def next_sequence(self) -> int:
@@ -71,8 +72,8 @@ class Pool:
     def acquire(self, plan: Plan, descriptor_size: int, wait: bool) -> Slot | None:
         """A slot for this plan, in state CAPTURING and with its headers in place.
 
-        None where none is free and `wait` is False; else blocks. Raises Unavailable where the budget is
-        too small, or the keeper is lost.
+        None where none is free and `wait` is False; else blocks. Raises Unavailable where the
+        budget is too small, or the keeper is lost.
         """
         documents = round_up(len(plan.table) + 3 * descriptor_size + 64 * plan.layout.digest_count)
         self._fit(plan, documents + _DOCUMENT_SLACK_BYTES)
@@ -147,7 +148,8 @@ class Pool:
             budget = max(2 * slot_bytes, min(SLOTS * slot_bytes, available_memory() // 2))
         if budget < 2 * slot_bytes:
             raise Unavailable(
-                f"capturing: memory_budget={budget} bytes is too small. This state needs {slot_bytes} bytes a "
+                f"capturing: memory_budget={budget} bytes is too small. This state needs "
+                f"{slot_bytes} bytes a "
                 f"slot, and two slots, so that one good copy is whole while the next is made"
             )
         arena = Arena.create(min(SLOTS, budget // slot_bytes), documents, image)

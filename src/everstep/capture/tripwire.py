@@ -2,7 +2,8 @@
 
 Version counters are read, and a few bytes of each CPU tensor compared, because some writes (fused
 optimizers, `.data`, numpy) do not count. It is a tripwire, not a proof: docs/guarantees.md says
-what the user has to leave alone. On CUDA only the counters are read: bytes would cost a synchronisation.
+what the user has to leave alone. On CUDA only the counters are read: bytes would cost a
+synchronisation.
 """
 
 import ctypes
@@ -23,7 +24,8 @@ class Tripwire:
     __slots__ = ("_leaves", "_samples", "_versions")
 
     def __init__(self, leaves: Sequence[Leaf], places: Sequence[tuple[int, int, int]], step: int):
-        """`places`: (address, bytes to sample from, index of the leaf) of contiguous CPU tensors."""
+        """`places`: (address, bytes to sample from, index of the leaf) of contiguous CPU
+        tensors."""
         self._leaves = leaves
         self._versions = [leaf.tensor._version for leaf in leaves]
         self._samples = []
@@ -65,7 +67,9 @@ def describe(step: int, changed: Sequence[str]) -> str:
         f" and {len(changed) - 5} more" if len(changed) > 5 else ""
     )
     return (
-        f"saving step {step}: {shown} changed while the copy was being made, outside of optimizer.step(), so that "
-        f"the copy was thrown away. Between checkpointer.step() and the next optimizer.step() nothing may write "
+        f"saving step {step}: {shown} changed while the copy was being made, outside of "
+        f"optimizer.step(), so that "
+        f"the copy was thrown away. Between checkpointer.step() and the next optimizer.step() "
+        f"nothing may write "
         f"to what an optimizer owns; call checkpointer.wait('captured') before you do"
     )

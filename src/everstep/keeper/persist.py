@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from everstep.errors import Conflict, Corrupt, Unsupported
+from everstep.errors import Corrupt, EverstepError, Unsupported
 from everstep.format.document import unseal
 from everstep.format.manifest import (
     Extent,
