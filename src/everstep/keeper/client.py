@@ -101,9 +101,10 @@ class Client:
         self._send({"type": "confirm", "sequence": sequence, "problem": problem})
 
     def settle(self) -> list[tuple[str, Arena]]:
-        """Wait until the keeper has finished what dead trainers sealed; what it holds of theirs, by key.
+        """Wait until the keeper has finished what dead trainers sealed.
 
-        The arenas are mapped for the caller, who closes them.
+        Returns what it holds of theirs, by key. The arenas are mapped for the caller, who closes
+        them.
         """
         reply, fds = self._request({"type": "settle"})
         return [(key, Arena(fd)) for key, fd in zip(reply["arenas"], fds, strict=True)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from everstep.errors import Corrupt, EverstepError, Unsupported
+from everstep.errors import Conflict, Corrupt, EverstepError, Unsupported
 from everstep.format.document import unseal
 from everstep.format.manifest import (
     Extent,
@@ -83,18 +83,17 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     manifest, packs = _describe(writer, arena, slot, record)
     name = CheckpointName(manifest.step, manifest.epoch)
     digests = writer.hasher.submit(_digest, arena, slot, record)
-    existing = (writer.disk.root / names.manifest_path(name)).exists()
+    existing = False
     links: tuple[FileLink, ...] = ()
     try:
         failure: EverstepError | None = None
         try:
+            existing = writer.disk.size(names.manifest_path(name)) is not None
             commit.check_epoch(writer.disk, manifest.epoch, manifest.step)
             if not existing:
                 links = commit.write_packs(writer.disk, name, packs)
         except EverstepError as error:
-            failure = (
-                error  # the state can still be restored from memory, with its manifest beside it
-            )
+            failure = error  # with its manifest beside it, memory can still be restored from
         table = arena.table(slot, record)
         manifest = _with_data(manifest, table, links or _unwritten(packs), digests)
         document = encode_manifest(manifest)
@@ -105,17 +104,18 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         job.answered.wait()
         if job.problem:
             raise Unsupported(job.problem)
-        if existing and commit.find_same(writer.disk, manifest):
-            return Outcome(0, time.monotonic() - began)
-        commit.write_table(writer.disk, table)
-        commit.publish(writer.disk, manifest, document)
+        if existing:
+            if not commit.find_same(writer.disk, manifest):
+                raise Conflict(f"saving step {manifest.step}: {name} was deleted at the same time")
+        else:
+            commit.publish(writer.disk, manifest, document, [table])
     except BaseException:
         commit.discard_packs(writer.disk, name, links)
         raise
     writer.parent = name
-    if manifest.tag:
+    if manifest.tag:  # also where the step was there: who committed it may have died before this
         commit.set_tag(writer.disk, manifest.tag, name)
-    return Outcome(sum(map(len, packs)), time.monotonic() - began)
+    return Outcome(0 if existing else sum(map(len, packs)), time.monotonic() - began)
 
 
 def apply_retention(writer: Writer) -> None:

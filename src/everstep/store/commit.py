@@ -41,8 +41,9 @@ def claim_epoch(disk: Disk, parent: int | None, fork: int) -> int:
     """Claim the next epoch by atomic create, and return its number.
 
     `parent` and `fork` say where the run goes on from: the epoch and step that were restored, or
-    None and 0 for a start from nothing.
+    None and 0 for a start from nothing. Makes the store where there is none.
     """
+    open_store(disk)
     while True:
         number = catalog.newest_epoch(disk) + 1
         claim = {
