@@ -13,7 +13,7 @@ epoch's steps beyond the fork or an older resumption, hangs off to the right whe
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everstep.store.lineage import Epoch
 from everstep.store.names import CheckpointName
@@ -27,6 +27,7 @@ class Row:
     """A line of the drawing: `depth` lines pass on its left, `mark` is its own part of the graph.
 
     It stands for an epoch (beyond its step `after`, if not -1), a checkpoint, or `hidden` ones.
+    The trunk is the leftmost line; it is live where it leads to the newest epoch.
     """
 
     depth: int
@@ -36,6 +37,7 @@ class Row:
     checkpoint: CheckpointName | None = None
     hidden: int = 0
     is_left: bool = False
+    has_live_trunk: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ def draw(
     for root in roots:
         line = forest.branch(root)
         if root is roots[-1] or not line.is_empty:
-            _Pen(frozenset(current), always, rows).draw(line, 0, root is not roots[-1])
+            pen = _Pen(frozenset(current), always, root is roots[-1], rows)
+            pen.draw(line, 0)
     return rows
 
 
@@ -134,9 +137,10 @@ class _Pen:
 
     current: frozenset[CheckpointName]
     always: Collection[CheckpointName] | None
+    has_live_trunk: bool
     rows: list[Row]
 
-    def draw(self, line: _Branch, depth: int, is_left: bool) -> None:
+    def draw(self, line: _Branch, depth: int) -> None:
         """Draw a line and what leaves it."""
         run: list[CheckpointName] = []
         begun = False
@@ -148,11 +152,12 @@ class _Pen:
             run = []
             if isinstance(item, _Branch):
                 if not item.is_empty:
-                    self.draw(item, depth + 1, True)
+                    self.draw(item, depth + 1)
             elif _is_worth_a_row(line, index):
                 mark = "├" if begun else ("├─╮" if depth else "┌")
                 at = depth if begun or not depth else depth - 1
-                self.rows.append(Row(at, mark, item.epoch, item.after, is_left=is_left))
+                is_left = depth > 0 or not self.has_live_trunk
+                self._add(Row(at, mark, item.epoch, item.after, is_left=is_left))
                 begun = True
         self._draw_run(run, depth)
 
@@ -164,11 +169,14 @@ class _Pen:
                 hidden += 1
                 continue
             if hidden:
-                self.rows.append(Row(depth, "┊", hidden=hidden))
+                self._add(Row(depth, "┊", hidden=hidden, is_left=run[0] not in self.current))
                 hidden = 0
             is_left = name not in self.current
             mark = "○" if is_left else "●"
-            self.rows.append(Row(depth, mark, checkpoint=name, is_left=is_left))
+            self._add(Row(depth, mark, checkpoint=name, is_left=is_left))
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(replace(row, has_live_trunk=self.has_live_trunk))
 
 
 def _is_worth_a_row(line: _Branch, index: int) -> bool:

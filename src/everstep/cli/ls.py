@@ -118,13 +118,20 @@ def _lines(listing: Listing, rows: list[Row], screen: Screen) -> list[str]:
     lines = [screen.join([Cell(" " * width), *titles])]
     table = iter(aligned)
     for row in rows:
-        graph = [Cell("│ " * row.depth, "dim"), Cell(row.mark, "dim" if row.is_left else "live")]
+        graph = _graph(row)
         if row.checkpoint:
             space = Cell(" " * (width - 2 * row.depth - len(row.mark)))
             lines.append(screen.join([*graph, space, *next(table)]))
         else:
             lines.append(screen.join([*graph, Cell(" "), Cell(_caption(row), "dim")]))
     return lines
+
+
+def _graph(row: Row) -> list[Cell]:
+    """The row's lines and mark; the first character belongs to the trunk."""
+    text = "│ " * row.depth + row.mark
+    is_live = row.has_live_trunk and (row.depth > 0 or not row.checkpoint or not row.is_left)
+    return [Cell(text[:1], "live" if is_live else "dim"), Cell(text[1:], "dim")]
 
 
 def _caption(row: Row) -> str:
@@ -146,7 +153,7 @@ def _cells(listing: Listing, row: Row, digits: int) -> list[Cell]:
     is_latest = bool(listing.current) and name == listing.current[-1]
     style = "dim" if row.is_left else ("live" if is_latest else "bold")
     label = f"{name.step:>{digits}}" + (f"-{name.epoch}" if row.is_left else "")
-    tags = " ".join([*listing.tags.get(name, []), *(["latest"] if is_latest else [])])
+    tags = " ".join([*listing.tags.get(name, []), *(["← latest"] if is_latest else [])])
     start = [Cell(label, style), Cell(clean(tags), "yellow")]
     try:
         manifest = catalog.read_manifest(listing.disk, name)

@@ -39,7 +39,7 @@ _COLUMNS = (
     Column("PACK", right=True),
 )
 _DIGEST_DIGITS = 12
-_LABEL_WIDTH = 10
+_LABEL_WIDTH = 12
 
 Row = tuple[Part, TensorEntry]
 
@@ -106,8 +106,8 @@ def _summary(
         _line("follows", origin, screen),
         _line("metrics", pairs_text(manifest.metrics), screen),
         _line("holds", f"{plural(tensors, 'tensor')}, {size_text(manifest.size)}", screen),
-        _line("capture", _settings(manifest.capture), screen),
-        _line("topology", _settings(manifest.topology), screen),
+        *_setting_lines("capture", manifest.capture, screen),
+        *_setting_lines("topology", manifest.topology, screen),
     ]
     lines += _section("packs", _pack_pairs(manifest), screen)
     lines += _section("optimizers", _optimizer_pairs(manifest, tables), screen)
@@ -131,17 +131,23 @@ def _section(label: str, pairs: list[tuple[str, str]], screen: Screen) -> list[s
     return lines
 
 
+def _setting_lines(label: str, values: dict[str, Any], screen: Screen) -> list[str]:
+    """Settings on one line, and each group of them below on its own: "memory  slots 3 · …"."""
+    groups = {key: value for key, value in values.items() if isinstance(value, dict)}
+    plain = {key: value for key, value in values.items() if key not in groups}
+    lines = [_line(label, _settings(plain), screen)]
+    return lines + [_line(clean(key), _settings(group), screen) for key, group in groups.items()]
+
+
 def _settings(values: dict[str, Any]) -> str:
-    """As "strategy full · slots 2 · memory_budget 1.2 GiB": byte counts are written as sizes."""
-    return " · ".join(
-        f"{clean(key)} {size_text(value) if _is_size(key, value) else brief(value, 200)}"
-        for key, value in values.items()
-        if value is not None
-    )
+    """As "slots 3 · budget 1.2 GiB" of {"slots": 3, "budget_bytes": …}."""
+    return " · ".join(_setting(key, value) for key, value in values.items() if value is not None)
 
 
-def _is_size(key: str, value: Any) -> bool:
-    return type(value) is int and (key.endswith("_bytes") or key == "memory_budget")
+def _setting(key: str, value: Any) -> str:
+    name = clean(key).removesuffix("_bytes")
+    is_size = name != key and type(value) is int
+    return f"{name.replace('_', ' ')} {size_text(value) if is_size else brief(value, 200)}"
 
 
 def _pack_pairs(manifest: Manifest) -> list[tuple[str, str]]:

@@ -68,13 +68,13 @@ def _progress_bar() -> Iterator[Progress | None]:
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("verifying", total=None)
+        task = bar.add_task("verifying", total=None, visible=False)
         due = 0.0
 
         def update(done: int, total: int) -> None:
             nonlocal due
             if done >= total or time.monotonic() >= due:
                 due = time.monotonic() + _UPDATE_S
-                bar.update(task, completed=done, total=total)
+                bar.update(task, completed=done, total=total, visible=True)
 
         yield update

@@ -1,0 +1,342 @@
+"""The command `everstep`: what it prints, its exit codes, and that it starts without torch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cli_store
+from everstep.cli import main as command
+from everstep.cli import render
+from everstep.cli.branches import Row, draw
+from everstep.store import commit
+from everstep.store.lineage import Epoch, current
+from everstep.store.names import CheckpointName
+
+CAPTURED = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    path = tmp_path / "runs" / "gpt"
+    cli_store.make_branched(path)
+    return path
+
+
+def run(*words: object) -> int:
+    return command.main([str(word) for word in words])
+
+
+def run_json(capsys: CAPTURED, *words: object, code: int = 0):
+    assert run(*words, "--json") == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ls_draws_the_branches(store: Path, capsys: CAPTURED) -> None:
+    assert run("ls", store) == 0
+    graph = [line.split("  ")[0].split(" · ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert graph[3:] == [
+        "┌ epoch 1",
+        "●",
+        "●",
+        "├─╮ left behind: epoch 1 beyond step 80",
+        "│ ○ 120-1",
+        "├ epoch 2",
+        "●",
+        "●",
+    ]
+
+
+def test_ls_shows_tags_metrics_and_size(store: Path, capsys: CAPTURED) -> None:
+    run("ls", store)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(" 80 " in line and "best" in line and "loss 5" in line for line in lines)
+    assert any(" 100 " in line and "latest" in line and "6.7 MiB" in line for line in lines)
+
+
+def test_ls_json(store: Path, capsys: CAPTURED) -> None:
+    found = run_json(capsys, "ls", store)
+    assert found["latest"] == 100
+    assert [row["name"] for row in found["checkpoints"] if not row["current"]] == ["00000120-0001"]
+    assert [epoch["fork"] for epoch in found["epochs"]] == [0, 80]
+    tags = {row["step"]: row["tags"] for row in found["checkpoints"]}
+    assert tags == {40: [], 80: ["best"], 81: [], 100: [], 120: []}
+
+
+def test_ls_of_an_empty_store(tmp_path: Path, capsys: CAPTURED) -> None:
+    cli_store.begin(tmp_path)
+    assert run("ls", tmp_path) == 0
+    assert "nothing is committed yet" in capsys.readouterr().out
+
+
+def test_ls_names_a_damaged_manifest(store: Path, capsys: CAPTURED) -> None:
+    manifest = store / "checkpoints" / "00000081-0002" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    assert run("ls", store) == 0
+    assert "corrupt" in capsys.readouterr().out
+    assert "problem" in run_json(capsys, "ls", store)["checkpoints"][2]
+
+
+def test_ls_hides_the_middle_of_long_runs() -> None:
+    names = [CheckpointName(step, 1) for step in range(1, 101)]
+    epochs = {1: Epoch(1, None, 0)}
+    rows = draw(epochs, names, current(epochs, names), always={CheckpointName(50, 1)})
+    assert [row.checkpoint.step for row in rows if row.checkpoint] == [1, 2, 50, *range(95, 101)]
+    assert sum(row.hidden for row in rows) == 91
+    rows = draw(epochs, names, current(epochs, names), always=None)
+    assert [row.checkpoint for row in rows if row.checkpoint] == names
+
+
+def test_drawing_holds_every_checkpoint_once_whatever_the_epochs() -> None:
+    epochs = {
+        1: Epoch(1, None, 0),
+        2: Epoch(2, None, 0),
+        3: Epoch(3, 2, 4),
+        4: Epoch(4, 3, 5),
+        5: Epoch(5, 9, 2),  # of a parent that is not there
+        6: Epoch(6, 2, 6),
+    }
+    names = [CheckpointName(step, epoch) for epoch in (*epochs, 8) for step in range(1, 9)]
+    rows = draw(epochs, names, current(epochs, names), always=None)
+    drawn = [row.checkpoint for row in rows if row.checkpoint]
+    assert sorted(drawn) == sorted(names)
+    live = [row.checkpoint for row in rows if row.checkpoint and not row.is_left]
+    assert sorted(live) == current(epochs, names)
+
+
+def test_resumptions_without_a_way_back_are_one_straight_line() -> None:
+    epochs = {1: Epoch(1, None, 0), 2: Epoch(2, 1, 2), 3: Epoch(3, 2, 2), 4: Epoch(4, 3, 3)}
+    names = [CheckpointName(1, 1), CheckpointName(2, 1), CheckpointName(3, 3), CheckpointName(4, 4)]
+    rows: list[Row] = draw(epochs, names, current(epochs, names), always=None)
+    assert {row.depth for row in rows} == {0}
+    assert [row.epoch.number for row in rows if row.epoch] == [1, 3, 4]  # 2 wrote nothing
+
+
+def test_show_takes_the_newest_a_step_a_tag_or_a_full_name(store: Path, capsys: CAPTURED) -> None:
+    for words, name in [
+        ([], "00000100-0002"),
+        ([80], "00000080-0001"),
+        (["best"], "00000080-0001"),
+        (["120-1"], "00000120-0001"),
+    ]:
+        assert run_json(capsys, "show", store, *words)["name"] == name
+
+
+def test_show_prints_all_there_is(store: Path, capsys: CAPTURED) -> None:
+    assert run("show", store, "best") == 0
+    text = capsys.readouterr().out
+    for expected in (
+        "step 80 · epoch 1 · best",
+        "capture     strategy full · every 1",
+        "memory      slots 2 · image 6.7 MiB · budget 1.1 GiB · formula 2 images",
+        "2 parameters · lr 0.0003 · betas (0.9, 0.95) · weight_decay 0.1",
+        "{epoch 2, position 4711}",
+        "model.wte.weight = model.head.weight",
+        "512 × 1024",
+    ):
+        assert expected in text
+
+
+def test_show_json_holds_the_digest_of_every_chunk(store: Path, capsys: CAPTURED) -> None:
+    tensors = {row["name"]: row for row in run_json(capsys, "show", store)["tensors"]}
+    moment = tensors["optimizer.state.model.wte.weight.exp_avg"]
+    assert moment["size"] == 1200 * 1024 * 4
+    assert len(moment["pieces"][0]["digests"]) == 2
+    assert tensors["model.wte.weight"]["aliases"] == ["model.head.weight"]
+
+
+@pytest.mark.parametrize(("pattern", "count"), [("attention", 2), ("*.weight", 2), ("head", 1)])
+def test_show_filters_by_name(store: Path, capsys: CAPTURED, pattern: str, count: int) -> None:
+    assert len(run_json(capsys, "show", store, "--names", pattern)["tensors"]) == count
+
+
+def test_show_of_names_that_do_not_exist(store: Path, capsys: CAPTURED) -> None:
+    assert run("show", store, "--names", "nothing") == 1
+    assert "everstep: Missing:" in capsys.readouterr().err
+
+
+def test_show_of_a_step_that_does_not_exist(store: Path, capsys: CAPTURED) -> None:
+    assert run("show", store, "120") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("everstep: Missing: ")
+    assert "00000120-0001" in error or "120-1" in error
+    assert error.count("\n") == 1
+
+
+def test_verify_finds_a_flipped_bit(store: Path, capsys: CAPTURED) -> None:
+    assert run("verify", store) == 0
+    assert "5 checkpoints intact" in capsys.readouterr().out
+    pack = next(store.glob("data/00000081-0002-*.safetensors"))
+    with pack.open("r+b") as file:
+        file.seek(1 << 20)
+        byte = file.read(1)[0]
+        file.seek(1 << 20)
+        file.write(bytes([byte ^ 16]))
+    assert run("verify", store) == 1
+    text = capsys.readouterr().out
+    assert "1 of 5 checkpoints damaged" in text
+    assert "model.wte.weight" in text or "exp_avg" in text
+    assert run("verify", store, "80") == 0
+    capsys.readouterr()
+    found = run_json(capsys, "verify", store, code=1)
+    assert list(found["problems"]) == ["00000081-0002"]
+
+
+def test_rm_deletes_and_tells_the_bytes(store: Path, capsys: CAPTURED) -> None:
+    size = sum(path.stat().st_size for path in store.glob("data/000000[48]0-*"))
+    found = run_json(capsys, "rm", store, "40", "best")
+    assert found == {"deleted": ["00000040-0001", "00000080-0001"], "bytes": size}
+    assert run_json(capsys, "ls", store)["checkpoints"][0]["step"] == 81
+
+
+def test_rm_of_one_that_is_missing_deletes_none(store: Path, capsys: CAPTURED) -> None:
+    assert run("rm", store, "40", "41") == 1
+    capsys.readouterr()
+    assert len(run_json(capsys, "ls", store)["checkpoints"]) == 5
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 4), ("\n", 1, 5), ("", 1, 5)])
+def test_rm_asks_on_a_terminal(
+    store: Path,
+    capsys: CAPTURED,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    code: int,
+    left: int,
+) -> None:
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+        def readline(self) -> str:
+            return answer
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert run("rm", store, "40") == code
+    assert "delete 1 checkpoint of" in capsys.readouterr().err
+    assert len(run_json(capsys, "ls", store)["checkpoints"]) == left
+    assert run("rm", store, "81", "--yes") == 0
+
+
+def test_gc_deletes_what_older_epochs_left(store: Path, capsys: CAPTURED) -> None:
+    stray = store / "data" / "00000099-0001-0123abcd-0.safetensors"
+    stray.write_bytes(bytes(4096))
+    assert run_json(capsys, "gc", store) == {"files": 1, "bytes": 4096}
+    assert not stray.exists()
+    assert run("gc", store) == 0
+    assert "nothing to delete" in capsys.readouterr().out
+
+
+def test_inside_a_store_its_name_may_be_left_out(
+    store: Path, capsys: CAPTURED, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(store)
+    assert run("ls") == 0
+    capsys.readouterr()
+    assert run_json(capsys, "show", "80")["step"] == 80
+    assert run_json(capsys, "rm", "40")["deleted"] == ["00000040-0001"]
+    assert run("verify", "best") == 0
+
+
+def test_without_a_store_it_says_where_one_is(
+    store: Path, capsys: CAPTURED, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(store.parent.parent)
+    for words in (["ls"], ["show", "80"], ["verify"], ["gc"], ["rm", "80"]):
+        assert run(*words) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("everstep: Missing: the current directory is no store")
+        assert "runs/gpt" in error
+    assert run("ls", "runs") == 1
+    assert "runs is no store: it has no everstep.json" in capsys.readouterr().err
+    assert run("ls", "nowhere") == 1
+    assert "there is no nowhere" in capsys.readouterr().err
+
+
+def test_usage_errors_exit_with_2(store: Path, capsys: CAPTURED) -> None:
+    for words in (["nonsense"], ["ls", "--nonsense"], ["rm", store], ["ls", store, "80"]):
+        with pytest.raises(SystemExit) as exit_:
+            run(*words)
+        assert exit_.value.code == 2
+    capsys.readouterr()
+
+
+def test_help_lists_every_command(capsys: CAPTURED) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run("--help")
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in command.COMMANDS)
+
+
+def test_ctrl_c_exits_with_130(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_dispatch", interrupt)
+    assert run("ls", store) == 130
+
+
+def test_ls_needs_neither_torch_nor_numpy_nor_rich(store: Path) -> None:
+    code = (
+        "import sys; from everstep.cli.main import main; code = main(sys.argv[1:]);"
+        "print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    )
+    for words in (["ls", store], ["show", store], ["verify", store], ["gc", store]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, words)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stderr == "[]\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error(store: Path) -> None:
+    code = "import sys; from everstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "ls", str(store)],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_what_a_store_holds_cannot_steer_the_terminal(tmp_path: Path, capsys: CAPTURED) -> None:
+    disk, identity = cli_store.begin(tmp_path)
+    commit.claim_epoch(disk, None, 0)
+    cli_store.save(disk, identity, 1, 1, metrics={"a\x1b[2J": "\x1b]0;owned\x07\n"})
+    for words in (["ls", tmp_path], ["show", tmp_path]):
+        assert run(*words) == 0
+        assert not set(capsys.readouterr().out) & {"\x1b", "\x07"}
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1 << 20, "1.0 MiB"),
+        (3 << 59, "1536.0 PiB"),
+    ],
+)
+def test_sizes(size: int, text: str) -> None:
+    assert render.size_text(size) == text
+
+
+def test_lines_are_cut_to_the_terminal() -> None:
+    cells = [render.Cell("abc", "bold"), render.Cell("defgh"), render.Cell("ij")]
+    assert render.Screen(width=6).join(cells) == "abcde…"[:5] + "…"
+    assert render.Screen(width=20).join(cells) == "abcdefghij"
+    assert render.Screen(colour=True).join(cells[:1]) == "\x1b[1mabc\x1b[0m"
