@@ -1,0 +1,119 @@
+"""Run an action with a fault at each of its system calls, and check what is left every time."""
+
+import contextlib
+import itertools
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from faults import Fault, FaultySystem, Killed, Medium
+
+from everstep import EverstepError, Missing, Store
+from everstep.store import catalog
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+
+@dataclass
+class Promises:
+    """What was reported durable, and so must be there whatever happens."""
+
+    checkpoints: set[CheckpointName] = field(default_factory=set)
+    epochs: set[int] = field(default_factory=set)
+    tags: dict[str, CheckpointName] = field(default_factory=dict)
+
+    def check(self, base: Path) -> None:
+        """Everything that is committed verifies, and everything that was promised is there."""
+        path = base / "store"
+        try:
+            store = Store(path)
+        except Missing:
+            assert self == Promises()
+            return
+        disk = Disk(path)
+        verdict = store.verify()
+        assert verdict.ok, verdict.problems
+        assert self.checkpoints <= set(catalog.committed(disk))
+        assert self.epochs <= set(catalog.read_epochs(disk))
+        assert self.tags.items() <= catalog.read_tags(disk).items()
+        if self.checkpoints:
+            assert store.latest() >= max(name.step for name in catalog.lineage(disk))
+            store.manifest()
+
+
+Action = Callable[[Disk, Promises], None]
+
+
+def sweep(
+    folder: Path,
+    prepare: Callable[[Disk], Promises],
+    action: Action,
+    fault: Fault,
+    finish: Callable[[Disk], None] = lambda disk: None,
+) -> int:
+    """Let `fault` happen at every call of `action`. Returns how many there were.
+
+    After each: what is seen, what a power cut leaves, and what a power cut may leave are checked;
+    the action is done again by whoever comes after, and must succeed; then all is checked again.
+    """
+    template = folder / "template"
+    template.mkdir()
+    promised = prepare(Disk(template / "store", FaultySystem(Medium(template))))
+    for at in itertools.count(1):
+        case = folder / f"at-{at}"
+        live = Path(shutil.copytree(template, case / "live"))
+        medium = Medium(live)
+        system = FaultySystem(medium, fault, at)
+        disk = Disk(live / "store", system)
+        promises = _copy(promised)
+        try:
+            with contextlib.suppress(EverstepError, Killed):
+                action(disk, promises)
+            _check_images(medium, promises, case / "first", at)
+            _again_after_power_cut(case, medium, action, promises, finish)
+            system.disarm()
+            if fault is Fault.KILL:
+                disk = Disk(live / "store", FaultySystem(medium))
+            action(disk, promises)
+            _check_images(medium, promises, case / "second", at)
+            finish(disk)
+            promises.check(live)
+        except BaseException:
+            print(f"{fault} at call {at}: {system.calls[at - 1 :][:1]} of {system.calls}")
+            raise
+        finally:
+            system.release()
+        shutil.rmtree(case)
+        if not system.fired:
+            return at - 1  # and the action, done twice without a fault, was all right
+    raise AssertionError
+
+
+def _check_images(medium: Medium, promises: Promises, target: Path, seed: int) -> None:
+    promises.check(medium.base)
+    target.mkdir()
+    promises.check(medium.after_power_cut(target / "least"))
+    print(f"seed of the partial image: {seed}")
+    promises.check(medium.after_power_cut(target / "some", random.Random(seed)))
+
+
+def _again_after_power_cut(
+    case: Path,
+    medium: Medium,
+    action: Action,
+    promises: Promises,
+    finish: Callable[[Disk], None],
+) -> None:
+    base = medium.after_power_cut(case / "restarted")
+    disk = Disk(base / "store", FaultySystem(Medium(base)))
+    promises = _copy(promises)
+    action(disk, promises)
+    promises.check(base)
+    finish(disk)
+    promises.check(base)
+
+
+def _copy(promises: Promises) -> Promises:
+    return Promises(set(promises.checkpoints), set(promises.epochs), dict(promises.tags))

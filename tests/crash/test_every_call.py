@@ -1,0 +1,194 @@
+"""A fault at every system call of everything that writes to a store."""
+
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from faults import Fault, FaultySystem, Medium
+from sweep import Promises, sweep
+
+from everstep import Store
+from everstep.store import catalog, commit, retain
+from everstep.store.names import CheckpointName
+from everstep.store.retain import Keep
+from everstep.tiers import disk as disk_module
+from everstep.tiers.disk import Disk
+from stores import Trainer, files_of, go_on, make_store, packs_of
+
+FAULTS = [Fault.EIO, Fault.DEAD_DISK, Fault.KILL]  # a full disk differs only where data is written
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """In memory where there is such a place: a sweep writes some thousand files."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="everstep-", dir="/dev/shm") as name:
+        yield Path(name)
+
+
+@pytest.fixture(autouse=True)
+def _small_extents(monkeypatch):
+    """Several extents in flight also for a pack of two pages."""
+    monkeypatch.setattr(disk_module, "EXTENT_BYTES", 4096)
+
+
+def _two_checkpoints(disk: Disk) -> Promises:
+    make_store(disk.root, [1, 2], system=disk._system)
+    return Promises({CheckpointName(1, 1), CheckpointName(2, 1)}, {1})
+
+
+def _branches(disk: Disk) -> Promises:
+    """1 2 3 4 of epoch 1 and, from 2 on, 3 4 5 of epoch 2; 1 is tagged."""
+    first = make_store(disk.root, {1: "best", 2: None, 3: None, 4: None}, system=disk._system)
+    go_on(Trainer(disk), 2, [3, 4, 5])
+    del first
+    kept = {CheckpointName(1, 1), CheckpointName(4, 1), CheckpointName(4, 2), CheckpointName(5, 2)}
+    return Promises(kept, {1, 2}, {"best": CheckpointName(1, 1)})
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_a_save(folder, fault):
+    def save(disk: Disk, promises: Promises) -> None:
+        name = CheckpointName(3, 1)
+        Trainer(disk, epoch=1, parent=CheckpointName(2, 1)).save(3, tag="good")
+        promises.checkpoints.add(name)
+        promises.tags["good"] = name
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 1, 3)  # from now on what the attempts left belongs to nobody
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == 3
+
+    assert sweep(folder, _two_checkpoints, save, fault, finish) > 30
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_the_first_save_of_a_store(folder, fault):
+    def start(disk: Disk, promises: Promises) -> None:
+        trainer = Trainer(disk)
+        epoch = trainer.claim()
+        promises.epochs.add(epoch)
+        trainer.save(1)
+        promises.checkpoints.add(CheckpointName(1, epoch))
+
+    assert sweep(folder, lambda disk: Promises(), start, fault) > 40
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_claim_of_an_epoch(folder, fault):
+    def claim(disk: Disk, promises: Promises) -> None:
+        promises.epochs.add(commit.claim_epoch(disk, 1, 2))
+        assert [name.step for name in catalog.lineage(disk)] == [1, 2]
+
+    assert sweep(folder, _two_checkpoints, claim, fault) > 8
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_retention(folder, fault):
+    keep = Keep(last=2)
+
+    def apply(disk: Disk, promises: Promises) -> None:
+        assert promises.checkpoints.isdisjoint(retain.superfluous(disk, keep))
+        retain.apply(disk, keep)
+        assert not retain.superfluous(disk, keep)
+
+    def prepare(disk: Disk) -> Promises:
+        promises = _branches(disk)
+        promises.checkpoints = set(catalog.committed(disk)) - set(retain.superfluous(disk, keep))
+        return promises
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 2, 5)
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == len(catalog.committed(disk)) == 5
+
+    assert sweep(folder, prepare, apply, fault, finish) > 6
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_deletion_of_a_tagged_checkpoint(folder, fault):
+    def delete(disk: Disk, promises: Promises) -> None:
+        promises.checkpoints.discard(CheckpointName(1, 1))
+        promises.tags.clear()
+        if CheckpointName(1, 1) in catalog.committed(disk):
+            retain.delete(disk, [CheckpointName(1, 1)])
+        assert not catalog.read_tags(disk)
+
+    assert sweep(folder, _branches, delete, fault) > 8
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_gc(folder, fault):
+    garbage = ["data/00000009-0001-aa-0.safetensors", "data/tables/00.json", "tags/x.json.0.tmp"]
+
+    def prepare(disk: Disk) -> Promises:
+        promises = _branches(disk)
+        for path in garbage:
+            (disk.root / path).write_bytes(b"what a failed attempt left")
+            os.utime(disk.root / path, (time.time() - 7200,) * 2)
+        (disk.root / "checkpoints/00000009-0001").mkdir()
+        return promises
+
+    def gc(disk: Disk, promises: Promises) -> None:
+        for path in garbage:  # an image has new time stamps
+            if (disk.root / path).exists():
+                os.utime(disk.root / path, (time.time() - 7200,) * 2)
+        retain.sweep(disk)
+        assert files_of(disk.root).isdisjoint(garbage)
+        assert not (disk.root / "checkpoints/00000009-0001").exists()
+
+    assert sweep(folder, prepare, gc, fault) > 8
+
+
+@pytest.mark.parametrize("fault", [Fault.KILL])
+def test_gc_after_a_delete_that_was_killed(folder, fault):
+    """A manifest that is unlinked but not synced may come back: its packs must still be there."""
+
+    def delete_and_collect(disk: Disk, promises: Promises) -> None:
+        commit.claim_epoch(disk, 1, 2)
+        promises.checkpoints.discard(CheckpointName(1, 1))
+        if CheckpointName(1, 1) in catalog.committed(disk):
+            retain.delete(disk, [CheckpointName(1, 1)])
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == 1
+
+    sweep(folder, _two_checkpoints, delete_and_collect, fault)
+
+
+@pytest.mark.parametrize("no_direct", ["", "open", "write"])
+def test_short_writes(tmp_path, no_direct):
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    medium = Medium(tmp_path)
+    system = FaultySystem(medium, short=random.Random(seed), no_direct=no_direct)
+    make_store(tmp_path / "store", range(1, 4), system=system)
+    assert Store(tmp_path / "store").verify().ok
+    promises = Promises({CheckpointName(step, 1) for step in (1, 2, 3)}, {1})
+    promises.check(medium.after_power_cut(tmp_path.parent / f"{tmp_path.name}-cut"))
+
+
+def test_the_model_forgets_what_was_not_synced(tmp_path):
+    """The tests above are worth something only if the model forgets."""
+    medium = Medium(tmp_path)
+    system = FaultySystem(medium)
+    for name, sync in (("synced", True), ("lost", False)):
+        fd = system.open(str(tmp_path / name), os.O_CREAT | os.O_WRONLY)
+        system.pwrite(fd, b"bytes", 0)
+        if sync:
+            system.fsync(fd)
+        system.close(fd)
+    target = tmp_path.parent / f"{tmp_path.name}-cut"
+    assert not list(medium.after_power_cut(target).iterdir())
+    fd = system.open(str(tmp_path), os.O_RDONLY | os.O_DIRECTORY)
+    system.fsync(fd)
+    system.close(fd)
+    again = medium.after_power_cut(tmp_path.parent / f"{tmp_path.name}-cut-2")
+    assert {file.name: file.read_bytes() for file in again.iterdir()} == {
+        "synced": b"bytes",
+        "lost": b"",
+    }

@@ -1,0 +1,153 @@
+"""Little stores for tests: a trainer and its keeper without processes and without torch."""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everstep.format.document import seal
+from everstep.format.manifest import encode_table
+from everstep.format.packs import Layout, Spec, lay_out
+from everstep.keeper.arena import Arena, Record
+from everstep.keeper.persist import Job, Outcome, Writer, persist
+from everstep.store import catalog, commit
+from everstep.store.names import CheckpointName
+from everstep.store.retain import Keep
+from everstep.tiers.disk import Disk
+from everstep.tiers.system import System
+
+SMALL = (
+    Spec("bias", "float32", (7,)),
+    Spec("count", "int64", ()),
+    Spec("empty", "float32", (0, 3)),
+    Spec("mask", "bool", (5,)),
+    Spec("wave", "complex128", (3,)),
+)
+MIXED = (
+    *SMALL,
+    Spec("half", "bfloat16", (3, 3)),
+    Spec("large", "float32", (1300, 1024)),  # 5 MiB and a bit: two chunks
+    Spec("weight", "float32", (512, 513)),  # 1 MiB and a bit: aligned, padded
+)
+
+
+class Unsynced(System):
+    """A system that does not wait for the medium: for stores whose durability is not the test."""
+
+    def fsync(self, fd: int) -> None:
+        pass
+
+
+def content(spec: Spec, step: int) -> bytes:
+    """The bytes that `spec` has at `step` in every test."""
+    if spec.dtype == "bool":
+        return bytes(random.Random(f"{spec.name} {step}").choices((0, 1), k=spec.size))
+    return random.Random(f"{spec.name} {step}").randbytes(spec.size)
+
+
+def image_of(layout: Layout, contents: Mapping[str, bytes]) -> bytearray:
+    """The packs of a layout, one after another, filled."""
+    image = bytearray(layout.size)
+    at = 0
+    for index, pack in enumerate(layout.packs):
+        image[at : at + len(pack.header)] = pack.header
+        for spec, piece in zip(layout.specs, layout.pieces, strict=True):
+            if piece.pack == index:
+                start = at + piece.offset
+                image[start : start + piece.size] = contents[spec.name]
+        at += pack.size
+    return image
+
+
+@dataclass
+class Trainer:
+    """What a trainer and its keeper do for a save, in this thread."""
+
+    disk: Disk
+    keep: Keep | None = None
+    specs: tuple[Spec, ...] = SMALL
+    epoch: int | None = None
+    parent: CheckpointName | None = None
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layout = lay_out(self.specs)
+        self.table = encode_table(self.layout, self.aliases, {}, {})
+        self.arena = Arena.create(2, 64 << 10, self.layout.size)
+        self.writer = Writer(self.disk, self.keep, self.epoch, self.parent)
+        self.sequence = 0
+
+    def claim(self, parent: CheckpointName | None = None) -> int:
+        """Attach as a new epoch that goes on from `parent`."""
+        fork = parent.step if parent else 0
+        self.epoch = commit.claim_epoch(self.disk, parent.epoch if parent else None, fork)
+        self.writer.epoch, self.writer.parent = self.epoch, parent
+        return self.epoch
+
+    def seal(self, step: int, tag: str | None = None, salt: int = 0, metrics: object = None) -> Job:
+        """Put the state of `step` into a slot."""
+        self.sequence += 1
+        slot = self.sequence % self.arena.slot_count
+        image = image_of(self.layout, {s.name: content(s, step + salt) for s in self.specs})
+        self.arena.image(slot)[: len(image)] = image
+        said = {
+            "objects": {"step": step},
+            "hyperparameters": {},
+            "topology": {},
+            "capture": {"strategy": "full"},
+            "metrics": metrics or {},
+            "tag": tag,
+        }
+        descriptor = seal(said)
+        record = Record(self.sequence, step, len(image), len(self.table), len(descriptor))
+        self.arena.seal(slot, record, self.table, descriptor)
+        job = Job(self.arena, slot, self.sequence)
+        job.answer(None)
+        return job
+
+    def save(self, step: int, tag: str | None = None, salt: int = 0) -> Outcome:
+        """Commit the state of `step`; returns when it is durable."""
+        return persist(self.writer, self.seal(step, tag, salt), lambda: None)
+
+
+def make_store(
+    path: Path,
+    steps: Mapping[int, str | None] | range | list[int],
+    specs: tuple[Spec, ...] = SMALL,
+    system: System | None = None,
+) -> Trainer:
+    """A store of one epoch with checkpoints of these steps (a mapping gives their tags)."""
+    trainer = Trainer(Disk(path, system or Unsynced()), specs=specs)
+    trainer.claim()
+    for step in steps:
+        trainer.save(step, steps[step] if isinstance(steps, Mapping) else None)
+    return trainer
+
+
+def go_on(trainer: Trainer, reference: int | str | None, steps: range | list[int]) -> Trainer:
+    """A new attachment that goes on from a checkpoint, as after a restore."""
+    parent = catalog.find(trainer.disk, reference)
+    successor = Trainer(trainer.disk, trainer.keep, trainer.specs)
+    successor.claim(parent)
+    for step in steps:
+        successor.save(step)
+    return successor
+
+
+def files_of(path: Path) -> set[str]:
+    """Every file below a store, as relative paths."""
+    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+
+
+def packs_of(path: Path) -> set[str]:
+    """Every pack on the disk."""
+    return {name for name in files_of(path) if name.endswith(".safetensors")}
+
+
+def rewrite(path: Path, change: Callable[[dict], None]) -> None:
+    """Change a sealed document and seal it again: damage that its own digest does not show."""
+    value = json.loads(path.read_bytes())
+    del value["digest"]
+    change(value)
+    path.write_bytes(seal(value))
