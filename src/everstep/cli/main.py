@@ -11,6 +11,7 @@ import sys
 from importlib import import_module
 
 import everstep
+from everstep.cli.render import columns_of
 from everstep.errors import EverstepError
 
 COMMANDS = {
@@ -51,7 +52,9 @@ def _dispatch(words: list[str]) -> int:
         _overview().parse_args(words or ["--help"])  # exits: help, version or an error
     name, *rest = words
     command = import_module(f"everstep.cli.{name}")
-    parser = argparse.ArgumentParser(prog=f"everstep {name}", description=_sentence(name))
+    parser = argparse.ArgumentParser(
+        prog=f"everstep {name}", description=_sentence(name), formatter_class=_formatter
+    )
     command.add_arguments(parser)
     args = parser.parse_intermixed_args(rest)
     try:
@@ -64,14 +67,20 @@ def _overview() -> argparse.ArgumentParser:
     """What `everstep --help` shows: every sub-command, and no options of theirs."""
     parser = argparse.ArgumentParser(
         prog="everstep",
+        formatter_class=_formatter,
         description="A checkpoint of every training step: look at stores and look after them.",
         epilog="everstep COMMAND --help tells more. Inside a store, STORE may be left out.",
     )
     parser.add_argument("--version", action="version", version=f"everstep {everstep.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
-        commands.add_parser(name, help=text)
+        commands.add_parser(name, help=text, formatter_class=_formatter)
     return parser
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """argparse's own, told the width: to find it out it would import shutil, at 5 ms."""
+    return argparse.HelpFormatter(prog, width=min(100, columns_of(sys.stdout)) - 2)
 
 
 def _sentence(name: str) -> str:

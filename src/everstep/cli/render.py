@@ -4,7 +4,6 @@ Whatever comes out of a store goes through `clean` or `brief` before it reaches 
 """
 
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class Screen:
         if not stream.isatty():
             return cls()
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        return cls(not plain, shutil.get_terminal_size().columns)
+        return cls(not plain, columns_of(stream))
 
     def paint(self, text: str, style: str) -> str:
         """`text` in that style, if this screen has colours."""
@@ -76,6 +75,17 @@ class Screen:
             if room <= 0:
                 break
         return "".join(parts).rstrip()
+
+
+def columns_of(stream: TextIO) -> int:
+    """How many characters wide a terminal is; 80 where it does not say."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and int(said):
+        return int(said)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 def align(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> list[list[Cell]]:
