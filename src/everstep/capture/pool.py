@@ -130,13 +130,13 @@ class Pool:
         chosen = None
         for key, arena in self._inherited:
             is_close = arena.image_size <= round_up(image) * 1.25
-            if not chosen and is_close and _fits(arena, image, documents // 2):
-                if self._client.adopt(key, arena):
-                    chosen = key, arena
-                    records = (arena.record(slot) for slot in range(arena.slot_count))
-                    newest = max((record.sequence for record in records if record), default=0)
-                    self._sequence = max(self._sequence, newest)
-                    continue
+            fits = is_close and _fits(arena, image, documents // 2)
+            if not chosen and fits and self._client.adopt(key, arena):
+                chosen = key, arena
+                records = (arena.record(slot) for slot in range(arena.slot_count))
+                newest = max((record.sequence for record in records if record), default=0)
+                self._sequence = max(self._sequence, newest)
+                continue
             arena.close()
         self._inherited = []
         return chosen

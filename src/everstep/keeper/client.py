@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import everstep
 from everstep.errors import KINDS, Unavailable
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
@@ -249,7 +248,7 @@ class Client:
     def _spawn(self) -> subprocess.Popen[bytes]:
         """A process in a session of its own, with its own stdio: nobody who waits for the trainer's
         pipes to close waits for the keeper, and no signal to the trainer's group reaches it."""
-        source = str(Path(everstep.__file__).parent.parent)
+        source = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         log_path = self._endpoint.with_suffix(".log")
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC

@@ -191,7 +191,9 @@ class GlobalGenerators:
 
     def objects(self, sink: TensorSink) -> Any:
         """All their states; none of the calls synchronises a device."""
-        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        version, words, gauss = random.getstate()
+        python = (version, np.array(words, dtype=np.uint32), gauss)  # 625 numbers as one array
+        state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             state["numpy"] = np.random.get_state()  # noqa: NPY002 - the global one is the point
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -205,7 +207,8 @@ class GlobalGenerators:
             placement.at_last(lambda: self._set(state))
 
     def _set(self, state: dict[str, Any]) -> None:
-        random.setstate(state["python"])
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             np.random.set_state(state["numpy"])  # noqa: NPY002
