@@ -134,6 +134,7 @@ def test_show_prints_all_there_is(store: Path, capsys: CAPTURED) -> None:
         "memory      slots 2 · image 6.7 MiB · budget 1.1 GiB · formula 2 images",
         "2 parameters · lr 0.0003 · betas (0.9, 0.95) · weight_decay 0.1",
         "{epoch 2, position 4711}",
+        "6 tensors, 6.7 MiB: ema 1 (0 B) · model 3 (2.0 MiB) · optimizer 2 (4.7 MiB)",
         "model.wte.weight = model.head.weight",
         "512 × 1024",
     ):

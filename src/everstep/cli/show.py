@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from textwrap import wrap
 from typing import Any
 
 from everstep.cli.render import (
@@ -92,7 +93,6 @@ def _summary(
 ) -> list[str]:
     parent = manifest.parent
     origin = f"after step {parent['step']} of epoch {parent['epoch']}" if parent else ""
-    tensors = sum(len(table.tensors) for table in tables)
     head = [
         Cell(f"step {manifest.step}", "title"),
         Cell(f" · epoch {manifest.epoch}"),
@@ -100,34 +100,47 @@ def _summary(
         Cell("" if manifest.exact else " · not exact", "bad"),
         Cell(f" · {name}", "dim"),
     ]
-    lines = [
+    written = f"{time_text(manifest.created)} ({age_text(manifest.created)})"
+    objects = [(key, brief(value, 200).strip() or '""') for key, value in manifest.objects.items()]
+    return [
         screen.join(head),
-        _line("written", f"{time_text(manifest.created)} ({age_text(manifest.created)})", screen),
-        _line("follows", origin, screen),
-        _line("metrics", pairs_text(manifest.metrics), screen),
-        _line("holds", f"{plural(tensors, 'tensor')}, {size_text(manifest.size)}", screen),
+        *_section("written", [("", written)], screen),
+        *_section("follows", [("", origin)], screen),
+        *_section("metrics", [("", pairs_text(manifest.metrics))], screen),
+        *_section("holds", [("", _holdings(manifest, tables))], screen),
         *_setting_lines("capture", manifest.capture, screen),
         *_setting_lines("topology", manifest.topology, screen),
+        *_section("packs", _pack_pairs(manifest), screen),
+        *_section("optimizers", _optimizer_pairs(manifest, tables), screen),
+        *_section("objects", objects, screen),
     ]
-    lines += _section("packs", _pack_pairs(manifest), screen)
-    lines += _section("optimizers", _optimizer_pairs(manifest, tables), screen)
-    lines += _section("objects", [(k, brief(v)) for k, v in manifest.objects.items()], screen)
-    return [line for line in lines if line]
 
 
-def _line(label: str, text: str, screen: Screen) -> str:
-    if not text:
-        return ""
-    return screen.join([Cell(f"  {label:<{_LABEL_WIDTH}}", "dim"), Cell(text)])
+def _holdings(manifest: Manifest, tables: list[Table]) -> str:
+    """As "28 tensors, 124.0 KiB: model 9 (38.1 KiB) · optimizer 18 (81.0 KiB)", by first name."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for entry in (entry for table in tables for entry in table.tensors.values()):
+        part = entry.spec.name.partition(".")[0]
+        counts[part] += 1
+        sizes[part] += sum(piece.size for piece in entry.pieces)
+    each = [f"{clean(part)} {counts[part]:,} ({size_text(sizes[part])})" for part in counts]
+    whole = f"{plural(counts.total(), 'tensor')}, {size_text(manifest.size)}"
+    return f"{whole}: {' · '.join(each)}" if each else whole
 
 
 def _section(label: str, pairs: list[tuple[str, str]], screen: Screen) -> list[str]:
-    """Pairs below each other, the label before the first."""
+    """Keys and texts below each other, the label before the first; long texts go on indented."""
+    pairs = [(clean(key) + "  " if key else "", text) for key, text in pairs if text.strip()]
     width = max((len(key) for key, _ in pairs), default=0)
+    indent = 2 + _LABEL_WIDTH + width
+    room = max(40, screen.width - indent) if screen.width else sys.maxsize
     lines = []
     for index, (key, text) in enumerate(pairs):
+        first, *others = wrap(text, room, break_long_words=False, break_on_hyphens=False)
         title = Cell(f"  {'' if index else label:<{_LABEL_WIDTH}}", "dim")
-        lines.append(screen.join([title, Cell(f"{clean(key):<{width}}  ", "cyan"), Cell(text)]))
+        lines.append(screen.join([title, Cell(f"{key:<{width}}", "cyan"), Cell(first)]))
+        lines += [" " * indent + other for other in others]
     return lines
 
 
@@ -135,8 +148,10 @@ def _setting_lines(label: str, values: dict[str, Any], screen: Screen) -> list[s
     """Settings on one line, and each group of them below on its own: "memory  slots 3 · …"."""
     groups = {key: value for key, value in values.items() if isinstance(value, dict)}
     plain = {key: value for key, value in values.items() if key not in groups}
-    lines = [_line(label, _settings(plain), screen)]
-    return lines + [_line(clean(key), _settings(group), screen) for key, group in groups.items()]
+    lines = _section(label, [("", _settings(plain))], screen)
+    for key, group in groups.items():
+        lines += _section(clean(key), [("", _settings(group))], screen)
+    return lines
 
 
 def _settings(values: dict[str, Any]) -> str:
