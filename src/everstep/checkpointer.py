@@ -6,6 +6,8 @@ restore   let a surviving keeper finish → choose a checkpoint → match it wit
           → read and verify into the tensors → place objects, generators last
 """
 
+import atexit
+import contextlib
 import logging
 import os
 import platform
@@ -79,6 +81,7 @@ class Checkpointer:
         self._client = Client(self._disk.root, keep, self._on_event)
         self._pool = Pool(self._client, memory_budget)
         self._planner = Planner()
+        self._topology = _topology()
         self._capture = Full(self._seal, self._on_capture_failure)
         self._pool.on_release = self._capture.devices.unpin
         self._captures: dict[int, tuple[Capture, SaveHandle]] = {}
@@ -91,6 +94,7 @@ class Checkpointer:
         self._preemption = Preemption(self._is_saved, lambda: self.wait())
         self._preemption.install()
         _close_in_children(self)
+        atexit.register(self._close_at_exit)
 
     def step(self, step: int) -> SaveHandle | None:
         """Tell that the optimizer has completed `step` updates. Saves where a save is due
@@ -139,53 +143,47 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self._check_open()
-        self.wait()
+        with contextlib.suppress(EverstepError):  # told before, and no reason not to restore
+            self.wait()
         chosen = [only] if isinstance(only, str) else only
         disk = self._disk if from_store is None else _existing_store(from_store)
         arenas = self._client.settle()
         held = find_held([arena for _, arena in arenas]) if from_store is None else {}
         self._pool.inherit(arenas)
+        failure: EverstepError | None = None
         for candidate in candidates(disk, step, held):
             try:
                 self._restore(candidate, chosen)
             except (Corrupt, Missing) as error:
                 if step is not None:
                     raise
-                log.warning(
-                    "checkpoint %s cannot be restored, trying an older one: %s",
-                    candidate.name,
-                    error,
-                )
+                log.warning("checkpoint %s cannot be restored: %s", candidate.name, error)
                 failure = error
                 continue
             if from_store is None:
                 self._parent, self._epoch = candidate.name, None
             self._last_step = candidate.name.step
             self.metrics.restore_seconds = time.perf_counter() - began
-            if candidate.held and not candidate.held.is_committed:
-                log.warning(
-                    "step %s was restored from memory; it had not reached the disk",
-                    candidate.name.step,
-                )
             return candidate.name.step
-        if catalog.committed(disk) and step is None and "failure" in locals():
+        if failure:
             raise Corrupt(
-                f"restoring from {disk.root}: no checkpoint verifies; of the oldest: {failure}"
+                f"restoring from {disk.root}: none of its checkpoints verifies; of the oldest: {failure}"
             )
         return 0
 
     def wait(self, level: str = "local", timeout: float | None = None) -> None:
-        """Block until every save that was begun has reached `level`. Raises the newest save's
-        error."""
+        """Block until every save that was begun has reached `level` or failed.
+
+        Raises the newest save's error where it was lost, TimeoutError after `timeout` seconds.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         for _, handle in list(self._captures.values()):
-            try:
-                handle.wait(
-                    level, None if deadline is None else max(0.0, deadline - time.monotonic())
-                )
-            except EverstepError:
-                if handle is self._newest:
-                    raise
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with contextlib.suppress(EverstepError):
+                handle.wait(level, left)
+        newest = self._newest
+        if newest and newest.error and not isinstance(newest.error, Skipped):
+            raise newest.error
 
     def close(self) -> None:
         """Wait until all saves are durable, and detach. Raises the newest save's error if it was
@@ -195,9 +193,8 @@ class Checkpointer:
         self._is_closed = True
         try:
             self.wait("local", _CLOSE_S)
-            if self._newest and self._newest.error and not self._was_skipped(self._newest):
-                raise self._newest.error
         finally:
+            atexit.unregister(self._close_at_exit)
             self._preemption.uninstall()
             for hook in self._hooks:
                 hook.remove()
@@ -250,7 +247,7 @@ class Checkpointer:
         return {
             "objects": collected.objects,
             "hyperparameters": collected.hyperparameters,
-            "topology": _topology(),
+            "topology": self._topology,
             "capture": {"strategy": "full", "every": self._every, "memory": self._pool.describe()},
             "metrics": metrics,
             "tag": tag,
@@ -258,6 +255,8 @@ class Checkpointer:
 
     def _seal(self, capture: Capture) -> None:
         """All is copied: hand it to the keeper. Copying thread."""
+        self._client.ensure()
+        self._pool.failure = None
         if self._epoch is None:
             self._epoch = self._client.claim(self._parent)
         slot: Slot = capture.slot
@@ -360,10 +359,6 @@ class Checkpointer:
         log.error("step %s was not saved: %s: %s", handle.step, type(error).__name__, error)
         handle.fail(error)
 
-    @staticmethod
-    def _was_skipped(handle: SaveHandle) -> bool:
-        return isinstance(handle.error, Skipped)
-
     # ---- restore ---------------------------------------------------------------------------
 
     def _restore(self, candidate: Candidate, only: list[str] | None) -> None:
@@ -378,6 +373,8 @@ class Checkpointer:
             with candidate.sources(part) as sources:
                 load(part, sources, here)
         placement.finish()
+        if candidate.held and not candidate.held.is_committed:
+            log.warning("step %s came from memory; it had not reached the disk", manifest.step)
 
     # ---- small things ----------------------------------------------------------------------
 
@@ -387,6 +384,13 @@ class Checkpointer:
         return self._last_step is None or (
             newest is not None and newest.step == self._last_step and newest.error is None
         )
+
+    def _close_at_exit(self) -> None:
+        """A program that ends without close() has its newest save finished all the same."""
+        try:
+            self.close()
+        except (EverstepError, TimeoutError):
+            log.exception("closing the checkpointer at exit")
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -443,5 +447,6 @@ def _close_in_children(checkpointer: Checkpointer) -> None:
         if (parent := reference()) is not None:
             parent._is_closed = True
             parent._client.abandon_in_child()
+            parent._capture.abandon_in_child()
 
     os.register_at_fork(after_in_child=forget)

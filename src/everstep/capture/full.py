@@ -69,6 +69,10 @@ class Capture:
             owned.checked = True
         return self.problem
 
+    def is_checked(self) -> bool:
+        """Whether all of it has been found clean or torn."""
+        return all(owned.checked for owned in self.owned.values())
+
 
 class Full:
     """Captures whole states. `begin` and `hold` are for the trainer's thread."""
@@ -83,7 +87,7 @@ class Full:
         self._seal = seal
         self._fail = fail
         self._queue: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
-        self._current: Capture | None = None
+        self._open: list[Capture] = []
         self._bound: tuple[Walk, Plan, dict[int | None, _Bound]] | None = None
         self.devices = Devices()
         threading.Thread(target=self._run, name="everstep-copy", daemon=True).start()
@@ -125,7 +129,7 @@ class Full:
 
     def go_on(self, capture: Capture) -> None:
         """Let the copying thread make the lazy copies."""
-        self._current = capture
+        self._open = [older for older in self._open if not older.is_checked()] + [capture]
         self._queue.put(capture)
 
     def hold(self, owner: int) -> None:
@@ -135,13 +139,18 @@ class Full:
         The host waits only until they are enqueued (CPU: made); the device's current stream waits
         for the rest.
         """
-        capture = self._current
-        if capture is None or (owned := capture.owned.get(owner)) is None or owned.checked:
-            return
-        owned.ready.wait()
-        for device, end in owned.ends.items():
-            torch.cuda.current_stream(device).wait_event(end)
-        capture.check(owner)
+        for capture in self._open:
+            owned = capture.owned.get(owner)
+            if owned is None or owned.checked:
+                continue
+            owned.ready.wait()
+            for device, end in owned.ends.items():
+                torch.cuda.current_stream(device).wait_event(end)
+            capture.check(owner)
+
+    def abandon_in_child(self) -> None:
+        """In a forked child, where the copying thread does not exist: hold nothing."""
+        self._open = []
 
     def close(self) -> None:
         """End the copying thread when its queue is empty."""

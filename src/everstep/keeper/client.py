@@ -55,7 +55,14 @@ class Client:
         self._closed = False
         self.keeper_pid = 0
         self._connection = self._attach()
-        threading.Thread(target=self._listen, name="everstep-client", daemon=True).start()
+        self._start_listening()
+
+    def ensure(self) -> None:
+        """Attach again where no keeper could be had the last time. Raises Unavailable."""
+        if self._connection is None:
+            self._connection = self._attach()
+            self._hand_over()
+            self._start_listening()
 
     def claim(self, parent: CheckpointName | None) -> int:
         """Claim an epoch that goes on from `parent` (None: nothing). Blocks; raises Unavailable."""
@@ -190,10 +197,18 @@ class Client:
             return False
         with self._lock:
             self._connection = connection
+        self._hand_over()
+        return True
+
+    def _hand_over(self) -> None:
+        """Give a new keeper the arenas, in which it finds what is sealed."""
+        with self._lock:
             arenas = list(self._arenas.items())
         for key, arena in arenas:
             self._send({"type": "arena", "arena": key}, [arena.fd])
-        return True
+
+    def _start_listening(self) -> None:
+        threading.Thread(target=self._listen, name="everstep-client", daemon=True).start()
 
     def _attach(self) -> socket.socket | None:
         """Connect, and start keepers until one answers."""
