@@ -18,7 +18,7 @@ from everstep.tiers import disk as disk_module
 from everstep.tiers.disk import Disk
 from stores import Trainer, files_of, go_on, make_store, packs_of
 
-FAULTS = [Fault.EIO, Fault.DEAD_DISK, Fault.KILL]  # a full disk differs only where data is written
+FAULTS = [Fault.EIO, Fault.BURST, Fault.NO_SYNC, Fault.KILL]
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def _small_extents(monkeypatch):
 
 
 def _two_checkpoints(disk: Disk) -> Promises:
-    make_store(disk.root, [1, 2], system=disk._system)
-    return Promises({CheckpointName(1, 1), CheckpointName(2, 1)}, {1})
+    make_store(disk.root, {1: None, 2: "good"}, system=disk._system)
+    return Promises({CheckpointName(1, 1), CheckpointName(2, 1)}, {1}, moving={"good"})
 
 
 def _branches(disk: Disk) -> Promises:
@@ -67,7 +67,7 @@ def test_a_save(folder, fault):
     assert sweep(folder, _two_checkpoints, save, fault, finish) > 30
 
 
-@pytest.mark.parametrize("fault", Fault)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_first_save_of_a_store(folder, fault):
     def start(disk: Disk, promises: Promises) -> None:
         trainer = Trainer(disk)

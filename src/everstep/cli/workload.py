@@ -8,11 +8,14 @@ Shapes: B batch, S sequence, D width, V vocabulary (the 256 bytes).
 """
 
 import math
+import random
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -177,15 +180,21 @@ class Run:
             "note": self.note,
         }
 
-    def train_step(self) -> float:
-        """Forward, backward, clip, update; returns the loss (and so waits for the device)."""
+    def train_step(self, mark: Callable[[str], object] = lambda phase: None) -> float:
+        """Forward, backward, clip, update; returns the loss (and so waits for the device).
+
+        `mark` is told the name of each phase when it is over.
+        """
         inputs, targets = (batch.to(self.device) for batch in self.loader.next())
         logits = self.model(inputs)
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        mark("forward")
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX)
+        mark("backward")
         self.optimizer.step()
+        mark("update")
         self.scheduler.step()
         return float(loss.detach())
 
@@ -193,7 +202,9 @@ class Run:
 def build(
     text: bytes, *, seed: int, steps: int, size: Size = "25m", device: str | torch.device = "cpu"
 ) -> Run:
-    """A fresh run of `steps` steps; seeds torch's global generator with `seed`."""
+    """A fresh run of `steps` steps; seeds the global generators of python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     shape = SHAPES[size]
     model = GPT(shape).to(device).train()

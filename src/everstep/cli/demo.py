@@ -1,0 +1,174 @@
+"""`everstep demo`: a training run that is killed again and again, and loses nothing by it.
+
+The trainer is a child process (demo_trainer) that checkpoints every step. This process kills it at
+moments drawn from a seed (demo_kills), has the same run trained without interruption, and reports
+what was lost, whether every bit is equal, and what it cost (demo_report, demo_table, demo_picture).
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from everstep.cli.demo_events import Event, Settings, read_events
+from everstep.cli.demo_kills import Trainer, draw_aims
+from everstep.cli.demo_report import Report, make_report
+from everstep.cli.demo_table import show
+
+THREADS_MAX = 8
+TIMED_STEPS = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `everstep demo`."""
+    parser.add_argument("--steps", type=int, default=80, help="steps of the run (default 80)")
+    parser.add_argument("--kills", type=int, default=6, help="how often it is killed (default 6)")
+    parser.add_argument("--text", help="text to train on (default: Python's standard library)")
+    parser.add_argument(
+        "--store",
+        type=Path,
+        default=Path("runs/demo"),
+        help="directory of store and logs; an earlier demo's is replaced (default runs/demo)",
+    )
+    parser.add_argument("--seed", type=int, help="of model, data and kills (default: a new one)")
+    parser.add_argument("--picture", type=Path, help="PNG to write (default: in the directory)")
+    parser.add_argument("--json", type=Path, help="write the report as JSON to this file")
+    parser.add_argument(
+        "--strategy", choices=["full"], default="full", help="how checkpoints are taken"
+    )
+    parser.add_argument(
+        "--size", choices=["25m", "tiny"], default="25m", help="parameters (default 25m)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The demo. Returns 0 where every comparison held, else 1."""
+    if args.steps < 4 or args.kills < 0:
+        raise ValueError("everstep demo: --steps must be at least 4, and --kills at least 0")
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1_000_000)
+    directory = _prepare(args.store)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    killed = Settings(
+        role="killed",
+        directory=str(directory),
+        steps=args.steps,
+        seed=seed,
+        size=args.size,
+        strategy=args.strategy,
+        threads=min(THREADS_MAX, len(os.sched_getaffinity(0))),
+        text=args.text and str(Path(args.text).resolve()),
+        timed_steps=TIMED_STEPS,
+    )
+    console.print(f"Training, to be killed {args.kills} times (seed {seed}; store {killed.store})")
+    reference = killed.with_role("reference")
+    try:
+        with _progress(console) as progress:
+            run_killed(killed, args.kills, progress)
+            run_reference(reference, progress)
+    finally:
+        shutil.rmtree(killed.scratch, ignore_errors=True)
+    return _report(args, killed, reference, console)
+
+
+def run_killed(settings: Settings, kills: int, progress: Progress) -> None:
+    """The run that is killed, started again each time, up to its last step."""
+    task = progress.add_task("training", total=settings.steps)
+    count = 0
+
+    def follow(event: Event) -> None:
+        if event["event"] == "returned":
+            progress.update(task, completed=event["step"])
+        elif event["event"] == "restored" and count:
+            what = f"training, killed {count} of {kills} times, went on from step {event['step']}"
+            progress.update(task, description=what, completed=event["step"])
+
+    trainer = Trainer(settings, follow)
+    try:
+        trainer.start()
+        for aim in draw_aims(settings.steps, kills, settings.seed):
+            if not trainer.kill_at(aim):
+                break
+            count += 1
+            progress.update(task, description=f"killed {count} of {kills} times, starting again")
+            trainer.start()
+        trainer.finish()
+    finally:
+        trainer.close()
+
+
+def run_reference(settings: Settings, progress: Progress) -> None:
+    """The same run without interruption, then steps with and without checkpoints in turn."""
+    what = "the same run without interruption"
+    task = progress.add_task(what, total=settings.steps + settings.timed_steps)
+
+    def follow(event: Event) -> None:
+        if event["event"] in ("trained", "timed"):
+            progress.advance(task)
+        elif event["event"] == "compared":
+            progress.update(task, description="the cost of checkpoints")
+
+    trainer = Trainer(settings, follow)
+    try:
+        trainer.start()
+        trainer.finish()
+        progress.update(task, completed=settings.steps + settings.timed_steps, description=what)
+    finally:
+        trainer.close()
+
+
+def _report(
+    args: argparse.Namespace, killed: Settings, reference: Settings, console: Console
+) -> int:
+    logs = read_events(killed.events), read_events(reference.events)
+    report = make_report(killed, *logs, kills_planned=args.kills)
+    show(report, console)
+    picture = args.picture or Path(killed.directory) / "timeline.png"
+    if problem := _draw(report, logs, picture):
+        console.print(problem)
+    else:
+        console.print(f"Timeline: {picture}    Checkpoints: everstep ls {killed.store}")
+    if args.json:
+        args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    return 0 if report.ok else 1
+
+
+def _draw(report: Report, logs: tuple[list[Event], list[Event]], picture: Path) -> str | None:
+    """Write the picture. Returns why there is none: matplotlib is an extra."""
+    try:
+        from everstep.cli.demo_picture import draw
+    except ImportError:
+        return "No picture: that needs matplotlib (pip install everstep[demo])."
+    draw(report, *logs, picture)
+    return None
+
+
+def _prepare(directory: Path) -> Path:
+    """An empty directory, in the place of an earlier demo's. Other files are left alone."""
+    directory = directory.resolve()
+    if directory.exists() and any(directory.iterdir()):
+        if not (directory / "killed.jsonl").exists():
+            raise ValueError(
+                f"everstep demo: {directory} is not empty and not an earlier demo's; "
+                f"give another one with --store"
+            )
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f} of {task.total:.0f} steps"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,289 @@
+"""The timeline of a demo as a picture: steps, saves and kills on one axis, one kill from near."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from everstep.cli.demo_events import Event
+from everstep.cli.demo_report import Attempt, Report, split_attempts
+
+Axes = Any  # matplotlib's own, which is not typed for us
+
+INK, FAINT, PAPER = "#1d2733", "#c3cad3", "#ffffff"
+TRAIN, FORWARD, BACKWARD, UPDATE = "#3b6fb6", "#9dc0e8", "#3b6fb6", "#1c3f74"
+COPY, WRITE, KILL, DOWN = "#f0a202", "#2a9d8f", "#d7263d", "#eceff3"
+IMPORT, BUILD, RESTORE = "#b8bfc9", "#959eab", "#8e5ea2"
+
+_STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The log of the killed run with its times as seconds from its start."""
+
+    attempts: list[Attempt]
+    begin: float
+    end: float
+
+    def seconds(self, at: float) -> float:
+        """On the axis of the picture."""
+        return at - self.begin
+
+    def end_of(self, attempt: Attempt) -> float:
+        """When an attempt ended, on the axis."""
+        return self.seconds(attempt.kill_at or self.end)
+
+    def steps(self, attempt: Attempt) -> Iterator[tuple[int, float, float, bool]]:
+        """(step, begin, end, whether step() returned) of each step of an attempt."""
+        returned = {event["step"]: event["at"] for event in attempt.all("returned")}
+        for event in attempt.all("begin"):
+            step = event["step"]
+            done = step in returned
+            end = self.seconds(returned[step]) if done else self.end_of(attempt)
+            yield step, self.seconds(event["at"]), end, done
+
+    def saves(self, attempt: Attempt) -> Iterator[tuple[int, float, float, float, bool]]:
+        """(step, begin, copied, durable, whether it came that far) of each save of an attempt."""
+        times = {
+            level: {event["step"]: self.seconds(event["at"]) for event in attempt.all(level)}
+            for level in ("returned", "captured", "local")
+        }
+        end = self.end_of(attempt)
+        for step, begin in times["returned"].items():
+            copied, durable = (times[level].get(step, end) for level in ("captured", "local"))
+            yield step, begin, copied, durable, step in times["local"]
+
+
+def draw(report: Report, killed: list[Event], reference: list[Event], path: Path) -> None:
+    """Write the picture of a demo as a PNG."""
+    attempts = split_attempts(killed)
+    timeline = Timeline(attempts, attempts[0].spawn_at, killed[-1]["at"])
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(14, 10.5), dpi=150, facecolor=PAPER, layout="constrained")
+        grid = figure.add_gridspec(4, 3, height_ratios=[2.6, 1.5, 1.1, 1.9])
+        progress = figure.add_subplot(grid[0, :])
+        bars = figure.add_subplot(grid[1, :], sharex=progress)
+        saves = figure.add_subplot(grid[2, :], sharex=progress)
+        _draw_progress(progress, timeline, reference)
+        _draw_step_times(bars, timeline)
+        _draw_saves(saves, timeline)
+        for axes in (progress, bars, saves):
+            _draw_downtime(axes, timeline)
+        progress.set_xlim(0, timeline.seconds(timeline.end))
+        saves.set_xlabel("seconds")
+        _draw_near(figure.add_subplot(grid[3, :2]), timeline)
+        _draw_losses(figure.add_subplot(grid[3, 2]), killed, reference)
+        figure.suptitle(_title(report), x=0.01, ha="left", fontsize=14, fontweight="bold")
+        figure.savefig(path)
+
+
+def _title(report: Report) -> str:
+    lost = sum(kill.lost or 0 for kill in report.kills)
+    outcome = "every bit equal to the run without interruption" if report.ok else "NOT EQUAL"
+    slow = "" if report.slowdown is None else f", {report.slowdown:+.1%} time per step"
+    return (
+        f"{report.settings.steps} steps, each with a checkpoint{slow}; {len(report.kills)} kills, "
+        f"{lost} steps lost; {outcome}"
+    )
+
+
+def _draw_progress(axes: Axes, timeline: Timeline, reference: Sequence[Event]) -> None:
+    """The step reached, what is durable, and how the run without interruption went."""
+    begun = next((event["at"] for event in reference if event["event"] == "spawn"), None)
+    plain = [event for event in reference if event["event"] == "trained"]
+    if begun is not None:
+        times = [event["at"] - begun for event in plain]
+        axes.plot(times, [event["step"] for event in plain], "--", color=FAINT, lw=1.5)
+    for attempt in timeline.attempts:
+        durable = sorted((end, step) for step, _, _, end, done in timeline.saves(attempt) if done)
+        points = [(end, step) for step, _, end, done in timeline.steps(attempt) if done]
+        if points:
+            axes.step(*zip(*points, strict=True), where="post", color=TRAIN, lw=2)
+        if durable:
+            axes.step(*zip(*durable, strict=True), where="post", color=WRITE, lw=1.2)
+    _draw_kills(axes, timeline)
+    axes.set_ylim(0)
+    axes.set_ylabel("step")
+    axes.set_title("The run")
+    axes.legend(
+        handles=[
+            Line2D([], [], color=TRAIN, lw=2, label="trained, step() returned"),
+            Line2D([], [], color=WRITE, lw=1.2, label="durable"),
+            Line2D([], [], color=FAINT, lw=1.5, ls="--", label="without checkpoints and kills"),
+            Line2D([], [], color=KILL, marker="X", ls="", label="killed"),
+            Patch(color=DOWN, label="starting again"),
+        ],
+        loc="upper left",
+    )
+
+
+def _draw_kills(axes: Axes, timeline: Timeline) -> None:
+    """A cross where each kill hit, with the steps that it cost."""
+    reached = 0
+    for attempt, following in zip(timeline.attempts, timeline.attempts[1:], strict=False):
+        if attempt.kill_at is None:
+            continue
+        reached = reached if attempt.reached is None else attempt.reached
+        at = timeline.seconds(attempt.kill_at)
+        axes.plot(at, reached, "X", color=KILL, ms=9, mec=PAPER, mew=0.8, zorder=5)
+        if restored := following.first("restored"):
+            lost = max(0, reached - restored["step"])
+            text = f"{lost} lost"
+            axes.annotate(text, (at, reached), (6, -11), textcoords="offset points", color=KILL)
+
+
+def _draw_step_times(axes: Axes, timeline: Timeline) -> None:
+    rows = [row for attempt in timeline.attempts for row in timeline.steps(attempt)]
+    for done, colour in ((True, TRAIN), (False, KILL)):
+        chosen = [(begin, end - begin) for _, begin, end, is_done in rows if is_done is done]
+        if chosen:
+            begins, widths = zip(*chosen, strict=True)
+            heights = [width * 1000 for width in widths]
+            axes.bar(begins, heights, widths, align="edge", color=colour, ec=PAPER, lw=0.4)
+    done_ms = sorted((end - begin) * 1000 for _, begin, end, is_done in rows if is_done)
+    if done_ms:
+        axes.set_ylim(0, 1.15 * done_ms[int(0.97 * (len(done_ms) - 1))])
+    axes.set_ylabel("ms")
+    axes.set_title("Time of each step, checkpoint included")
+
+
+def _draw_saves(axes: Axes, timeline: Timeline) -> None:
+    """Each save as a bar: copied beside forward and backward, then written."""
+    lanes = 3
+    for attempt in timeline.attempts:
+        for step, begin, copied, durable, done in timeline.saves(attempt):
+            lane = step % lanes
+            _bar(axes, lane, begin, copied, COPY)
+            _bar(axes, lane, copied, durable, WRITE)
+            if not done and attempt.kill_at is not None:
+                axes.plot(durable, lane, "x", color=KILL, ms=5, mew=1.5)
+    axes.set_yticks([])
+    axes.set_ylim(-0.7, lanes - 0.3)
+    axes.set_title("Saves: copied, then written until durable; × in flight when killed")
+    axes.legend(
+        handles=[Patch(color=COPY, label="copied"), Patch(color=WRITE, label="written, synced")],
+        loc="upper right",
+        bbox_to_anchor=(1, 1.35),
+        ncols=2,
+    )
+
+
+def _bar(axes: Axes, lane: float, begin: float, end: float, colour: str, **more: Any) -> None:
+    axes.barh(lane, end - begin, 0.62, left=begin, color=colour, **more)
+
+
+def _draw_downtime(axes: Axes, timeline: Timeline) -> None:
+    """Grey from each kill (or start) until training goes on, a red line at each kill."""
+    for attempt in timeline.attempts:
+        first = attempt.first("begin")
+        until = timeline.seconds(first["at"]) if first else timeline.end_of(attempt)
+        axes.axvspan(timeline.seconds(attempt.spawn_at), until, color=DOWN, zorder=0, lw=0)
+        if attempt.kill_at is not None:
+            axes.axvline(timeline.seconds(attempt.kill_at), color=KILL, lw=0.9, zorder=1)
+
+
+def _draw_near(axes: Axes, timeline: Timeline) -> None:
+    """One kill from near: what the trainer did, what was being saved, and how it came back."""
+    pairs = zip(timeline.attempts, timeline.attempts[1:], strict=False)
+    good = [
+        (index, pair)
+        for index, pair in enumerate(pairs)
+        if len(pair[0].all("returned")) > 2 and len(pair[1].all("returned")) > 2
+    ]
+    if not good:
+        axes.set_axis_off()
+        return
+    index, (attempt, following) = good[len(good) // 2]
+    killed = timeline.end_of(attempt)
+    steps = [row for row in timeline.steps(attempt) if row[3]]
+    after = list(timeline.steps(following))
+    axes.set_xlim(steps[-2][1], after[1][2])
+    for one in (attempt, following):
+        _draw_phases(axes, timeline, one)
+        for step, begin, copied, durable, done in timeline.saves(one):
+            lane = 1 - step % 2
+            _bar(axes, lane, begin, copied, COPY)
+            _bar(axes, lane, copied, durable, WRITE)
+            if not done:
+                axes.plot(durable, lane, "x", color=KILL, ms=7, mew=2)
+    axes.axvline(killed, color=KILL, lw=1.5)
+    axes.text(killed, 2.62, " SIGKILL", color=KILL, fontweight="bold", va="center")
+    axes.set_yticks([2, 0.5], ["trainer", "saves"])
+    axes.tick_params(left=False)
+    axes.set_ylim(-0.6, 2.85)
+    axes.set_xlabel("seconds")
+    axes.set_title(f"Kill {index + 1} from near")
+    _near_legend(axes)
+
+
+def _draw_phases(axes: Axes, timeline: Timeline, attempt: Attempt) -> None:
+    """What the trainer was at, from event to event."""
+    colours = {
+        "start": IMPORT,
+        "imported": BUILD,
+        "built": RESTORE,
+        "begin": FORWARD,
+        "forward": BACKWARD,
+        "backward": UPDATE,
+        "update": UPDATE,
+    }
+    names = (*colours, "restored", "trained", "returned")
+    trace = [event for event in attempt.events if event["event"] in names]
+    ends = [timeline.seconds(event["at"]) for event in trace[1:]] + [timeline.end_of(attempt)]
+    low, high = axes.get_xlim()
+    for event, end in zip(trace, ends, strict=True):
+        begin = timeline.seconds(event["at"])
+        if event["event"] in colours and end > low and begin < high:
+            _bar(axes, 2, begin, end, colours[event["event"]])
+        if event["event"] == "begin" and low <= begin <= high:
+            axes.text(begin, 2.4, str(event["step"]), fontsize=8, ha="left", va="bottom")
+
+
+def _near_legend(axes: Axes) -> None:
+    names = {
+        "forward": FORWARD,
+        "backward": BACKWARD,
+        "update": UPDATE,
+        "imports": IMPORT,
+        "build": BUILD,
+        "restore": RESTORE,
+        "copied": COPY,
+        "written": WRITE,
+    }
+    handles = [Patch(color=colour, label=name) for name, colour in names.items()]
+    axes.legend(handles=handles, ncols=8, loc="upper right", bbox_to_anchor=(1, 1.17))
+
+
+def _draw_losses(axes: Axes, killed: Sequence[Event], reference: Sequence[Event]) -> None:
+    """The losses of both runs, which lie on one another."""
+    read: Callable[[Event], float] = lambda event: float.fromhex(event["loss"])  # noqa: E731
+    for events, style, label in (
+        (reference, {"color": FAINT, "lw": 5}, "without interruption"),
+        (killed, {"color": KILL, "lw": 0, "marker": ".", "ms": 4}, "killed and restored"),
+    ):
+        trained = [event for event in events if event["event"] == "trained"]
+        axes.plot([e["step"] for e in trained], [read(e) for e in trained], label=label, **style)
+    axes.set_xlabel("step")
+    axes.set_title("Loss of both runs")
+    axes.legend(loc="upper right")

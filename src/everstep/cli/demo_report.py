@@ -1,0 +1,271 @@
+"""What the event logs of a demo say: kills, losses compared, what checkpoints cost. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import ceil
+from statistics import mean, median
+from typing import Any
+
+from everstep.cli.demo_events import Event, Settings
+
+LOST_STEPS_MAX = 1
+
+# What a trainer is at, by its last event.
+_PHASES = {
+    "start": "importing",
+    "imported": "building the model",
+    "built": "restoring",
+    "restored": "between steps",
+    "begin": "forward",
+    "forward": "backward",
+    "backward": "update",
+    "update": "between steps",
+    "trained": "step()",
+    "returned": "between steps",
+}
+_LEVELS = ("captured", "held", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One life of the trainer, from its start to a kill or to the end of the run."""
+
+    events: tuple[Event, ...]
+    spawn_at: float
+    kill_at: float | None
+
+    def first(self, name: str) -> Event | None:
+        """The first event of this name."""
+        return next((event for event in self.events if event["event"] == name), None)
+
+    def all(self, name: str) -> list[Event]:
+        """All events of this name."""
+        return [event for event in self.events if event["event"] == name]
+
+    @property
+    def reached(self) -> int | None:
+        """The last step whose step() returned, or the one that was restored; None before that."""
+        done = self.all("returned") or self.all("restored")
+        return done[-1]["step"] if done else None
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill: when, where it hit, and what it cost. None: killed again before that was known."""
+
+    at_s: float
+    step: int | None
+    phase: str
+    saves: dict[int, str]
+    returned: int | None
+    restored: int | None = None
+    lost: int | None = None
+    again_s: float | None = None
+    imports_s: float | None = None
+    restore_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A number that was measured many times."""
+
+    median: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread | None":
+        """None for no values."""
+        ordered = sorted(values)
+        if not ordered:
+            return None
+        return cls(median(ordered), ordered[ceil(0.99 * len(ordered)) - 1], ordered[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that the demo found out. `problems` is empty where all is as promised."""
+
+    settings: Settings
+    parameters: int
+    kills_planned: int
+    kills: tuple[Kill, ...]
+    problems: tuple[str, ...]
+    losses_compared: int
+    losses_again: int
+    state: dict[str, Any]
+    seconds: float
+    stall_s: Spread | None
+    held_s: Spread | None
+    durable_s: Spread | None
+    step_s: float | None
+    plain_step_s: float | None
+    slowdown: float | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every comparison held."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def make_report(
+    settings: Settings, killed: list[Event], reference: list[Event], kills_planned: int
+) -> Report:
+    """Reads the logs of both runs."""
+    attempts = split_attempts(killed)
+    kills = describe_kills(attempts)
+    again, loss_problems = compare_losses(settings.steps, killed, reference)
+    state = next((event for event in reference if event["event"] == "compared"), {"step": None})
+    step_s, plain_step_s, slowdown = measure_slowdown(reference)
+    parameters = [event["parameters"] for event in killed if event["event"] == "built"]
+    return Report(
+        settings=settings,
+        parameters=parameters[0] if parameters else 0,
+        kills_planned=kills_planned,
+        kills=kills,
+        problems=(*_kill_problems(kills), *loss_problems, *_state_problems(state)),
+        losses_compared=sum(event["event"] == "trained" for event in killed),
+        losses_again=again,
+        state={key: value for key, value in state.items() if key not in ("event", "at", "pid")},
+        seconds=killed[-1]["at"] - killed[0]["at"] if killed else 0.0,
+        stall_s=Spread.of(event["stall_s"] for event in killed if event["event"] == "returned"),
+        held_s=Spread.of(event["held_s"] for event in killed if event["event"] == "returned"),
+        durable_s=Spread.of(durable_seconds(attempts).values()),
+        step_s=step_s,
+        plain_step_s=plain_step_s,
+        slowdown=slowdown,
+    )
+
+
+def split_attempts(events: Sequence[Event]) -> list[Attempt]:
+    """The lives of the trainer, in their order."""
+    starts = [index for index, event in enumerate(events) if event["event"] == "spawn"]
+    attempts = []
+    for begin, end in pairwise([*starts, len(events)]):
+        life = events[begin + 1 : end]
+        killed = [event["at"] for event in life if event["event"] == "kill"]
+        own = tuple(event for event in life if event["event"] != "kill")
+        attempts.append(Attempt(own, events[begin]["at"], killed[0] if killed else None))
+    return attempts
+
+
+def describe_kills(attempts: Sequence[Attempt]) -> tuple[Kill, ...]:
+    """One row per kill."""
+    kills = []
+    reached: int | None = None
+    for attempt, following in pairwise(attempts):
+        if attempt.kill_at is None:
+            continue
+        reached = attempt.reached if attempt.reached is not None else reached
+        kills.append(_describe(attempt, following, reached, attempts[0].spawn_at))
+    return tuple(kills)
+
+
+def _describe(attempt: Attempt, following: Attempt, reached: int | None, begin: float) -> Kill:
+    assert attempt.kill_at is not None
+    trace = [event for event in attempt.events if event["event"] in _PHASES]
+    steps = [event["step"] for event in trace if "step" in event]
+    imported, built = following.first("imported"), following.first("built")
+    restored, again = following.first("restored"), following.first("begin")
+    return Kill(
+        at_s=attempt.kill_at - begin,
+        step=steps[-1] if attempt.first("begin") else None,
+        phase=_PHASES[trace[-1]["event"]] if trace else "starting python",
+        saves=open_saves(attempt),
+        returned=reached,
+        restored=restored["step"] if restored else None,
+        lost=max(0, (reached or 0) - restored["step"]) if restored else None,
+        again_s=again["at"] - following.spawn_at if again else None,
+        imports_s=imported["at"] - following.spawn_at if imported and again else None,
+        restore_s=restored["at"] - built["at"] if restored and built else None,
+    )
+
+
+def open_saves(attempt: Attempt) -> dict[int, str]:
+    """The saves that were not durable when the attempt ended: what each was at, by step."""
+    saves = {event["step"]: "copying" for event in attempt.all("returned")}
+    for level in _LEVELS:
+        for event in attempt.all(level):
+            if level == "local":
+                saves.pop(event["step"], None)
+            elif event["step"] in saves:
+                saves[event["step"]] = "writing"
+    return saves
+
+
+def compare_losses(
+    steps: int, killed: Sequence[Event], reference: Sequence[Event]
+) -> tuple[int, list[str]]:
+    """How many losses were computed again after a kill, and each that differs or is missing."""
+    expected = {event["step"]: event["loss"] for event in reference if event["event"] == "trained"}
+    found: dict[int, list[str]] = {}
+    for event in killed:
+        if event["event"] == "trained":
+            found.setdefault(event["step"], []).append(event["loss"])
+    problems = []
+    for step in range(1, steps + 1):
+        if step not in expected or step not in found:
+            which = "uninterrupted" if step not in expected else "killed"
+            problems.append(f"step {step}: the {which} run has no loss")
+        for loss in found.get(step, []):
+            if loss != expected.get(step, loss):
+                was, now = float.fromhex(expected[step]), float.fromhex(loss)
+                problems.append(f"step {step}: loss {now!r}, {was!r} without interruption")
+    return sum(len(losses) - 1 for losses in found.values()), problems
+
+
+def durable_seconds(attempts: Sequence[Attempt]) -> dict[int, float]:
+    """By step, the time from the return of step() until the checkpoint was durable."""
+    seconds = {}
+    for attempt in attempts:
+        returned = {event["step"]: event["at"] for event in attempt.all("returned")}
+        for event in attempt.all("local"):
+            if event["step"] in returned:
+                seconds[event["step"]] = event["at"] - returned[event["step"]]
+    return seconds
+
+
+def measure_slowdown(reference: Sequence[Event]) -> tuple[float | None, float | None, float | None]:
+    """Seconds per step with and without a checkpoint each, and the slowdown between them.
+
+    Each block of steps with checkpoints is compared with its neighbour without; the median of the
+    pairs is taken, so that neither drift nor one noisy block decides.
+    """
+    blocks: dict[int, list[float]] = {}
+    with_checkpoints: dict[int, bool] = {}
+    for event in reference:
+        if event["event"] == "timed":
+            blocks.setdefault(event["block"], []).append(event["seconds"])
+            with_checkpoints[event["block"]] = event["checkpoints"]
+    means = {block: mean(seconds) for block, seconds in blocks.items()}
+    pairs = [
+        (means[block], means[block + 1])
+        if with_checkpoints[block]
+        else (means[block + 1], means[block])
+        for block in sorted(means)
+        if block % 2 == 0 and block + 1 in means
+    ]
+    if not pairs:
+        return None, None, None
+    slowdown = median(one / other for one, other in pairs) - 1
+    return median(one for one, _ in pairs), median(other for _, other in pairs), slowdown
+
+
+def _kill_problems(kills: Sequence[Kill]) -> list[str]:
+    return [
+        f"kill {number}: {kill.lost} steps lost (step() of {kill.returned} had returned, "
+        f"{kill.restored} was restored)"
+        for number, kill in enumerate(kills, 1)
+        if kill.lost is not None and kill.lost > LOST_STEPS_MAX
+    ]
+
+
+def _state_problems(state: Event) -> list[str]:
+    if state["step"] is None and "differences" not in state:
+        return ["the final states were not compared"]
+    return [f"final state: {difference}" for difference in state["differences"]]

@@ -1,0 +1,131 @@
+"""The report of a demo as tables on a terminal."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from everstep.cli.demo_report import LOST_STEPS_MAX, Kill, Report, Spread
+
+_MEGA = 1e6
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the kills, the costs and the verdict."""
+    console.print()
+    if report.kills:
+        console.print(_kill_table(report))
+    console.print(_cost_table(report))
+    for line in verdict(report):
+        console.print(line)
+
+
+def verdict(report: Report) -> list[Text]:
+    """One line per comparison, and one per problem."""
+    lines = []
+    if report.ok:
+        good = [
+            f"{len(report.kills)} kills, at most {LOST_STEPS_MAX} step lost at each: "
+            f"{sum(kill.lost or 0 for kill in report.kills)} in all",
+            f"{report.losses_compared} losses of {report.settings.steps} steps "
+            f"({report.losses_again} computed again after kills) equal bit for bit",
+            f"final state equal: {report.state['tensors']} tensors of "
+            f"{report.state['bytes'] / _MEGA:.1f} MB and {report.state['values']} other values",
+        ]
+        lines += [Text(f"✓ {text}", style="green") for text in good]
+    lines += [Text(f"✗ {problem}", style="bold red") for problem in report.problems]
+    if not report.ok:
+        lines.append(Text("The comparison FAILED.", style="bold red"))
+    if len(report.kills) < report.kills_planned:
+        text = f"Only {len(report.kills)} of {report.kills_planned} kills came before the end."
+        lines.append(Text(text, style="yellow"))
+    return lines
+
+
+def _kill_table(report: Report) -> Table:
+    table = Table(title=f"Kills by SIGKILL (seed {report.settings.seed})", title_justify="left")
+    for name in ("kill", "at", "in step"):
+        table.add_column(name, justify="right")
+    table.add_column("hit in")
+    table.add_column("saves in flight", no_wrap=True)
+    for name in ("step() returned", "restored", "lost", "training again after"):
+        table.add_column(name, justify="right")
+    for number, kill in enumerate(report.kills, 1):
+        table.add_row(str(number), *_kill_cells(kill))
+    return table
+
+
+def _kill_cells(kill: Kill) -> list[Text | str]:
+    lost: Text | str = "–"
+    if kill.lost is not None:
+        lost = Text(str(kill.lost), style="green" if kill.lost <= LOST_STEPS_MAX else "bold red")
+    return [
+        f"{kill.at_s:.1f} s",
+        _number(kill.step),
+        kill.phase,
+        _saves(kill.saves),
+        _number(kill.returned),
+        _number(kill.restored),
+        lost,
+        _time(kill.again_s) if kill.again_s is not None else "killed before",
+    ]
+
+
+def _saves(saves: dict[int, str]) -> str:
+    """{2: "writing", 3: "writing", 4: "copying"} → "2, 3 writing · 4 copying"."""
+    by_level: dict[str, list[str]] = {}
+    for step, level in saves.items():
+        by_level.setdefault(level, []).append(str(step))
+    groups = [f"{', '.join(steps)} {level}" for level, steps in by_level.items()]
+    return " · ".join(groups) or "none"
+
+
+def _cost_table(report: Report) -> Table:
+    model = f"{report.parameters:,} parameters, {report.settings.threads} threads"
+    title = f"A checkpoint at every step: {model}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in cost_rows(report):
+        table.add_row(name, value)
+    return table
+
+
+def cost_rows(report: Report) -> list[tuple[str, str]]:
+    """What checkpoints cost, as names and values."""
+    rows = []
+    if report.slowdown is not None and report.step_s and report.plain_step_s:
+        steps = f"{_time(report.step_s)} a step, {_time(report.plain_step_s)} without"
+        rows.append(("slowdown against no checkpoints", f"{report.slowdown:+.1%} ({steps})"))
+    rows.append(("stall in step()", _spread(report.stall_s)))
+    rows.append(("update held for a copy", _spread(report.held_s)))
+    rows.append(("durable after step()", _spread(report.durable_s)))
+    if size := report.state.get("stored_bytes"):
+        rows.append(("bytes per step", f"{size / _MEGA:.1f} MB"))
+    return rows + _restart_rows(report)
+
+
+def _restart_rows(report: Report) -> list[tuple[str, str]]:
+    names = {
+        "again_s": "process start to training again",
+        "imports_s": "  of that importing torch",
+        "restore_s": "  of that everstep's restore, verified",
+    }
+    found = {
+        name: Spread.of(
+            getattr(kill, field) for kill in report.kills if getattr(kill, field) is not None
+        )
+        for field, name in names.items()
+    }
+    return [(name, _spread(spread)) for name, spread in found.items() if spread]
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return "not measured"
+    return f"{_time(spread.median)} median, {_time(spread.p99)} p99, {_time(spread.max)} max"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
+
+
+def _number(value: int | None) -> str:
+    return "–" if value is None else str(value)
