@@ -19,6 +19,7 @@ from everstep.state.leaves import Leaf
 log = logging.getLogger("everstep")
 
 _SMALL_BYTES = 64 << 10
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 # Both are memmove(3). The one releases the GIL, which costs a hand-over each time; the other does
 # not.
 _move_large = ctypes.CDLL(None).memmove
@@ -36,6 +37,8 @@ class Batch:
     moves: list[tuple[int, int, int]] = field(default_factory=list)
     strided: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     on_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    """Keeps the memory behind the addresses alive: `parameter.data = ...` would free it."""
 
     @classmethod
     def of(cls, leaves: Iterable[Leaf], plan: Plan) -> "Batch":
@@ -50,6 +53,7 @@ class Batch:
                 batch.on_device.setdefault(tensor.device, []).append((offset, tensor))
             elif tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
                 batch.moves.append((offset, tensor.data_ptr(), size))
+                batch.sources.append(tensor)
             else:
                 batch.strided.append((offset, tensor))
         return batch
@@ -102,7 +106,7 @@ class Devices:
         if arena.address in self._pinned:
             return
         self._pinned[arena.address] = arena  # and keep it mapped for as long as it is registered
-        error = torch.cuda.cudart().cudaHostRegister(arena.address, arena.size, 0)
+        error = torch.cuda.cudart().cudaHostRegister(arena.address, arena.size, _PORTABLE)
         if int(error):
             log.warning(
                 "pinning %s bytes of host memory failed: CUDA error %s", arena.size, int(error)

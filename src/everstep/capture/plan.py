@@ -7,7 +7,7 @@ from typing import Any
 from everstep.errors import Unsupported
 from everstep.format.manifest import encode_table
 from everstep.format.packs import Layout, Spec, lay_out
-from everstep.state.view import Collected
+from everstep.state.view import Collected, Walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,14 @@ class Planner:
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
-        self._known: tuple[object, ...] = ()
+        self._known: tuple[Walk, tuple[Spec, ...], Mapping[str, list[str]]] | None = None
 
     def plan(self, collected: Collected) -> Plan:
         """The plan for this state; the same object as the last one where nothing differs."""
         loose = tuple(leaf.spec for leaf in collected.loose)
-        if self._plan and self._known == (id(collected.walk), loose):
-            return self._plan
+        if self._plan and self._known and self._known[0] is collected.walk:
+            if self._known[1:] == (loose, collected.aliases):
+                return self._plan
         leaves = (*collected.walk.leaves, *collected.loose)
         specs = tuple(leaf.spec for leaf in leaves)
         devices = {leaf.name: str(leaf.tensor.device) for leaf in leaves}
@@ -52,12 +53,12 @@ class Planner:
             self._plan is not None
             and self._plan.specs == specs
             and self._plan.devices == devices
-            and self._plan.aliases == walk.aliases
+            and self._plan.aliases == collected.aliases
             and self._plan.optimizers == walk.optimizers
         )
         if not fits:
-            self._plan = _make(specs, devices, walk.aliases, walk.optimizers)
-        self._known = (id(walk), loose)
+            self._plan = _make(specs, devices, collected.aliases, walk.optimizers)
+        self._known = (walk, loose, collected.aliases)
         assert self._plan is not None
         return self._plan
 
