@@ -24,10 +24,12 @@ class Killed(BaseException):
 class Fault(Enum):
     """What happens at the N-th call."""
 
-    EIO = errno.EIO
-    ENOSPC = errno.ENOSPC
-    DEAD_DISK = -1  # this call and all later ones fail
-    KILL = -2
+    EIO = "this call fails"
+    ENOSPC = "this call fails, since the disk is full"
+    BURST = "this call and the next three fail"
+    NO_SYNC = "from this call on every fsync fails"
+    DEAD_DISK = "this call and all later ones fail"
+    KILL = "the process dies"
 
 
 @dataclass(eq=False)
@@ -39,10 +41,29 @@ class File:
 
 @dataclass(eq=False)
 class Directory:
-    """A directory: its entries as they are seen, and as a power cut would leave them."""
+    """A directory: its entries as they are seen, and as a power cut would leave them.
 
-    live: dict[str, "File | Directory"] = field(default_factory=dict)
-    durable: dict[str, "File | Directory"] = field(default_factory=dict)
+    `past` holds what each entry was since the last sync: a journal may have written any of it.
+    """
+
+    live: dict[str, "Node"] = field(default_factory=dict)
+    durable: dict[str, "Node"] = field(default_factory=dict)
+    past: dict[str, list["Node | None"]] = field(default_factory=dict)
+
+    def put(self, name: str, node: "Node | None") -> None:
+        """Change an entry; None: it goes."""
+        self.past.setdefault(name, []).append(node)
+        if node:
+            self.live[name] = node
+        else:
+            del self.live[name]
+
+    def sync(self) -> None:
+        """What is seen is durable."""
+        self.durable, self.past = dict(self.live), {}
+
+
+Node = File | Directory
 
 
 class Medium:
@@ -60,7 +81,7 @@ class Medium:
             node = node.live[folder]
         return node, name
 
-    def at(self, path: str) -> "File | Directory":
+    def at(self, path: str) -> Node:
         """The node at `path`."""
         if Path(path) == self.base:
             return self.root
@@ -86,10 +107,10 @@ def _scan(path: Path) -> Directory:
 
 def _write_out(directory: Directory, target: Path, rng: random.Random | None) -> None:
     target.mkdir()
-    for name in sorted({*directory.durable, *directory.live}):
+    for name in sorted({*directory.durable, *directory.past}):
         node = directory.durable.get(name)
-        if rng and node is not directory.live.get(name) and rng.random() < 0.5:
-            node = directory.live.get(name)
+        if rng and name in directory.past:
+            node = rng.choice([node, *directory.past[name]])
         if isinstance(node, Directory):
             _write_out(node, target / name, rng)
         elif node:
@@ -141,7 +162,7 @@ class FaultySystem(System):
             fd = super().open(path, flags, mode)
             if flags & os.O_CREAT:
                 directory, name = self.medium.parent(path)
-                directory.live[name] = File()
+                directory.put(name, File())
             if flags & os.O_DIRECT:
                 self._direct.add(fd)
             self._paths[fd] = path
@@ -178,7 +199,7 @@ class FaultySystem(System):
             self._call(f"fsync {os.path.basename(path)}")
             node = self.medium.at(path)
             if isinstance(node, Directory):
-                node.durable = dict(node.live)
+                node.sync()
             else:
                 node.durable = Path(path).read_bytes()
 
@@ -187,7 +208,7 @@ class FaultySystem(System):
             self._call(f"link {os.path.basename(new)}")
             super().link(old, new)
             directory, name = self.medium.parent(new)
-            directory.live[name] = self.medium.at(old)
+            directory.put(name, self.medium.at(old))
 
     def rename(self, old: str, new: str) -> None:
         with self._lock:
@@ -195,38 +216,49 @@ class FaultySystem(System):
             super().rename(old, new)
             directory, name = self.medium.parent(new)
             source, old_name = self.medium.parent(old)
-            directory.live[name] = source.live.pop(old_name)
+            directory.put(name, source.live[old_name])
+            source.put(old_name, None)
 
     def unlink(self, path: str) -> None:
         with self._lock:
             self._call(f"unlink {os.path.basename(path)}")
             super().unlink(path)
             directory, name = self.medium.parent(path)
-            del directory.live[name]
+            directory.put(name, None)
 
     def mkdir(self, path: str) -> None:
         with self._lock:
             self._call(f"mkdir {os.path.basename(path)}")
             super().mkdir(path)
             directory, name = self.medium.parent(path)
-            directory.live[name] = Directory()
+            directory.put(name, Directory())
 
     def rmdir(self, path: str) -> None:
         with self._lock:
             self._call(f"rmdir {os.path.basename(path)}")
             super().rmdir(path)
             directory, name = self.medium.parent(path)
-            del directory.live[name]
+            directory.put(name, None)
 
     def _call(self, what: str) -> None:
         if self.fired and self.fault is Fault.KILL:
             raise Killed
         self.calls.append(what)
-        if self.fired and self.fault is Fault.DEAD_DISK:
-            raise OSError(errno.EIO, "the disk is dead")
-        if self.fault and len(self.calls) == self.at:
-            self.fired = True
-            if self.fault is Fault.KILL:
+        if self.fault is None or not self.at or len(self.calls) < self.at:
+            return
+        first = len(self.calls) == self.at
+        self.fired = True
+        match self.fault:
+            case Fault.KILL:
                 raise Killed
-            code = errno.EIO if self.fault is Fault.DEAD_DISK else self.fault.value
-            raise OSError(code, os.strerror(code))
+            case Fault.ENOSPC if first:
+                raise OSError(errno.ENOSPC, "the disk is full")
+            case Fault.EIO if not first:
+                return
+            case Fault.BURST if len(self.calls) > self.at + 3:
+                return
+            case Fault.NO_SYNC if not what.startswith("fsync"):
+                return
+            case Fault.ENOSPC:
+                return
+        raise OSError(errno.EIO, "the disk does not answer")

@@ -1,6 +1,7 @@
 """Run an action with a fault at each of its system calls, and check what is left every time."""
 
 import contextlib
+import copy
 import itertools
 import random
 import shutil
@@ -23,6 +24,7 @@ class Promises:
     checkpoints: set[CheckpointName] = field(default_factory=set)
     epochs: set[int] = field(default_factory=set)
     tags: dict[str, CheckpointName] = field(default_factory=dict)
+    moving: set[str] = field(default_factory=set)  # tags that name this or that, but always one
 
     def check(self, base: Path) -> None:
         """Everything that is committed verifies, and everything that was promised is there."""
@@ -37,7 +39,9 @@ class Promises:
         assert verdict.ok, verdict.problems
         assert self.checkpoints <= set(catalog.committed(disk))
         assert self.epochs <= set(catalog.read_epochs(disk))
-        assert self.tags.items() <= catalog.read_tags(disk).items()
+        tags = catalog.read_tags(disk)
+        assert self.tags.items() <= tags.items()
+        assert all(tags[name] in catalog.committed(disk) for name in self.moving)
         if self.checkpoints:
             assert store.latest() >= max(name.step for name in catalog.lineage(disk))
             store.manifest()
@@ -116,4 +120,4 @@ def _again_after_power_cut(
 
 
 def _copy(promises: Promises) -> Promises:
-    return Promises(set(promises.checkpoints), set(promises.epochs), dict(promises.tags))
+    return copy.deepcopy(promises)

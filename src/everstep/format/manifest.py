@@ -287,7 +287,9 @@ def _check_inside(table: Table) -> None:
 
 
 def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
-    spec = Spec(str(row["name"]), str(row["dtype"]), tuple(map(_natural, row["shape"])))
+    if type(row["name"]) is not str:
+        raise ValueError(f"{row['name']!r} is no name of a tensor")
+    spec = Spec(row["name"], str(row["dtype"]), tuple(map(_natural, row["shape"])))
     if spec.dtype not in ITEM_SIZES:
         raise ValueError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
     pieces = tuple(

@@ -6,7 +6,9 @@ from contextlib import ExitStack
 import torch
 
 from everstep.errors import Missing
+from everstep.format.boxes import Box
 from everstep.format.manifest import Manifest, Part, Table, TensorEntry
+from everstep.format.packs import Piece
 from everstep.store.read import open_pack, read_piece
 from everstep.tiers.disk import Disk, DiskReader
 
@@ -48,13 +50,23 @@ def _names(table: Table) -> set[str]:
 
 
 def _read(readers: list[DiskReader], part: Part, entry: TensorEntry) -> torch.Tensor:
-    tensor = torch.empty(entry.spec.shape, dtype=getattr(torch, entry.spec.dtype))
+    dtype = getattr(torch, entry.spec.dtype)
+    whole = Box.whole(entry.spec.shape)
+    if [piece.box for piece in entry.pieces] == [whole]:
+        return _read_piece(readers, part, entry.pieces[0], entry.spec.name, dtype)
+    tensor = torch.empty(entry.spec.shape, dtype=dtype)
     for piece in entry.pieces:
-        raw = bytearray(piece.size)
-        read_piece(readers[piece.pack], part, piece, memoryview(raw), entry.spec.name)
-        if piece.size:
-            where = tuple(
-                slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.lengths, strict=True)
-            )
-            tensor[where].copy_(torch.frombuffer(raw, dtype=tensor.dtype).view(piece.box.lengths))
+        found = _read_piece(readers, part, piece, entry.spec.name, dtype)
+        tensor[
+            tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, found.shape, strict=True))
+        ] = found
     return tensor
+
+
+def _read_piece(
+    readers: list[DiskReader], part: Part, piece: Piece, name: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """A piece in memory of its own, into which it is read straight."""
+    raw = torch.empty(piece.size, dtype=torch.uint8)
+    read_piece(readers[piece.pack], part, piece, raw.numpy().data, name)
+    return raw.view(dtype).view(piece.box.lengths)

@@ -1,0 +1,310 @@
+"""Disk: what it writes, what it refuses, and what real file systems do."""
+
+import errno
+import mmap
+import os
+import subprocess
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from everstep import Corrupt, Missing, Store, Unavailable, Unsupported
+from everstep.store import commit
+from everstep.tiers import disk as disk_module
+from everstep.tiers.disk import Disk
+from everstep.tiers.system import System
+from stores import make_store
+
+
+def _pages(count: int) -> memoryview:
+    """Page-aligned memory."""
+    view = memoryview(mmap.mmap(-1, count * 4096))
+    view[:] = os.urandom(len(view))
+    return view
+
+
+class Watching(System):
+    """Notes how files are opened, and can refuse."""
+
+    def __init__(self, refuse: str = "", code: int = errno.EINVAL) -> None:
+        self.refuse, self.code = refuse, code
+        self.direct: dict[int, bool] = {}
+        self.sizes: list[int] = []
+
+    def _check(self, call: str) -> None:
+        if self.refuse == call:
+            raise OSError(self.code, os.strerror(self.code))
+
+    def open(self, path, flags, mode=0o600):
+        if flags & os.O_DIRECT:
+            self._check("open direct")
+        fd = super().open(path, flags, mode)
+        self.direct[fd] = bool(flags & os.O_DIRECT)
+        return fd
+
+    def pwrite(self, fd, data, offset):
+        if self.direct[fd]:
+            self._check("pwrite direct")
+        self._check("pwrite")
+        self.sizes.append(len(data))
+        return super().pwrite(fd, data, offset)
+
+    def allocate(self, fd, size):
+        self._check("allocate")
+        super().allocate(fd, size)
+
+    def fsync(self, fd):
+        self._check("fsync file" if not os.path.isdir(f"/proc/self/fd/{fd}") else "fsync directory")
+
+    def link(self, old, new):
+        self._check("link")
+        super().link(old, new)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request, tmp_path):
+    """A directory on the disk, and one on a tmpfs."""
+    if request.param == "disk":
+        yield tmp_path
+        return
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("there is no /dev/shm")
+    with tempfile.TemporaryDirectory(prefix="everstep-", dir="/dev/shm") as name:
+        yield Path(name)
+
+
+@pytest.mark.parametrize("refuse", ["", "open direct", "pwrite direct", "allocate"])
+def test_aligned_writes(place, refuse):
+    data = [_pages(3), _pages(1)]
+    disk = Disk(place / "s", Watching(refuse))
+    disk.write("data/x", data)
+    assert (place / "s/data/x").read_bytes() == b"".join(data)
+    assert disk.size("data/x") == 4 * 4096
+    assert disk.size("data/y") is disk.size("data/x/y") is None
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1], [4095], [5000, 3], [4096, 1]])
+def test_unaligned_writes(place, sizes):
+    data = [memoryview(bytearray(os.urandom(size + 1)))[1:] for size in sizes]
+    Disk(place / "s").write("x", data)
+    assert (place / "s/x").read_bytes() == b"".join(data)
+
+
+def test_read_only_buffers(place):
+    Disk(place / "s").write("x", [memoryview(bytes(4096))])
+    assert (place / "s/x").stat().st_size == 4096
+
+
+def test_large_writes_go_in_extents(tmp_path):
+    system = Watching()
+    data = _pages(5 << 10)
+    Disk(tmp_path / "s", system).write("x", [data])
+    assert sorted(system.sizes) == [4 << 20, 8 << 20, 8 << 20]
+    assert (tmp_path / "s/x").read_bytes() == data
+
+
+def test_no_extent_is_written_after_an_error(tmp_path, monkeypatch):
+    """The descriptor's number may be another file's by then."""
+    monkeypatch.setattr(disk_module, "EXTENT_BYTES", 4096)
+    first_failed, late = threading.Event(), []
+
+    class OneFails(System):
+        opened: ClassVar[set[int]] = set()
+
+        def open(self, path, flags, mode=0o600):
+            fd = super().open(path, flags, mode)
+            self.opened.add(fd)
+            return fd
+
+        def pwrite(self, fd, data, offset):
+            if offset == 0:
+                first_failed.set()
+                raise OSError(errno.EIO, "no")
+            assert first_failed.wait(10)
+            late.append(fd not in self.opened)
+            return super().pwrite(fd, data, offset)
+
+        def close(self, fd):
+            self.opened.discard(fd)
+            super().close(fd)
+
+    with pytest.raises(Unavailable):
+        Disk(tmp_path, OneFails()).write("x", [_pages(8)])
+    assert not any(late)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync file", "fsync directory", "link"])
+def test_a_failed_write_leaves_nothing(tmp_path, call):
+    path = tmp_path / "s"
+    path.mkdir()
+    disk = Disk(path, Watching(call, errno.EIO))
+    disk._known_directories.add("")
+    with pytest.raises(Unavailable, match="creating"):
+        disk.create("x", b"1")
+    if call != "link":
+        with pytest.raises(Unavailable, match="writing"):
+            disk.write("y", [_pages(2)])
+    assert list(path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [(errno.ENOSPC, "full.*Keep"), (errno.EDQUOT, "quota"), (errno.EROFS, "read-only")],
+)
+def test_errors_say_what_to_do(tmp_path, code, advice):
+    with pytest.raises(Unavailable, match=rf"writing .*x \(8192 bytes\).*{advice}"):
+        Disk(tmp_path, Watching("pwrite", code)).write("x", [_pages(2)])
+
+
+def test_file_systems_without_links_are_unsupported(tmp_path):
+    with pytest.raises(Unsupported, match="hard links"):
+        Disk(tmp_path, Watching("link", errno.EPERM)).create("x", b"")
+
+
+def test_writes_never_touch_a_file_that_is_there(tmp_path):
+    disk = Disk(tmp_path)
+    disk.write("x", [memoryview(b"first")])
+    for data in (memoryview(b"second"), _pages(1)):
+        with pytest.raises(Unavailable):
+            disk.write("x", [data])
+    assert disk.read("x") == b"first"
+
+
+def test_one_of_eight_creates_wins(place):
+    disks = [Disk(place / "s") for _ in range(8)]
+    start = threading.Barrier(8)
+
+    def create(number: int) -> bool:
+        start.wait()
+        return disks[number].create("epochs/0001.json", b"%d" % number)
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(create, range(8)))
+    assert sum(won) == 1
+    assert disks[0].read("epochs/0001.json") == b"%d" % won.index(True)
+    assert disks[0].list("epochs") == ["0001.json"]
+
+
+def test_claims_by_eight_threads_are_all_different(place):
+    start = threading.Barrier(8)
+
+    def claim(_: int) -> int:
+        disk = Disk(place / "s")
+        start.wait()
+        return commit.claim_epoch(disk, None, 0)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sorted(pool.map(claim, range(8))) == list(range(1, 9))
+
+
+def test_delete_and_directories(tmp_path):
+    disk = Disk(tmp_path / "s")
+    disk.create("checkpoints/1/manifest.json", b"1")
+    disk.create("tags/x.json", b"1")
+    disk.delete("checkpoints/1/manifest.json")
+    disk.delete("tags/x.json")
+    disk.delete("tags/x.json")
+    disk.delete("nowhere/at/all")
+    assert disk.list("checkpoints") == []
+    assert disk.list("tags") == disk.list("nowhere") == []
+    assert (tmp_path / "s/tags").is_dir()
+    assert disk.create("checkpoints/1/manifest.json", b"2")
+
+
+def test_replace(tmp_path):
+    disk = Disk(tmp_path / "s")
+    disk.replace("tags/x", b"1")
+    disk.replace("tags/x", b"2")
+    assert disk.read("tags/x") == b"2"
+    assert disk.list("tags") == ["x"]
+
+
+def test_reading(place):
+    disk = Disk(place)
+    data = _pages(3)
+    disk.write("x", [data, memoryview(b"tail")])
+    for direct in (False, True):
+        reader = disk.open("x", direct)
+        for offset, view in ((0, _pages(3)), (4096, _pages(1)), (1, memoryview(bytearray(5000)))):
+            reader.read_into(offset, view)
+            assert view == data[offset : offset + len(view)]
+        with pytest.raises(Corrupt, match="cut short"):
+            reader.read_into(4096, _pages(3))
+        with pytest.raises(Corrupt, match="ends at byte"):
+            reader.read_into(1 << 40, memoryview(bytearray(1)))
+        reader.close()
+        reader.close()
+    with pytest.raises(Missing, match="no such file"):
+        disk.open("y")
+    with pytest.raises(Corrupt, match="at most 10"):
+        disk.read("x", limit=10)
+
+
+def test_locks_exclude_and_give_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_module, "LOCK_WAIT_S", 0.05)
+    disk = Disk(tmp_path)
+    for held, asked in ((False, True), (True, False), (True, True)):
+        with disk.locked(exclusive=held):
+            second = disk.locked(exclusive=asked)
+            with pytest.raises(Unavailable, match="another process"):
+                second.__enter__()
+    with disk.locked(exclusive=False), disk.locked(exclusive=False):
+        pass
+    with pytest.raises(Unavailable, match="locking"):
+        Disk(tmp_path / "no").locked(exclusive=True).__enter__()
+
+
+@pytest.mark.parametrize("path", ["/proc/everstep", "/proc/self/status/store"])
+def test_places_that_take_no_store(path):
+    with pytest.raises(Unavailable, match=path):
+        commit.open_store(Disk(path))
+
+
+def _mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 8 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    _mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path))
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_full_disk(small_disk):
+    trainer = make_store(small_disk / "s", [1], system=System())
+    filler = small_disk / "filler"
+    filler.write_bytes(b"")
+    with open(filler, "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while file.write(bytes(4096)):
+            pass
+    with pytest.raises(Unavailable, match="disk is full"):
+        trainer.save(2)
+    store = Store(small_disk / "s")
+    assert store.steps() == [1]
+    assert store.verify().ok
+    filler.unlink()
+    trainer.save(2)
+    assert store.steps() == [1, 2]
+    assert store.verify().ok
+
+
+def test_a_read_only_file_system(small_disk):
+    trainer = make_store(small_disk / "s", [1], system=System())
+    _mount("-o", "remount,ro", str(small_disk))
+    with pytest.raises(Unavailable, match="read-only"):
+        trainer.save(2)
+    assert Store(small_disk / "s").verify().ok
+    _mount("-o", "remount,rw", str(small_disk))
+    trainer.save(2)
+    assert Store(small_disk / "s").steps() == [1, 2]

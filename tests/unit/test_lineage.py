@@ -1,0 +1,77 @@
+"""Epochs and branches."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.store.lineage import Epoch, branches, current
+from everstep.store.names import CheckpointName
+
+ONE, TWO = Epoch(1, None, 0), Epoch(2, 1, 80)
+
+
+def _names(epoch: int, *steps: int) -> list[CheckpointName]:
+    return [CheckpointName(step, epoch) for step in steps]
+
+
+def test_a_fork_leaves_a_branch_behind():
+    checkpoints = _names(1, 1, 40, 80, 120) + _names(2, 81, 100)
+    assert current({1: ONE, 2: TWO}, checkpoints) == _names(1, 1, 40, 80) + _names(2, 81, 100)
+    assert branches({1: ONE, 2: TWO}, checkpoints) == {1: _names(1, 120)}
+
+
+def test_the_newest_epoch_leads_before_its_first_checkpoint():
+    assert current({1: ONE, 2: TWO}, _names(1, 40, 80, 120)) == _names(1, 40, 80)
+
+
+def test_an_ancestor_counts_up_to_the_lowest_fork():
+    epochs = {1: ONE, 2: TWO, 3: Epoch(3, 2, 10)}
+    checkpoints = _names(1, 5, 20, 80) + _names(2, 90) + _names(3, 11)
+    assert current(epochs, checkpoints) == _names(1, 5) + _names(3, 11)
+
+
+def test_a_start_from_nothing_is_a_run_of_its_own():
+    epochs = {1: ONE, 2: Epoch(2, None, 0)}
+    assert current(epochs, _names(1, 1, 2)) == []
+    assert branches(epochs, _names(1, 1, 2)) == {1: _names(1, 1, 2)}
+
+
+def test_the_higher_epoch_counts_where_both_have_a_step():
+    assert current({1: ONE, 2: TWO}, _names(1, 80) + _names(2, 80)) == _names(2, 80)
+
+
+def test_nothing():
+    assert current({}, _names(1, 1)) == []
+    assert current({1: ONE}, []) == []
+
+
+@given(st.data())
+def test_going_on_is_like_a_list_that_is_cut_and_extended(data):
+    """The model: the run as a plain dict of steps; a fork forgets what is beyond it."""
+    epochs: dict[int, Epoch] = {}
+    checkpoints: list[CheckpointName] = []
+    run: dict[int, CheckpointName] = {}
+    for number in range(1, data.draw(st.integers(1, 5)) + 1):
+        parent = data.draw(st.sampled_from([None, *run.values()]))
+        fork = parent.step if parent else 0
+        # a run goes on from what it restored: the parent's own line, up to the fork
+        run = {step: name for step, name in run.items() if parent and step <= fork}
+        epochs[number] = Epoch(number, parent.epoch if parent else None, fork)
+        if parent:
+            limits = _ancestors(epochs, number)
+            run = {step: name for step, name in run.items() if name.epoch in limits}
+        for step in sorted(data.draw(st.sets(st.integers(fork + 1, fork + 6), max_size=4))):
+            name = CheckpointName(step, number)
+            checkpoints.append(name)
+            run[step] = name
+        found = current(epochs, checkpoints)
+        assert found == [run[step] for step in sorted(run)]
+        left = [name for names in branches(epochs, checkpoints).values() for name in names]
+        assert sorted([*found, *left]) == sorted(checkpoints)
+
+
+def _ancestors(epochs: dict[int, Epoch], number: int | None) -> set[int]:
+    found = set()
+    while number is not None:
+        found.add(number)
+        number = epochs[number].parent
+    return found

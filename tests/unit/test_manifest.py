@@ -1,0 +1,155 @@
+"""Manifests and piece tables: what comes from outside is checked before it is believed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep import Corrupt, Unsupported
+from everstep.format.boxes import Box
+from everstep.format.document import seal
+from everstep.format.manifest import (
+    FileLink,
+    Manifest,
+    Part,
+    check_table,
+    content_of,
+    decode_manifest,
+    decode_table,
+    encode_manifest,
+    encode_table,
+)
+from everstep.format.packs import lay_out
+from stores import MIXED
+
+LAYOUT = lay_out(MIXED)
+TABLE = encode_table(
+    LAYOUT, {"weight": ["tied"]}, {"weight": "cuda"}, {"adam": {"groups": {}, "state": {}}}
+)
+PART = Part(
+    0,
+    FileLink("data/tables/0.json", len(TABLE), "0" * 32),
+    tuple(FileLink(f"data/{i}", pack.size) for i, pack in enumerate(LAYOUT.packs)),
+    ("0" * 32,) * LAYOUT.digest_count,
+    7,
+)
+MANIFEST = Manifest(
+    7, 1, "ab", "now", (PART,), {"a": 1}, {"adam": [{"lr": 0.1}]}, metrics={"loss": 1.5}
+)
+
+
+def _changed(document: bytes, change) -> bytes:
+    value = json.loads(document)
+    del value["digest"]
+    change(value)
+    return seal(value)
+
+
+def test_round_trip():
+    assert decode_manifest(encode_manifest(MANIFEST), "x") == MANIFEST
+    table = decode_table(TABLE, "x")
+    check_table(table, PART, "x")
+    assert table.tensors["weight"].aliases == ("tied",)
+    assert table.tensors["weight"].device == "cuda"
+    assert MANIFEST.files == (PART.table, *PART.packs)
+    assert MANIFEST.size == LAYOUT.size
+
+
+def test_unknown_members_are_ignored():
+    document = _changed(encode_manifest(MANIFEST), lambda value: value.update(news={"x": 1}))
+    assert decode_manifest(document, "x") == MANIFEST
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../x", "data/../../x", "data//x", "", "data/x/", "a b", "data/..x", 5]
+)
+def test_paths_stay_inside_the_store(path):
+    def change(value):
+        value["parts"][0]["packs"][0]["path"] = path
+
+    with pytest.raises(Corrupt):
+        decode_manifest(_changed(encode_manifest(MANIFEST), change), "x")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_changed_table_is_refused_or_harmless(data):
+    """Whatever one value of a piece is changed to: no reader seeks or allocates beyond the pack."""
+
+    def change(value):
+        row = data.draw(st.sampled_from(value["tensors"]))
+        piece = row["pieces"][0]
+        key = data.draw(st.sampled_from(["pack", "at", "size", "digest", "offsets", "lengths"]))
+        number = st.integers(-2, 1 << 63) | st.integers(-2, 3)
+        odd = st.none() | st.booleans() | st.text(max_size=2) | st.lists(number, max_size=2)
+        piece[key] = data.draw(number | odd)
+
+    document = _changed(TABLE, change)
+    try:
+        table = decode_table(document, "x")
+        check_table(table, PART, "x")
+    except Corrupt:
+        return
+    for entry in table.tensors.values():
+        for piece in entry.pieces:
+            assert piece.offset + piece.size <= table.packs[piece.pack].size
+            assert piece.digest < len(PART.digests)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("dtype", "float33"), ("shape", [-1]), ("shape", [1 << 62]), ("pieces", [{}]), ("name", None)],
+)
+def test_malformed_tables_are_corrupt(key, value):
+    def change(table):
+        table["tensors"][0][key] = value
+
+    with pytest.raises(Corrupt):
+        check_table(decode_table(_changed(TABLE, change), "x"), PART, "x")
+
+
+def test_unknown_codecs_are_unsupported():
+    def change(value):
+        value["tensors"][0]["pieces"][0]["codec"] = "zstd"
+
+    with pytest.raises(Unsupported, match="zstd"):
+        decode_table(_changed(TABLE, change), "x")
+
+
+def test_table_and_manifest_must_agree():
+    table = decode_table(TABLE, "x")
+    for part in (replace(PART, digests=PART.digests[:-1]), replace(PART, packs=PART.packs[:-1])):
+        with pytest.raises(Corrupt):
+            check_table(table, part, "x")
+
+
+def test_content_does_not_depend_on_where_it_lies():
+    moved = replace(PART, packs=(FileLink("data/other", 1),))
+    assert content_of(moved) == content_of(PART)
+    assert content_of(replace(PART, digests=("1" * 32, *PART.digests[1:]))) != content_of(PART)
+
+
+BOXES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=2).map(
+    lambda pairs: Box(tuple(o for o, _ in pairs), tuple(n for _, n in pairs))
+)
+
+
+def _elements(box: Box | None) -> set:
+    if box is None:
+        return set()
+    (a, b), (m, n) = box.offsets, box.lengths
+    return {(i, j) for i in range(a, a + m) for j in range(b, b + n)}
+
+
+@given(BOXES, BOXES)
+def test_boxes_meet_in_their_common_elements(one, other):
+    assert _elements(one.intersect(other)) == _elements(one) & _elements(other)
+    assert len(_elements(one)) == one.count
+
+
+def test_whole_boxes():
+    assert Box.whole(()).count == 1
+    assert Box.whole(()).intersect(Box.whole(())) == Box.whole(())
+    assert Box.whole((0, 3)).intersect(Box.whole((0, 3))) == Box.whole((0, 3))

@@ -1,0 +1,126 @@
+"""The keeper's socket: other messages, limits, other users."""
+
+import os
+import socket
+
+import pytest
+
+from everstep import Unavailable
+from everstep.keeper import wire
+
+
+@pytest.fixture
+def pair():
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def _open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_messages_and_descriptors_arrive(pair):
+    here, there = pair
+    reading, writing = os.pipe()
+    wire.send(here, {"type": "arena", "text": "ü" * 1000}, [reading])
+    message, fds = wire.receive(there)
+    assert message == {"type": "arena", "text": "ü" * 1000}
+    os.write(writing, b"x")
+    assert os.read(fds[0], 1) == b"x"
+    assert not os.get_inheritable(fds[0])
+    for fd in (reading, writing, *fds):
+        os.close(fd)
+
+
+def test_the_end(pair):
+    pair[0].close()
+    assert wire.receive(pair[1]) is None
+
+
+@pytest.mark.parametrize(
+    "data", [b"{", b"[]", b"5", b'{"kind":"x"}', b'{"type":5}', b"\xff", b"[" * 60_000]
+)
+def test_what_is_no_message_is_a_value_error(pair, data):
+    before = _open_descriptors()
+    socket.send_fds(pair[0], [data], [pair[0].fileno()])
+    with pytest.raises(ValueError):  # noqa: PT011 - the kind is the contract
+        wire.receive(pair[1])
+    assert _open_descriptors() == before
+
+
+def test_too_long_messages_are_refused(pair):
+    with pytest.raises(AssertionError):
+        wire.send(pair[0], {"type": "x", "text": "x" * wire.MESSAGE_BYTES_MAX})
+    pair[0].send(b'{"type":"' + b"x" * wire.MESSAGE_BYTES_MAX + b'"}')
+    with pytest.raises(ValueError, match="cut short"):
+        wire.receive(pair[1])
+
+
+def test_too_many_descriptors_are_refused_and_closed(pair):
+    before = _open_descriptors()
+    fds = [pair[0].fileno()] * (wire.DESCRIPTORS_MAX + 8)
+    socket.send_fds(pair[0], [b'{"type":"x"}'], fds)
+    with pytest.raises(ValueError, match="cut short"):
+        wire.receive(pair[1])
+    assert _open_descriptors() == before
+
+
+def test_the_longest_failure_fits_into_a_message(pair):
+    from everstep.keeper.process import _TEXT_MAX
+
+    failed = {
+        "type": "failed",
+        "sequence": 1 << 60,
+        "kind": "Unavailable",
+        "message": "😀" * _TEXT_MAX,
+    }
+    wire.send(pair[0], failed)
+    assert wire.receive(pair[1])[0] == failed
+
+
+def test_one_lock_and_one_listener(tmp_path):
+    lock = wire.take_lock(tmp_path / "x.lock")
+    assert wire.take_lock(tmp_path / "x.lock") is None
+    os.close(lock)
+    again = wire.take_lock(tmp_path / "x.lock")
+    assert again is not None
+    os.close(again)
+    for _ in range(2):  # what a dead keeper left is replaced
+        listener = wire.listen(tmp_path / "x.sock")
+        assert (tmp_path / "x.sock").stat().st_mode & 0o777 == 0o600
+        connection = wire.connect(tmp_path / "x.sock")
+        assert wire.check_peer(connection) == os.getpid()
+        connection.close()
+        listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        wire.connect(tmp_path / "x.sock")
+
+
+def test_another_users_peer_is_refused(pair, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="other end"):
+        wire.check_peer(pair[0])
+
+
+@pytest.mark.parametrize("spoiled", ["mode", "link", "file"])
+def test_the_directory_must_be_this_users_alone(tmp_path, monkeypatch, spoiled):
+    monkeypatch.setattr(wire, "Path", lambda _: tmp_path)
+    directory = tmp_path / f"everstep-{os.getuid()}"
+    assert wire.runtime_directory() == directory
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(0o755) if spoiled == "mode" else directory.rmdir()
+    if spoiled == "link":
+        directory.symlink_to(tmp_path)
+    if spoiled == "file":
+        directory.write_bytes(b"")
+    with pytest.raises((Unavailable, FileExistsError)):
+        wire.runtime_directory()
+
+
+def test_every_name_of_a_store_has_one_endpoint(tmp_path):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "l").symlink_to("s")
+    assert wire.endpoint(tmp_path / "s") == wire.endpoint(f"{tmp_path}/x/../l/")
+    assert wire.endpoint(tmp_path / "s") != wire.endpoint(tmp_path)
