@@ -1,0 +1,215 @@
+"""`everstep bench`: checkpoints of every step, measured against other libraries on this machine.
+
+Every contender lives in a process of its own, with the same model and text. The parent lets them
+train in turn, a block of steps each, in an order that turns from round to round, with blocks
+without checkpoints between them: whatever drifts, drifts for all, and a block is compared with its
+neighbours.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from everstep.cli import bench_picture, bench_report, bench_tables
+from everstep.cli.bench_driver import Driver, WorkerFailed
+from everstep.cli.bench_machine import describe, version
+from everstep.cli.bench_plan import (
+    BASELINE,
+    CONTENDERS,
+    FLOOR,
+    OURS,
+    Block,
+    chosen,
+    missing,
+    rotated,
+    round_of,
+    steps_of,
+)
+from everstep.errors import Unavailable
+
+LEAD_STEPS = 2
+_SETTLE_S = 0.3
+_TIMEOUT_S = 600.0
+_TENSORS_SAVES = 15
+_PLAIN_WIDTH = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `everstep bench`."""
+    add = parser.add_argument
+    add("--steps", type=int, default=5, help="timed steps in a block (%(default)s)")
+    add("--rounds", type=int, default=3, help="blocks of each contender (%(default)s)")
+    add("--size", choices=("25m", "tiny"), default="25m", help="parameters of the model")
+    add("--every", type=_intervals, default=[1, 10], help="steps between saves (1,10)")
+    add("--only", type=_names, default=[], metavar="NAME,...", help=", ".join(CONTENDERS))
+    add("--tensors", type=int, default=10_000, help="in the model of small ones; 0: none")
+    add("--text", metavar="FILE", help="what to train on (default: Python's own sources)")
+    add("--store-root", type=Path, default=Path("runs"), metavar="DIR", help="where checkpoints go")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--picture", type=Path, metavar="FILE", help="write them as a picture (PNG)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, show, and write what was asked for."""
+    if args.steps < 1 or args.rounds < 1:
+        raise ValueError("--steps and --rounds must be positive")
+    names = chosen(args.only)
+    args.store_root.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp(prefix="bench-", dir=args.store_root)).resolve()
+    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    try:
+        raw = Bench(args, names, root, _teller()).measure()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    report = bench_report.summarise(raw)
+    bench_tables.show(report, console)
+    if args.json:
+        args.json.write_text(json.dumps({**report, "raw": raw}, indent=1, allow_nan=False) + "\n")
+    if args.picture:
+        bench_picture.draw(report, args.picture)
+    return 0
+
+
+class Bench:
+    """One run of the bench. `raw` gathers what was measured, in the order in which it was."""
+
+    def __init__(
+        self, args: argparse.Namespace, names: list[str], root: Path, tell: Callable[[str], None]
+    ) -> None:
+        self._args = args
+        self._names = names
+        self._root = root
+        self._tell = tell
+        self._drivers: dict[tuple[str, int], Driver] = {}
+        self.raw: dict[str, Any] = {
+            "machine": describe(root),
+            "settings": {
+                key: getattr(args, key) for key in ("steps", "rounds", "size", "every", "tensors")
+            },
+            "versions": {name: version(CONTENDERS[name].distribution) for name in names},
+            "missing": missing(args.only),
+            "failed": {},
+            "blocks": [],
+            "alone": [],
+            "restores": [],
+        }
+
+    def measure(self) -> dict[str, Any]:
+        """Everything, in turn; what a contender fails at is noted, and the others go on."""
+        began = time.monotonic()
+        try:
+            self._start()
+            for number in range(self._args.rounds):
+                self._tell(f"round {number + 1} of {self._args.rounds}")
+                self._round(number)
+            for name in self._names:
+                self._try(name, self._keep_one)
+            for number in range(self._args.rounds):
+                self._tell(f"restores, round {number + 1} of {self._args.rounds}")
+                for name in rotated(self._names, number):
+                    self._try(name, self._restore, number)
+            if self._args.tensors and OURS in self._names:
+                self._tell(f"{self._args.tensors:,} tensors")
+                self._try(OURS, self._tensors)
+        finally:
+            for driver in self._drivers.values():
+                driver.stop()
+        self.raw["seconds"] = time.monotonic() - began
+        return self.raw
+
+    def _start(self) -> None:
+        for name in self._names:
+            self._tell(f"starting {CONTENDERS[name].label}")
+            self._try(name, self._start_one)
+        needed = self.raw.get("state_bytes", 0) * (self._args.steps + LEAD_STEPS + 2)
+        if shutil.disk_usage(self._root).free < needed:
+            raise Unavailable(
+                f"bench in {self._root}: {needed / 1e9:.1f} GB are needed for the saves of one "
+                f"block. Free some space, or choose another place with --store-root"
+            )
+
+    def _start_one(self, name: str) -> None:
+        intervals = self._args.every if CONTENDERS[name].own_process_per_interval else [1]
+        for every in intervals:
+            settings = {
+                "name": name,
+                "size": self._args.size,
+                "every": every,
+                "text": self._args.text,
+            }
+            driver = self._drivers[name, every] = Driver(self._root / f"{name}-{every}", settings)
+            self.raw["state_bytes"] = driver.ask("warm_up", _TIMEOUT_S)["state_bytes"]
+
+    def _round(self, number: int) -> None:
+        for block in round_of(self._names, self._args.every, number):
+            self._try(block.name, self._block, block, number)
+        for name in rotated(self._names, number):
+            if name != BASELINE:
+                self._try(name, self._alone, number)
+
+    def _block(self, name: str, block: Block, number: int) -> None:
+        steps = steps_of(block, self._args.steps)
+        lead = LEAD_STEPS if block.every == 1 else 1
+        request = {"every": block.every, "steps": steps, "lead": lead}
+        reply = self._driver(name, block.every).ask_watched("block", _TIMEOUT_S, **request)
+        place = {"round": number, "name": name, "every": block.every, "steps": steps}
+        self.raw["blocks"].append({**place, **reply})
+
+    def _alone(self, name: str, number: int) -> None:
+        reply = self._driver(name).ask("alone", _TIMEOUT_S)
+        self.raw["alone"].append({"round": number, "name": name, **reply})
+
+    def _keep_one(self, name: str) -> None:
+        if name != BASELINE:
+            self._driver(name).ask("keep_one", _TIMEOUT_S)
+
+    def _restore(self, name: str, number: int) -> None:
+        if name != BASELINE:
+            reply = self._driver(name).ask("restore", _TIMEOUT_S)
+            self.raw["restores"].append({"round": number, "name": name, **reply})
+
+    def _tensors(self, name: str) -> None:
+        request = {"count": self._args.tensors, "saves": _TENSORS_SAVES}
+        self.raw["tensors"] = self._driver(name).ask("tensors", _TIMEOUT_S, **request)
+
+    def _driver(self, name: str, every: int = 0) -> Driver:
+        """The process of a contender; for what is done once, that of its first interval."""
+        own = CONTENDERS[name].own_process_per_interval
+        return self._drivers[name, (every or self._args.every[0]) if own else 1]
+
+    def _try(self, name: str, action: Callable[..., None], *rest: Any) -> None:
+        """Do something with a contender that has not failed before; baseline and floor must not."""
+        if name in self.raw["failed"]:
+            return
+        try:
+            action(name, *rest)
+        except WorkerFailed as error:
+            if name in (BASELINE, FLOOR):
+                raise Unavailable(f"bench: {CONTENDERS[name].label} failed at {error}") from error
+            self.raw["failed"][name] = str(error)
+            self._tell(f"{CONTENDERS[name].label} failed at {error}")
+        time.sleep(_SETTLE_S)
+
+
+def _teller() -> Callable[[str], None]:
+    began = time.monotonic()
+    return lambda text: print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr)
+
+
+def _intervals(text: str) -> list[int]:
+    values = [int(part) for part in text.split(",")]
+    if min(values) < 1 or len(set(values)) < len(values):
+        raise ValueError(text)
+    return values
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,177 @@
+"""From what the bench measured to what it says: medians, ratios, spreads, and the aims. Pure."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from everstep.cli.bench_plan import BASELINE, CONTENDERS, FLOOR, OURS, PEERS
+
+SCHEMA = 1
+AIM_CALL_MS = 1.0
+AIM_SLOWDOWN = 0.10
+AIM_OF_BEST_PEER = 1 / 3
+AIM_DURABLE = 1.2
+AIM_RESTORE = 1.3
+AIM_BOOKKEEPING_MS = 20.0
+
+
+def summarise(raw: dict[str, Any]) -> dict[str, Any]:
+    """The report: one entry per contender, and the aims. `raw` is what `bench.Bench` gathered."""
+    entries = {}
+    for name, facts in CONTENDERS.items():
+        if name not in raw["versions"]:
+            continue
+        entries[name] = {
+            "label": facts.label,
+            "version": raw["versions"][name],
+            "syncs": facts.syncs if name != BASELINE else None,
+            "note": facts.note,
+            "failed": raw["failed"].get(name),
+            "every": {
+                str(every): _training(raw, name, every)
+                for every in ([0] if name == BASELINE else raw["settings"]["every"])
+                if _blocks(raw, name, every)
+            },
+            "alone": _alone(raw, name, facts.is_durable),
+            "restore": _restore(raw, name),
+        }
+    report = {
+        "schema": SCHEMA,
+        "machine": raw["machine"],
+        "settings": raw["settings"],
+        "seconds": raw["seconds"],
+        "state_bytes": raw.get("state_bytes"),
+        "contenders": entries,
+        "missing": {name: CONTENDERS[name].label for name in raw["missing"]},
+        "tensors": raw.get("tensors"),
+    }
+    return {**report, "aims": _aims(report)}
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Median, smallest and largest; None for nothing."""
+    if not values:
+        return None
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "count": len(values),
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that is no less than `share` of them (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def slowdowns(blocks: Sequence[dict[str, Any]], name: str, every: int) -> list[float]:
+    """One per block: its time per step over that of the baselines before and after it, less one."""
+    found = []
+    for index, block in enumerate(blocks):
+        if (block["name"], block["every"]) != (name, every):
+            continue
+        before = [b for b in blocks[:index] if b["name"] == BASELINE][-1:]
+        after = [b for b in blocks[index + 1 :] if b["name"] == BASELINE][:1]
+        neighbours = [b["seconds"] / b["steps"] for b in before + after]
+        found.append(block["seconds"] / block["steps"] / statistics.mean(neighbours) - 1)
+    return found
+
+
+def _blocks(raw: dict[str, Any], name: str, every: int) -> list[dict[str, Any]]:
+    return [b for b in raw["blocks"] if (b["name"], b["every"]) == (name, every)]
+
+
+def _training(raw: dict[str, Any], name: str, every: int) -> dict[str, Any]:
+    blocks = _blocks(raw, name, every)
+    baseline = max(block["memory_bytes"] for block in _blocks(raw, BASELINE, 0))
+    peak = max(block["memory_bytes"] for block in blocks)
+    stalls = [1000 * value for block in blocks for value in block["stall_s"]]
+    idle = [1000 * value for block in blocks for value in block["idle_call_s"]]
+    stall = spread(stalls)
+    return {
+        "step_s": spread([block["seconds"] / block["steps"] for block in blocks]),
+        "slowdown": None if name == BASELINE else spread(slowdowns(raw["blocks"], name, every)),
+        "stall_ms": stall and {**stall, "p99": percentile(stalls, 0.99)},
+        "call_without_save_ms": spread(idle) if every > 1 else None,
+        "finished_s": spread([value for block in blocks for value in block["finished_s"]]),
+        "memory_bytes": peak,
+        "memory_over_baseline_bytes": peak - baseline,
+    }
+
+
+def _alone(raw: dict[str, Any], name: str, is_durable: bool) -> dict[str, Any] | None:
+    rows = [row for row in raw["alone"] if row["name"] == name]
+    if not rows:
+        return None
+    return {
+        "finished_s": spread([row["finished_s"] for row in rows]),
+        "durable_s": spread(
+            [row["finished_s"] + (0 if is_durable else row["extra_sync_s"]) for row in rows]
+        ),
+        "durable_by_itself": is_durable,
+        "bytes": rows[-1]["bytes"],
+    }
+
+
+def _restore(raw: dict[str, Any], name: str) -> dict[str, Any] | None:
+    rows = [row for row in raw["restores"] if row["name"] == name]
+    if not rows:
+        return None
+    return {
+        "seconds": spread([row["seconds"] for row in rows]),
+        "equal": all(row["equal"] for row in rows),
+        "cache": rows[0]["cache"],
+    }
+
+
+def _aims(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each aim of the project beside what was measured; only those that were measured."""
+    ours = report["contenders"].get(OURS)
+    floor = report["contenders"].get(FLOOR)
+    aims: list[dict[str, Any]] = []
+
+    def add(text: str, limit: float, measured: float | None, unit: str) -> None:
+        if measured is not None:
+            met = measured <= limit
+            aims.append(
+                {"aim": text, "limit": limit, "measured": measured, "unit": unit, "met": met}
+            )
+
+    if ours and "1" in ours["every"]:
+        training = ours["every"]["1"]
+        slowdown = training["slowdown"]["median"]
+        add("the call returns (median, ms)", AIM_CALL_MS, training["stall_ms"]["median"], "ms")
+        add("slowdown of the loop, every step", AIM_SLOWDOWN, slowdown, "share")
+        best = best_peer(report)
+        if best and best[1] > 0:
+            text = f"slowdown of the loop / {best[0]}'s"
+            add(text, AIM_OF_BEST_PEER, slowdown / best[1], "ratio")
+    if ours and floor and ours["alone"] and floor["alone"]:
+        add(
+            "durable / plain write", AIM_DURABLE, _ratio(ours, floor, "alone", "durable_s"), "ratio"
+        )
+    if ours and floor and ours["restore"] and floor["restore"]:
+        measured = _ratio(ours, floor, "restore", "seconds")
+        add("verified restore / plain read", AIM_RESTORE, measured, "ratio")
+    if tensors := report["tensors"]:
+        text = f"manifest and bookkeeping, {tensors['tensors']:,} tensors (ms)"
+        add(text, AIM_BOOKKEEPING_MS, 1000 * tensors["bookkeeping_s"], "ms")
+        text = f"the call, {tensors['tensors']:,} tensors (ms)"
+        add(text, AIM_CALL_MS, 1000 * tensors["call_s"], "ms")
+    return aims
+
+
+def best_peer(report: dict[str, Any]) -> tuple[str, float] | None:
+    """The peer that slows the loop least at every step: its label, and by how much."""
+    found = [
+        (entry["every"]["1"]["slowdown"]["median"], entry["label"])
+        for name, entry in report["contenders"].items()
+        if name in PEERS and "1" in entry["every"]
+    ]
+    return (min(found)[1], min(found)[0]) if found else None
+
+
+def _ratio(ours: dict[str, Any], floor: dict[str, Any], section: str, field: str) -> float:
+    return float(ours[section][field]["median"] / floor[section][field]["median"])

@@ -1,0 +1,168 @@
+"""The bench's report as tables for a terminal."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from everstep.cli.bench_plan import BASELINE, FLOOR, OURS
+
+_STYLES = {OURS: "bold green", BASELINE: "dim", FLOOR: "dim"}
+Report = dict[str, Any]
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the whole report."""
+    console.print(_heading(report))
+    for every in report["settings"]["every"]:
+        console.print(_training_table(report, every))
+    console.print(_single_table(report))
+    if tensors := report["tensors"]:
+        console.print(_tensors_line(tensors))
+    if report["aims"]:
+        console.print(_aims_table(report["aims"]))
+    for line in _remarks(report):
+        console.print(line, style="yellow" if "failed" in line or "DIFFERS" in line else "dim")
+
+
+def _heading(report: Report) -> str:
+    settings, machine = report["settings"], report["machine"]
+    size = (report["state_bytes"] or 0) / 1e6
+    words = ", ".join(f"{key} {value}" for key, value in machine.items() if key != "processor")
+    return (
+        f"\n[bold]everstep bench[/]  model {settings['size']}, {size:.1f} MB of state, "
+        f"{settings['rounds']} rounds of {settings['steps']} steps, "
+        f"{report['seconds'] / 60:.1f} min\n"
+        f"[dim]{machine['processor']}; {words}[/]\n"
+    )
+
+
+def _training_table(report: Report, every: int) -> Table:
+    title = "a save at every step" if every == 1 else f"a save at every {every}th step"
+    table = _table(f"Training, {title}")
+    for column in ("stall in the call\nmedian, ms", "p99\nms", "step\ns", "slowdown\nmedian"):
+        table.add_column(column, justify="right")
+    table.add_column("min … max", justify="right", style="dim", no_wrap=True)
+    for column in ("until finished\ns", "memory more\nMiB"):
+        table.add_column(column, justify="right")
+    for name, entry in report["contenders"].items():
+        if figures := entry["every"].get("0" if name == BASELINE else str(every)):
+            table.add_row(_label(name, entry), *_training_cells(figures))
+    return table
+
+
+def _training_cells(figures: dict[str, Any]) -> list[str]:
+    stall, slowdown = figures["stall_ms"], figures["slowdown"]
+    return [
+        f"{stall['median']:.2f}" if stall else "",
+        f"{stall['p99']:.2f}" if stall else "",
+        f"{figures['step_s']['median']:.3f}",
+        f"{100 * slowdown['median']:+.1f} %" if slowdown else "",
+        f"{100 * slowdown['min']:+.1f} … {100 * slowdown['max']:+.1f}" if slowdown else "",
+        _seconds(figures["finished_s"]),
+        f"{figures['memory_over_baseline_bytes'] / 2**20:+.0f}" if stall else "",
+    ]
+
+
+def _single_table(report: Report) -> Table:
+    floor = report["contenders"][FLOOR]
+    table = _table("One save and one restore, no training beside it")
+    for column in ("until finished\ns", "until durable\ns", "/ plain\nwrite"):
+        table.add_column(column, justify="right")
+    table.add_column("fsyncs\nby itself", no_wrap=True)
+    for column in ("restore,\ncold cache, s", "/ plain\nread", "MB"):
+        table.add_column(column, justify="right")
+    for name, entry in report["contenders"].items():
+        if alone := entry["alone"]:
+            restore = entry["restore"]
+            table.add_row(
+                _label(name, entry),
+                _seconds(alone["finished_s"]),
+                _seconds(alone["durable_s"]) + ("" if alone["durable_by_itself"] else " *"),
+                _over(alone["durable_s"], floor["alone"] and floor["alone"]["durable_s"]),
+                entry["syncs"],
+                _seconds(restore and restore["seconds"]),
+                _over(
+                    restore and restore["seconds"], floor["restore"] and floor["restore"]["seconds"]
+                ),
+                f"{alone['bytes'] / 1e6:.1f}",
+            )
+    return table
+
+
+def _aims_table(aims: list[dict[str, Any]]) -> Table:
+    table = _table("The aims")
+    for column in ("aim", "measured", ""):
+        table.add_column(column, justify="right")
+    for aim in aims:
+        mark = Text("met", "green") if aim["met"] else Text("missed", "bold red")
+        table.add_row(
+            Text(aim["aim"]), f"≤ {_value(aim['limit'], aim)}", _value(aim["measured"], aim), mark
+        )
+    return table
+
+
+def _tensors_line(tensors: dict[str, Any]) -> str:
+    def ms(name: str) -> str:
+        return f"{1000 * tensors[name]:.1f} ms"
+
+    return (
+        f"\n[bold]{tensors['tensors']:,} small tensors[/] ({tensors['bytes'] / 1e6:.1f} MB): "
+        f"the call {ms('call_s')} (the first {ms('first_call_s')}), then until captured "
+        f"{ms('call_to_captured_s')}, until durable {ms('captured_to_local_s')}; of that "
+        f"plain write {ms('write_s')}, digests {ms('digest_s')}, "
+        f"the rest (table, manifest, their fsyncs) {ms('bookkeeping_s')}\n"
+    )
+
+
+def _remarks(report: Report) -> list[str]:
+    lines = [f"missing, not measured: {label}" for label in report["missing"].values()]
+    cache = None
+    for entry in report["contenders"].values():
+        if entry["note"]:
+            lines.append(f"{entry['label']}: {entry['note']}")
+        if entry["failed"]:
+            lines.append(f"{entry['label']} failed: {entry['failed']}")
+        if entry["restore"]:
+            cache = entry["restore"]["cache"]
+            if not entry["restore"]["equal"]:
+                lines.append(f"{entry['label']}: what was restored DIFFERS from what was saved")
+    lines.append("* with an fsync of its files and directories made afterwards by the bench")
+    lines.append(
+        "slowdown: a block's time over that of the neighbouring blocks without checkpoints. "
+        "memory: resident, with all its processes, more than without checkpoints. "
+        f"restores: into a fresh run, {cache or 'no'} before each; every restored byte was compared"
+    )
+    return lines
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    return table
+
+
+def _label(name: str, entry: dict[str, Any]) -> Text:
+    shown = entry["version"] if name.startswith(("torchs", "torch_")) else ""
+    label = Text(entry["label"], _STYLES.get(name, ""))
+    return label.append(f" {shown}", "dim") if shown else label
+
+
+def _seconds(values: dict[str, float] | None) -> str:
+    return f"{values['median']:.3f}" if values else ""
+
+
+def _over(values: dict[str, float] | None, floor: dict[str, float] | None) -> str:
+    return f"{values['median'] / floor['median']:.2f}" if values and floor else ""
+
+
+def _value(value: float, aim: dict[str, Any]) -> str:
+    match aim["unit"]:
+        case "share":
+            return f"{100 * value:.1f} %"
+        case "ms":
+            return f"{value:.2f} ms"
+        case _:
+            return f"{value:.2f}"

@@ -1,0 +1,221 @@
+"""A process of the bench: one contender with its own model, driven over a pipe by the parent.
+
+Requests and replies are lines of JSON; between them the process sleeps, so that at any moment only
+one contender runs. Standard output belongs to the replies: whatever else prints there is sent to
+standard error, which the parent keeps as this worker's log.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from everstep.cli import bench_tensors, workload
+from everstep.cli.contenders import OWN, Contender, Finish, state_bytes, sync_directory
+from everstep.cli.peers import PEERS
+
+_RUN_STEPS = 1000
+_WARM_SAVES = 3
+
+
+@dataclass(slots=True)
+class Call:
+    """One call after an update. Times are of `time.perf_counter`."""
+
+    step: int
+    due: bool
+    began: float
+    returned: float
+    finish: Finish | None
+
+    @property
+    def stall_s(self) -> float:
+        """How long the training loop stood in the call."""
+        return self.returned - self.began
+
+    def wait(self) -> float:
+        """Block until the save is finished; the seconds since the call began."""
+        end = self.finish() if self.finish else self.returned
+        return end - self.began
+
+
+class Worker:
+    """One contender, its run, and the number of the last step."""
+
+    def __init__(self, name: str, root: Path, text: bytes, size: workload.Size, every: int) -> None:
+        self._name = name
+        self._root = root
+        self._text = text
+        self._size = size
+        self._every = every
+        self._step = 0
+        self._run = workload.build(text, seed=1, steps=_RUN_STEPS, size=size)
+        self._run.train_step()
+        self._contender: Contender = {**OWN, **PEERS}[name](self._run, root, every)
+        self._kept = 0
+
+    def warm_up(self) -> dict[str, Any]:
+        """Steps and saves off the clock: they fill buffers, start processes, build plans."""
+        if self._every == 1:
+            self.block(int(self._name != "none"), _WARM_SAVES, 0)
+        else:
+            for _ in range(_WARM_SAVES):
+                self._drop([self._save_alone()])
+        return {"state_bytes": state_bytes(self._run)}
+
+    def block(self, every: int, steps: int, lead: int) -> dict[str, Any]:
+        """Train `lead` untimed and `steps` timed steps, saving where due; let the saves finish."""
+        first = self._next_due(max(1, every), lead)
+        early = [self._one(number, every) for number in range(first - lead, first)]
+        began = time.perf_counter()
+        calls, ends = [], []
+        for number in range(first, first + steps):
+            calls.append(self._one(number, every))
+            ends.append(time.perf_counter())
+        seconds = ends[-1] - began
+        self._step = first + steps - 1
+        finished = [call.wait() for call in calls if call.due]
+        self._drop([call for call in early + calls if call.due])
+        return {
+            "seconds": seconds,
+            "step_s": [end - start for start, end in zip([began, *ends], ends, strict=False)],
+            "stall_s": [call.stall_s for call in calls if call.due],
+            "idle_call_s": [call.stall_s for call in calls if not call.due],
+            "finished_s": finished,
+        }
+
+    def alone(self) -> dict[str, Any]:
+        """One save while no training goes on: how long until it is finished, and durable."""
+        call = self._save_alone()
+        reply = self._measured(call)
+        self._drop([call])
+        return reply
+
+    def keep_one(self) -> dict[str, Any]:
+        """Save a last time and keep it for the restores; its state is what they must give back."""
+        call = self._save_alone()
+        reply = self._measured(call)
+        self._kept, self._expected = call.step, digest(self._run)
+        return reply
+
+    def restore(self) -> dict[str, Any]:
+        """Restore the kept save into a fresh run from a cold cache, and compare."""
+        run = workload.build(self._text, seed=2, steps=_RUN_STEPS, size=self._size)
+        read = self._contender.reader(run, self._kept)
+        cache = chill(self._root)
+        began = time.perf_counter()
+        read()
+        seconds = time.perf_counter() - began
+        equal = self._name == "plain" or digest(run) == self._expected
+        return {"seconds": seconds, "equal": equal, "cache": cache}
+
+    def tensors(self, count: int, saves: int) -> dict[str, Any]:
+        """The section about a model of many small tensors; see `bench_tensors`."""
+        return bench_tensors.measure(self._root / "tensors", count, saves)
+
+    def close(self) -> dict[str, Any]:
+        """End the contender's processes."""
+        self._contender.close()
+        return {}
+
+    def _one(self, number: int, every: int) -> Call:
+        self._run.train_step()
+        return self._call(number, bool(every) and number % every == 0)
+
+    def _call(self, number: int, due: bool) -> Call:
+        began = time.perf_counter()
+        finish = self._contender.step(number, due)
+        return Call(number, due, began, time.perf_counter(), finish)
+
+    def _save_alone(self) -> Call:
+        self._step = self._next_due(self._every, 0)
+        self._run.train_step()
+        call = self._call(self._step, due=True)
+        call.wait()
+        return call
+
+    def _next_due(self, every: int, lead: int) -> int:
+        """The first step that is due, with `lead` steps between it and the last."""
+        return -(-(self._step + lead + 1) // every) * every
+
+    def _measured(self, call: Call) -> dict[str, Any]:
+        finished = call.wait()
+        files = self._contender.files(call.step)
+        began = time.perf_counter()
+        for path in files:
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+        for directory in {path.parent for path in files} | {self._root}:
+            sync_directory(directory)
+        synced = time.perf_counter() - began
+        return {
+            "stall_s": call.stall_s,
+            "finished_s": finished,
+            "extra_sync_s": synced,
+            "bytes": sum(path.stat().st_size for path in files),
+        }
+
+    def _drop(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            call.wait()
+        self._contender.discard([call.step for call in calls])
+
+
+def digest(run: workload.Run) -> str:
+    """One digest of what must come back: model, optimizer, loader, torch's generator."""
+    hasher = xxhash.xxh3_128()
+    tensors = {**run.model.state_dict(), **run.loader.state_dict(), "rng": torch.get_rng_state()}
+    tensors.pop("batches_read")
+    for index, held in run.optimizer.state_dict()["state"].items():
+        tensors |= {f"{index}.{key}": value for key, value in sorted(held.items())}
+    for name, tensor in tensors.items():
+        hasher.update(name.encode())
+        hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return hasher.hexdigest()
+
+
+def chill(root: Path) -> str:
+    """Take the files under `root` out of the page cache; says how."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1\n")
+    except OSError:
+        for path in root.rglob("*"):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+        return "posix_fadvise"
+    return "drop_caches"
+
+
+def main() -> None:
+    """Serve requests until standard input ends."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    settings = json.loads(sys.argv[1])
+    text = workload.load_text(settings.pop("text"))
+    root = Path(settings.pop("root"))
+    worker = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            worker = worker or Worker(root=root, text=text, **settings)
+            reply = getattr(worker, request.pop("do"))(**request)
+        except Exception as error:  # noqa: BLE001  whatever it is, the other contenders go on
+            traceback.print_exc()
+            reply = {"failed": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=replies)
+
+
+if __name__ == "__main__":
+    main()
