@@ -23,14 +23,16 @@ from everstep import __version__
 from everstep.capture.full import Capture, Full, record_of
 from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool, Slot
-from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable
+from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import seal
 from everstep.handle import Metrics, SaveHandle
+from everstep.keeper.arena import SlotState
 from everstep.keeper.client import Client
 from everstep.keeper.wire import Message
 from everstep.preemption import Preemption
 from everstep.restore.choose import Candidate, candidates, find_held
 from everstep.restore.load import load
+from everstep.state.objects import plain_json
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
 from everstep.state.view import Collected, State
@@ -88,6 +90,7 @@ class Checkpointer:
         self._parent: CheckpointName | None = None
         self._epoch: int | None = None
         self._newest: SaveHandle | None = None
+        self._begun: SaveHandle | None = None
         self._last_step: int | None = None
         self._is_closed = False
         self._hooks = [self._hook(optimizer) for optimizer in self._state.optimizers]
@@ -103,29 +106,31 @@ class Checkpointer:
         _check_step(step)
         self._last_step = step
         due = step % self._every == 0 or self._preemption.requested
-        handle = self.save(step) if due else None
-        if self._preemption.ends_process:
-            self._preemption.end()
-        return handle
+        return self.save(step) if due else None
 
     def save(
         self, step: int, *, tag: str | None = None, metrics: dict[str, Any] | None = None
     ) -> SaveHandle:
         """Save the state as `step`, now; returns when all that must be copied at once is copied.
 
-        tag: a name for it, which moves if it exists. metrics: JSON, kept in the manifest. Raises
-        ValueError and Unsupported for what cannot be saved; what fails later is on the handle.
+        tag: a name for it, which moves if it exists. metrics: JSON (numbers may be numpy's or
+        torch's), kept in the manifest. Raises ValueError and Unsupported for what cannot be saved;
+        what fails later is on the handle.
         """
         began = time.perf_counter()
         self._check_open()
         _check_step(step)
         if tag is not None:
             tag_path(tag)
+        figures = plain_json(metrics or {}, "metrics")
         self._last_step = step
         try:
-            return self._save(step, tag, metrics or {})
+            handle = self._save(step, tag, figures)
         finally:
             self.metrics.add_stall(time.perf_counter() - began)
+        if self._preemption.ends_process:
+            self._preemption.end()
+        return handle
 
     def restore(
         self,
@@ -200,6 +205,8 @@ class Checkpointer:
                 hook.remove()
             self._capture.close()
             self._client.close()
+            if self._preemption.ends_process:  # it was asked to, and no step came any more
+                self._preemption.end()
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -224,22 +231,33 @@ class Checkpointer:
         self._newest = handle
         self.metrics.saves += 1
         try:
-            collected = self._state.collect()
-            self.metrics.user_seconds = self._state.user_seconds
-            plan = self._planner.plan(collected)
-            descriptor = seal(self._describe(collected, tag, metrics))
-            slot = self._pool.acquire(plan, len(descriptor), self._waits)
+            self._begin(handle, tag, metrics)
         except Unavailable as error:
             self._count_failure(handle, error)
-            return handle
+        except BaseException as error:
+            handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
+            raise
+        self._begun = handle
+        return handle
+
+    def _begin(self, handle: SaveHandle, tag: str | None, metrics: dict[str, Any]) -> None:
+        collected = self._state.collect()
+        self.metrics.user_seconds = self._state.user_seconds
+        plan = self._planner.plan(collected)
+        descriptor = seal(self._describe(collected, tag, metrics))
+        slot = self._pool.acquire(plan, len(descriptor), self._waits)
         if slot is None:
-            return self._skip(handle)
+            self._skip(handle)
+            return
         sequence = self._pool.next_sequence()
-        capture = self._capture.begin(step, sequence, collected, plan, slot, descriptor)
+        try:
+            capture = self._capture.begin(handle.step, sequence, collected, plan, slot, descriptor)
+        except BaseException:
+            slot.arena.set_state(slot.index, SlotState.FREE)
+            raise
         handle.confirm_with(capture.check)
         self._captures[sequence] = (capture, handle)
         self._capture.go_on(capture)
-        return handle
 
     def _describe(
         self, collected: Collected, tag: str | None, metrics: dict[str, Any]
@@ -341,7 +359,7 @@ class Checkpointer:
         self._captures.pop(capture.sequence, None)
         self._pool.notify()
 
-    def _skip(self, handle: SaveHandle) -> SaveHandle:
+    def _skip(self, handle: SaveHandle) -> None:
         self.metrics.skips += 1
         text = (
             f"saving step {handle.step}: skipped, because earlier saves are still being written. "
@@ -351,7 +369,6 @@ class Checkpointer:
         if self.metrics.skips == 1 or self.metrics.skips % 100 == 0:
             log.warning("%s. Skipped so far: %s", text, self.metrics.skips)
         handle.fail(Skipped(text))
-        return handle
 
     def _count_failure(self, handle: SaveHandle, error: EverstepError) -> None:
         self.metrics.failures += 1
@@ -380,9 +397,9 @@ class Checkpointer:
 
     def _is_saved(self) -> bool:
         """Whether the newest completed step is durable, or on its way."""
-        newest = self._newest
+        begun = self._begun  # not _newest: what is being collected still needs the main thread
         return self._last_step is None or (
-            newest is not None and newest.step == self._last_step and newest.error is None
+            begun is not None and begun.step == self._last_step and begun.error is None
         )
 
     def _close_at_exit(self) -> None:

@@ -42,7 +42,7 @@ class Preemption:
         """Give the signal back, unless somebody has taken it over since."""
         if not self._is_installed or threading.current_thread() is not threading.main_thread():
             return
-        self._is_installed = False
+        self._is_installed = False  # from now on, a signal that still comes is passed on
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, self._previous)
 
@@ -58,7 +58,10 @@ class Preemption:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked data-loader worker: not our state to save
+        if os.getpid() != self._pid or not self._is_installed:  # a forked worker, or closed
+            if callable(self._previous):
+                self._previous(number, frame)
+                return
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from everstep.errors import Unsupported
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Spec
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
     """Raises Unsupported for a tensor whose bytes are not simply its elements."""
     reason = None
-    if tensor.layout is not torch.strided:
+    if is_lazy(tensor):
+        reason = "it has no shape yet; run a forward pass through the lazy module first"
+    elif tensor.layout is not torch.strided:
         reason = f"it has layout {tensor.layout}; store it as dense tensors (indices and values)"
     elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         reason = f"it is a {type(tensor).__name__}; store its plain tensors, or its to_local()"
@@ -50,28 +53,34 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 def canonical(name: str) -> str:
     """A parameter's name without what torch.compile, FSDP and activation checkpointing put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 @dataclass(slots=True)
 class Guard:
     """Tells cheaply whether the tensors found in a walk are still the ones that a walk would find.
 
-    Watches the sizes of the containers, and for each tensor its identity and its storage.
+    Watches the sizes of the containers, the identity of what is in them, and the tensors' storages.
     """
 
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
+    _parts: list[tuple[Any, Any, object]] = field(default_factory=list)
     _items: list[tuple[Any, Any, torch.Tensor, int]] = field(default_factory=list)
 
     def watch_size(self, container: Any) -> None:
         """The container has the same number of items."""
         self._sizes.append((container, len(container)))
 
+    def watch_part(self, container: Any, key: Any) -> None:
+        """container[key] is the object that it is now."""
+        self._parts.append((container, key, container[key]))
+
     def watch_item(self, container: Any, key: Any, tensor: torch.Tensor) -> None:
         """container[key] is this tensor, on this storage."""
-        self._items.append((container, key, tensor, tensor.data_ptr()))
+        try:
+            self._items.append((container, key, tensor, tensor.data_ptr()))
+        except (RuntimeError, ValueError):  # it has no storage: sparse, or not initialised
+            self.watch_part(container, key)
 
     def holds(self) -> bool:
         """Whether all is as it was. About 0.15 µs per tensor."""
@@ -79,6 +88,9 @@ class Guard:
             if len(container) != size:
                 return False
         try:
+            for container, key, part in self._parts:
+                if container[key] is not part:
+                    return False
             for container, key, tensor, pointer in self._items:
                 if container[key] is not tensor or tensor.data_ptr() != pointer:
                     return False

@@ -1,6 +1,6 @@
 """nn.Module as state: parameters and persistent buffers in place, extra state through its own methods."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ class ModuleState:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
-        self._module = module.module if isinstance(module, DistributedDataParallel) else module
+        self._module = _unwrap(module)
         self._has_own_entries = False
 
     def leaves(self, guard: Guard) -> list[Leaf]:
@@ -39,7 +39,7 @@ class ModuleState:
             return None
         return {
             key: encode(value, f"{self.name}.{key}", sink)
-            for key, value in self._own_entries().items()
+            for key, (_, value) in self._own_entries().items()
         }
 
     def prepare(self, placement: Placement) -> None:
@@ -66,6 +66,8 @@ class ModuleState:
         live: set[int] = set()
         for module in self._module.modules():
             guard.watch_size(module._modules)
+            for child in module._modules:
+                guard.watch_part(module._modules, child)
             for container in (module._parameters, module._buffers):
                 guard.watch_size(container)
                 for key, tensor in container.items():
@@ -74,15 +76,29 @@ class ModuleState:
                         live.add(id(tensor))
         return live
 
-    def _own_entries(self) -> dict[str, Any]:
+    def _own_entries(self) -> dict[str, tuple[str, Any]]:
+        """Canonical name → (name, value) of what is no live tensor."""
         live = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
         entries = self._module.state_dict(keep_vars=True).items()
         return {
-            key: value.detach() if isinstance(value, torch.Tensor) else value
+            canonical(key): (key, value.detach() if isinstance(value, torch.Tensor) else value)
             for key, value in entries
             if not (isinstance(value, torch.Tensor) and id(value) in live)
         }
 
     def _load(self, entries: dict[str, Any]) -> None:
-        unexpected = self._module.load_state_dict(entries, strict=False).unexpected_keys
-        assert not unexpected, unexpected
+        names = {key: name for key, (name, _) in self._own_entries().items()}
+        self._module.load_state_dict(
+            {names[key]: value for key, value in entries.items()}, strict=False
+        )
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    """The user's module in what torch.compile, DistributedDataParallel and DataParallel made of it."""
+    while True:
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif type(module).__name__ == "OptimizedModule":  # importing its class takes seconds
+            module = cast(nn.Module, module._orig_mod)
+        else:
+            return module

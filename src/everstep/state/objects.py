@@ -1,6 +1,6 @@
 """Tagged JSON: Python values as JSON that comes back with equal types. No pickle, nothing executable.
 
-None, bool, int, str, finite floats, lists and dicts with string keys stand for themselves. All else
+None, bool, int (of 64 bits), str, finite floats, lists and dicts with string keys stand for themselves. All else
 is {"$": kind, "v": value}; docs/format.md lists the kinds. What is not listed is refused, with its path.
 """
 
@@ -33,7 +33,7 @@ def encode(value: object, path: str, sink: TensorSink, depth: int = 0) -> Json:
     """
     kind = type(value)
     if kind in _PLAIN:
-        return value
+        return _encode_plain(value) if kind in (int, str) else value
     if depth > _DEPTH_MAX:
         raise Unsupported(
             f"encoding {path}: it is nested more than {_DEPTH_MAX} deep, or in itself"
@@ -68,6 +68,26 @@ def decode(value: Json, tensors: Callable[[str, str], torch.Tensor]) -> Any:
         ) from error
 
 
+def plain_json(value: Any, path: str) -> Json:
+    """`value` as plain JSON that people read: 0-d tensors and numpy scalars become numbers,
+    infinities and nan strings. Raises ValueError, with the path, for what is no JSON."""
+    if isinstance(value, (np.generic, torch.Tensor)) and value.ndim == 0:
+        value = value.item()
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str) and _is_text(value):
+        return value
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item, f"{path}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain_json(item, f"{path}.{key}") for key, item in value.items()}
+    raise ValueError(
+        f"{path} must be JSON (numbers, strings, lists, dicts with string keys), not {value!r}"
+    )
+
+
 def _tag(kind: str, value: Json, **more: Json) -> Json:
     return {"$": kind, "v": value, **more}
 
@@ -77,7 +97,7 @@ def _bytes(data: bytes | memoryview) -> str:
 
 
 def _dtype(dtype: "np.dtype[Any]", path: str) -> str:
-    if dtype.hasobject or dtype.names:
+    if dtype.hasobject or dtype.kind == "V":  # structures, and types of other packages (ml_dtypes)
         raise Unsupported(f"encoding {path}: numpy arrays of dtype {dtype} cannot be stored")
     return dtype.str
 
@@ -93,8 +113,25 @@ def _pairs(value: Any, path: str, sink: TensorSink, depth: int) -> Json:
     ]
 
 
+def _encode_plain(value: Any) -> Json:
+    """Strings that are no UTF-8 (os.fsdecode makes such) and integers that do not fit into 64 bits."""
+    if type(value) is str:
+        if value.isascii() or _is_text(value):
+            return value
+        return _tag("str", _bytes(value.encode("utf-8", "surrogatepass")))
+    return value if -(2**63) <= value < 2**64 else _tag("int", hex(value))
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _encode_dict(value: dict[Any, Any], path: str, sink: TensorSink, depth: int) -> Json:
-    if all(type(key) is str for key in value) and "$" not in value:
+    if all(type(key) is str and _is_text(key) for key in value) and "$" not in value:
         return {key: encode(item, f"{path}.{key}", sink, depth) for key, item in value.items()}
     return _tag("dict", _pairs(value, path, sink, depth))
 
@@ -123,7 +160,10 @@ def _encode_array(value: Any, path: str, sink: TensorSink, depth: int) -> Json:
 
 
 def _decode_array(tag: Json) -> "np.ndarray[Any, Any]":
-    flat = np.frombuffer(base64.b64decode(tag["v"]), dtype=np.dtype(tag["dtype"]))
+    dtype = np.dtype(tag["dtype"])
+    if dtype.itemsize == 0:  # empty strings
+        return np.zeros(tag["shape"], dtype)
+    flat = np.frombuffer(base64.b64decode(tag["v"], validate=True), dtype=dtype)
     return flat.reshape(tag["shape"]).copy()
 
 
@@ -164,6 +204,10 @@ def _decoded_pairs(tag: Json, tensors: _Tensors) -> list[tuple[Any, Any]]:
 
 
 _DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
+    "int": lambda tag, tensors: int(tag["v"], 16),
+    "str": lambda tag, tensors: base64.b64decode(tag["v"], validate=True).decode(
+        "utf-8", "surrogatepass"
+    ),
     "float": lambda tag, tensors: struct.unpack(">d", bytes.fromhex(tag["v"]))[0],
     "complex": lambda tag, tensors: complex(*struct.unpack(">dd", bytes.fromhex(tag["v"]))),
     "tuple": lambda tag, tensors: tuple(decode(tag["v"], tensors)),

@@ -45,9 +45,13 @@ class OptimizerState:
         """State tensors, and parameters that no module holds."""
         found: list[Leaf] = []
         self._keys, self._plain = {}, []
+        guard.watch_part(vars(self.optimizer), "state")  # load_state_dict makes new ones
+        guard.watch_part(vars(self.optimizer), "param_groups")
         guard.watch_size(self.optimizer.state)
         guard.watch_size(self.optimizer.param_groups)
-        for group in self.optimizer.param_groups:
+        for index, group in enumerate(self.optimizer.param_groups):
+            guard.watch_part(self.optimizer.param_groups, index)
+            guard.watch_part(group, "params")
             guard.watch_size(group["params"])
             for position, parameter in enumerate(group["params"]):
                 guard.watch_item(group["params"], position, parameter)
@@ -56,11 +60,12 @@ class OptimizerState:
                 check_tensor(name, parameter)
                 found.append(Leaf(name, parameter, self.index))
             if not self._has_own_methods and parameter in self.optimizer.state:
+                guard.watch_part(self.optimizer.state, parameter)
                 found += self._state_leaves(name, self.optimizer.state[parameter], guard)
         return found
 
     def table(self) -> dict[str, Any]:
-        """What the piece table says: each parameter's hyperparameter set and the keys of its state tensors."""
+        """What the piece table says: each parameter's hyperparameter set, its state tensors' keys."""
         groups = {name: index for index, name, _, _ in self.parameters()}
         return {"groups": groups, "state": self._keys}
 
@@ -80,17 +85,23 @@ class OptimizerState:
         if self._has_own_methods:
             state = self.optimizer.state_dict()
             return {"state_dict": encode(state, f"{self.name}.state_dict", sink)}
-        plain: dict[str, dict[str, Any]] = {}
+        plain: dict[str, dict[Any, Any]] = {}
         for name, state, key in self._plain:
-            value = encode(state[key], f"{self.name}.{name}.{key}", sink)
-            plain.setdefault(name, {})[key] = value
-        known = {id(parameter) for _, _, parameter, _ in self.parameters()}
+            plain.setdefault(name, {})[key] = state[key]
+        # State of a tensor that is in no group any more has no effect.
         other = {
-            key: encode(value, f"{self.name}.state.{key}", sink)
+            key: value
             for key, value in self.optimizer.state.items()
-            if id(key) not in known
+            if not isinstance(key, torch.Tensor)
         }
-        return {"state": plain, "other": other} if plain or other else None
+        if not plain and not other:
+            return None
+        return {
+            "state": {
+                name: encode(state, f"{self.name}.{name}", sink) for name, state in plain.items()
+            },
+            "other": encode(other, f"{self.name}.state", sink),
+        }
 
     def prepare(self, placement: Placement) -> None:
         """Check that parameters and groups fit; new state is installed when its tensors have arrived."""
@@ -160,11 +171,11 @@ class OptimizerState:
                 state[key] = self._destination(
                     placement, f"{self.name}.{name}.{key}", live.get(key), parameter
                 )
-            for key, value in plain.get(name, {}).items():
-                state[key] = placement.decode(value)
+            if name in plain:
+                state.update(placement.decode(plain[name]))
             if state:
                 new[parameter] = state
-        other = {key: placement.decode(value) for key, value in objects.get("other", {}).items()}
+        other = placement.decode(objects.get("other", {}))
 
         def install() -> None:
             self.optimizer.state.clear()
@@ -177,7 +188,8 @@ class OptimizerState:
     def _destination(
         self, placement: Placement, name: str, live: Any, parameter: torch.Tensor
     ) -> torch.Tensor:
-        """The live state tensor where it fits exactly, else a new one where the parameter is, if it was there."""
+        """The live state tensor where it fits exactly, else a new one: where the parameter is, if it was
+        there, and with the parameter's strides, if it has its shape: torch makes it so, too."""
         entry = placement.saved.tensors.get(name)
         if entry is None:
             return placement.new(name)
@@ -191,7 +203,7 @@ class OptimizerState:
             and live.device == torch.device(device)
         )
         if not fits:
-            return placement.new(name, device)
+            return placement.new(name, device, like=parameter)
         assert isinstance(live, torch.Tensor)
         placement.into(name, live)
         return live
@@ -203,6 +215,7 @@ def _install(group: dict[str, Any], values: dict[str, Any]) -> None:
         live = group.get(key)
         if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
             if live.shape == value.shape and live.dtype == value.dtype:
-                live.copy_(value)
+                with torch.no_grad():
+                    live.copy_(value)
                 continue
         group[key] = value

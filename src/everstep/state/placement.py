@@ -68,9 +68,14 @@ class Placement:
         else:
             self._add(entry, tensor)
 
-    def new(self, name: str, device: str | torch.device | None = None) -> torch.Tensor:
+    def new(
+        self,
+        name: str,
+        device: str | torch.device | None = None,
+        like: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """A new tensor for the stored tensor `name`, filled before `finish`. On the device on which it
-        was, where that exists here, or on the one given."""
+        was, where that exists here, or on the one given. With the strides of `like`, if it has its shape."""
         entry = self.saved.tensors.get(name)
         if entry is None:
             self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
@@ -80,7 +85,10 @@ class Placement:
         if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
             place = torch.device("cpu")
         dtype: torch.dtype = getattr(torch, entry.spec.dtype)
-        tensor = torch.empty(entry.spec.shape, dtype=dtype, device=place)
+        if like is not None and tuple(like.shape) == entry.spec.shape:
+            tensor = torch.empty_like(like, dtype=dtype, device=place, requires_grad=False)
+        else:
+            tensor = torch.empty(entry.spec.shape, dtype=dtype, device=place)
         self._add(entry, tensor)
         return tensor
 

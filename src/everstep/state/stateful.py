@@ -81,6 +81,9 @@ class ScalerState:
             placement.problems.append(f"missing: the checkpoint has no {self.name!r}")
             return
         state = placement.decode(placement.saved.objects[self.name])
+        if bool(state) != self._scaler.is_enabled():
+            was = "enabled" if state else "disabled"
+            placement.problems.append(f"scaler: {self.name!r} was {was} in the checkpoint")
         placement.then(lambda: self._load(state))
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -88,7 +91,7 @@ class ScalerState:
             key: value.item() if isinstance(value, torch.Tensor) else value
             for key, value in state.items()
         }
-        if numbers or self._scaler.is_enabled():
+        if self._scaler.is_enabled():
             self._scaler.load_state_dict(numbers)
 
 
@@ -123,7 +126,7 @@ class ValueState:
         return found
 
     def prepare(self, placement: Placement) -> None:
-        """Dicts, lists and tensors keep their identity; the rest is replaced."""
+        """Dicts, lists, tensors and arrays keep their identity; the rest is replaced."""
         if self.name not in placement.saved.objects:
             placement.problems.append(f"missing: the checkpoint has no {self.name!r}")
             return
@@ -245,4 +248,8 @@ def _merge(live: Any, value: Any) -> Any:
         padded = live[: len(value)] + [None] * (len(value) - len(live))
         live[:] = [_merge(old, new) for old, new in zip(padded, value, strict=True)]
         return live
+    if type(live) is np.ndarray and type(value) is np.ndarray and live.flags.writeable:
+        if live.dtype == value.dtype and live.shape == value.shape:
+            live[...] = value
+            return live
     return value

@@ -1,8 +1,10 @@
 """State: the user's dict of models, optimizers and values as leaves, objects and hyperparameters."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from everstep.errors import Mismatch
+from everstep.errors import Mismatch, Unsupported
 from everstep.state.leaves import Guard, Leaf, check_tensor, find_aliases
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
@@ -46,10 +48,11 @@ class Entry(Protocol):
 class Walk:
     """What changes rarely: the leaves, other names of theirs, and the optimizers' part of the table.
 
-    The same object is returned for as long as nothing has changed.
+    The same object is returned for as long as nothing has changed. `names`: of the leaves, by id().
     """
 
     leaves: tuple[Leaf, ...]
+    names: Mapping[int, str]
     aliases: Mapping[str, list[str]]
     optimizers: Mapping[str, Any]
 
@@ -60,8 +63,38 @@ class Collected:
 
     walk: Walk
     loose: tuple[Leaf, ...]
+    aliases: Mapping[str, list[str]]
     objects: dict[str, Any]
     hyperparameters: dict[str, Any]
+
+
+class _Loose:
+    """A TensorSink: gathers the tensors met in objects. One that is known already gets another name."""
+
+    def __init__(self, names: Mapping[int, str], owners: Mapping[int, int | None]) -> None:
+        self.leaves: dict[str, Leaf] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self._names = names
+        self._owners = owners
+        self._seen: dict[
+            int, tuple[str, torch.Tensor]
+        ] = {}  # keeps them alive, so that ids stay theirs
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> str:
+        key = id(tensor)
+        known = self._names.get(key) or self._seen.get(key, (None,))[0]
+        if known is not None:
+            if known != name and name not in self.aliases.setdefault(known, []):
+                self.aliases[known].append(name)
+            return name
+        check_tensor(name, tensor)
+        if name in self.leaves:
+            raise Unsupported(
+                f"capturing {name!r}: two tensors are found under this name; rename one"
+            )
+        self._seen[key] = name, tensor
+        self.leaves[name] = Leaf(name, tensor.detach(), self._owners.get(key))
+        return name
 
 
 class State:
@@ -78,6 +111,13 @@ class State:
         self._entries: list[Entry] = list(_entries(state))
         if rng:
             self._entries.append(GlobalGenerators())
+        twice = [
+            name
+            for name, count in Counter(part.name for part in self._entries).items()
+            if count > 1
+        ]
+        if twice:
+            raise ValueError(f"several parts of the state have the same name, rename them: {twice}")
         self._walk: Walk | None = None
         self._guard = Guard()
         self._owners: dict[int, int | None] = {}
@@ -91,15 +131,10 @@ class State:
 
     def collect(self) -> Collected:
         """The state at this moment, by reference: tensors are not copied here, objects are."""
-        loose: dict[str, Leaf] = {}
-
-        def sink(name: str, tensor: torch.Tensor) -> str:
-            check_tensor(name, tensor)
-            loose[name] = Leaf(name, tensor.detach(), self._owners.get(id(tensor)))
-            return name
-
         if self._walk is None or not self._guard.holds():
             self._walk = self._walk_anew()
+        walk = self._walk
+        sink = _Loose(walk.names, self._owners)
         objects = {}
         for entry in self._entries:
             began = time.perf_counter()
@@ -108,7 +143,13 @@ class State:
             if isinstance(entry, StatefulState):
                 self.user_seconds += time.perf_counter() - began
         hyperparameters = {entry.name: entry.hyperparameters(sink) for entry in self.optimizers}
-        return Collected(self._walk, tuple(loose.values()), objects, hyperparameters)
+        aliases = walk.aliases
+        if sink.aliases:
+            aliases = {
+                name: [*walk.aliases.get(name, ()), *sink.aliases.get(name, ())]
+                for name in (*walk.aliases, *(sink.aliases.keys() - walk.aliases.keys()))
+            }
+        return Collected(walk, tuple(sink.leaves.values()), aliases, objects, hyperparameters)
 
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
         """Let each part say where its tensors go. `only`: names of parts; others are left alone."""
@@ -119,20 +160,21 @@ class State:
             raise Mismatch(f"restoring only={only}: the state has no such part, but {names}")
         for entry in chosen:
             entry.prepare(placement)
-        if only is None:
-            self._report_extra(placement)
+        self._report_extra(placement, only)
         self._walk = None
 
-    def _report_extra(self, placement: Placement) -> None:
+    def _report_extra(self, placement: Placement, only: list[str] | None) -> None:
+        """What the checkpoint has, of the parts to be restored, and the state does not."""
         saved = placement.saved
-        for name in sorted(
-            saved.objects.keys() - {entry.name for entry in self._entries} - {"rng"}
-        ):
-            placement.problems.append(f"missing: the state has no {name!r}")
+        parts = saved.objects.keys() | saved.optimizers.keys()
+        for name in sorted(parts - {entry.name for entry in self._entries} - {"rng"}):
+            if only is None or _is_chosen(name, only):
+                placement.problems.append(f"extra: the state has no {name!r}")
         for name, entry in sorted(saved.tensors.items()):
-            reached = placement.used.intersection((entry.spec.name, *entry.aliases))
-            if name not in placement.used and not (name.startswith("rng.") or reached):
-                placement.problems.append(f"missing: the state has no tensor {name!r}")
+            if name.startswith("rng.") or not (only is None or _is_chosen(name, only)):
+                continue
+            if not placement.used.intersection((name, entry.spec.name, *entry.aliases)):
+                placement.problems.append(f"extra: the state has no tensor {name!r}")
 
     def _walk_anew(self) -> Walk:
         self._guard = Guard()
@@ -143,7 +185,8 @@ class State:
             Leaf(leaf.name, leaf.tensor, owners.get(id(leaf.tensor), leaf.owner)) for leaf in found
         )
         table = {entry.name: entry.table() for entry in self.optimizers}
-        return Walk(tuple(leaves), aliases, table)
+        names = {id(leaf.tensor): leaf.name for leaf in leaves}
+        return Walk(tuple(_own_storages(leaves)), names, aliases, table)
 
     def _name_parameters(self) -> None:
         names: dict[int, str] = {}
@@ -158,7 +201,7 @@ class State:
             optimizer.parameter_names = names
 
     def _find_owners(self) -> dict[int, int | None]:
-        """The optimizer of each parameter; None where several have it, so that it is copied at the call."""
+        """The optimizer of each parameter; None where several have it: it is copied at the call then."""
         owners: dict[int, int | None] = {}
         for optimizer in self.optimizers:
             for _, _, parameter, _ in optimizer.parameters():
@@ -167,43 +210,52 @@ class State:
         return owners
 
 
+def _own_storages(leaves: list[Leaf]) -> list[Leaf]:
+    """The leaves, without an owner where others write to the same memory (views): copied at the call."""
+    owners: dict[int, set[int | None]] = {}
+    for leaf in leaves:
+        owners.setdefault(leaf.tensor.untyped_storage().data_ptr(), set()).add(leaf.owner)
+    shared = {pointer for pointer, found in owners.items() if pointer and len(found) > 1}
+    if not shared:
+        return leaves
+    return [
+        Leaf(leaf.name, leaf.tensor) if leaf.tensor.untyped_storage().data_ptr() in shared else leaf
+        for leaf in leaves
+    ]
+
+
 def _entries(state: dict[str, Any]) -> Iterator[Entry]:
-    count = 0
-
-    def entry(name: str, holder: Any, key: Any) -> Iterator[Entry]:
-        nonlocal count
-        value = holder[key]
-        if isinstance(value, nn.Module):
-            yield ModuleState(name, value)
-        elif isinstance(value, Optimizer):
-            yield OptimizerState(name, value, count)
-            count += 1
-        elif isinstance(value, GradScaler):
-            yield ScalerState(name, value)
-        elif is_generator(value):
-            yield GeneratorState(name, value)
-        elif isinstance(value, Stateful) and not isinstance(value, type):
-            yield StatefulState(name, value)
-        elif isinstance(value, dict) and _holds_live_parts(value):
-            for part in value:
-                yield from entry(f"{name}.{part}", value, part)
-        elif isinstance(value, list) and _holds_live_parts(dict(enumerate(value))):
-            for index in range(len(value)):
-                yield from entry(f"{name}.{index}", value, index)
-        else:
-            yield ValueState(name, holder, key)
-
+    indices = count()
     for name in state:
-        yield from entry(name, state, name)
+        yield from _entry(name, state, name, indices)
 
 
-def _holds_live_parts(value: Mapping[Any, Any]) -> bool:
+def _entry(name: str, holder: Any, key: Any, indices: Iterator[int]) -> Iterator[Entry]:
+    value = holder[key]
+    if isinstance(value, (dict, list)) and _holds_live_parts(value):
+        for part in value if isinstance(value, dict) else range(len(value)):
+            yield from _entry(f"{name}.{part}", value, part, indices)
+    elif isinstance(value, nn.Module):
+        yield ModuleState(name, value)
+    elif isinstance(value, Optimizer):
+        yield OptimizerState(name, value, next(indices))
+    elif isinstance(value, GradScaler):
+        yield ScalerState(name, value)
+    elif is_generator(value):
+        yield GeneratorState(name, value)
+    elif isinstance(value, Stateful) and not isinstance(value, type):
+        yield StatefulState(name, value)
+    else:
+        yield ValueState(name, holder, key)
+
+
+def _holds_live_parts(value: Mapping[Any, Any] | list[Any], depth: int = 0) -> bool:
     """Whether a model, optimizer or other stateful object stands anywhere in it."""
-    for item in value.values():
+    for item in value.values() if isinstance(value, Mapping) else value:
         if isinstance(item, (nn.Module, Optimizer, GradScaler, Stateful)) or is_generator(item):
             return True
-        nested = dict(enumerate(item)) if isinstance(item, list) else item
-        if isinstance(nested, dict) and _holds_live_parts(nested):
+        # One that is nested in itself is refused when it is encoded.
+        if isinstance(item, (dict, list)) and depth < 100 and _holds_live_parts(item, depth + 1):
             return True
     return False
 
