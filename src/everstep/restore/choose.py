@@ -1,4 +1,5 @@
-"""Which checkpoint to restore: the newest that verifies, or the one that was asked for; and from where."""
+"""Which checkpoint to restore: the newest that verifies, or the one that was asked for;
+and from where."""
 
 import contextlib
 import logging
@@ -6,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from everstep.errors import Corrupt, EverstepError, Missing
+from everstep.errors import EverstepError
 from everstep.format.manifest import (
     Manifest,
     Part,
@@ -75,14 +76,16 @@ class _Lazy:
     """A file that is opened at the first read: one that memory serves is never touched."""
 
     def __init__(self, disk: Disk, path: str, stack: contextlib.ExitStack) -> None:
-        self._open = lambda: stack.enter_context(contextlib.closing(disk.open(path, direct=True)))
+        self._disk, self._path, self._stack = disk, path, stack
         self._reader: Source | None = None
         self._lock = threading.Lock()
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """See Source."""
         with self._lock:
-            self._reader = self._reader or self._open()
+            if self._reader is None:
+                file = self._disk.open(self._path, direct=True)
+                self._reader = self._stack.enter_context(contextlib.closing(file))
         self._reader.read_into(offset, view)
 
 
@@ -110,7 +113,8 @@ def find_held(arenas: Sequence[Arena]) -> dict[CheckpointName, Held]:
 def candidates(
     disk: Disk, reference: int | str | None, held: dict[CheckpointName, Held]
 ) -> list[Candidate]:
-    """What to try, best first. One where a step or tag was asked for; raises Missing where it is not there."""
+    """What to try, best first. One where a step or tag was asked for;
+    raises Missing where it is not there."""
     newest = catalog.newest_epoch(disk)
     run = catalog.lineage(disk)
     uncommitted = [

@@ -1,7 +1,8 @@
 """Reading spans in parallel, verifying each chunk, into the memory of the tensors.
 
-Every chunk is checked before it is put into its tensor. Where a nearer source (memory) fails the check,
-the next (disk) is asked; where all fail, Corrupt is raised and the tensors are left half filled.
+Every chunk is checked before it is put into its tensor. Where a nearer source (memory) fails the
+check, the next (disk) is asked; where all fail, Corrupt is raised and the tensors are left half
+filled.
 """
 
 import ctypes
@@ -49,7 +50,8 @@ class MemorySource:
 
 
 def load(part: Part, sources: Sequence[Sequence[Source]], destinations: Destinations) -> None:
-    """Fill the destinations; blocks. `sources[pack]`: where that pack can be read, nearest first."""
+    """Fill the destinations; blocks. `sources[pack]`: where that pack can be read,
+    nearest first."""
     finals: list[tuple[torch.Tensor, torch.Tensor]] = []
     targets: dict[str, list[torch.Tensor]] = {}
     for entry, tensors in destinations:
@@ -111,7 +113,10 @@ class _Loader:
         for target in span.targets:
             at = target.offset - span.offset
             chunk = view[at : at + target.size]
-            where = f"{self._part.packs[span.pack].path} at byte {target.offset} (tensor {target.name!r})"
+            where = (
+                f"{self._part.packs[span.pack].path} at byte {target.offset} (tensor "
+                f"{target.name!r})"
+            )
             check_chunk(chunk, self._part.digests[target.digest], where)
             self._deliver(target, chunk)
         for device in self.devices:
@@ -143,13 +148,15 @@ class _Loader:
 
 
 def _put_strided(tensor: torch.Tensor, contiguous: torch.Tensor) -> None:
-    """Write into a tensor with gaps, or one whose elements share memory (expand): then they must agree."""
+    """Write into a tensor with gaps, or one whose elements share memory (expand):
+    then they must agree."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             first = contiguous.narrow(dim, 0, 1)
             if not torch.equal(_bits(first.expand_as(contiguous)), _bits(contiguous)):
                 raise Mismatch(
-                    f"restoring into an expanded tensor of shape {list(tensor.shape)}: its elements share memory "
+                    f"restoring into an expanded tensor of shape {list(tensor.shape)}: its "
+                    "elements share memory "
                     f"along dim {dim}, but those in the checkpoint differ"
                 )
             tensor, contiguous = tensor.narrow(dim, 0, 1), first

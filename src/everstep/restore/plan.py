@@ -15,7 +15,8 @@ from everstep.format.packs import ALIGNED_FROM_BYTES, CHUNK_BYTES, PAGE_BYTES, c
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One chunk: `size` bytes at `offset` of the pack are those from byte `start` of tensor `name`."""
+    """One chunk: `size` bytes at `offset` of the pack are those from byte `start` of tensor
+    `name`."""
 
     name: str
     start: int

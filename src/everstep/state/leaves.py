@@ -52,7 +52,8 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 def canonical(name: str) -> str:
-    """A parameter's name without what torch.compile, FSDP and activation checkpointing put into it."""
+    """A parameter's name without what torch.compile, FSDP and activation checkpointing put into
+    it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -100,7 +101,8 @@ class Guard:
 
 
 def find_aliases(leaves: Iterable[Leaf]) -> tuple[list[Leaf], dict[str, list[str]]]:
-    """Leaves without repetition, and for each name the other names of the same tensor (tied weights)."""
+    """Leaves without repetition, and for each name the other names of the same tensor (tied
+    weights)."""
     first: dict[int, Leaf] = {}
     aliases: dict[str, list[str]] = {}
     for leaf in leaves:

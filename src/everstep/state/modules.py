@@ -1,4 +1,5 @@
-"""nn.Module as state: parameters and persistent buffers in place, extra state through its own methods."""
+"""nn.Module as state: parameters and persistent buffers in place,
+extra state through its own methods."""
 
 from typing import Any, cast
 
@@ -20,7 +21,8 @@ class ModuleState:
         self._has_own_entries = False
 
     def leaves(self, guard: Guard) -> list[Leaf]:
-        """Every live parameter and persistent buffer of the module's state_dict, tied ones repeatedly."""
+        """Every live parameter and persistent buffer of the module's state_dict,
+        tied ones repeatedly."""
         live = self._live(guard)
         found: list[Leaf] = []
         self._has_own_entries = False
@@ -34,7 +36,8 @@ class ModuleState:
         return found
 
     def objects(self, sink: TensorSink) -> Any:
-        """What its state_dict holds beside live tensors: extra state, and what hooks made of tensors."""
+        """What its state_dict holds beside live tensors: extra state,
+        and what hooks made of tensors."""
         if not self._has_own_entries:
             return None
         return {
@@ -94,7 +97,8 @@ class ModuleState:
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
-    """The user's module in what torch.compile, DistributedDataParallel and DataParallel made of it."""
+    """The user's module in what torch.compile, DistributedDataParallel and DataParallel made of
+    it."""
     while True:
         if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
             module = module.module

@@ -1,7 +1,8 @@
-"""Tagged JSON: Python values as JSON that comes back with equal types. No pickle, nothing executable.
+"""Tagged JSON: Python values as JSON that comes back with equal types. No pickle, nothing to run.
 
-None, bool, int (of 64 bits), str, finite floats, lists and dicts with string keys stand for themselves. All else
-is {"$": kind, "v": value}; docs/format.md lists the kinds. What is not listed is refused, with its path.
+None, bool, int (of 64 bits), str, finite floats, lists and dicts with string keys stand for
+themselves. All else is {"$": kind, "v": value}; docs/format.md lists the kinds. What is not listed
+is refused, with its path.
 """
 
 import base64
@@ -46,8 +47,10 @@ def encode(value: object, path: str, sink: TensorSink, depth: int = 0) -> Json:
     if isinstance(value, np.generic):
         return _tag("numpy.scalar", _bytes(value.tobytes()), dtype=_dtype(value.dtype, path))
     raise Unsupported(
-        f"encoding {path}: a {kind.__module__}.{kind.__qualname__} cannot be stored. Checkpoints hold tensors, "
-        f"numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays, dtypes and devices, and no pickle: "
+        f"encoding {path}: a {kind.__module__}.{kind.__qualname__} cannot be stored. Checkpoints "
+        "hold tensors, "
+        f"numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays, dtypes and devices, "
+        "and no pickle: "
         f"give the object state_dict() and load_state_dict() methods that use those"
     )
 
@@ -114,7 +117,8 @@ def _pairs(value: Any, path: str, sink: TensorSink, depth: int) -> Json:
 
 
 def _encode_plain(value: Any) -> Json:
-    """Strings that are no UTF-8 (os.fsdecode makes such) and integers that do not fit into 64 bits."""
+    """Strings that are no UTF-8 (os.fsdecode makes such) and integers that do not fit into 64
+    bits."""
     if type(value) is str:
         if value.isascii() or _is_text(value):
             return value

@@ -5,6 +5,7 @@ torch's own load_state_dict casts (fp32 moments of a bf16 parameter become bf16)
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ class OptimizerState:
         return found
 
     def table(self) -> dict[str, Any]:
-        """What the piece table says: each parameter's hyperparameter set, its state tensors' keys."""
+        """What the piece table says: each parameter's hyperparameter set,
+        its state tensors' keys."""
         groups = {name: index for index, name, _, _ in self.parameters()}
         return {"groups": groups, "state": self._keys}
 
@@ -104,7 +106,8 @@ class OptimizerState:
         }
 
     def prepare(self, placement: Placement) -> None:
-        """Check that parameters and groups fit; new state is installed when its tensors have arrived."""
+        """Check that parameters and groups fit; new state is installed when its tensors have
+        arrived."""
         saved = placement.saved.optimizers.get(self.name)
         if saved is None:
             placement.problems.append(f"missing: the checkpoint has no optimizer {self.name!r}")
@@ -153,7 +156,7 @@ class OptimizerState:
                 )
             elif chosen:
                 values = {key: placement.decode(value) for key, value in sets[chosen[0]].items()}
-                placement.then(lambda group=group, values=values: _install(group, values))  # type: ignore[misc]
+                placement.then(partial(_install, group, values))
 
     def _prepare_state(
         self,
@@ -188,7 +191,8 @@ class OptimizerState:
     def _destination(
         self, placement: Placement, name: str, live: Any, parameter: torch.Tensor
     ) -> torch.Tensor:
-        """The live state tensor where it fits exactly, else a new one: where the parameter is, if it was
+        """The live state tensor where it fits exactly, else a new one: where the parameter is,
+        if it was
         there, and with the parameter's strides, if it has its shape: torch makes it so, too."""
         entry = placement.saved.tensors.get(name)
         if entry is None:
@@ -213,9 +217,9 @@ def _install(group: dict[str, Any], values: dict[str, Any]) -> None:
     """Tensor hyperparameters keep their tensor, which a captured graph may hold."""
     for key, value in values.items():
         live = group.get(key)
-        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-            if live.shape == value.shape and live.dtype == value.dtype:
-                with torch.no_grad():
-                    live.copy_(value)
-                continue
-        group[key] = value
+        are_tensors = isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)
+        if are_tensors and (live.shape, live.dtype) == (value.shape, value.dtype):
+            with torch.no_grad():
+                live.copy_(value)
+        else:
+            group[key] = value

@@ -1,4 +1,5 @@
-"""A restore in the making: where each stored tensor will go, and what is done when all have arrived."""
+"""A restore in the making: where each stored tensor will go,
+and what is done when all have arrived."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -50,7 +51,8 @@ class Placement:
     _last_actions: list[Callable[[], None]] = field(default_factory=list)
 
     def into(self, name: str, tensor: torch.Tensor) -> None:
-        """Restore the stored tensor `name` into `tensor`, in place: shape and dtype must be equal."""
+        """Restore the stored tensor `name` into `tensor`, in place:
+        shape and dtype must be equal."""
         entry = self.saved.tensors.get(name)
         if entry is None:
             self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
@@ -59,7 +61,8 @@ class Placement:
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         if entry.spec.shape != shape:
             self.problems.append(
-                f"shape: {name!r} is {list(shape)} in the state, {list(entry.spec.shape)} in the checkpoint"
+                f"shape: {name!r} is {list(shape)} in the state, {list(entry.spec.shape)} in the "
+                "checkpoint"
             )
         elif entry.spec.dtype != dtype:
             self.problems.append(
@@ -74,8 +77,10 @@ class Placement:
         device: str | torch.device | None = None,
         like: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A new tensor for the stored tensor `name`, filled before `finish`. On the device on which it
-        was, where that exists here, or on the one given. With the strides of `like`, if it has its shape."""
+        """A new tensor for the stored tensor `name`, filled before `finish`.
+        On the device on which it
+        was, where that exists here, or on the one given. With the strides of `like`,
+        if it has its shape."""
         entry = self.saved.tensors.get(name)
         if entry is None:
             self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
@@ -103,7 +108,8 @@ class Placement:
         self._actions.append(action)
 
     def at_last(self, action: Callable[[], None]) -> None:
-        """Do this after all other actions (random generators: nothing may draw from them afterwards)."""
+        """Do this after all other actions (random generators:
+        nothing may draw from them afterwards)."""
         self._last_actions.append(action)
 
     def check(self, step: int, where: object) -> None:
@@ -114,7 +120,8 @@ class Placement:
             raise Mismatch(
                 f"restoring step {step} of {where}: state and checkpoint differ in "
                 f"{len(self.problems)} places, nothing was changed:\n  {listed}{more}\n"
-                f"Build the state as it was when it was saved, or restore a part of it with only=[...]"
+                f"Build the state as it was when it was saved, or restore a part of it with "
+                "only=[...]"
             )
 
     def finish(self) -> None:
@@ -128,6 +135,7 @@ class Placement:
         source = self._sources.setdefault(id(tensor), entry.spec.name)
         if source != entry.spec.name:
             self.problems.append(
-                f"tied: {source!r} and {entry.spec.name!r} are one tensor in the state, two in the checkpoint"
+                f"tied: {source!r} and {entry.spec.name!r} are one tensor in the state, two in "
+                "the checkpoint"
             )
         self.destinations.setdefault(entry.spec.name, (entry, []))[1].append(tensor)

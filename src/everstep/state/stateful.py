@@ -1,4 +1,5 @@
-"""State that speaks for itself: objects with state_dict and load_state_dict, plain values, generators."""
+"""State that speaks for itself: objects with state_dict and load_state_dict, plain values,
+generators."""
 
 import random
 import sys
@@ -25,14 +26,16 @@ class Stateful(Protocol):
 
 
 class StatefulState:
-    """Anything with state_dict and load_state_dict: schedulers, data loaders, an EMA, the user's own."""
+    """Anything with state_dict and load_state_dict: schedulers, data loaders, an EMA,
+    the user's own."""
 
     def __init__(self, name: str, value: Stateful) -> None:
         self.name = name
         self._value = value
 
     def leaves(self, guard: Guard) -> list[Leaf]:
-        """None: nobody knows when its tensors change, so they are taken with the objects, at the call."""
+        """None: nobody knows when its tensors change, so they are taken with the objects,
+        at the call."""
         return []
 
     def objects(self, sink: TensorSink) -> Any:
@@ -49,7 +52,8 @@ class StatefulState:
 
 
 class ScalerState:
-    """GradScaler, whose own state_dict() synchronises the device: its scale and tracker are taken as tensors."""
+    """GradScaler, whose own state_dict() synchronises the device:
+    its scale and tracker are taken as tensors."""
 
     def __init__(self, name: str, scaler: GradScaler) -> None:
         self.name = name
@@ -96,9 +100,11 @@ class ScalerState:
 
 
 class ValueState:
-    """A value of the user's own: tensors, numbers, strings, nested in dicts and lists, put back in place.
+    """A value of the user's own: tensors, numbers, strings, nested in dicts and lists,
+    put back in place.
 
-    `holder` and `key` say where the value itself stands, so that a plain number can be put back too.
+    `holder` and `key` say where the value itself stands, so that a plain number can be put back
+    too.
     """
 
     def __init__(self, name: str, holder: Any, key: Any) -> None:
@@ -184,7 +190,8 @@ class GeneratorState:
 
 
 class GlobalGenerators:
-    """The random generators that training draws from: python's, numpy's, torch's on CPU and on each GPU."""
+    """The random generators that training draws from: python's, numpy's,
+    torch's on CPU and on each GPU."""
 
     name = "rng"
 
@@ -198,13 +205,14 @@ class GlobalGenerators:
         python = (version, np.array(words, dtype=np.uint32), gauss)  # 625 numbers as one array
         state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
-            state["numpy"] = np.random.get_state()  # noqa: NPY002 - the global one is the point
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state["numpy"] = np.random.get_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
             state["cuda"] = torch.cuda.get_rng_state_all()
         return encode(state, self.name, sink)
 
     def prepare(self, placement: Placement) -> None:
-        """At the very end; a checkpoint written with rng=False has none, which changes nothing here."""
+        """At the very end; a checkpoint written with rng=False has none,
+        which changes nothing here."""
         if self.name in placement.saved.objects:
             state = placement.decode(placement.saved.objects[self.name])
             placement.at_last(lambda: self._set(state))
@@ -214,7 +222,7 @@ class GlobalGenerators:
         random.setstate((version, tuple(words.tolist()), gauss))
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
-            np.random.set_state(state["numpy"])  # noqa: NPY002
+            np.random.set_state(state["numpy"])
         for index, device_state in enumerate(state.get("cuda", ())):
             if torch.cuda.is_available() and index < torch.cuda.device_count():
                 torch.cuda.set_rng_state(device_state, index)
@@ -248,8 +256,8 @@ def _merge(live: Any, value: Any) -> Any:
         padded = live[: len(value)] + [None] * (len(value) - len(live))
         live[:] = [_merge(old, new) for old, new in zip(padded, value, strict=True)]
         return live
-    if type(live) is np.ndarray and type(value) is np.ndarray and live.flags.writeable:
-        if live.dtype == value.dtype and live.shape == value.shape:
-            live[...] = value
-            return live
+    are_arrays = type(live) is np.ndarray and type(value) is np.ndarray and live.flags.writeable
+    if are_arrays and (live.dtype, live.shape) == (value.dtype, value.shape):
+        live[...] = value
+        return live
     return value

@@ -1,4 +1,5 @@
-"""State: the user's dict of models, optimizers and values as leaves, objects and hyperparameters."""
+"""State: the user's dict of models, optimizers and values as leaves,
+objects and hyperparameters."""
 
 import time
 from collections import Counter
@@ -46,7 +47,8 @@ class Entry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What changes rarely: the leaves, other names of theirs, and the optimizers' part of the table.
+    """What changes rarely: the leaves, other names of theirs,
+    and the optimizers' part of the table.
 
     The same object is returned for as long as nothing has changed. `names`: of the leaves, by id().
     """
@@ -59,7 +61,8 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The state at one call: the walk, tensors met in objects (copied at the call), and the objects."""
+    """The state at one call: the walk, tensors met in objects (copied at the call),
+    and the objects."""
 
     walk: Walk
     loose: tuple[Leaf, ...]
@@ -69,7 +72,8 @@ class Collected:
 
 
 class _Loose:
-    """A TensorSink: gathers the tensors met in objects. One that is known already gets another name."""
+    """A TensorSink: gathers the tensors met in objects. One that is known already gets another
+    name."""
 
     def __init__(self, names: Mapping[int, str], owners: Mapping[int, int | None]) -> None:
         self.leaves: dict[str, Leaf] = {}
@@ -201,7 +205,8 @@ class State:
             optimizer.parameter_names = names
 
     def _find_owners(self) -> dict[int, int | None]:
-        """The optimizer of each parameter; None where several have it: it is copied at the call then."""
+        """The optimizer of each parameter; None where several have it:
+        it is copied at the call then."""
         owners: dict[int, int | None] = {}
         for optimizer in self.optimizers:
             for _, _, parameter, _ in optimizer.parameters():
@@ -211,7 +216,8 @@ class State:
 
 
 def _own_storages(leaves: list[Leaf]) -> list[Leaf]:
-    """The leaves, without an owner where others write to the same memory (views): copied at the call."""
+    """The leaves, without an owner where others write to the same memory (views):
+    copied at the call."""
     owners: dict[int, set[int | None]] = {}
     for leaf in leaves:
         owners.setdefault(leaf.tensor.untyped_storage().data_ptr(), set()).add(leaf.owner)
