@@ -217,8 +217,11 @@ def _install(group: dict[str, Any], values: dict[str, Any]) -> None:
     """Tensor hyperparameters keep their tensor, which a captured graph may hold."""
     for key, value in values.items():
         live = group.get(key)
-        are_tensors = isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)
-        if are_tensors and (live.shape, live.dtype) == (value.shape, value.dtype):
+        if (
+            isinstance(live, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and (live.shape, live.dtype) == (value.shape, value.dtype)
+        ):
             with torch.no_grad():
                 live.copy_(value)
         else:
