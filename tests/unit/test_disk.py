@@ -1,5 +1,6 @@
 """Disk: what it writes, what it refuses, and what real file systems do."""
 
+import contextlib
 import errno
 import mmap
 import os
@@ -285,7 +286,7 @@ def test_a_full_disk(small_disk):
     trainer = make_store(small_disk / "s", [1], system=System())
     filler = small_disk / "filler"
     filler.write_bytes(b"")
-    with open(filler, "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
             pass
     with pytest.raises(Unavailable, match="disk is full"):
