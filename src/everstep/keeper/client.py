@@ -23,6 +23,7 @@ log = logging.getLogger("everstep")
 
 _START_S = 20.0
 _LOG_BYTES_MAX = 1 << 20
+_started: list[subprocess.Popen[bytes]] = []  # held so that those that have ended are reaped
 
 
 class Client:
@@ -223,6 +224,8 @@ class Client:
                 reason = error
                 if process is None or process.poll() is not None:
                     process = self._spawn()
+                    _started[:] = [other for other in _started if other.poll() is None]
+                    _started.append(process)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
                 continue
