@@ -39,6 +39,7 @@ class Pool:
         """`budget`: bytes of host memory for captures; None: BUDGET_FORMULA."""
         self._client = client
         self._budget = budget
+        self._chosen_budget = budget
         self._changed = threading.Condition()
         self._current: tuple[str, Arena] | None = None
         self._retired: list[tuple[str, Arena]] = []
@@ -55,7 +56,7 @@ class Pool:
         return {
             "slots": arena.slot_count if arena else 0,
             "arena_bytes": arena.size if arena else 0,
-            "budget_bytes": self._budget,
+            "budget_bytes": self._chosen_budget,
             "formula": formula,
         }
 
@@ -146,6 +147,7 @@ class Pool:
         budget = self._budget
         if budget is None:
             budget = max(2 * slot_bytes, min(SLOTS * slot_bytes, available_memory() // 2))
+        self._chosen_budget = budget
         if budget < 2 * slot_bytes:
             raise Unavailable(
                 f"capturing: memory_budget={budget} bytes is too small. This state needs "
