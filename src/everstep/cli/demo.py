@@ -22,6 +22,8 @@ from everstep.cli.demo_table import show
 
 THREADS_MAX = 8
 TIMED_STEPS = 40
+STEPS_MIN = 4
+PLAIN_COLUMNS = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,26 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The demo. Returns 0 where every comparison held, else 1."""
-    if args.steps < 4 or args.kills < 0:
-        raise ValueError("everstep demo: --steps must be at least 4, and --kills at least 0")
-    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1_000_000)
-    directory = _prepare(args.store)
+    if args.steps < STEPS_MIN or args.kills < 0:
+        raise ValueError(f"everstep demo: --steps must be at least {STEPS_MIN}, --kills 0 or more")
+    killed = _settings(args, _prepare(args.store))
+    reference = killed.with_role("reference")
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)
-    killed = Settings(
-        role="killed",
-        directory=str(directory),
-        steps=args.steps,
-        seed=seed,
-        size=args.size,
-        strategy=args.strategy,
-        threads=min(THREADS_MAX, len(os.sched_getaffinity(0))),
-        text=args.text and str(Path(args.text).resolve()),
-        timed_steps=TIMED_STEPS,
-    )
-    console.print(f"Training, to be killed {args.kills} times (seed {seed}; store {killed.store})")
-    reference = killed.with_role("reference")
+        console = Console(width=PLAIN_COLUMNS)
+    title = f"Training, to be killed {args.kills} times (seed {killed.seed}; store {killed.store})"
+    console.print(title, soft_wrap=True)
     try:
         with _progress(console) as progress:
             run_killed(killed, args.kills, progress)
@@ -123,6 +114,21 @@ def run_reference(settings: Settings, progress: Progress) -> None:
         trainer.close()
 
 
+def _settings(args: argparse.Namespace, directory: Path) -> Settings:
+    seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
+    return Settings(
+        role="killed",
+        directory=str(directory),
+        steps=args.steps,
+        seed=seed,
+        size=args.size,
+        strategy=args.strategy,
+        threads=min(THREADS_MAX, len(os.sched_getaffinity(0))),
+        text=args.text and str(Path(args.text).resolve()),
+        timed_steps=TIMED_STEPS,
+    )
+
+
 def _report(
     args: argparse.Namespace, killed: Settings, reference: Settings, console: Console
 ) -> int:
@@ -133,7 +139,8 @@ def _report(
     if problem := _draw(report, logs, picture):
         console.print(problem)
     else:
-        console.print(f"Timeline: {picture}    Checkpoints: everstep ls {killed.store}")
+        console.print(f"Timeline: {picture}", soft_wrap=True)
+    console.print(f"Checkpoints: everstep ls {killed.store}", soft_wrap=True)
     if args.json:
         args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     return 0 if report.ok else 1

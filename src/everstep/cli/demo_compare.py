@@ -69,13 +69,14 @@ def live_tensors(run: Run) -> dict[str, Tensor]:
 
 
 def live_objects(run: Run) -> dict[str, Any]:
-    """All of the state that is not the model's or the optimizer's."""
+    """All of the state that is not the model's or the optimizer's, in the form that is stored."""
+    version, words, gauss = random.getstate()
     return {
         "scheduler": run.scheduler.state_dict(),
         "loader": run.loader.state_dict(),
         "note": run.note,
         "rng": {
-            "python": random.getstate(),
+            "python": (version, np.array(words, dtype=np.uint32), gauss),
             "torch": torch.get_rng_state(),
             "numpy": np.random.get_state(),
         },

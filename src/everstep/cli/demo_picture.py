@@ -94,17 +94,18 @@ def draw(report: Report, killed: list[Event], reference: list[Event], path: Path
         saves.set_xlabel("seconds")
         _draw_near(figure.add_subplot(grid[3, :2]), timeline)
         _draw_losses(figure.add_subplot(grid[3, 2]), killed, reference)
-        figure.suptitle(_title(report), x=0.01, ha="left", fontsize=14, fontweight="bold")
+        figure.suptitle(_title(report), x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(path)
 
 
 def _title(report: Report) -> str:
     lost = sum(kill.lost or 0 for kill in report.kills)
+    steps = "step" if lost == 1 else "steps"
     outcome = "every bit equal to the run without interruption" if report.ok else "NOT EQUAL"
-    slow = "" if report.slowdown is None else f", {report.slowdown:+.1%} time per step"
+    slow = "" if report.slowdown is None else f" ({report.slowdown.median:+.1%} time)"
     return (
         f"{report.settings.steps} steps, each with a checkpoint{slow}; {len(report.kills)} kills, "
-        f"{lost} steps lost; {outcome}"
+        f"{lost} {steps} lost; {outcome}"
     )
 
 
@@ -134,7 +135,7 @@ def _draw_progress(axes: Axes, timeline: Timeline, reference: Sequence[Event]) -
             Line2D([], [], color=KILL, marker="X", ls="", label="killed"),
             Patch(color=DOWN, label="starting again"),
         ],
-        loc="upper left",
+        loc="lower right",
     )
 
 

@@ -13,8 +13,8 @@ LOST_STEPS_MAX = 1
 
 # What a trainer is at, by its last event.
 _PHASES = {
-    "start": "importing",
-    "imported": "building the model",
+    "start": "importing torch",
+    "imported": "building",
     "built": "restoring",
     "restored": "between steps",
     "begin": "forward",
@@ -84,6 +84,17 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Slowdown:
+    """By how much longer steps with a checkpoint take, over pairs of blocks; 0.1 is 10%."""
+
+    median: float
+    min: float
+    max: float
+    pairs: int
+    plain_step_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All that the demo found out. `problems` is empty where all is as promised."""
 
@@ -99,9 +110,7 @@ class Report:
     stall_s: Spread | None
     held_s: Spread | None
     durable_s: Spread | None
-    step_s: float | None
-    plain_step_s: float | None
-    slowdown: float | None
+    slowdown: Slowdown | None
 
     @property
     def ok(self) -> bool:
@@ -121,7 +130,6 @@ def make_report(
     kills = describe_kills(attempts)
     again, loss_problems = compare_losses(settings.steps, killed, reference)
     state = next((event for event in reference if event["event"] == "compared"), {"step": None})
-    step_s, plain_step_s, slowdown = measure_slowdown(reference)
     parameters = [event["parameters"] for event in killed if event["event"] == "built"]
     return Report(
         settings=settings,
@@ -136,9 +144,7 @@ def make_report(
         stall_s=Spread.of(event["stall_s"] for event in killed if event["event"] == "returned"),
         held_s=Spread.of(event["held_s"] for event in killed if event["event"] == "returned"),
         durable_s=Spread.of(durable_seconds(attempts).values()),
-        step_s=step_s,
-        plain_step_s=plain_step_s,
-        slowdown=slowdown,
+        slowdown=measure_slowdown(reference),
     )
 
 
@@ -230,30 +236,27 @@ def durable_seconds(attempts: Sequence[Attempt]) -> dict[int, float]:
     return seconds
 
 
-def measure_slowdown(reference: Sequence[Event]) -> tuple[float | None, float | None, float | None]:
-    """Seconds per step with and without a checkpoint each, and the slowdown between them.
+def measure_slowdown(reference: Sequence[Event]) -> Slowdown | None:
+    """What a checkpoint at every step costs, from the blocks of steps with and without.
 
-    Each block of steps with checkpoints is compared with its neighbour without; the median of the
-    pairs is taken, so that neither drift nor one noisy block decides.
+    Each block with checkpoints is compared with its neighbour without, so drift does not count.
     """
-    blocks: dict[int, list[float]] = {}
-    with_checkpoints: dict[int, bool] = {}
+    seconds: dict[int, list[float]] = {}
+    checkpoints: dict[int, bool] = {}
     for event in reference:
         if event["event"] == "timed":
-            blocks.setdefault(event["block"], []).append(event["seconds"])
-            with_checkpoints[event["block"]] = event["checkpoints"]
-    means = {block: mean(seconds) for block, seconds in blocks.items()}
-    pairs = [
-        (means[block], means[block + 1])
-        if with_checkpoints[block]
-        else (means[block + 1], means[block])
-        for block in sorted(means)
-        if block % 2 == 0 and block + 1 in means
+            seconds.setdefault(event["block"], []).append(event["seconds"])
+            checkpoints[event["block"]] = event["checkpoints"]
+    means = {block: mean(values) for block, values in seconds.items()}
+    ratios = [
+        means[block] / means[block ^ 1] - 1
+        for block in means
+        if checkpoints[block] and block ^ 1 in means
     ]
-    if not pairs:
-        return None, None, None
-    slowdown = median(one / other for one, other in pairs) - 1
-    return median(one for one, _ in pairs), median(other for _, other in pairs), slowdown
+    if not ratios:
+        return None
+    plain_s = median(value for block, value in means.items() if not checkpoints[block])
+    return Slowdown(median(ratios), min(ratios), max(ratios), len(ratios), plain_s)
 
 
 def _kill_problems(kills: Sequence[Kill]) -> list[str]:

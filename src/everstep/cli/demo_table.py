@@ -91,9 +91,12 @@ def _cost_table(report: Report) -> Table:
 def cost_rows(report: Report) -> list[tuple[str, str]]:
     """What checkpoints cost, as names and values."""
     rows = []
-    if report.slowdown is not None and report.step_s and report.plain_step_s:
-        steps = f"{_time(report.step_s)} a step, {_time(report.plain_step_s)} without"
-        rows.append(("slowdown against no checkpoints", f"{report.slowdown:+.1%} ({steps})"))
+    if slow := report.slowdown:
+        text = (
+            f"{slow.median:+.1%} (median of {slow.pairs} pairs of blocks of steps, {slow.min:+.1%} "
+            f"to {slow.max:+.1%}; {_time(slow.plain_step_s)} a step without)"
+        )
+        rows.append(("slowdown against no checkpoints", text))
     rows.append(("stall in step()", _spread(report.stall_s)))
     rows.append(("update held for a copy", _spread(report.held_s)))
     rows.append(("durable after step()", _spread(report.durable_s)))
