@@ -1,5 +1,6 @@
 """The trainer's end of the socket: finds or starts the keeper, and starts another when it dies."""
 
+import atexit
 import itertools
 import logging
 import os
@@ -24,6 +25,13 @@ log = logging.getLogger("everstep")
 _START_S = 20.0
 _LOG_BYTES_MAX = 1 << 20
 _started: list[subprocess.Popen[bytes]] = []  # held so that those that have ended are reaped
+
+
+@atexit.register
+def _leave_keepers() -> None:
+    """A keeper outlives its trainer on purpose: Popen shall not report it as forgotten."""
+    for process in _started:
+        process.returncode = process.poll() or 0
 
 
 class Client:
