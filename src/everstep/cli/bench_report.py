@@ -158,8 +158,6 @@ def _aims(report: dict[str, Any]) -> list[dict[str, Any]]:
     if tensors := report["tensors"]:
         text = f"manifest and bookkeeping, {tensors['tensors']:,} tensors (ms)"
         add(text, AIM_BOOKKEEPING_MS, 1000 * tensors["bookkeeping_s"], "ms")
-        text = f"the call, {tensors['tensors']:,} tensors (ms)"
-        add(text, AIM_CALL_MS, 1000 * tensors["call_s"], "ms")
     return aims
 
 

@@ -112,7 +112,7 @@ def _tensors_line(tensors: dict[str, Any]) -> str:
         f"\n[bold]{tensors['tensors']:,} small tensors[/] ({tensors['bytes'] / 1e6:.1f} MB): "
         f"the call {ms('call_s')} (the first {ms('first_call_s')}), then until captured "
         f"{ms('call_to_captured_s')}, until durable {ms('captured_to_local_s')}; of that "
-        f"plain write {ms('write_s')}, digests {ms('digest_s')}, "
+        f"plain write {ms('write_s')} and beside it digests {ms('digest_s')}, "
         f"the rest (table, manifest, their fsyncs) {ms('bookkeeping_s')}\n"
     )
 
