@@ -79,6 +79,8 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
 def test_a_tiny_run_reports_all_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that spin would stand in each other's way
+    monkeypatch.setattr(bench, "_SETTLE_S", 0)
     gone = Facts("a library that nobody has", "no_such_library", "no-such-library")
     monkeypatch.setitem(bench_plan.CONTENDERS, "torchsnapshot", gone)
     args = arguments(
