@@ -1,5 +1,6 @@
 """What a store holds: its epochs, checkpoints, tags and documents. Reading only."""
 
+import logging
 from typing import Any
 
 from everstep.errors import Corrupt, Missing
@@ -17,27 +18,54 @@ from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
+log = logging.getLogger("everstep")
 
-def read_epochs(disk: Disk) -> dict[int, Epoch]:
-    """All epochs by number."""
-    epochs: dict[int, Epoch] = {}
-    for file_name in disk.list(names.EPOCHS):
-        stem, _, kind = file_name.partition(".")
-        if kind == "json" and stem.isdigit():
-            path = f"{names.EPOCHS}/{file_name}"
-            try:
-                epochs[int(stem)] = _epoch(int(stem), unseal(disk.read(path), disk.root / path))
-            except (KeyError, TypeError, ValueError) as error:
-                raise _malformed(disk, path, error) from error
-    return epochs
+
+def claimed(disk: Disk) -> list[int]:
+    """The numbers of the claimed epochs, rising; reads one directory, no file."""
+    numbers = (name.partition(".") for name in disk.list(names.EPOCHS))
+    return sorted(int(stem) for stem, _, kind in numbers if kind == "json" and stem.isdigit())
 
 
 def newest_epoch(disk: Disk) -> int:
-    """The highest claimed epoch, 0 where there is none; reads one directory, no file."""
-    numbers = (name.partition(".") for name in disk.list(names.EPOCHS))
-    return max(
-        (int(stem) for stem, _, kind in numbers if kind == "json" and stem.isdigit()), default=0
-    )
+    """The highest claimed epoch, 0 where there is none."""
+    return max(claimed(disk), default=0)
+
+
+def read_epoch(disk: Disk, number: int) -> Epoch:
+    """The claim of an epoch. Raises Missing, Corrupt."""
+    path = names.epoch_path(number)
+    try:
+        return _epoch(number, unseal(disk.read(path), disk.root / path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _malformed(disk, path, error) from error
+
+
+def read_epochs(disk: Disk) -> dict[int, Epoch]:
+    """All epochs by number. One whose claim is damaged is told from its oldest manifest, which
+    names the checkpoint that it goes on from, and the log says so."""
+    epochs: dict[int, Epoch] = {}
+    for number in claimed(disk):
+        try:
+            epochs[number] = read_epoch(disk, number)
+        except Corrupt as error:
+            log.warning("%s. It is told from the manifests of the epoch instead", error)
+            epochs[number] = _epoch_from_manifests(disk, number)
+    return epochs
+
+
+def _epoch_from_manifests(disk: Disk, number: int) -> Epoch:
+    own = [name for name in committed(disk) if name.epoch == number]
+    if own:
+        parent = read_manifest(disk, own[0]).parent
+        if parent is None:
+            return Epoch(number, None, 0)
+        if parent["epoch"] != number:
+            return Epoch(number, parent["epoch"], parent["step"])
+    # Its first checkpoints are gone, or it wrote none: then it went on from the epoch before it.
+    before = max((other for other in claimed(disk) if other < number), default=None)
+    fork = max((name.step for name in committed(disk) if name.epoch == before), default=0)
+    return Epoch(number, before, min(fork, own[0].step - 1) if own else fork)
 
 
 def committed(disk: Disk) -> list[CheckpointName]:

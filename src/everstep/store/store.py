@@ -126,11 +126,15 @@ class Store:
 
     def _verify_documents(self) -> dict[str, list[str]]:
         problems: dict[str, list[str]] = {}
-        for folder, check in ((names.EPOCHS, catalog.read_epochs), (names.TAGS, catalog.read_tags)):
+        for number in catalog.claimed(self._disk):
             try:
-                check(self._disk)
+                catalog.read_epoch(self._disk, number)
             except EverstepError as error:
-                problems[folder] = [str(error)]
+                problems.setdefault(names.EPOCHS, []).append(str(error))
+        try:
+            catalog.read_tags(self._disk)
+        except EverstepError as error:
+            problems[names.TAGS] = [str(error)]
         return problems
 
     def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
