@@ -193,6 +193,8 @@ def _clear_gaps(arena: Arena, slot: int, plan: Plan) -> None:
         offset = plan.offsets[spec.name]
         used.append((offset, offset + spec.size))
     used.sort()
+    if not used:  # no tensor at all
+        return
     ends = [end for _, end in used]
     nexts = [start for start, _ in used[1:]] + [starts[-1]]
     for end, following in zip(ends, nexts, strict=True):

@@ -1,0 +1,353 @@
+"""Every optimizer of torch, and odd ones, come back bit for bit, and go on with equal bits."""
+
+import pytest
+import torch
+from runs import bits, check_same, checkpointer, freeze, restore, round_trip, save, supervised
+from torch import nn
+
+from everstep import Mismatch
+
+ALL = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind is not torch.optim.Optimizer
+}
+VARIANTS = {
+    "Adadelta": [{}],
+    "Adafactor": [{}, {"beta2_decay": -0.5, "d": 1.5}],
+    "Adagrad": [{}, {"lr_decay": 0.1}],
+    "Adam": [{}, {"amsgrad": True}, {"foreach": True}, {"fused": True}, {"foreach": False}],
+    "AdamW": [{}, {"amsgrad": True, "fused": True}, {"foreach": True, "maximize": True}],
+    "Adamax": [{}],
+    "ASGD": [{}, {"t0": 2.0}],
+    "LBFGS": [{"history_size": 3, "max_iter": 4}, {"line_search_fn": "strong_wolfe"}],
+    "Muon": [{}],
+    "NAdam": [{}, {"decoupled_weight_decay": True}],
+    "RAdam": [{}],
+    "RMSprop": [{}, {"momentum": 0.9, "centered": True}],
+    "Rprop": [{}],
+    "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "fused": True}],
+    "SparseAdam": [{}],
+}
+
+
+class Tanh(nn.Module):
+    """Two layers, and a weight in another memory format."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.sparse = name == "SparseAdam"
+        if self.sparse:
+            self.embed = nn.Embedding(8, 6, sparse=True)
+            return
+        bias = name != "Muon"  # it takes matrices only
+        self.first, self.second = nn.Linear(6, 5, bias=bias), nn.Linear(5, 6, bias=bias)
+        if name != "LBFGS":  # it flattens gradients without a copy
+            self.first.weight = nn.Parameter(torch.randn(6, 5).t())
+        if bias and name != "LBFGS":
+            kernel = torch.randn(4, 2, 3, 3).contiguous(memory_format=torch.channels_last)
+            self.kernel = nn.Parameter(kernel)
+
+    def forward(self, inputs):
+        if self.sparse:
+            return self.embed((inputs[:, 0].abs() * 3).long().clamp(max=7))
+        hidden = torch.tanh(self.first(inputs))
+        if hasattr(self, "kernel"):
+            image = inputs[:, :2, None, None].expand(-1, 2, 4, 4)
+            hidden = hidden + nn.functional.conv2d(image, self.kernel).mean((1, 2, 3))[:, None]
+        return self.second(hidden)
+
+
+def test_every_optimizer_of_torch(store):
+    assert VARIANTS.keys() == ALL.keys(), "a new optimizer: add it here"
+
+    def build(seed):
+        torch.manual_seed(seed)
+        models, optimizers = nn.ModuleDict(), {}
+        for name, variants in VARIANTS.items():
+            for index, options in enumerate(variants):
+                model = models[f"{name}_{index}"] = Tanh(name)
+                optimizers[f"{name}_{index}"] = ALL[name](model.parameters(), **options)
+        return {"models": models, "optimizers": optimizers}
+
+    def train(state):
+        for name, model in state["models"].items():
+            inputs = torch.randn(8, 6)
+            optimizer = state["optimizers"][name]
+
+            def closure(model=model, inputs=inputs, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = (model(inputs) - 1).square().mean()
+                loss.backward()
+                return loss
+
+            closure()
+            optimizer.step(*([closure] if name.startswith("LBFGS") else []))
+
+    state = round_trip(store, build, train)
+    moments = state["optimizers"]["Adam_0"].state
+    kernel = state["models"]["Adam_0"].kernel
+    assert moments[kernel]["exp_avg"].stride() == kernel.stride()
+
+
+def test_groups_with_their_own_hyperparameters(store):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+        rates = [torch.tensor(0.01 * seed), 0.1 * seed]
+        groups = [
+            {"params": model[0].parameters(), "lr": rates[0], "note": ("first", seed)},
+            {"params": [model[2].weight], "weight_decay": 0.5 * seed, "betas": (0.5, 0.9)},
+            {"params": [("bias", model[2].bias)][0][1:], "lr": rates[1]},
+        ]
+        return {
+            "model": model,
+            "optimizer": torch.optim.AdamW(groups, lr=0.2 * seed, foreach=False),
+        }
+
+    def train(state):
+        supervised(state)
+        first, *rest = state["optimizer"].param_groups
+        first["lr"].mul_(0.9)
+        for group in rest:
+            group["lr"] *= 0.8
+
+    fresh = build(2)
+    rate = fresh["optimizer"].param_groups[0]["lr"]
+    round_trip(store, build, train, fresh=fresh)
+    assert fresh["optimizer"].param_groups[0]["lr"] is rate, "a graph may hold the tensor"
+    assert fresh["optimizer"].param_groups[0]["note"] == ("first", 1)
+
+
+def test_groups_in_another_order_get_theirs_by_name(store):
+    def build(seed, order):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}]
+        return {"model": model, "optimizer": torch.optim.Adam([groups[i] for i in order])}
+
+    first, second = build(1, (0, 1)), build(2, (1, 0))
+    supervised(first)
+    save(store, first)
+    restore(store, second)
+    assert [group["lr"] for group in second["optimizer"].param_groups] == [1e-3, 0.1]
+    for ours, theirs in zip(first["model"].parameters(), second["model"].parameters(), strict=True):
+        left, right = first["optimizer"].state[ours], second["optimizer"].state[theirs]
+        assert bits(left["exp_avg"]) == bits(right["exp_avg"])
+    joined = {"model": second["model"], "optimizer": torch.optim.Adam(second["model"].parameters())}
+    with pytest.raises(Mismatch, match="different hyperparameters"):
+        restore(store, joined)
+
+
+def test_parameters_without_gradients_frozen_and_in_no_module(store):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+        model[0].requires_grad_(False)
+        free = [nn.Parameter(torch.randn(6)), torch.randn(2, requires_grad=True)]
+        unused = nn.Parameter(torch.randn(3))
+        parameters = [*model.parameters(), *free, unused]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        return {"model": model, "free": free, "optimizer": optimizer}
+
+    def train(state):
+        scale, pair = state["free"]
+        supervised(
+            state, lambda model, inputs: (model(inputs) * scale + pair.sum()).square().mean()
+        )
+
+    state = round_trip(store, build, train)
+    assert len(state["optimizer"].state) == 6
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_moments_of_bfloat16_parameters_stay_float32(store, options):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(6, 6, dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return {"model": model, "optimizer": optimizer}
+
+    def train(state):
+        """AdamW as mixed precision does it: moments in float32."""
+        for parameter in state["model"].parameters():
+            entry = state["optimizer"].state[parameter]
+            if not entry:
+                zeros = torch.zeros_like(parameter, dtype=torch.float32)
+                entry |= {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+            gradient = torch.randn(parameter.shape)
+            entry["step"] += 1
+            entry["exp_avg"].lerp_(gradient, 0.1)
+            entry["exp_avg_sq"].lerp_(gradient.square(), 0.01)
+            change = entry["exp_avg"] / (entry["exp_avg_sq"].sqrt() + 1e-8)
+            parameter.data.add_(change.bfloat16(), alpha=-0.1)
+
+    if options == {"foreach": False}:  # the optimizer's class does not matter to the rest
+        state = round_trip(store, build, train)
+        dtypes = {entry["exp_avg"].dtype for entry in state["optimizer"].state.values()}
+        assert dtypes == {torch.float32}
+    else:
+
+        def build_native(seed):
+            state = build(seed)
+            state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), **options)
+            return state
+
+        def train_native(state):
+            state["optimizer"].zero_grad()
+            state["model"](torch.randn(8, 6).bfloat16()).square().mean().backward()
+            state["optimizer"].step()
+
+        round_trip(store, build_native, train_native)
+
+
+class Odd(torch.optim.Optimizer):
+    """State as users have it: counters, None, lists, keys that are no strings, and its own."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr, "limits": (None, 1e9)})
+        self.state["calls"] = 0
+        self.state["history"] = {"losses": [], 3: torch.zeros(2)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["calls"] += 1
+        self.state["history"]["losses"].append(float(self.state["calls"]))
+        self.state["history"][3] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                entry = self.state[parameter]
+                entry["count"] = entry.get("count", 0) + 1
+                entry["none"] = None
+                entry["$"] = "dollar"
+                entry[7] = (entry["count"], torch.full((2,), entry["count"]))
+                entry["old"] = [*entry.get("old", []), parameter.grad.clone()][-3:]
+                entry["mean"] = sum(entry["old"]) / len(entry["old"])
+                parameter -= group["lr"] * entry["mean"] / entry["count"] ** 0.5
+
+
+class OwnMethods(torch.optim.SGD):
+    """Overrides how its state is told and taken."""
+
+    def state_dict(self):
+        return {"mine": super().state_dict(), "scale": self.scale}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict["mine"])
+        self.scale = state_dict["scale"]
+
+    def step(self, closure=None):
+        self.scale *= 1.5
+        return super().step(closure)
+
+
+def test_optimizers_of_users(store):
+    def build(seed):
+        torch.manual_seed(seed)
+        models = [nn.Linear(6, 6), nn.Linear(6, 6)]
+        own = OwnMethods(models[1].parameters(), lr=0.1, momentum=0.9)
+        own.scale = float(seed)
+        return {"models": models, "odd": Odd(models[0].parameters()), "own": own}
+
+    def train(state):
+        for model, optimizer in zip(state["models"], (state["odd"], state["own"]), strict=True):
+            supervised({"model": model, "optimizer": optimizer})
+
+    state = round_trip(store, build, train)
+    assert state["own"].scale == 1.5**6
+    assert state["odd"].state["calls"] == 6
+    assert len(state["odd"].state["history"]["losses"]) == 6
+
+
+def build_plain(seed, kind=torch.optim.AdamW, **options):
+    torch.manual_seed(seed)
+    model = nn.Linear(6, 6)
+    return {"model": model, "optimizer": kind(model.parameters(), **options)}
+
+
+def test_state_appears_disappears_and_is_replaced(store):
+    state, frozen = build_plain(1), {}
+    with checkpointer(store, state) as saver:
+        saver.step(0)
+        frozen[0] = freeze(state)
+        for step in (1, 2):
+            supervised(state)
+            saver.step(step)
+            frozen[step] = freeze(state)
+        for step in (0, 2, 1, 0, 1):  # into state, out of state, and back
+            assert saver.restore(f"{step}-1") == step
+            check_same(freeze(state), frozen[step])
+    supervised(fresh := build_plain(3))
+    restore(store, fresh, "0-1")
+    check_same(freeze(fresh), frozen[0])
+    assert not fresh["optimizer"].state
+
+
+def test_another_optimizer_does_not_fit(store):
+    supervised(first := build_plain(1))
+    save(store, first)
+    second = {**build_plain(2), "second": torch.optim.SGD(nn.Linear(2, 2).parameters())}
+    with pytest.raises(Mismatch, match="the checkpoint has no optimizer 'second'"):
+        restore(store, second)
+    with pytest.raises(
+        Mismatch, match=r"the state has no tensor 'optimizer\.model\.bias\.exp_avg'"
+    ):
+        restore(store, {"model": first["model"]})
+
+
+def test_an_optimizer_without_state_is_missed_too(store):
+    save(store, build_plain(1, torch.optim.SGD))
+    with pytest.raises(Mismatch, match="the state has no 'optimizer'"):
+        restore(store, {"model": nn.Linear(6, 6)})
+
+
+def test_gan_in_nested_dicts(store):
+    def build(seed):
+        torch.manual_seed(seed)
+        models = {"g": nn.Linear(4, 6), "d": nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))}
+        optimizers = {
+            "g": torch.optim.Adam(models["g"].parameters(), lr=0.01 * seed),
+            "d": torch.optim.RMSprop(models["d"].parameters()),
+        }
+        return {"models": models, "training": {"optimizers": optimizers, "rounds": [seed, {}]}}
+
+    def train(state):
+        g, d = state["models"]["g"], state["models"]["d"]
+        optimizers = state["training"]["optimizers"]
+        state["training"]["rounds"][0] += 1
+        for name, sign in (("d", 1), ("g", -1)):
+            optimizers[name].zero_grad()
+            (sign * d(g(torch.randn(8, 4))).square().mean()).backward()
+            optimizers[name].step()
+
+    assert round_trip(store, build, train)["training"]["rounds"] == [7, {}]
+
+
+def test_one_parameter_in_two_optimizers(store):
+    def build(seed):
+        state = build_plain(seed)
+        return {**state, "second": torch.optim.SGD([state["model"].weight], lr=0.1, momentum=0.5)}
+
+    def train(state):
+        supervised(state)
+        state["second"].step()
+
+    round_trip(store, build, train)
+
+
+def test_parameters_that_are_views_of_one_storage(store):
+    def build(seed):
+        torch.manual_seed(seed)
+        flat = torch.randn(30)
+        parts = [nn.Parameter(flat[:12].view(3, 4)), nn.Parameter(flat[12:])]
+        optimizers = [torch.optim.SGD([part], lr=0.1) for part in parts]
+        return {"parts": parts, "flat": flat, "optimizers": optimizers}
+
+    def train(state):
+        for part, optimizer in zip(state["parts"], state["optimizers"], strict=True):
+            part.grad = torch.randn(part.shape)
+            optimizer.step()
+
+    round_trip(store, build, train)
