@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     """The demo. Returns 0 where every comparison held, else 1."""
     if args.steps < STEPS_MIN or args.kills < 0:
         raise ValueError(f"everstep demo: --steps must be at least {STEPS_MIN}, --kills 0 or more")
+    if args.text:
+        Path(args.text).open("rb").close()  # better an error now than from the trainer
     killed = _settings(args, _prepare(args.store))
     reference = killed.with_role("reference")
     console = Console()
@@ -142,6 +144,7 @@ def _report(
         console.print(f"Timeline: {picture}", soft_wrap=True)
     console.print(f"Checkpoints: everstep ls {killed.store}", soft_wrap=True)
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     return 0 if report.ok else 1
 
@@ -152,6 +155,7 @@ def _draw(report: Report, logs: tuple[list[Event], list[Event]], picture: Path) 
         from everstep.cli.demo_picture import draw
     except ImportError:
         return "No picture: that needs matplotlib (pip install everstep[demo])."
+    picture.parent.mkdir(parents=True, exist_ok=True)
     draw(report, *logs, picture)
     return None
 

@@ -15,7 +15,7 @@ from everstep.errors import EverstepError
 
 POLL_S = 0.002
 SILENCE_S_MAX = 180.0
-_OUTPUT_CHARACTERS = 2000
+_OUTPUT_CHARACTERS = 500
 
 
 class DemoError(EverstepError):
@@ -158,5 +158,6 @@ class Trainer:
             raise DemoError(f"the trainer ended by itself with status {status}: {self._said()}")
 
     def _said(self) -> str:
-        text = self._output.read_text(errors="replace")[-_OUTPUT_CHARACTERS:].strip()
-        return f"{text or 'it printed nothing'} (all of it: {self._output})"
+        lines = self._output.read_text(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+        return f"{last[:_OUTPUT_CHARACTERS]} (all that it printed: {self._output})"

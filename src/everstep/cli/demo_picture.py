@@ -141,7 +141,7 @@ def _draw_progress(axes: Axes, timeline: Timeline, reference: Sequence[Event]) -
 
 def _draw_kills(axes: Axes, timeline: Timeline) -> None:
     """A cross where each kill hit, with the steps that it cost."""
-    reached = 0
+    reached, last = 0, float("-inf")
     for attempt, following in zip(timeline.attempts, timeline.attempts[1:], strict=False):
         if attempt.kill_at is None:
             continue
@@ -149,9 +149,11 @@ def _draw_kills(axes: Axes, timeline: Timeline) -> None:
         at = timeline.seconds(attempt.kill_at)
         axes.plot(at, reached, "X", color=KILL, ms=9, mec=PAPER, mew=0.8, zorder=5)
         if restored := following.first("restored"):
-            lost = max(0, reached - restored["step"])
-            text = f"{lost} lost"
-            axes.annotate(text, (at, reached), (6, -11), textcoords="offset points", color=KILL)
+            crowded = at - last < 0.04 * timeline.seconds(timeline.end)
+            offset = (6, 5) if crowded else (6, -11)
+            text = f"{max(0, reached - restored['step'])} lost"
+            axes.annotate(text, (at, reached), offset, textcoords="offset points", color=KILL)
+            last = at
 
 
 def _draw_step_times(axes: Axes, timeline: Timeline) -> None:
