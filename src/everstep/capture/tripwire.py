@@ -8,42 +8,46 @@ synchronisation.
 
 import ctypes
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
 from everstep.state.leaves import Leaf
 
 _SAMPLE_BYTES = 16
-_SAMPLES_MAX = 1024  # a third of a millisecond; of more tensors, another thousand at each step
+_SAMPLES_MAX = 64  # cold memory is slow to look at; of more tensors, others at each step
 _STRIDE = 0x9E3779B1  # Fibonacci hashing: each step looks elsewhere
 _peek = ctypes.string_at
+_version = attrgetter("_version")
 
 
 class Tripwire:
     """The versions and samples of some leaves at the moment of construction. Trainer's thread."""
 
-    __slots__ = ("_leaves", "_samples", "_versions")
+    __slots__ = ("_leaves", "_samples", "_tensors", "_versions")
 
     def __init__(self, leaves: Sequence[Leaf], places: Sequence[tuple[int, int, int]], step: int):
         """`places`: (address, bytes to sample from, index of the leaf) of contiguous CPU
         tensors."""
         self._leaves = leaves
-        self._versions = [leaf.tensor._version for leaf in leaves]
+        self._tensors = [leaf.tensor for leaf in leaves]
+        self._versions = list(map(_version, self._tensors))
         self._samples = []
         turn = step * _STRIDE
         first = step * _SAMPLES_MAX % max(1, len(places))
-        for address, size, index in (*places[first:], *places[:first])[:_SAMPLES_MAX]:
+        chosen = (*places[first : first + _SAMPLES_MAX], *places[:first])[:_SAMPLES_MAX]
+        for address, size, index in chosen:
             at = address + (turn % (size - _SAMPLE_BYTES) if size > _SAMPLE_BYTES else 0)
             length = min(size, _SAMPLE_BYTES)
             self._samples.append((at, length, _peek(at, length), index))
 
     def changed(self) -> list[str]:
         """The names of the tensors that were written to since."""
-        found = [
-            leaf.name
-            for leaf, version in zip(self._leaves, self._versions, strict=True)
-            if leaf.tensor._version != version
-        ]
+        found: list[str] = []
+        versions = list(map(_version, self._tensors))
+        if versions != self._versions:
+            rows = zip(self._leaves, versions, self._versions, strict=True)
+            found += [leaf.name for leaf, version, known in rows if version != known]
         found += [
             self._leaves[index].name
             for at, length, sample, index in self._samples

@@ -3,6 +3,7 @@ generators."""
 
 import random
 import sys
+from array import array
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -202,11 +203,12 @@ class GlobalGenerators:
     def objects(self, sink: TensorSink) -> Any:
         """All their states; none of the calls synchronises a device."""
         version, words, gauss = random.getstate()
-        python = (version, np.array(words, dtype=np.uint32), gauss)  # 625 numbers as one array
+        # 625 numbers as one array: a list of them is the longest part of a small state's JSON.
+        python = (version, np.frombuffer(array("I", words), dtype=np.uint32), gauss)
         state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             state["numpy"] = np.random.get_state()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             state["cuda"] = torch.cuda.get_rng_state_all()
         return encode(state, self.name, sink)
 
