@@ -1,27 +1,15 @@
 """A store for a test, whose keeper does not outlive the test."""
 
-import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from everstep.keeper import wire
-
 sys.path.insert(0, str(Path(__file__).parent))
+from runs import end_keeper
+
 torch.set_num_threads(1)  # two test processes on two cores; and sums in one order
-
-
-def end_keeper(path):
-    """Kill the keeper of a store, if one is running."""
-    try:
-        connection = wire.connect(wire.endpoint(path).with_suffix(".sock"))
-    except OSError:
-        return
-    with connection:
-        os.kill(wire.check_peer(connection), signal.SIGKILL)
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """Saves a run through a real Checkpointer, restores it into another, and compares byte for byte."""
 
+import contextlib
+import os
+import signal
 import struct
 from collections import deque
 
@@ -8,6 +11,17 @@ import torch
 from torch import nn
 
 from everstep import Checkpointer
+from everstep.keeper import wire
+
+
+def end_keeper(path):
+    """Kill the keeper of a store, if one is running."""
+    try:
+        connection = wire.connect(wire.endpoint(path).with_suffix(".sock"))
+    except OSError:
+        return
+    with connection, contextlib.suppress(ProcessLookupError):
+        os.kill(wire.check_peer(connection), signal.SIGKILL)
 
 
 def tensor_bits(tensor):

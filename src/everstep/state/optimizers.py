@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from everstep.errors import Corrupt
 from everstep.state.leaves import Guard, Leaf, check_tensor
 from everstep.state.objects import TensorSink, encode
 from everstep.state.placement import Placement
@@ -112,6 +113,15 @@ class OptimizerState:
         if saved is None:
             placement.problems.append(f"missing: the checkpoint has no optimizer {self.name!r}")
             return
+        try:
+            self._prepare(placement, saved)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise Corrupt(
+                f"restoring {self.name!r}: its documents are whole, but not what an optimizer is "
+                f"stored as: {error!r}"
+            ) from error
+
+    def _prepare(self, placement: Placement, saved: Mapping[str, Any]) -> None:
         objects = placement.saved.objects.get(self.name) or {}
         names = {name: parameter for _, name, parameter, _ in self.parameters()}
         for name in sorted(names.keys() ^ saved["groups"].keys()):

@@ -1,0 +1,291 @@
+"""What does not fit is refused with a clear error of the right class, and nothing is changed."""
+
+import logging
+import threading
+
+import pytest
+import torch
+from runs import bits, check_same, checkpointer, freeze, restore, save, supervised
+from torch import nn
+
+from everstep import (
+    Checkpointer,
+    Conflict,
+    Keep,
+    Mismatch,
+    Missing,
+    Store,
+    Unavailable,
+    Unsupported,
+)
+
+
+def build(seed, width=6):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "note": {"n": seed}}
+
+
+# ---- a state that does not fit ---------------------------------------------------------------
+
+
+def test_all_that_does_not_fit_is_listed_at_once_and_nothing_changes(store):
+    supervised(first := build(1))
+    save(store, first)
+    model = nn.Sequential(
+        nn.Linear(6, 7), nn.BatchNorm1d(6), nn.Linear(6, 2).half(), nn.Linear(2, 2)
+    )
+    del model[1]._parameters["bias"]
+    model[1].affine = False
+    state = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 3),
+        "generator": torch.Generator(),
+    }
+    before, random_state = freeze(state), bits(torch.get_rng_state())
+    with checkpointer(store, state) as restorer:
+        with pytest.raises(Mismatch) as caught:
+            restorer.restore()
+        check_same(freeze(state), before)
+        assert bits(torch.get_rng_state()) == random_state
+        for expected in (
+            "shape: 'model.0.weight' is [7, 6] in the state, [6, 6] in the checkpoint",
+            "dtype: 'model.2.bias' is float16 in the state, float32 in the checkpoint",
+            "missing: the checkpoint has no tensor 'model.3.weight'",
+            "extra: the state has no tensor 'model.1.bias'",
+            "the checkpoint has no 'scheduler'",
+            "the checkpoint has no 'generator'",
+            "the state has no 'note'",
+            "the state's optimizer does not have 'model.1.bias'",
+            "nothing was changed",
+            "only=[",
+        ):
+            assert expected in str(caught.value), expected
+        supervised({"model": build(1)["model"], "optimizer": build(1)["optimizer"]})
+        restorer.save(2).wait("local")  # and it can be saved for all that
+
+
+def test_a_part_that_does_not_fit(store):
+    save(store, {"model": nn.Linear(3, 3), "other": nn.Linear(2, 2)})
+    with pytest.raises(Mismatch, match=r"extra: the state has no tensor 'model\.bias'"):
+        restore(
+            store, {"model": nn.Linear(3, 3, bias=False), "other": nn.Linear(2, 2)}, only="model"
+        )
+    with pytest.raises(Mismatch, match="no such part"):
+        restore(store, {"model": nn.Linear(3, 3)}, only="modle")
+    assert restore(store, {"model": nn.Linear(3, 3)}, only=["model"]) == 1
+
+
+def test_restoring_the_model_only_leaves_the_rest_alone(store):
+    supervised(first := build(1))
+    save(store, first)
+    supervised(second := build(2))
+    before = freeze(second)
+    assert restore(store, second, only="model") == 1
+    after = freeze(second)
+    assert after["model"] == freeze(first)["model"]
+    assert after["note"] == before["note"]
+    assert after["optimizer"]["state"] == before["optimizer"]["state"]
+
+
+def test_a_new_run_starts_from_another_store(store, other_store):
+    supervised(first := build(1))
+    save(other_store, first, step=7)
+    second = build(2)
+    with checkpointer(store, second) as saver:
+        assert saver.restore(from_store=other_store) == 7
+        check_same(freeze(second), freeze(first))
+        saver.step(8)
+    assert Store(store).steps() == [8]
+    assert Store(other_store).steps() == [7]
+    with pytest.raises(Missing, match="there is no store"):
+        restore(store, second, from_store=other_store / "missing")
+    assert not (other_store / "missing").exists()
+
+
+# ---- values and tensors that cannot be stored ------------------------------------------------
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LazyLinear(3)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: {"a": [0, object()]}, r"part\.a\.1: a builtins\.object cannot be stored"),
+        (lambda: torch.eye(3).to_sparse(), r"'part': it has layout torch\.sparse_coo"),
+        (
+            lambda: {"deep": [torch.empty(2, device="meta")]},
+            r"'part\.deep\.0': it lies on device meta",
+        ),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+            r"dtype torch\.qint8",
+        ),
+        (Lazy, r"'part\.layer\.weight': it has no shape yet"),
+        (lambda: nn.Linear(2, 2, device="meta"), r"'part\.weight': it lies on device meta"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_cannot_be_stored(store, value, message):
+    state = {"part": value()}
+    with pytest.raises(Unsupported, match=message), checkpointer(store, state) as saver:
+        saver.save(1)
+    assert Store(store).steps() == []
+
+
+def test_a_sparse_buffer_is_refused_and_a_later_save_works(store):
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    with checkpointer(store, {"model": model}) as saver:
+        with pytest.raises(Unsupported, match=r"'model\.graph'"):
+            saver.save(1)
+        model.graph = torch.eye(3)
+        saver.save(2).wait("local")
+
+
+def test_a_state_dict_that_raises_is_the_users_own_error(store):
+    class Broken:
+        def state_dict(self):
+            raise KeyError("mine")
+
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(KeyError, match="mine"), checkpointer(store, {"b": Broken()}) as saver:
+        saver.save(1)
+
+
+# ---- arguments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 0},
+        {"every": 1.5},
+        {"every": True},
+        {"strategy": "log"},
+        {"under_pressure": "block"},
+        {"memory_budget": 0},
+        {"memory_budget": 1e9},
+    ],
+)
+def test_wrong_arguments(store, options):
+    with pytest.raises(ValueError, match="must be"):
+        Checkpointer(store, {"x": 1}, **options)
+    assert not store.exists()
+
+
+def test_wrong_states_and_steps(store):
+    for state in ([nn.Linear(1, 1)], {1: "x"}):
+        with pytest.raises(TypeError, match="names to models"):
+            Checkpointer(store, state)
+    with pytest.raises(ValueError, match='"rng" is taken'):
+        Checkpointer(store, {"rng": 1})
+    with pytest.raises(ValueError, match="several parts"):
+        Checkpointer(store, {"a": {"b": nn.Linear(1, 1)}, "a.b": nn.Linear(1, 1)})
+    with checkpointer(store, {"x": 1}) as saver:
+        for step in (-1, 1.0, "1", True, None):
+            with pytest.raises(ValueError, match="step must be"):
+                saver.step(step)
+        for tag in ("", "12", "a/b", "../x"):
+            with pytest.raises(ValueError, match="cannot be a tag"):
+                saver.save(1, tag=tag)
+        with pytest.raises(ValueError, match="level must be"):
+            saver.save(1).wait("remote")
+        for reference in (3, "best", "1-7"):
+            with pytest.raises(Missing):
+                saver.restore(reference)
+    for call in (lambda: saver.save(2), lambda: saver.step(2), saver.restore):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    saver.close()
+
+
+# ---- a step that is there --------------------------------------------------------------------
+
+
+def test_a_step_saved_twice(store):
+    state = build(1)
+    with checkpointer(store, state) as saver:
+        first = saver.step(1)
+        again = saver.save(1, tag="best", metrics={"loss": 1.0})
+        again.wait("local")
+        first.wait("local")
+        assert Store(store).manifest("best").step == 1
+        supervised(state)
+        other = saver.save(1)
+        with pytest.raises(Conflict, match="saved already with other content"):
+            other.wait("local")
+        assert isinstance(other.error, Conflict)
+        assert saver.metrics.failures == 1
+        with pytest.raises(Conflict):
+            saver.wait()
+        saver.step(2)
+    assert Store(store).steps() == [1, 2]
+    assert Store(store).verify().ok
+
+
+def test_closing_raises_the_newest_error_but_never_masks_the_users(store):
+    state = build(1)
+    with pytest.raises(Conflict), checkpointer(store, state) as saver:  # noqa: PT012
+        saver.save(1)
+        supervised(state)
+        saver.save(1)
+    with pytest.raises(ZeroDivisionError), checkpointer(store, state) as saver:  # noqa: PT012
+        assert saver.restore() == 1
+        saver.save(2)
+        supervised(state)
+        saver.save(2)
+        raise ZeroDivisionError
+
+
+def test_tags_metrics_and_retention_while_saving(store):
+    state = {"x": torch.zeros(2)}
+    with checkpointer(store, state, keep=Keep(last=2, every=4, tags=True)) as saver:
+        for step in range(1, 11):
+            state["x"] += 1
+            saver.save(step, tag="best" if step in (2, 3) else None, metrics={"loss": 1 / step})
+        saver.wait("local")
+        assert saver.restore("best") == 3
+        assert state["x"].tolist() == [3.0, 3.0]
+    assert Store(store).steps() == [3, 4, 8, 9, 10]
+    assert Store(store).manifest("best").metrics == {"loss": 1 / 3}
+    assert Store(store).verify().ok
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+def test_a_memory_budget_that_is_too_small(store):
+    saver = checkpointer(store, {"x": torch.zeros(5000)}, memory_budget=4096)
+    assert saver.step(1).done()
+    assert saver.metrics.failures == 1
+    with pytest.raises(Unavailable, match="memory_budget=4096 bytes is too small"):
+        saver.close()
+
+
+def test_saves_that_are_skipped_are_counted_and_said(store, caplog, monkeypatch):
+    gate = threading.Event()
+    state = {"x": torch.zeros(1000), "model": nn.Linear(2, 2)}
+    optimizer = torch.optim.SGD(state["model"].parameters())
+    with checkpointer(store, {**state, "o": optimizer}, under_pressure="skip") as saver:
+        seal = saver._capture._seal
+        monkeypatch.setattr(
+            saver._capture, "_seal", lambda capture: gate.wait(60) and seal(capture)
+        )
+        with caplog.at_level(logging.WARNING, "everstep"):
+            handles = [saver.step(step) for step in range(1, 6)]
+        skipped = [handle for handle in handles if isinstance(handle.error, Unavailable)]
+        assert len(skipped) == saver.metrics.skips == 2
+        assert "under_pressure='wait'" in str(skipped[0].error)
+        assert caplog.text.count("skipped") >= 1
+        gate.set()
+        saver.wait("local")
+    assert Store(store).steps() == [1, 2, 3]
