@@ -136,6 +136,9 @@ def _draw_progress(axes: Axes, timeline: Timeline, reference: Sequence[Event]) -
             Patch(color=DOWN, label="starting again"),
         ],
         loc="lower right",
+        frameon=True,
+        framealpha=1.0,
+        edgecolor=PAPER,
     )
 
 
