@@ -153,7 +153,8 @@ class Full:
         self._open = []
 
     def close(self) -> None:
-        """End the copying thread when its queue is empty."""
+        """End the copying thread when its queue is empty; hold nothing any more."""
+        self._open = []
         self._queue.put(None)
 
     def _bind(self, walk: Walk, plan: Plan) -> "Mapping[int | None, _Bound]":

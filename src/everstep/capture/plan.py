@@ -42,8 +42,13 @@ class Planner:
     def plan(self, collected: Collected) -> Plan:
         """The plan for this state; the same object as the last one where nothing differs."""
         loose = tuple(leaf.spec for leaf in collected.loose)
-        is_same = self._known and self._known[0] is collected.walk
-        if self._plan and is_same and self._known[1:] == (loose, collected.aliases):
+        known = self._known
+        if (
+            self._plan
+            and known
+            and known[0] is collected.walk
+            and known[1:] == (loose, collected.aliases)
+        ):
             return self._plan
         leaves = (*collected.walk.leaves, *collected.loose)
         specs = tuple(leaf.spec for leaf in leaves)

@@ -63,7 +63,18 @@ class Pool:
     def inherit(self, arenas: list[tuple[str, Arena]]) -> None:
         """Arenas of a trainer that died, in which the next capture may go on: their pages are
         warm."""
+        for _, arena in self._inherited:
+            arena.close()
         self._inherited = arenas
+
+    def close(self) -> None:
+        """Let go of all arenas; nothing is being copied any more, and the client has closed
+        them."""
+        self.inherit([])
+        for _, arena in [*self._retired, *([self._current] if self._current else [])]:
+            self.on_release(arena)
+        self._current, self._retired = None, []
+        self._plans.clear()
 
     def next_sequence(self) -> int:
         """The number of the next job: rising, over all arenas."""
@@ -83,12 +94,12 @@ class Pool:
         if len(plan.table) + descriptor_size > arena.documents_size:
             raise Unavailable(f"capturing: the objects of the state take {descriptor_size} bytes")
         with self._changed:
+            self._check_failure()
             while (index := self._free_slot(arena)) is None:
-                if self.failure:
-                    raise Unavailable(self.failure)
                 if not wait:
                     return None
                 self._changed.wait(0.2)  # a new keeper changes states without a message to us
+                self._check_failure()
             arena.set_state(index, SlotState.CAPTURING)
         if self._plans.get((key, index)) is not plan:
             for offset, header in plan.headers():
@@ -110,6 +121,10 @@ class Pool:
                 self._retired.remove((key, arena))
                 self.on_release(arena)
                 self._client.release_arena(key)
+
+    def _check_failure(self) -> None:
+        if self.failure:
+            raise Unavailable(self.failure)
 
     def _free_slot(self, arena: Arena) -> int | None:
         newest = arena.newest_complete()
