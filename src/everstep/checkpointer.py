@@ -26,11 +26,11 @@ from everstep.capture.pool import Pool, Slot
 from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import seal
 from everstep.handle import Metrics, SaveHandle
-from everstep.keeper.arena import SlotState
+from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.client import Client
 from everstep.keeper.wire import Message
 from everstep.preemption import Preemption
-from everstep.restore.choose import Candidate, candidates, find_held
+from everstep.restore.choose import Candidate, Held, candidates, find_held
 from everstep.restore.load import load
 from everstep.state.objects import plain_json
 from everstep.state.optimizers import OptimizerState
@@ -45,6 +45,7 @@ from everstep.tiers.disk import Disk
 log = logging.getLogger("everstep")
 
 _CLOSE_S = 600.0
+_TORN_MAX = 100
 
 
 class Checkpointer:
@@ -87,6 +88,7 @@ class Checkpointer:
         self._capture = Full(self._seal, self._on_capture_failure)
         self._pool.on_release = self._capture.devices.unpin
         self._captures: dict[int, tuple[Capture, SaveHandle]] = {}
+        self._torn: dict[int, str] = {}
         self._parent: CheckpointName | None = None
         self._epoch: int | None = None
         self._newest: SaveHandle | None = None
@@ -153,7 +155,7 @@ class Checkpointer:
         chosen = [only] if isinstance(only, str) else only
         disk = self._disk if from_store is None else _existing_store(from_store)
         arenas = self._client.settle()
-        held = find_held([arena for _, arena in arenas]) if from_store is None else {}
+        held = self._held([arena for _, arena in arenas]) if from_store is None else {}
         self._pool.inherit(arenas)
         failure: EverstepError | None = None
         for candidate in candidates(disk, step, held):
@@ -205,6 +207,8 @@ class Checkpointer:
                 hook.remove()
             self._capture.close()
             self._client.close()
+            if not self._captures:  # else something is still being copied
+                self._pool.close()
             if self._preemption.ends_process:  # it was asked to, and no step came any more
                 self._preemption.end()
 
@@ -274,13 +278,14 @@ class Checkpointer:
     def _seal(self, capture: Capture) -> None:
         """All is copied: hand it to the keeper. Copying thread."""
         self._client.ensure()
-        self._pool.failure = None
         if self._epoch is None:
             self._epoch = self._client.claim(self._parent)
+        if capture.sequence not in self._captures:
+            raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
         slot: Slot = capture.slot
         slot.arena.seal(slot.index, record_of(capture), capture.plan.table, capture.descriptor)
-        _, handle = self._captures[capture.sequence]
-        handle.advance("captured")
+        if known := self._captures.get(capture.sequence):
+            known[1].advance("captured")
         self._client.submit(slot.key)
 
     def _hook(self, optimizer: OptimizerState) -> Any:
@@ -318,22 +323,30 @@ class Checkpointer:
         if kind == "lost":
             self._on_loss(message["message"])
             return
+        if kind == "found":
+            self._pool.failure = None
+            return
         known = self._captures.get(message.get("sequence", -1))
         if known is None:
-            if kind == "written":  # handed over from a former keeper, confirmed long ago
-                self._client.confirm(message["sequence"], None)
+            if kind == "written":  # asked again, by another keeper
+                sequence = message["sequence"]
+                self._client.confirm(sequence, self._torn.get(sequence))
             return
         capture, handle = known
         if kind == "held":
             handle.advance("held")
         elif kind == "written":
-            self._client.confirm(capture.sequence, capture.check())
+            problem = capture.check()
+            self._client.confirm(capture.sequence, problem)
+            if problem:
+                self._on_torn(capture, handle, problem)
         elif kind == "local":
             self._on_commit(capture, handle, message["bytes"])
         elif kind == "failed":
             error = KINDS.get(message["kind"], Unavailable)(message["message"])
             self._count_failure(handle, error)
             self._forget(capture)
+            self._pool.retire_old()
 
     def _on_commit(self, capture: Capture, handle: SaveHandle, size: int) -> None:
         self.metrics.commits += 1
@@ -343,20 +356,31 @@ class Checkpointer:
         self._forget(capture)
         self._pool.retire_old()
 
+    def _on_torn(self, capture: Capture, handle: SaveHandle, problem: str) -> None:
+        """Not left to the keeper's answer, which may be lost with it; the next one is told too."""
+        self._torn[capture.sequence] = problem
+        for sequence in list(self._torn)[:-_TORN_MAX]:
+            del self._torn[sequence]
+        self._count_failure(handle, Unsupported(problem))
+        self._forget(capture)
+
     def _on_capture_failure(self, capture: Capture, error: EverstepError) -> None:
         """Copying thread."""
-        _, handle = self._captures[capture.sequence]
-        self._count_failure(handle, error)
+        if known := self._captures.get(capture.sequence):  # else the keeper's loss came first
+            self._count_failure(known[1], error)
         self._forget(capture)
 
     def _on_loss(self, reason: str) -> None:
         self._pool.failure = reason
         for capture, handle in list(self._captures.values()):
+            if problem := capture.check():
+                self._torn[capture.sequence] = problem
             self._count_failure(handle, Unavailable(f"saving step {handle.step}: {reason}"))
             self._forget(capture)
 
     def _forget(self, capture: Capture) -> None:
-        self._captures.pop(capture.sequence, None)
+        if known := self._captures.pop(capture.sequence, None):
+            known[1].confirm_with(None)  # a handle that is kept must not keep the arena
         self._pool.notify()
 
     def _skip(self, handle: SaveHandle) -> None:
@@ -377,6 +401,12 @@ class Checkpointer:
         handle.fail(error)
 
     # ---- restore ---------------------------------------------------------------------------
+
+    def _held(self, arenas: list[Arena]) -> dict[CheckpointName, Held]:
+        """What the keeper holds of this run: another may have been in this directory before."""
+        run = open_store(self._disk)
+        held = find_held(arenas)
+        return {name: state for name, state in held.items() if state.manifest.run == run}
 
     def _restore(self, candidate: Candidate, only: list[str] | None) -> None:
         manifest, tables = candidate.describe()

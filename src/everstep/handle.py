@@ -46,12 +46,12 @@ class SaveHandle:
                     f"{self.level or 'being copied'} "
                     f"after {timeout} s"
                 )
-        if self._confirm:
-            self._confirm()
+        if confirm := self._confirm:
+            confirm()
         if self.error is not None and not self._has(level):
             raise self.error
 
-    def confirm_with(self, check: Callable[[], str | None]) -> None:
+    def confirm_with(self, check: Callable[[], str | None] | None) -> None:
         """For everstep: how to check the copy when somebody has waited for it and may change
         tensors next."""
         self._confirm = check

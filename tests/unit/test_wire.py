@@ -68,7 +68,7 @@ def test_too_many_descriptors_are_refused_and_closed(pair):
 
 
 def test_the_longest_failure_fits_into_a_message(pair):
-    from everstep.keeper.process import _TEXT_MAX
+    from everstep.keeper.session import _TEXT_MAX
 
     failed = {
         "type": "failed",

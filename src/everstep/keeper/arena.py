@@ -39,6 +39,8 @@ _STATE_AT = 120
 _HUGE_PAGE_BYTES = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 SLOTS_MAX = (PAGE_BYTES - 128) // _RECORD_STRIDE
+DOCUMENTS_BYTES_MAX = 1 << 30
+"""Of one slot: whoever reads a document copies it, so that its size must have a bound."""
 
 
 class SlotState(IntEnum):
@@ -75,6 +77,8 @@ class Arena:
         process wrote is believed before that.
         """
         self.fd = fd
+        self.identity = (0, 0)
+        """Device and inode of the memory: the same in every process that maps it."""
         try:
             self._attach()
         except BaseException:
@@ -82,7 +86,9 @@ class Arena:
             raise
 
     def _attach(self) -> None:
-        fd, size = self.fd, os.fstat(self.fd).st_size
+        fd, found = self.fd, os.fstat(self.fd)
+        size = found.st_size
+        self.identity = found.st_dev, found.st_ino
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or size < PAGE_BYTES:
             raise Corrupt(f"mapping an arena of {size} bytes: it is not sealed against resizing")
         self._map = mmap.mmap(fd, size)
@@ -92,6 +98,7 @@ class Arena:
         if (
             magic != _MAGIC
             or self.slot_count > SLOTS_MAX
+            or self.documents_size > DOCUMENTS_BYTES_MAX
             or round_up(expected, _HUGE_PAGE_BYTES) != size
         ):
             raise Corrupt(f"mapping an arena of {size} bytes: its first page does not describe it")
@@ -106,6 +113,11 @@ class Arena:
     def create(cls, slot_count: int, documents_size: int, image_size: int) -> "Arena":
         """Make and seal a new arena. Takes no memory yet: pages come when first written."""
         documents_size, image_size = round_up(documents_size), round_up(image_size)
+        if documents_size > DOCUMENTS_BYTES_MAX:
+            raise Unavailable(
+                f"making an arena: the documents of a state (its piece table and objects) need "
+                f"{documents_size} bytes, {DOCUMENTS_BYTES_MAX} is the limit"
+            )
         size = PAGE_BYTES + slot_count * (documents_size + image_size)
         fd = os.memfd_create("everstep-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

@@ -1,10 +1,18 @@
-"""The trainer's end of the socket: finds or starts the keeper, and starts another when it dies."""
+"""The trainer's end of the socket: finds or starts the keeper, and starts another when it dies.
 
-import atexit
+Invariants:
+* Whoever waits for a reply is woken when the connection changes, and asks again.
+* A new connection is given all arenas before anything else goes over it.
+* Nothing here blocks the copying thread but `claim`: keepers are started in the listening thread.
+"""
+
+import collections
+import contextlib
 import itertools
 import logging
 import os
 import queue
+import secrets
 import socket
 import subprocess
 import sys
@@ -13,9 +21,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.errors import KINDS, Unavailable
+from everstep.errors import KINDS, Corrupt, Unavailable
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
+from everstep.keeper.home import LOG_BYTES_MAX
 from everstep.keeper.process import IDLE_S
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
@@ -23,23 +32,24 @@ from everstep.store.retain import Keep
 log = logging.getLogger("everstep")
 
 _START_S = 20.0
-_LOG_BYTES_MAX = 1 << 20
-_started: list[subprocess.Popen[bytes]] = []  # held so that those that have ended are reaped
+_GREETING_S = 5.0
+_REPLY_S = 3600.0
+_PATIENCE_S = 30.0
+_ASKED_MAX = 5
+_PAUSE_S_MAX = 60.0
+_DEATHS_MAX, _DEATHS_S = 5, 60.0
 
-
-@atexit.register
-def _leave_keepers() -> None:
-    """A keeper outlives its trainer on purpose: Popen shall not report it as forgotten."""
-    for process in _started:
-        process.returncode = process.poll() or 0
+_Reply = tuple[wire.Message, list[int]] | None
+"""None: the connection has changed."""
 
 
 class Client:
     """A trainer's attachment to the keeper of its store. Methods may be called from any thread.
 
     `on_event` gets the keeper's messages about jobs ("held", "written", "local", "failed") in a
-    thread of the client's own, and {"type": "lost", "message": ...} where no keeper can be had
-    any more.
+    thread of the client's own; {"type": "lost", "message": ...} where no keeper can be had any
+    more, and {"type": "found"} where one can be had again. After a keeper's death messages about a
+    job may come again.
     """
 
     def __init__(
@@ -54,24 +64,26 @@ class Client:
         self._keep = keep
         self._on_event = on_event
         self._idle_s = idle_s
-        self._endpoint = wire.endpoint(store)
+        self._token = secrets.token_hex(8)
         self._epoch: int | None = None
         self._parent: CheckpointName | None = None
+        self._claiming: CheckpointName | None = None
         self._arenas: dict[str, Arena] = {}
         self._ids = itertools.count()
-        self._replies: dict[int, queue.SimpleQueue[tuple[wire.Message, list[int]]]] = {}
+        self._waiting: dict[int, queue.SimpleQueue[_Reply]] = {}
         self._lock = threading.Lock()
-        self._closed = False
+        self._stop = threading.Event()
+        self._lost: str | None = None
+        self._deaths: collections.deque[float] = collections.deque(maxlen=_DEATHS_MAX)
         self.keeper_pid = 0
-        self._connection = self._attach()
-        self._start_listening()
+        self._connection: socket.socket | None = self._attach()
+        self._listener = threading.Thread(target=self._listen, name="everstep-client", daemon=True)
+        self._listener.start()
 
     def ensure(self) -> None:
-        """Attach again where no keeper could be had the last time. Raises Unavailable."""
-        if self._connection is None:
-            self._connection = self._attach()
-            self._hand_over()
-            self._start_listening()
+        """Raises Unavailable where no keeper can be had; does not block. It is sought further."""
+        if self._lost is not None:
+            raise Unavailable(self._lost)
 
     def claim(self, parent: CheckpointName | None) -> int:
         """Claim an epoch that goes on from `parent` (None: nothing). Blocks; raises Unavailable."""
@@ -80,31 +92,33 @@ class Client:
             "parent": parent.epoch if parent else None,
             "fork": parent.step if parent else 0,
         }
+        self._claiming = parent
         reply, _ = self._request(message)
         if "epoch" not in reply:
-            raise KINDS[reply["kind"]](reply["message"])
-        self._epoch, self._parent = reply["epoch"], parent
-        return self._epoch
+            raise KINDS.get(reply["kind"], Unavailable)(reply["message"])
+        return int(reply["epoch"])
 
     def add_arena(self, key: str, arena: Arena) -> None:
-        """Give the keeper an arena; the client hands it over again to whichever comes next."""
+        """Give the keeper an arena, which the client owns from now on; it is handed over again to
+        whichever keeper comes next."""
         with self._lock:
             self._arenas[key] = arena
-        self._send({"type": "arena", "arena": key}, [arena.fd])
+            self._send_locked({"type": "arena", "arena": key}, [arena.fd])
 
     def release_arena(self, key: str) -> None:
         """Take an arena out of use; its jobs must be done."""
         with self._lock:
-            arena = self._arenas.pop(key)
-        self._send({"type": "release", "arena": key})
-        arena.close()
+            arena = self._arenas.pop(key, None)
+            self._send_locked({"type": "release", "arena": key})
+            if arena:
+                arena.close()
 
     def adopt(self, key: str, arena: Arena) -> bool:
-        """Go on with the arena of a trainer that died. False where the keeper has it no more."""
+        """Go on with the arena of a trainer that died, as after `add_arena`. False where the keeper
+        has it no more."""
         reply, _ = self._request({"type": "adopt", "arena": key})
         if reply["ok"]:
-            with self._lock:
-                self._arenas[key] = arena
+            self.add_arena(key, arena)  # a keeper that came since does not know it
         return bool(reply["ok"])
 
     def submit(self, key: str) -> None:
@@ -122,145 +136,227 @@ class Client:
         them.
         """
         reply, fds = self._request({"type": "settle"})
-        return [(key, Arena(fd)) for key, fd in zip(reply["arenas"], fds, strict=True)]
+        arenas = []
+        for key, fd in zip(reply["arenas"], fds, strict=False):
+            try:
+                arenas.append((key, Arena(fd)))
+            except (Corrupt, OSError) as error:  # the disk serves
+                log.warning("mapping what the keeper holds: %s", error)
+        return arenas
 
     def close(self) -> None:
-        """Detach. Whatever is sealed by now is still finished by the keeper."""
-        self._closed = True
-        self._send({"type": "detach"})
+        """Detach, and close the arenas. Whatever is sealed by now is still finished by the
+        keeper."""
+        self._stop.set()
         with self._lock:
-            connection = self._connection
-        if connection:
-            connection.close()
+            self._send_locked({"type": "detach"})
+            if self._connection:
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)  # wakes the listening thread
+            self._wake_waiting()
+        if threading.current_thread() is not self._listener:
+            self._listener.join(_GREETING_S)
+        with self._lock:
+            connection, self._connection = self._connection, None
+            if connection:
+                connection.close()
+            for arena in self._arenas.values():
+                arena.close()
+            self._arenas.clear()
 
     def abandon_in_child(self) -> None:
-        """In a forked child: forget the socket without a word to the keeper."""
-        self._closed = True
-        if self._connection:
-            os.close(self._connection.detach())
+        """In a forked child: forget socket and arenas without a word to the keeper."""
+        self._stop = threading.Event()  # the locks may be held by threads that are not here
+        self._stop.set()
+        self._lock = threading.Lock()
+        connection, self._connection = self._connection, None
+        if connection:
+            os.close(connection.detach())
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas = {}
 
-    def _send(self, message: wire.Message, fds: list[int] | None = None) -> None:
-        """A failure is not raised here: the listening thread sees the loss and mends it."""
+    # ---- sending ---------------------------------------------------------------------------
+
+    def _send(self, message: wire.Message) -> None:
         with self._lock:
-            try:
-                if self._connection:
-                    wire.send(self._connection, message, fds)
-            except OSError as error:
-                log.debug("the keeper did not take %s: %s", message["type"], error)
+            self._send_locked(message)
+
+    def _send_locked(self, message: wire.Message, fds: list[int] | None = None) -> None:
+        """A failure is not raised here: the listening thread sees the loss and mends it."""
+        try:
+            if self._connection:
+                wire.send(self._connection, message, fds)
+        except OSError as error:
+            log.debug("the keeper did not take %s: %s", message["type"], error)
 
     def _request(self, message: wire.Message) -> tuple[wire.Message, list[int]]:
-        """Send and wait for the reply, over the deaths of any number of keepers."""
+        """Send and wait for the reply, over the deaths of a few keepers."""
         number = next(self._ids)
-        reply: queue.SimpleQueue[tuple[wire.Message, list[int]]] = queue.SimpleQueue()
-        self._replies[number] = reply
+        replies: queue.SimpleQueue[_Reply] = queue.SimpleQueue()
+        with self._lock:
+            self._waiting[number] = replies
         try:
-            for _ in range(3):
-                keeper = self.keeper_pid
+            for _ in range(_ASKED_MAX):
                 self._send({**message, "id": number})
-                while True:
-                    try:
-                        return reply.get(timeout=1.0)
-                    except queue.Empty:
-                        if self._connection is None:
-                            raise Unavailable(self._cannot_start("it was lost")) from None
-                        if self.keeper_pid != keeper:
-                            break  # the one that was asked has died
-            raise Unavailable(f"asking the keeper of {self._store} ({message['type']}): three died")
+                reply = self._wait_for(replies, message["type"])
+                if reply:
+                    return reply
+            raise Unavailable(
+                f"asking the keeper of {self._store} ({message['type']}): it was lost "
+                f"{_ASKED_MAX} times"
+            )
         finally:
-            del self._replies[number]
+            with self._lock:
+                del self._waiting[number]
+
+    def _wait_for(self, replies: "queue.SimpleQueue[_Reply]", what: str) -> _Reply:
+        """None where it has to be asked again."""
+        waited = 0.0
+        while waited < _REPLY_S:
+            self.ensure()
+            if self._stop.is_set():
+                raise Unavailable(f"asking the keeper of {self._store}: this client is closed")
+            try:
+                return replies.get(timeout=_PATIENCE_S)
+            except queue.Empty:
+                waited += _PATIENCE_S
+                log.warning(
+                    "the keeper of %s: no answer (%s) for %.0f s", self._store, what, waited
+                )
+        raise Unavailable(f"asking the keeper of {self._store} ({what}): no answer in {_REPLY_S} s")
+
+    # ---- listening -------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        while not self._closed:
+        while not self._stop.is_set():
             connection = self._connection
-            received = None
+            assert connection
             try:
-                received = wire.receive(connection) if connection else None
+                received = wire.receive(connection)
             except (OSError, ValueError) as error:
                 log.debug("the keeper's socket: %s", error)
+                received = None
             if received is not None:
                 self._dispatch(*received)
-            elif not self._closed and not self._restart():
-                return
+            elif not self._stop.is_set():
+                self._reconnect()
 
     def _dispatch(self, message: wire.Message, fds: list[int]) -> None:
-        waiting = self._replies.get(message.get("id", -1))
-        if waiting:
-            waiting.put((message, fds))
-            return
+        if message["type"] == "claimed" and "epoch" in message:
+            # Here, since this thread greets the next keeper, which must be told.
+            self._epoch, self._parent = message["epoch"], self._claiming
+        with self._lock:
+            waiting = self._waiting.get(message.get("id", -1))
+            if waiting:
+                waiting.put((message, fds))
+                return
         for fd in fds:
             os.close(fd)
+        self._announce(message)
+
+    def _announce(self, message: wire.Message) -> None:
         try:
             self._on_event(message)
         except Exception:
             log.exception("handling %s from the keeper", message.get("type"))
 
-    def _restart(self) -> bool:
-        """The keeper has died: start another, hand it the arenas. False, and an event, if not."""
-        log.warning("the keeper of %s has died; starting another", self._store)
-        try:
-            connection = self._attach()
-        except Unavailable as error:
+    def _wake_waiting(self) -> None:
+        for replies in self._waiting.values():
+            replies.put(None)
+
+    def _reconnect(self) -> None:
+        """The keeper has died: start another, and go on until that works or the client is closed.
+
+        Where keepers cannot be started, or die one after the other, that is told once, and tried
+        again after a while.
+        """
+        log.warning("the keeper of %s was lost; looking for another", self._store)
+        self._deaths.append(time.monotonic())
+        pause = 1.0
+        is_full = len(self._deaths) == _DEATHS_MAX
+        if is_full and self._deaths[-1] - self._deaths[0] < _DEATHS_S:
+            self._deaths.clear()
+            self._give_up_for_now(
+                self._cannot_start(f"{_DEATHS_MAX} were lost in {_DEATHS_S:.0f} s")
+            )
+            self._stop.wait(_PAUSE_S_MAX)
+        while not self._stop.is_set():
+            try:
+                connection = self._attach()
+            except Exception as error:  # noqa: BLE001 - without this thread nothing is ever told
+                self._give_up_for_now(str(error))
+                self._stop.wait(pause)
+                pause = min(2 * pause, _PAUSE_S_MAX)
+                continue
+            self._switch_to(connection)
+            return
+
+    def _give_up_for_now(self, reason: str) -> None:
+        if self._lost is None and not self._stop.is_set():
+            self._lost = reason
             with self._lock:
-                self._connection = None
-            self._on_event({"type": "lost", "message": str(error)})
-            return False
+                self._wake_waiting()
+            self._announce({"type": "lost", "message": self._lost})
+
+    def _switch_to(self, connection: socket.socket) -> None:
+        """Use a new keeper, and give it the arenas, in which it finds what is sealed."""
         with self._lock:
+            if self._stop.is_set():
+                connection.close()
+                return
+            if self._connection:
+                self._connection.close()
             self._connection = connection
-        self._hand_over()
-        return True
+            for key, arena in self._arenas.items():
+                self._send_locked({"type": "arena", "arena": key}, [arena.fd])
+            self._wake_waiting()
+        if self._lost is not None:
+            self._lost = None
+            self._announce({"type": "found"})
 
-    def _hand_over(self) -> None:
-        """Give a new keeper the arenas, in which it finds what is sealed."""
-        with self._lock:
-            arenas = list(self._arenas.items())
-        for key, arena in arenas:
-            self._send({"type": "arena", "arena": key}, [arena.fd])
+    # ---- starting --------------------------------------------------------------------------
 
-    def _start_listening(self) -> None:
-        threading.Thread(target=self._listen, name="everstep-client", daemon=True).start()
-
-    def _attach(self) -> socket.socket | None:
-        """Connect, and start keepers until one answers."""
+    def _attach(self) -> socket.socket:
+        """Connect, and start keepers until one answers. Raises Unavailable."""
         deadline = time.monotonic() + _START_S
         reason: object = "no answer"
         pause = 0.005
-        process: subprocess.Popen[bytes] | None = None
-        while time.monotonic() < deadline and not self._closed:
+        while time.monotonic() < deadline and not self._stop.is_set():
+            endpoint = wire.endpoint(self._store)
             try:
-                connection = wire.connect(self._endpoint.with_suffix(".sock"))
+                connection = wire.connect(endpoint.with_suffix(".sock"))
             except OSError as error:
                 reason = error
-                if process is None or process.poll() is not None:
-                    process = self._spawn()
-                    _started[:] = [other for other in _started if other.poll() is None]
-                    _started.append(process)
-                time.sleep(pause)
-                pause = min(2 * pause, 0.1)
-                continue
-            try:
+                self._spawn(endpoint)
+            else:
                 reason = self._greet(connection)
-            except (OSError, ValueError) as error:
-                reason = error
-            if reason is None:
-                return connection
-            connection.close()
-            time.sleep(pause)
+                if reason is None:
+                    return connection
+                connection.close()
+            if self._stop.wait(pause):
+                break
+            pause = min(2 * pause, 0.2)
         raise Unavailable(self._cannot_start(reason))
 
     def _greet(self, connection: socket.socket) -> str | None:
-        """Attach over a new connection; what the keeper refused, or None."""
+        """Attach over a new connection; None, or why it was refused."""
         hello = {
             "type": "attach",
             "id": -1,
             "protocol": wire.PROTOCOL,
+            "token": self._token,
             "keep": self._keep.to_json() if self._keep else None,
             "epoch": self._epoch,
             "parent": self._parent,
         }
-        wire.send(connection, hello)
-        connection.settimeout(5)
-        received = wire.receive(connection)
-        connection.settimeout(None)
+        try:
+            wire.send(connection, hello)
+            connection.settimeout(_GREETING_S)
+            received = wire.receive(connection)
+            connection.settimeout(None)
+        except (OSError, ValueError) as error:
+            return str(error)
         if received is None:
             return "it closed the connection"
         if received[0]["type"] != "attached":
@@ -271,26 +367,21 @@ class Client:
         self.keeper_pid = received[0]["pid"]
         return None
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        """A process in a session of its own, with its own stdio: nobody who waits for the trainer's
-        pipes to close waits for the keeper, and no signal to the trainer's group reaches it."""
+    def _spawn(self, endpoint: Path) -> None:
+        """Start a keeper, and wait until it listens (or another does). Raises Unavailable.
+
+        It gets a session and stdio of its own, and is no child: nobody who waits for the trainer's
+        pipes or children waits for the keeper, and no signal to the trainer's group reaches it.
+        """
         source = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        log_path = self._endpoint.with_suffix(".log")
-        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        if log_path.exists() and log_path.stat().st_size > _LOG_BYTES_MAX:
-            flags |= os.O_TRUNC
-        output = os.open(log_path, flags, 0o600)
+        options = ["--idle-s", str(self._idle_s), "--detach"]
+        output = self._open_log(endpoint.with_suffix(".log"))
         try:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [
                     sys.executable,
-                    "-P",
-                    "-m",
-                    "everstep.keeper",
-                    os.path.realpath(self._store),
-                    "--idle-s",
-                    str(self._idle_s),
+                    *("-P", "-m", "everstep.keeper", os.path.realpath(self._store), *options),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -303,7 +394,28 @@ class Client:
             raise Unavailable(self._cannot_start(error)) from error
         finally:
             os.close(output)
+        deadline = time.monotonic() + _START_S
+        while (status := process.poll()) is None and not self._stop.wait(0.002):
+            if time.monotonic() > deadline:
+                break
+        if status is None:
+            process.kill()
+            process.wait()
+        if status:
+            raise Unavailable(self._cannot_start(f"it ended at once with status {status}"))
+
+    def _open_log(self, path: Path) -> int:
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        try:
+            if path.exists() and path.stat().st_size > LOG_BYTES_MAX:
+                flags |= os.O_TRUNC
+            return os.open(path, flags, 0o600)
+        except OSError as error:  # a keeper without a log is better than none
+            log.warning("the keeper's log %s: %s", path, error.strerror)
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def _cannot_start(self, reason: object) -> str:
-        log_path = self._endpoint.with_suffix(".log")
-        return f"starting the keeper of {self._store}: {reason}. Its log is {log_path}"
+        text = f"starting the keeper of {self._store}: {reason}"
+        with contextlib.suppress(Unavailable):
+            text += f". Its log is {wire.endpoint(self._store).with_suffix('.log')}"
+        return text

@@ -38,6 +38,7 @@ class Job:
     arena: Arena
     slot: int
     sequence: int
+    written: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
     problem: str | None = None
 
@@ -55,6 +56,7 @@ class Writer:
     keep: retain.Keep | None
     epoch: int | None = None
     parent: CheckpointName | None = None
+    run: str | None = None
     cache: retain.FileCache = field(default_factory=dict)
     hasher: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "everstep-digest")
@@ -85,8 +87,8 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     digests = writer.hasher.submit(_digest, arena, slot, record)
     existing = False
     links: tuple[FileLink, ...] = ()
+    failure: EverstepError | None = None
     try:
-        failure: EverstepError | None = None
         try:
             existing = writer.disk.size(names.manifest_path(name)) is not None
             commit.check_epoch(writer.disk, manifest.epoch, manifest.step)
@@ -100,6 +102,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         arena.put_manifest(slot, record, document)
         if failure:
             raise failure
+        job.written = True
         announce_written()
         job.answered.wait()
         if job.problem:
@@ -107,11 +110,14 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         if existing:
             if not commit.find_same(writer.disk, manifest):
                 raise Conflict(f"saving step {manifest.step}: {name} was deleted at the same time")
+            arena.put_manifest(slot, record, writer.disk.read(names.manifest_path(name)))
         else:
             commit.publish(writer.disk, manifest, document, [table])
     except BaseException:
         commit.discard_packs(writer.disk, name, links)
         raise
+    finally:
+        failure = None  # its traceback holds this frame, and so the arena's memory
     writer.parent = name
     if manifest.tag:  # also where the step was there: who committed it may have died before this
         commit.set_tag(writer.disk, manifest.tag, name)
@@ -144,10 +150,11 @@ def _describe(
             f"reading slot {slot} of the arena: {record.image_size} bytes, its table needs {at}"
         )
     parent: dict[str, Any] | None = writer.parent and writer.parent._asdict()
+    writer.run = writer.run or commit.open_store(writer.disk)
     manifest = Manifest(
         step=record.step,
         epoch=writer.epoch,
-        run=commit.open_store(writer.disk),
+        run=writer.run,
         created=commit.now(),
         parts=(),
         objects=said["objects"],

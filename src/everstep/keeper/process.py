@@ -1,32 +1,28 @@
 """The keeper's process: one per user, store and node.
 
-One thread waits for messages and deaths; each session (one attachment of one trainer) has a worker
-thread that takes its jobs in order, so that a trainer that hangs holds up nobody else.
+One thread waits for messages and deaths, and never blocks; each session (one attachment of one
+trainer) has a worker thread that takes its jobs in order, so that a trainer that hangs, or a disk
+that does, holds up nobody else.
 
 A trainer that goes, by death or by a closed socket, leaves an *orphan* session: its sealed jobs are
-finished, its arena stays as the memory tier until a successor adopts it or commits on its own.
+finished, its arena stays as the memory tier until a successor adopts it or commits on its own. At
+most one orphan's arena is kept.
 """
 
 import argparse
-import contextlib
+import gc
 import logging
 import os
-import queue
-import select
+import resource
 import selectors
 import signal
 import socket
-import threading
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
-from everstep.errors import EverstepError, Unavailable
 from everstep.keeper import wire
-from everstep.keeper.arena import Arena, SlotState
-from everstep.keeper.persist import Job, Outcome, Writer, apply_retention, pending, persist
-from everstep.store import commit, retain
-from everstep.store.names import CheckpointName
+from everstep.keeper.home import Home
+from everstep.keeper.session import KEY_LENGTH_MAX, Session
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep.keeper")
@@ -37,168 +33,35 @@ IDLE_S = 600.0
 LINGER_S = 2.0
 """How long it stays when every trainer has left in peace."""
 
+SILENCE_S = 30.0
+"""How long a trainer that lives, but has lost its connection, may take to attach again."""
 
-_TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
+GREETING_S = 5.0
+"""How long a connection may take to say who it is."""
 
-
-class Session:
-    """One attachment of a trainer: its socket, its process, its arenas and its queue of work."""
-
-    def __init__(self, connection: socket.socket, disk: Disk, hello: wire.Message) -> None:
-        self.connection: socket.socket | None = connection
-        self.pid = wire.check_peer(connection)
-        self.pidfd = os.pidfd_open(self.pid)
-        keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
-        self.writer = Writer(disk, keep, hello["epoch"])
-        if hello["parent"]:
-            self.writer.parent = CheckpointName(*hello["parent"])
-        self.arenas: dict[str, Arena] = {}
-        self.orphan = False
-        self.detached = False
-        self.committed = 0
-        self._jobs: dict[int, Job] = {}
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._send_lock = threading.Lock()
-        self._idle = threading.Event()
-        self._pending = 0
-        self._count_lock = threading.Lock()
-        self._idle.set()
-        threading.Thread(target=self._work, name=f"everstep-{self.pid}", daemon=True).start()
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Queue work for this session's thread."""
-        with self._count_lock:
-            self._pending += 1
-            self._idle.clear()
-        self._queue.put(task)
-
-    def scan(self, arena: Arena) -> None:
-        """Take every sealed slot of the arena that is not queued yet. Main thread."""
-        for sequence, slot in pending(arena):
-            if sequence not in self._jobs:
-                job = Job(arena, slot, sequence)
-                if self.orphan:
-                    job.answer(None)
-                self._jobs[sequence] = job
-                self.tell({"type": "held", "sequence": sequence})
-                self.submit(lambda job=job: self._persist(job))  # type: ignore[misc]
-
-    def answer(self, sequence: int, problem: str | None) -> None:
-        """The trainer's word on a copy."""
-        if job := self._jobs.get(sequence):
-            job.answer(problem)
-
-    def abandon(self) -> None:
-        """The trainer is gone: finish what it sealed, free what it was copying. Main thread."""
-        if self.orphan:
-            return
-        self.orphan = True
-        self.disconnect()
-        for arena in self.arenas.values():
-            for slot in range(arena.slot_count):
-                if arena.state(slot) is SlotState.CAPTURING:
-                    arena.set_state(slot, SlotState.FREE)
-            self.scan(arena)
-        for job in list(self._jobs.values()):
-            if not job.answered.is_set():
-                job.answer(None)
-
-    def wait_idle(self) -> None:
-        """Block until the queue is empty."""
-        self._idle.wait()
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is queued or running."""
-        return self._idle.is_set()
-
-    def tell(self, message: wire.Message, fds: list[int] | None = None) -> None:
-        """Send to the trainer; one that is gone or does not read is left to its death notice."""
-        with self._send_lock, contextlib.suppress(OSError):
-            if self.connection:
-                wire.send(self.connection, message, fds)
-
-    def disconnect(self) -> None:
-        """Close the socket."""
-        with self._send_lock:
-            if self.connection:
-                self.connection.close()
-                self.connection = None
-
-    def close(self) -> None:
-        """Release arenas and descriptors; the session must be idle."""
-        self.disconnect()
-        self._queue.put(None)
-        self.writer.hasher.shutdown(wait=False)
-        for arena in self.arenas.values():
-            arena.close()
-        self.arenas.clear()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-
-    def _work(self) -> None:
-        while task := self._queue.get():
-            try:
-                task()
-            except Exception:
-                log.exception("a task of trainer %s", self.pid)
-            with self._count_lock:
-                self._pending -= 1
-                if not self._pending:
-                    self._idle.set()
-
-    def _persist(self, job: Job) -> None:
-        sequence = job.sequence
-        try:
-            if self.writer.epoch is None:
-                raise Unavailable("saving: this trainer has claimed no epoch")
-            outcome = persist(
-                self.writer, job, lambda: self.tell({"type": "written", "sequence": sequence})
-            )
-        except Exception as error:  # noqa: BLE001 - each reaches the handle, none ends the keeper
-            self._fail(job, error)
-            return
-        self._done(job, outcome)
-
-    def _fail(self, job: Job, error: Exception) -> None:
-        kind = type(error).__name__ if isinstance(error, EverstepError) else "Unavailable"
-        text = str(error) if isinstance(error, EverstepError) else f"the keeper failed: {error!r}"
-        log.error("job %s of trainer %s: %s: %s", job.sequence, self.pid, kind, text)
-        # A torn copy is worth nothing; any other state that was not committed is whole in memory.
-        job.arena.set_state(job.slot, SlotState.FREE if job.problem else SlotState.FAILED)
-        del self._jobs[job.sequence]
-        self.tell(
-            {"type": "failed", "sequence": job.sequence, "kind": kind, "message": text[:_TEXT_MAX]}
-        )
-
-    def _done(self, job: Job, outcome: Outcome) -> None:
-        job.arena.set_state(job.slot, SlotState.DONE)
-        del self._jobs[job.sequence]
-        self.committed += 1
-        self.tell(
-            {
-                "type": "local",
-                "sequence": job.sequence,
-                "bytes": outcome.bytes,
-                "seconds": outcome.seconds,
-            }
-        )
-        apply_retention(self.writer)
+SESSIONS_MAX = 256
+_TICK_S = 0.5
+_MESSAGES_AT_ONCE = 64
 
 
 class Keeper:
     """The event loop. Everything here runs in the main thread."""
 
-    def __init__(self, store: str, listener: socket.socket, idle_s: float) -> None:
+    def __init__(self, store: str, home: Home, idle_s: float) -> None:
         self._disk = Disk(store)
-        self._listener = listener
+        self._home = home
         self._idle_s = idle_s
         self._sessions: list[Session] = []
+        self._strangers: dict[socket.socket, float] = {}
+        self._settling: list[tuple[Session, int]] = []
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(home.listener, selectors.EVENT_READ, self._accept)
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(
+            self._alarm, selectors.EVENT_READ, lambda: os.eventfd_read(self._alarm)
+        )
         self._leaving = False
-        self._last_use = time.monotonic()
+        self._last_use = self._looked_home = time.monotonic()
 
     def leave_when_free(self) -> None:
         """On SIGTERM: finish what is sealed, serve the trainers that live, then exit."""
@@ -207,9 +70,12 @@ class Keeper:
     def run(self) -> None:
         """Serve until nobody needs the keeper any more."""
         while not self._is_over():
-            for key, _ in self._selector.select(timeout=0.5):
+            for key, _ in self._selector.select(timeout=_TICK_S):
                 key.data()
+            self._end_silence()
+            self._answer_settled()
             self._tidy()
+            self._look_after_home()
 
     def _is_over(self) -> bool:
         if any(not session.orphan or not session.idle for session in self._sessions):
@@ -218,132 +84,266 @@ class Keeper:
         patience = self._idle_s if self._sessions else min(LINGER_S, self._idle_s)
         return self._leaving or time.monotonic() - self._last_use > patience
 
+    # ---- connections -----------------------------------------------------------------------
+
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
         try:
-            wire.check_peer(connection)
-            connection.settimeout(5)
-            received = wire.receive(connection)
-            connection.settimeout(None)
-            if received is None or received[0]["type"] != "attach":
-                raise ValueError("the first message must be attach")
-            if received[0]["protocol"] != wire.PROTOCOL:
-                wire.send(connection, {"type": "refused", "protocol": wire.PROTOCOL})
-                raise ValueError(f"protocol {received[0]['protocol']}")
-            session = Session(connection, self._disk, received[0])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("refused a connection: %r", error)
+            connection, _ = self._home.listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("accepting a connection: %r", error)
+            time.sleep(0.05)  # out of descriptors, most likely; the others are served meanwhile
+            return
+        if len(self._strangers) + len(self._sessions) >= SESSIONS_MAX:
+            log.warning("refused a connection: there are %s", SESSIONS_MAX)
             connection.close()
             return
-        self._last_use = time.monotonic()
-        self._sessions.append(session)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._serve(session))
-        self._selector.register(session.pidfd, selectors.EVENT_READ, lambda: self._bury(session))
-        session.tell({"type": "attached", "id": received[0]["id"], "pid": os.getpid()})
+        connection.setblocking(False)
+        self._strangers[connection] = time.monotonic() + GREETING_S
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._greet(connection))
 
-    def _serve(self, session: Session) -> None:
-        if session.connection is None:
+    def _greet(self, connection: socket.socket) -> None:
+        """Hear who a stranger is."""
+        if connection not in self._strangers:
             return
         try:
+            pid = wire.check_peer(connection)
+            received = wire.receive(connection)
+            if received is None:
+                raise ConnectionError("it said nothing")
+            hello, fds = received
+            _close(fds)
+            self._attach(connection, pid, hello)
+        except BlockingIOError:
+            return
+        except Exception as error:  # noqa: BLE001 - whatever a stranger says, the others are served
+            log.warning("refused a connection: %r", error)
+            self._dismiss(connection)
+
+    def _attach(self, connection: socket.socket, pid: int, hello: wire.Message) -> None:
+        """Make a stranger's session, or resume it."""
+        if hello["type"] != "attach":
+            raise ValueError("the first message must be attach")
+        if hello["protocol"] != wire.PROTOCOL:
+            # With nobody else to serve, make way for a keeper of the other version.
+            self._leaving = self._leaving or all(session.orphan for session in self._sessions)
+            wire.send(connection, {"type": "refused", "protocol": wire.PROTOCOL})
+            raise ValueError(f"protocol {hello['protocol']!r}")
+        session = self._find(pid, hello.get("token"))
+        if session is None:
+            session = Session(connection, self._disk, hello, self._wake)
+            self._sessions.append(session)
+            self._selector.register(
+                session.pidfd, selectors.EVENT_READ, lambda: self._bury(session)
+            )
+        else:
+            self._unplug(session)
+            session.resume(connection)
+        del self._strangers[connection]
+        self._selector.modify(connection, selectors.EVENT_READ, lambda: self._serve(session))
+        self._last_use = time.monotonic()
+        session.tell({"type": "attached", "id": -1, "pid": os.getpid()})
+
+    def _find(self, pid: int, token: object) -> Session | None:
+        for session in self._sessions:
+            known = token is not None and (session.pid, session.token) == (pid, token)
+            if known and not session.detached and not session.has_died():
+                return session
+        return None
+
+    def _dismiss(self, stranger: socket.socket) -> None:
+        if stranger in self._strangers:
+            del self._strangers[stranger]
+            self._selector.unregister(stranger)
+        stranger.close()
+
+    def _unplug(self, session: Session) -> None:
+        if session.connection:
+            self._selector.unregister(session.connection)
+
+    # ---- messages --------------------------------------------------------------------------
+
+    def _serve(self, session: Session) -> bool:
+        """Take one message. False where there was none."""
+        if session.connection is None:
+            return False
+        try:
             received = wire.receive(session.connection)
+        except BlockingIOError:
+            return False
         except (OSError, ValueError) as error:
             log.warning("trainer %s: %r", session.pid, error)
             received = None
         if received is None:
-            self._bury(session)
-            return
+            self._lose(session)
+            return False
         message, fds = received
         try:
             self._handle(session, message, fds)
-        except (EverstepError, OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever one trainer says, the others are served
             log.warning("trainer %s: message %s: %r", session.pid, message.get("type"), error)
-            self._bury(session)
+            self._lose(session)
+        finally:
+            _close(fds)
+        return True
 
     def _handle(self, session: Session, message: wire.Message, fds: list[int]) -> None:
+        """`fds`: those that are left in it are closed by the caller."""
+        if session.is_overloaded or type(message.get("id", 0)) is not int:
+            raise ValueError("too many messages, or an id that is none")
         match message["type"]:
             case "arena":
-                arena = session.arenas[message["arena"]] = Arena(fds.pop())
-                session.scan(arena)
-            case "job":
-                session.scan(session.arenas[message["arena"]])
-            case "confirm":
-                session.answer(message["sequence"], message["problem"])
-            case "claim":
-                session.submit(lambda: self._claim(session, message))
-            case "release":
-                arena = session.arenas.pop(message["arena"])
-                session.submit(arena.close)
+                self._take_arena(session, message["arena"], fds)
+            case "job" | "confirm" | "claim" | "release":
+                session.hear(message)
             case "settle":
-                self._settle(session, message)
+                self._settle(session, message["id"])
             case "adopt":
                 self._adopt(session, message)
             case "detach":
                 session.detached = True
-                self._bury(session)
+                self._abandon(session)
             case kind:
                 raise ValueError(f"unknown message {kind!r}")
-        for fd in fds:
-            os.close(fd)
 
-    def _claim(self, session: Session, message: wire.Message) -> None:
-        """Claim the session's epoch. Worker thread."""
-        reply: dict[str, Any] = {"type": "claimed", "id": message["id"]}
-        try:
-            parent, fork = message["parent"], message["fork"]
-            session.writer.epoch = commit.claim_epoch(session.writer.disk, parent, fork)
-            if parent is not None:
-                session.writer.parent = CheckpointName(fork, parent)
-            reply["epoch"] = session.writer.epoch
-        except EverstepError as error:
-            reply |= {"kind": type(error).__name__, "message": str(error)}
-        session.tell(reply)
-
-    def _settle(self, session: Session, message: wire.Message) -> None:
-        """Let the dead trainers' jobs finish, then hand their arenas over for reading."""
+    def _take_arena(self, session: Session, key: object, fds: list[int]) -> None:
+        if not isinstance(key, str) or len(key) > KEY_LENGTH_MAX or len(fds) != 1:
+            raise ValueError("an arena needs a short key and one descriptor")
+        identity = os.fstat(fds[0]).st_dev, os.fstat(fds[0]).st_ino
         for other in self._sessions:
-            if other is not session and _is_readable(other.pidfd):
-                self._bury(other)
-        orphans = [other for other in self._sessions if other.orphan]
+            held = [arena.identity for arena in other.arenas.values()]
+            if other is not session and identity in held:
+                raise ValueError(f"the arena belongs to trainer {other.pid}")
+        session.take_arena(key, fds.pop())
 
-        def reply() -> None:
-            for orphan in orphans:
-                orphan.wait_idle()
-            held = [item for orphan in orphans for item in list(orphan.arenas.items())]
-            held = held[-wire.DESCRIPTORS_MAX :]
-            settled = {"type": "settled", "id": message["id"], "arenas": [key for key, _ in held]}
+    def _settle(self, session: Session, number: int) -> None:
+        """Note that a trainer waits for the jobs of those that are gone.
+
+        They may have died, or said that they leave, without having been heard yet.
+        """
+        for other in list(self._sessions):
+            if other is not session:
+                self._drain(other)
+                if other.has_died():
+                    self._bury(other)
+        self._settling.append((session, number))
+
+    def _answer_settled(self) -> None:
+        """Hand the orphans' arenas over for reading, once their jobs are finished."""
+        orphans = [session for session in self._sessions if session.orphan]
+        if not self._settling or not all(session.idle for session in orphans):
+            return
+        held = [item for orphan in orphans for item in orphan.arenas.items()]
+        held = held[-wire.DESCRIPTORS_MAX :]
+        for session, number in self._settling:
+            settled = {"type": "settled", "id": number, "arenas": [key for key, _ in held]}
             session.tell(settled, [arena.fd for _, arena in held])
-
-        threading.Thread(target=reply, name="everstep-settle", daemon=True).start()
+        self._settling.clear()
 
     def _adopt(self, session: Session, message: wire.Message) -> None:
+        """Let a trainer go on in the arena of one that is dead: nobody else writes to it."""
         key = message["arena"]
+        adopted = key in session.arenas
         for other in self._sessions:
-            if other.orphan and other.idle and key in other.arenas:
+            if not adopted and other.orphan and other.idle and other.dead and key in other.arenas:
                 session.arenas[key] = other.arenas.pop(key)
-                session.tell({"type": "adopted", "id": message["id"], "ok": True})
-                return
-        session.tell({"type": "adopted", "id": message["id"], "ok": False})
+                adopted = True
+        session.tell({"type": "adopted", "id": message["id"], "ok": adopted})
+
+    # ---- ends ------------------------------------------------------------------------------
+
+    def _lose(self, session: Session) -> None:
+        """The socket was closed, or must be."""
+        self._unplug(session)
+        session.lose()
 
     def _bury(self, session: Session) -> None:
-        """A trainer has died, closed its socket, or detached."""
-        if session.connection:
-            self._selector.unregister(session.connection)
-        if session.pidfd in self._selector.get_map():
-            self._selector.unregister(session.pidfd)
+        """The trainer's process has died; what it said last is heard first."""
+        if session.dead:
+            return
+        session.dead = True
+        self._selector.unregister(session.pidfd)
+        self._drain(session)
+        self._abandon(session)
+
+    def _abandon(self, session: Session) -> None:
+        self._unplug(session)
         session.abandon()
 
+    def _drain(self, session: Session) -> None:
+        for _ in range(_MESSAGES_AT_ONCE):
+            if not self._serve(session):
+                break
+
+    def _end_silence(self) -> None:
+        """Give up connections that said nothing, and trainers that did not come back."""
+        now = time.monotonic()
+        for stranger in [each for each, until in self._strangers.items() if now > until]:
+            log.warning("refused a connection: it said nothing for %s s", GREETING_S)
+            self._dismiss(stranger)
+        for session in self._sessions:
+            if session.silent_since is not None and now - session.silent_since > SILENCE_S:
+                log.warning("trainer %s has not attached again", session.pid)
+                session.abandon()
+
     def _tidy(self) -> None:
-        """Drop orphans that nobody will ask for: who left in peace, and who has a successor."""
-        succeeded = any(not session.orphan and session.committed for session in self._sessions)
-        for session in list(self._sessions):
-            forgotten = succeeded or session.detached or not session.arenas
-            if session.orphan and session.idle and forgotten:
-                self._sessions.remove(session)
-                session.close()
+        """Drop orphans that nobody will ask for: all but the one with the newest state."""
+        orphans = [session for session in self._sessions if session.orphan and session.idle]
+        for orphan in orphans:
+            orphan.keep_newest()
+        useful = [orphan for orphan in orphans if not self._is_useless(orphan)]
+        best = max(useful, key=_worth, default=None)
+        forgotten = [orphan for orphan in orphans if orphan is not best]
+        for session in forgotten:
+            self._sessions.remove(session)
+            if not session.dead:
+                self._selector.unregister(session.pidfd)
+            session.close()
+        if forgotten:
+            gc.collect()  # the traceback of a failed job may hold a mapping
+
+    def _is_useless(self, orphan: Session) -> bool:
+        """Whether it holds nothing, left in peace, or has a successor that has committed."""
+        succeeded = any(
+            not session.orphan and session.committed and _epoch(session) > _epoch(orphan)
+            for session in self._sessions
+        )
+        in_peace = orphan.detached and not orphan.holds_uncommitted()
+        return not orphan.arenas or in_peace or succeeded
+
+    def _look_after_home(self) -> None:
+        """Once a second: a cleaner of temporary files may have taken lock or socket away."""
+        if time.monotonic() - self._looked_home < 1.0:
+            return
+        self._looked_home = time.monotonic()
+        try:
+            self._home.trim_log()
+            if not self._home.holds_lock():
+                self._leaving = True  # there is another keeper, for those who come from now on
+            elif not self._home.listens():
+                self._selector.unregister(self._home.listener)
+                self._home.listen_again()
+                self._selector.register(self._home.listener, selectors.EVENT_READ, self._accept)
+        except Exception as error:  # noqa: BLE001 - the sessions go on without it
+            log.warning("looking after the socket: %r", error)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._alarm, 1)
 
 
-def _is_readable(fd: int) -> bool:
-    return fd >= 0 and bool(select.select([fd], [], [], 0)[0])
+def _worth(session: Session) -> tuple[bool, int, int]:
+    newest = session.newest()
+    return newest is not None, _epoch(session), newest[0] if newest else 0
+
+
+def _epoch(session: Session) -> int:
+    return session.writer.epoch or 0
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -351,19 +351,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="everstep.keeper", description=__doc__)
     parser.add_argument("store")
     parser.add_argument("--idle-s", type=float, default=IDLE_S)
+    parser.add_argument(
+        "--detach", action="store_true", help="return when it runs, in a process of its own"
+    )
     chosen = parser.parse_args(arguments)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-    endpoint = wire.endpoint(chosen.store)
-    lock = wire.take_lock(endpoint.with_suffix(".lock"))
-    if lock is None:
+    home = Home.take(wire.endpoint(chosen.store))
+    if home is None:
         return 0
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    listener = wire.listen(endpoint.with_suffix(".sock"))
-    keeper = Keeper(chosen.store, listener, chosen.idle_s)
+    if chosen.detach and os.fork():
+        os._exit(0)
+    _prepare_process()
+    keeper = Keeper(chosen.store, home, chosen.idle_s)
     signal.signal(signal.SIGTERM, lambda *_: keeper.leave_when_free())
     try:
         keeper.run()
     finally:
-        endpoint.with_suffix(".sock").unlink(missing_ok=True)
-        os.close(lock)
+        home.leave()
     return 0
+
+
+def _prepare_process() -> None:
+    """What must not depend on the trainer that happened to start it."""
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -20,6 +20,7 @@ from everstep.errors import Unavailable
 PROTOCOL = 1
 MESSAGE_BYTES_MAX = 64 << 10
 DESCRIPTORS_MAX = 8
+_SO_PEERPIDFD = 77
 
 Message = dict[str, Any]
 
@@ -28,8 +29,11 @@ def runtime_directory() -> Path:
     """Where this user's sockets, locks and keeper logs lie: nobody else can enter it."""
     base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
     directory = Path(base) / f"everstep-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise Unavailable(f"preparing {directory}: {error.strerror}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise Unavailable(
             f"preparing {directory}: it must be a directory of user {os.getuid()} that nobody else "
@@ -57,23 +61,28 @@ def take_lock(path: Path) -> int | None:
 
 
 def listen(path: Path) -> socket.socket:
-    """Listen there; the caller holds the lock, so what lies there is left over."""
+    """Listen there; the caller holds the lock, so what lies there is left over. Raises OSError."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     previous = os.umask(0o177)
     try:
         listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
     finally:
         os.umask(previous)
-    listener.listen(16)
+    listener.listen(128)
     return listener
 
 
 def connect(path: Path) -> socket.socket:
-    """Connect to a keeper; raises OSError where none listens."""
+    """Connect to a keeper; raises OSError where none listens, or where it does not accept."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        connection.setblocking(False)  # one that is stopped, with a full queue: do not wait
         connection.connect(str(path))
+        connection.setblocking(True)
         check_peer(connection)
     except BaseException:
         connection.close()
@@ -92,6 +101,20 @@ def check_peer(connection: socket.socket) -> int:
             f"process {pid} of user {uid} is at the other end of the keeper's socket"
         )
     return int(pid)
+
+
+def open_peer(connection: socket.socket, pid: int) -> int:
+    """A pidfd of the process at the other end, which is `pid`; raises OSError where it is gone.
+
+    Asks the socket (Linux 6.5 and later): a number may have gone to another process since.
+    """
+    try:
+        answer = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
+    except OSError:
+        return os.pidfd_open(pid)
+    fd = int(struct.unpack("i", answer)[0])
+    os.set_inheritable(fd, False)
+    return fd
 
 
 def send(connection: socket.socket, message: Message, fds: list[int] | None = None) -> None:

@@ -58,8 +58,15 @@ def claim_epoch(disk: Disk, parent: int | None, fork: int) -> int:
 
 
 def check_epoch(disk: Disk, epoch: int, step: int) -> None:
-    """Raises Conflict where a newer epoch exists: its writer has taken the store over."""
+    """Raises Conflict where a newer epoch exists (its writer has taken the store over), or this one
+    does not exist any more."""
     newest = catalog.newest_epoch(disk)
+    if newest < epoch:
+        raise Conflict(
+            f"saving step {step} to {disk.root}: this writer has epoch {epoch}, but its claim "
+            f"epochs/{epoch:04d}.json is gone: the store was removed, or another was put in its "
+            f"place, while it was in use. Stop this writer and start it again"
+        )
     if newest > epoch:
         raise Conflict(
             f"saving step {step} to {disk.root}: this writer has epoch {epoch}, but epoch "

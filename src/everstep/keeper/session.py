@@ -1,0 +1,348 @@
+"""A session: what the keeper has of one attachment of one trainer, and the thread that works on it.
+
+    attached ──socket lost──▶ silent ──too long──▶ orphan ──▶ dropped, or adopted by a successor
+        ▲                      │  └────death───────▶ ▲
+        └──attaches again──────┘   death or detach ──┘
+
+Invariants:
+* A sealed slot has at most one job, and only that job's end changes the slot's state: the trainer
+  writes to a slot again as soon as it is DONE. The lock covers both ends of that.
+* Sending never blocks: a trainer that does not read loses its connection, attaches again, and is
+  told anew how things stand.
+* Slots that a trainer is filling are freed only when its process is dead.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from everstep.errors import Conflict, EverstepError, Unavailable
+from everstep.keeper import wire
+from everstep.keeper.arena import COMPLETE, Arena, SlotState
+from everstep.keeper.persist import Job, Outcome, Writer, apply_retention, pending, persist
+from everstep.store import catalog, commit, retain
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+log = logging.getLogger("everstep.keeper")
+
+ARENAS_MAX = wire.DESCRIPTORS_MAX
+TASKS_MAX = 1000
+KEY_LENGTH_MAX = 64
+_TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
+
+
+class Session:
+    """One attachment of a trainer: its socket, its process, its arenas and its queue of work.
+
+    Main thread, but for what says otherwise.
+    """
+
+    def __init__(
+        self, connection: socket.socket, disk: Disk, hello: wire.Message, wake: Callable[[], None]
+    ) -> None:
+        """`wake` is called, in any thread, when the queue has become empty.
+
+        Raises OSError where the trainer is gone, and ValueError, KeyError or TypeError for a
+        greeting that is none.
+        """
+        keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
+        epoch = None if hello["epoch"] is None else _number(hello["epoch"])
+        parent = CheckpointName(*map(_number, hello["parent"])) if hello["parent"] else None
+        self.token = hello.get("token")
+        self.pid = wire.check_peer(connection)
+        self.pidfd = wire.open_peer(connection, self.pid)
+        self.connection: socket.socket | None = connection
+        self.writer = Writer(disk, keep, epoch, parent)
+        self.arenas: dict[str, Arena] = {}
+        self.orphan = False
+        self.detached = False
+        self.dead = False
+        self.silent_since: float | None = None
+        self.committed = 0
+        self._wake = wake
+        self._jobs: dict[int, Job] = {}
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._send_lock = threading.Lock()
+        self._pending = 0
+        if epoch is not None:
+            self.submit(self._find_parent)
+        threading.Thread(target=self._work, name=f"everstep-{self.pid}", daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        return self._pending == 0
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether no more tasks should be taken from the trainer."""
+        return self._pending >= TASKS_MAX
+
+    def has_died(self) -> bool:
+        """Whether the trainer's process is gone, heard of or not."""
+        return self.dead or bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queue work for this session's thread."""
+        with self._lock:
+            self._pending += 1
+        self._queue.put(task)
+
+    def tell(self, message: wire.Message, fds: list[int] | None = None) -> None:
+        """Send to the trainer, or lose it where it does not read. Any thread; does not block."""
+        with self._send_lock:
+            if self.connection:
+                try:
+                    wire.send(self.connection, message, fds)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        self.connection.shutdown(socket.SHUT_RDWR)  # the main thread sees the end
+
+    def hear(self, message: wire.Message) -> None:
+        """Take a message that concerns this session alone. Raises KeyError, TypeError."""
+        match message["type"]:
+            case "job":
+                if arena := self.arenas.get(message["arena"]):
+                    self.scan(arena)
+            case "confirm":
+                self.answer(message["sequence"], message["problem"])
+            case "claim":
+                self.submit(lambda: self.claim(message))
+            case "release":
+                self.release(message["arena"])
+
+    # ---- arenas ----------------------------------------------------------------------------
+
+    def take_arena(self, key: str, fd: int) -> None:
+        """Map an arena that the trainer gave, or gives again; owns `fd`.
+
+        Tells what became of its jobs, as a former keeper may have died before it could.
+        """
+        found = os.fstat(fd)
+        known = self.arenas.get(key)
+        if known and known.identity == (found.st_dev, found.st_ino):
+            os.close(fd)
+            arena = known
+        else:
+            if known or len(self.arenas) >= ARENAS_MAX or found.st_size > _physical_memory():
+                os.close(fd)
+                raise ValueError(f"an arena of {found.st_size} bytes, after {len(self.arenas)}")
+            arena = self.arenas[key] = Arena(fd)
+        self._report(arena)
+        self.scan(arena)
+
+    def scan(self, arena: Arena) -> None:
+        """Take every sealed slot of the arena that has no job yet."""
+        with self._lock:
+            new = [
+                Job(arena, slot, sequence)
+                for sequence, slot in pending(arena)
+                if sequence not in self._jobs
+            ]
+            self._jobs.update({job.sequence: job for job in new})
+        for job in new:
+            if self.orphan:
+                job.answer(None)
+            self.tell({"type": "held", "sequence": job.sequence})
+            self.submit(lambda job=job: self._persist(job))  # type: ignore[misc]
+
+    def answer(self, sequence: int, problem: str | None) -> None:
+        """The trainer's word on a copy."""
+        if job := self._jobs.get(sequence):
+            job.answer(problem if problem is None else str(problem)[:_TEXT_MAX])
+
+    def release(self, key: str) -> None:
+        """Close an arena when its jobs are done."""
+        if arena := self.arenas.pop(key, None):
+            self.submit(arena.close)
+
+    def newest(self) -> tuple[int, str] | None:
+        """Sequence and arena of the newest complete state."""
+        found = []
+        for key, arena in self.arenas.items():
+            slot = arena.newest_complete()
+            if slot is not None and (record := arena.record(slot)):
+                found.append((record.sequence, key))
+        return max(found, default=None)
+
+    def holds_uncommitted(self) -> bool:
+        """Whether its newest state is whole in memory and nowhere else."""
+        if found := self.newest():
+            arena = self.arenas[found[1]]
+            slot = arena.newest_complete()
+            return slot is not None and arena.state(slot) is SlotState.FAILED
+        return False
+
+    def keep_newest(self) -> None:
+        """Close all arenas but the one with the newest state; the session must be idle."""
+        found = self.newest()
+        kept = found[1] if found else next(reversed(self.arenas), None)
+        for key in [key for key in self.arenas if key != kept]:
+            self.arenas.pop(key).close()
+
+    def _report(self, arena: Arena) -> None:
+        for slot in range(arena.slot_count):
+            record = arena.record(slot)
+            if record is None:
+                continue
+            message: wire.Message = {"sequence": record.sequence}
+            match arena.state(slot):
+                case SlotState.SEALED:
+                    job = self._jobs.get(record.sequence)
+                    if job and not job.answered.is_set():
+                        self.tell(message | {"type": "held"})
+                        if job.written:
+                            self.tell(message | {"type": "written"})
+                case SlotState.DONE:
+                    size = record.image_size
+                    self.tell(message | {"type": "local", "bytes": size, "seconds": 0.0})
+                case SlotState.FAILED:
+                    text = f"step {record.step} could not be written; the keeper's log says why"
+                    self.tell(message | {"type": "failed", "kind": "Unavailable", "message": text})
+
+    # ---- its end ---------------------------------------------------------------------------
+
+    def lose(self) -> None:
+        """The socket is gone; the trainer may come back, or die, or never be heard of again."""
+        self.disconnect()
+        self.silent_since = time.monotonic()
+
+    def resume(self, connection: socket.socket) -> None:
+        """The trainer has attached again."""
+        self.disconnect()
+        self.connection = connection
+        self.silent_since = None
+        self.orphan = False
+
+    def abandon(self) -> None:
+        """Nobody will answer any more: finish what is sealed. May be called again on its death."""
+        self.orphan = True
+        self.silent_since = None
+        self.disconnect()
+        for arena in self.arenas.values():
+            if self.dead:
+                _free_unfinished(arena)
+            self.scan(arena)
+        for job in list(self._jobs.values()):
+            if not job.answered.is_set():
+                job.answer(None)
+
+    def disconnect(self) -> None:
+        """Close the socket."""
+        with self._send_lock:
+            if self.connection:
+                self.connection.close()
+                self.connection = None
+
+    def close(self) -> None:
+        """Release arenas and descriptors; the session must be idle."""
+        self.disconnect()
+        self._queue.put(None)
+        self.writer.hasher.shutdown(wait=False)
+        for arena in self.arenas.values():
+            arena.close()
+        self.arenas.clear()
+        os.close(self.pidfd)
+
+    # ---- its thread ------------------------------------------------------------------------
+
+    def claim(self, message: wire.Message) -> None:
+        """Claim an epoch for this trainer, and answer. This session's thread."""
+        reply: dict[str, Any] = {"type": "claimed", "id": message["id"]}
+        try:
+            fork = _number(message["fork"])
+            parent = None if message["parent"] is None else _number(message["parent"])
+            disk = self.writer.disk
+            self.writer.epoch = commit.claim_epoch(disk, parent, fork)
+            self.writer.run = commit.open_store(disk)
+            self.writer.parent = None if parent is None else CheckpointName(fork, parent)
+            reply["epoch"] = self.writer.epoch
+        except EverstepError as error:
+            reply |= {"kind": type(error).__name__, "message": str(error)[:_TEXT_MAX]}
+        except Exception as error:
+            log.exception("a claim of trainer %s", self.pid)
+            reply |= {"kind": "Unavailable", "message": f"the keeper failed: {error!r}"[:_TEXT_MAX]}
+        self.tell(reply)
+
+    def _find_parent(self) -> None:
+        """A former keeper may have committed for this epoch since it was claimed."""
+        try:
+            names = catalog.committed(self.writer.disk)
+        except EverstepError as error:
+            log.warning("looking for the newest checkpoint: %s", error)
+            return
+        mine = [name for name in names if name.epoch == self.writer.epoch]
+        self.writer.parent = max(mine, default=self.writer.parent)
+
+    def _work(self) -> None:
+        while task := self._queue.get():
+            try:
+                task()
+            except Exception:
+                log.exception("a task of trainer %s", self.pid)
+            del task  # it holds an arena
+            with self._lock:
+                self._pending -= 1
+            if not self._pending:
+                self._wake()
+
+    def _persist(self, job: Job) -> None:
+        try:
+            if self.writer.epoch is None:
+                raise Unavailable("saving: this trainer has claimed no epoch")
+            message = {"type": "written", "sequence": job.sequence}
+            outcome = persist(self.writer, job, lambda: self.tell(message))
+        except Exception as error:  # noqa: BLE001 - each reaches the handle, none ends the keeper
+            self._fail(job, error)
+            return
+        self._done(job, outcome)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        kind = type(error).__name__ if isinstance(error, EverstepError) else "Unavailable"
+        text = str(error) if isinstance(error, EverstepError) else f"the keeper failed: {error!r}"
+        log.error("job %s of trainer %s: %s: %s", job.sequence, self.pid, kind, text)
+        # A torn copy is worth nothing, and one that conflicts must not be taken for the checkpoint
+        # of its name. Any other state that was not committed is whole in memory.
+        is_worthless = job.problem is not None or isinstance(error, Conflict)
+        self._finish(job, SlotState.FREE if is_worthless else SlotState.FAILED)
+        message = {"type": "failed", "sequence": job.sequence, "kind": kind}
+        self.tell(message | {"message": text[:_TEXT_MAX]})
+
+    def _done(self, job: Job, outcome: Outcome) -> None:
+        self.committed += 1
+        self._finish(job, SlotState.DONE)
+        message = {"type": "local", "sequence": job.sequence}
+        self.tell(message | {"bytes": outcome.bytes, "seconds": outcome.seconds})
+        apply_retention(self.writer)
+
+    def _finish(self, job: Job, state: SlotState) -> None:
+        with self._lock:
+            del self._jobs[job.sequence]
+            job.arena.set_state(job.slot, state)
+
+
+def _free_unfinished(arena: Arena) -> None:
+    """Free what a dead trainer was filling, and what it had not quite sealed."""
+    for slot in range(arena.slot_count):
+        state = arena.state(slot)
+        if state is SlotState.CAPTURING or (state in COMPLETE and arena.record(slot) is None):
+            arena.set_state(slot, SlotState.FREE)
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"not a number of a step or epoch: {value!r}")
+    return value
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
