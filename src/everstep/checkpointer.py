@@ -36,7 +36,6 @@ from everstep.state.objects import plain_json
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
 from everstep.state.view import Collected, State
-from everstep.store import catalog
 from everstep.store.commit import open_store
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
@@ -291,26 +290,32 @@ class Checkpointer:
     def _hook(self, optimizer: OptimizerState) -> Any:
         """Hold the update until the optimizer's tensors are copied."""
 
-        def hold() -> None:
+        writes_early = False
+
+        def hold() -> bool:
             began = time.perf_counter()
-            self._capture.hold(optimizer.index)
+            clean = self._capture.hold(optimizer.index)
             seconds = time.perf_counter() - began
             self.metrics.hold_seconds += seconds
             self.metrics.stall_seconds += seconds
+            return clean
 
         def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            closure = args[0] if args else kwargs.get("closure")
-            if not callable(closure):
+            myself, *rest = args
+            closure = rest[0] if rest else kwargs.get("closure")
+            if writes_early or not callable(closure):
                 hold()
                 return None
 
             def closure_then_hold() -> Any:
+                nonlocal writes_early
                 loss = closure()  # forward and backward: the copies may go on meanwhile
-                hold()
+                # Torn: it wrote before it called the closure (SAM does). Once is enough.
+                writes_early |= not hold()
                 return loss
 
-            if args:
-                return (closure_then_hold, *args[1:]), kwargs
+            if rest:
+                return (myself, closure_then_hold, *rest[1:]), kwargs
             return args, {**kwargs, "closure": closure_then_hold}
 
         return optimizer.optimizer.register_step_pre_hook(before_step)

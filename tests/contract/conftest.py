@@ -4,12 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from runs import end_keeper
-
-torch.set_num_threads(1)  # two test processes on two cores; and sums in one order
 
 
 @pytest.fixture

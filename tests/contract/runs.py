@@ -13,6 +13,8 @@ from torch import nn
 from everstep import Checkpointer
 from everstep.keeper import wire
 
+torch.set_num_threads(1)  # sums in one order here and in the processes that import this
+
 
 def end_keeper(path):
     """Kill the keeper of a store, if one is running."""

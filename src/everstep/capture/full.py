@@ -12,11 +12,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
-from everstep.capture.copies import Batch, Devices
+from everstep.capture.copies import MOVERS, Batch, Devices
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.capture.tripwire import Tripwire, describe, sample_places
@@ -90,6 +91,13 @@ class Full:
         self._open: list[Capture] = []
         self._bound: tuple[Walk, Plan, dict[int | None, _Bound]] | None = None
         self.devices = Devices()
+        import itertools, os
+        cnt=itertools.count()
+        def init():
+            i=next(cnt)
+            if os.environ.get("PIN"): os.sched_setaffinity(0,{sorted(os.sched_getaffinity(0))[i%2]})
+            if os.environ.get("NICE"): os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(os.environ["NICE"]))
+        self._movers = ThreadPoolExecutor(MOVERS, "everstep-move", initializer=init)
         threading.Thread(target=self._run, name="everstep-copy", daemon=True).start()
 
     def begin(
@@ -132,13 +140,14 @@ class Full:
         self._open = [older for older in self._open if not older.is_checked()] + [capture]
         self._queue.put(capture)
 
-    def hold(self, owner: int) -> None:
+    def hold(self, owner: int) -> bool:
         """Before an optimizer's update: wait for the copies of its tensors, and check that they are
-        clean.
+        clean; whether they are.
 
         The host waits only until they are enqueued (CPU: made); the device's current stream waits
         for the rest.
         """
+        clean = True
         for capture in self._open:
             owned = capture.owned.get(owner)
             if owned is None or owned.checked:
@@ -146,7 +155,8 @@ class Full:
             owned.ready.wait()
             for device, end in owned.ends.items():
                 torch.cuda.current_stream(device).wait_event(end)
-            capture.check(owner)
+            clean &= capture.check(owner) is None
+        return clean
 
     def abandon_in_child(self) -> None:
         """In a forked child, where the copying thread does not exist: hold nothing."""
@@ -204,7 +214,7 @@ class Full:
                     owned.batch.enqueue_from(device, slot.arena, slot.index)
                     owned.ends[device] = torch.cuda.Event()
                     owned.ends[device].record(stream)
-            owned.batch.copy_from_cpu(slot.arena, slot.index)
+            owned.batch.copy_from_cpu(slot.arena, slot.index, self._movers)
             owned.ready.set()
         for owned in capture.owned.values():
             for end in owned.ends.values():

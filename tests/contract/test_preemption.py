@@ -1,0 +1,120 @@
+"""SIGTERM: the newest completed step is durable, and the process ends as it was told to."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import check_same, checkpointer, freeze, restore, supervised  # fmt: skip
+from torch import nn
+
+from everstep import Store
+
+TRAINER = """
+import os, signal, sys
+sys.path[:0] = sys.argv[4:]
+store, every, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+from test_preemption import build
+from runs import checkpointer, supervised
+if mode == "handler":
+    def handler(number, frame):
+        print("handler", flush=True)
+        raise SystemExit(5)
+    signal.signal(signal.SIGTERM, handler)
+if mode == "ignored":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+state = build(1)
+with checkpointer(store, state, every=every) as saver:
+    step = saver.restore()
+    limit = 13 if mode in ("end", "ignored") else 10**9
+    while step < limit:
+        supervised(state)
+        step += 1
+        saver.step(step)
+        print(step, flush=True)
+        if step == 13 and mode != "fast":
+            if mode == "end":
+                print("last", flush=True)
+            sys.stdin.readline()
+print("closed", flush=True)
+"""
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 500), nn.BatchNorm1d(500), nn.Linear(500, 6))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def terminate(store, every, mode, at=13):
+    """Run the trainer, send SIGTERM once it has completed step `at`; (status, completed, lines)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(store), str(every), mode, str(Path(__file__).parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    lines = []
+    while not lines or lines[-1] not in (str(at), "last"):
+        lines.append(process.stdout.readline().strip())
+        if lines[-1] == str(at) and mode == "end":
+            continue
+    if mode == "end":
+        lines.append(process.stdout.readline().strip())
+    process.send_signal(signal.SIGTERM)
+    if mode == "waiting" and every == 1:  # what is due is saved: it ends without another step
+        process.wait(100)
+    lines += process.communicate("go on\n", timeout=100)[0].split()
+    completed = max(int(line) for line in lines if line.isdigit())
+    return process.returncode, completed, lines
+
+
+def reference(step):
+    state = build(1)
+    for _ in range(step):
+        supervised(state)
+    return freeze(state)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("mode", ["waiting", "fast"])
+def test_the_newest_completed_step_is_durable(store, every, mode):
+    status, completed, _ = terminate(store, every, mode)
+    assert status == -signal.SIGTERM
+    fresh = build(2)
+    latest = restore(store, fresh)
+    # It ends at once where the step is saved, else at the end of the next one, before its print.
+    assert completed - 1 <= latest <= completed + 1
+    if mode == "waiting":
+        assert latest == (13 if every == 1 else 14)
+    check_same(freeze(fresh), reference(latest))
+    assert Store(store).verify().ok
+
+
+def test_a_users_handler_decides(store):
+    status, _, lines = terminate(store, 1, "handler")
+    assert status == 5
+    assert "handler" in lines
+    assert "closed" not in lines
+    assert Store(store).latest() == 13
+
+
+def test_a_signal_after_the_last_step_ends_the_process_when_all_is_closed(store):
+    status, _, _ = terminate(store, 10, "end")
+    assert status == -signal.SIGTERM
+    assert Store(store).latest() == 10
+
+
+def test_a_signal_that_is_ignored_on_purpose_stays_so(store):
+    status, _, lines = terminate(store, 1, "ignored")
+    assert status == 0
+    assert lines[-1] == "closed"
+
+
+def test_the_handler_goes_with_the_checkpointer(store):
+    previous = signal.getsignal(signal.SIGTERM)
+    with checkpointer(store, {"x": 1}):
+        assert signal.getsignal(signal.SIGTERM) != previous
+    assert signal.getsignal(signal.SIGTERM) == previous

@@ -1,0 +1,319 @@
+"""Two trainers on one store, going back, and tensors that are written to during a capture."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from runs import check_same, checkpointer, freeze, restore, supervised
+from torch import nn
+
+from everstep import Conflict, Missing, Store, Unsupported
+from everstep.capture.copies import Batch
+
+
+def build(seed, width=6):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 6))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+# ---- two trainers ----------------------------------------------------------------------------
+
+
+def test_two_trainers_in_one_process(store):
+    old, new = build(1), build(2)
+    first = checkpointer(store, old)
+    for step in (1, 2):
+        supervised(old)
+        first.step(step).wait("local")
+    with checkpointer(store, new) as second:
+        assert second.restore() == 2
+        supervised(new)
+        second.step(3).wait("local")
+        for step in (3, 4):
+            supervised(old)
+            with pytest.raises(Conflict, match="epoch 2 has started since"):
+                first.step(step).wait("local")
+        supervised(new)
+        second.step(4).wait("local")
+        frozen = freeze(new)
+    with pytest.raises(Conflict):
+        first.close()
+    assert first.metrics.failures == 2
+    assert Store(store).steps() == [1, 2, 3, 4]
+    assert [Store(store).manifest(step).epoch for step in (1, 2, 3, 4)] == [1, 1, 2, 2]
+    restore(store, fresh := build(3))
+    check_same(freeze(fresh), frozen)
+
+
+RIVAL = """
+import json, sys
+sys.path[:0] = sys.argv[2:]
+from test_writers import build
+from runs import checkpointer, supervised
+from everstep import EverstepError
+state = build(1)
+try:
+    with checkpointer(sys.argv[1], state) as saver:
+        start = saver.restore()
+        print(json.dumps(start), flush=True)
+        for step, line in enumerate(sys.stdin, start + 1):
+            supervised(state)
+            try:
+                saver.step(step).wait("local")
+                print(json.dumps("local"), flush=True)
+            except EverstepError as error:
+                print(json.dumps(type(error).__name__), flush=True)
+except EverstepError as error:
+    print(json.dumps(f"closed: {type(error).__name__}"), flush=True)
+"""
+
+
+class Rival:
+    """A trainer in another process, which makes a step for each line that it gets."""
+
+    def __init__(self, store):
+        path = str(Path(__file__).parent)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RIVAL, str(store), path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.restored = self.read()
+
+    def read(self):
+        return json.loads(self.process.stdout.readline())
+
+    def step(self):
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def close(self):
+        rest = self.process.communicate(timeout=100)[0]
+        return json.loads(rest) if rest else None
+
+
+def test_two_trainers_in_two_processes(store):
+    first = Rival(store)
+    assert [first.step() for _ in range(3)] == ["local"] * 3
+    second = Rival(store)
+    assert second.restored == 3
+    assert second.step() == "local"
+    assert first.step() == "Conflict"
+    assert second.step() == "local"
+    assert first.step() == "Conflict"
+    assert first.close() == "closed: Conflict"
+    assert second.step() == "local"
+    assert second.close() is None
+    assert Store(store).steps() == [1, 2, 3, 4, 5, 6]
+    assert Store(store).verify().ok
+
+
+# ---- going back ------------------------------------------------------------------------------
+
+
+def test_going_back_is_a_branch(store):
+    state, frozen = build(1), {}
+    with checkpointer(store, state) as saver:
+        for step in range(1, 13):
+            supervised(state)
+            saver.step(step)
+            frozen[step, 1] = freeze(state)
+        assert saver.restore(8) == 8
+        check_same(freeze(state), frozen[8, 1])
+        torch.manual_seed(99)  # the run takes another course
+        for step in (9, 10):
+            supervised(state)
+            saver.step(step)
+            frozen[step, 2] = freeze(state)
+    assert frozen[9, 2] != frozen[9, 1]
+    opened = Store(store)
+    assert opened.steps() == list(range(1, 11))
+    assert opened.latest() == 10
+    assert opened.manifest(9).epoch == 2
+    assert opened.manifest(9).parent == {"step": 8, "epoch": 1}
+    with checkpointer(store, fresh := build(2)) as restorer:
+        assert restorer.restore() == 10
+        check_same(freeze(fresh), frozen[10, 2])
+        with pytest.raises(Missing):
+            restorer.restore(12)
+        for name, key in (("12-1", (12, 1)), ("9-1", (9, 1)), ("9-2", (9, 2))):
+            assert restorer.restore(name) == key[0]
+            check_same(freeze(fresh), frozen[key])
+        assert restorer.restore("12-1") == 12  # and the branch that was left is taken up again
+        supervised(fresh)
+        restorer.step(13)
+    assert opened.steps() == list(range(1, 14))
+    assert opened.manifest(9).epoch == 1
+
+
+# ---- writes behind the optimizer's back --------------------------------------------------------
+
+
+@pytest.fixture
+def slow_copy(monkeypatch):
+    """Copies of a capture that wait for `slow_copy.set()`."""
+    gate, copy = threading.Event(), Batch.copy_from_cpu
+
+    def wait_and_copy(self, arena, slot):
+        if threading.current_thread().name == "everstep-copy":
+            assert gate.wait(60)
+        copy(self, arena, slot)
+
+    monkeypatch.setattr(Batch, "copy_from_cpu", wait_and_copy)
+    return gate
+
+
+def in_place(weight, state):
+    with torch.no_grad():
+        weight.add_(1.0)
+
+
+def through_data(weight, state):
+    weight.data.fill_(7.0)
+
+
+def through_numpy(weight, state):
+    weight.detach().numpy()[:] = 7.0
+
+
+def through_a_view(weight, state):
+    weight.detach().view(-1)[:] = 7.0
+
+
+def clear_moments(weight, state):
+    state["optimizer"].state[weight]["exp_avg"].zero_()
+
+
+WRITES = [in_place, through_data, through_numpy, through_a_view, clear_moments]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("seen_by", ["update", "keeper"])
+def test_a_write_during_the_capture_is_noticed(store, slow_copy, write, seen_by):
+    slow_copy.set()
+    state = build(1)
+    weight = state["model"][1].weight
+    supervised(state)
+    with checkpointer(store, state) as saver:
+        saver.step(1).wait("local")
+        supervised(state)
+        slow_copy.clear()
+        handle = saver.step(2)
+        write(weight, state)
+        slow_copy.set()
+        if seen_by == "update":
+            supervised(state)
+        name = "optimizer.model.1.weight.exp_avg" if write is clear_moments else "model.1.weight"
+        with pytest.raises(Unsupported, match=r"wait\('captured'\) before you do") as caught:
+            handle.wait("local")
+        assert f"saving step 2: {name!r} changed while the copy was being made" in str(caught.value)
+        supervised(state)
+        handle = saver.step(3)
+        handle.wait("captured")
+        write(weight, state)  # now it may be
+        handle.wait("local")
+        saver.step(4)
+    assert Store(store).steps() == [1, 3, 4]
+    assert Store(store).verify().ok
+
+
+def test_storages_that_go_away_during_the_capture_do_no_harm(store, slow_copy):
+    slow_copy.set()
+    state = build(1, width=50_000)
+    with checkpointer(store, state) as saver:
+        supervised(state)
+        frozen = freeze(state)
+        slow_copy.clear()
+        handle = saver.step(1)
+        for parameter in state["model"].parameters():
+            parameter.data = torch.zeros(1)  # frees what is being copied
+        state["optimizer"].state.clear()
+        slow_copy.set()
+        handle.wait("local")
+    restore(store, fresh := build(2, width=50_000))
+    check_same(freeze(fresh), frozen)
+
+
+def test_the_update_waits_for_its_copies(store, slow_copy):
+    slow_copy.set()
+    state = build(1)
+    with checkpointer(store, state) as saver:
+        supervised(state)
+        frozen = freeze(state)
+        slow_copy.clear()
+        handle = saver.step(1)
+        threading.Timer(0.3, slow_copy.set).start()
+        supervised(state)  # held until then
+        assert slow_copy.is_set()
+        assert saver.metrics.hold_seconds > 0.1
+        handle.wait("local")
+        restored = saver.restore()
+    assert restored == 1
+    check_same(freeze(state), frozen)
+
+
+def test_a_closure_holds_after_its_backward(store, slow_copy):
+    slow_copy.set()
+    state = build(1)
+    optimizer = state["optimizer"] = torch.optim.LBFGS(state["model"].parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = state["model"](torch.ones(2, 6)).square().sum()
+        loss.backward()
+        slow_copy.set()  # only then may the copies be made
+        return loss
+
+    with checkpointer(store, state) as saver:
+        for step, how in enumerate((lambda: optimizer.step(closure), optimizer.step), 1):
+            optimizer.step(closure)
+            frozen = freeze(state)
+            slow_copy.clear()
+            handle = saver.step(step)
+            how() if step == 1 else how(closure=closure)
+            handle.wait("local")
+            assert saver.restore(step) == step
+            check_same(freeze(state), frozen)
+
+
+class Sharpness(torch.optim.SGD):
+    """Moves the weights before it calls the closure, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(0.1)
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
+def test_an_optimizer_that_writes_before_its_closure(store, slow_copy):
+    slow_copy.set()
+    state = build(1)
+    optimizer = state["optimizer"] = Sharpness(state["model"].parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        state["model"](torch.ones(2, 6)).square().sum().backward()
+
+    with checkpointer(store, state) as saver:
+        optimizer.step(closure)
+        handle = saver.step(1)
+        optimizer.step(closure)
+        with pytest.raises(Unsupported):
+            handle.wait("local")
+        for step in (2, 3):  # the first time it was noticed; from then on it is held earlier
+            frozen = freeze(state)
+            handle = saver.step(step)
+            optimizer.step(closure)
+            handle.wait("local")
+        assert saver.restore() == 3
+        check_same(freeze(state), frozen)
