@@ -161,10 +161,10 @@ def slow_copy(monkeypatch):
     """Copies of a capture that wait for `slow_copy.set()`."""
     gate, copy = threading.Event(), Batch.copy_from_cpu
 
-    def wait_and_copy(self, arena, slot):
+    def wait_and_copy(self, *places):
         if threading.current_thread().name == "everstep-copy":
             assert gate.wait(60)
-        copy(self, arena, slot)
+        copy(self, *places)
 
     monkeypatch.setattr(Batch, "copy_from_cpu", wait_and_copy)
     return gate
