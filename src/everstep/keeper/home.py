@@ -74,6 +74,10 @@ class Home:
         os.ftruncate(2, 0)
         os.write(2, tail)
 
+    def move_in(self) -> None:
+        """Say at the socket that it is this process that listens, after a fork."""
+        self.listener.listen(wire.BACKLOG)
+
     def leave(self) -> None:
         """Give up socket and lock, in this order: who finds the lock free may listen."""
         if self.listens():

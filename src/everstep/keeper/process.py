@@ -358,8 +358,8 @@ def main(arguments: list[str] | None = None) -> int:
     home = Home.take(wire.endpoint(chosen.store))
     if home is None:
         return 0
-    if chosen.detach and os.fork():
-        os._exit(0)
+    if chosen.detach:
+        _detach(home)
     _prepare_process()
     keeper = Keeper(chosen.store, home, chosen.idle_s)
     signal.signal(signal.SIGTERM, lambda *_: keeper.leave_when_free())
@@ -368,6 +368,18 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         home.leave()
     return 0
+
+
+def _detach(home: Home) -> None:
+    """Go on in a child; this process ends as soon as the child is the one that listens."""
+    reading, writing = os.pipe()
+    if os.fork():
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    home.move_in()
+    os.close(writing)
 
 
 def _prepare_process() -> None:

@@ -20,6 +20,7 @@ from everstep.errors import Unavailable
 PROTOCOL = 1
 MESSAGE_BYTES_MAX = 64 << 10
 DESCRIPTORS_MAX = 8
+BACKLOG = 128
 _SO_PEERPIDFD = 77
 
 Message = dict[str, Any]
@@ -72,7 +73,7 @@ def listen(path: Path) -> socket.socket:
         raise
     finally:
         os.umask(previous)
-    listener.listen(128)
+    listener.listen(BACKLOG)
     return listener
 
 
