@@ -250,12 +250,16 @@ def test_what_is_replaced_between_saves_is_seen(store):
 
 def test_a_module_that_is_replaced_between_saves_is_seen(store):
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    model.register_buffer("odd", torch.randn(4, 3))
     with checkpointer(store, {"model": model}) as saver:
         saver.step(1)
+        model.odd.t_()
         model[1] = nn.BatchNorm1d(6)
         nn.init.uniform_(model[1].running_mean)
         saver.step(2)
-    assert torch.equal(Store(store).read(2)["model.1.running_mean"], model[1].running_mean)
+    found = Store(store).read(2)
+    assert torch.equal(found["model.1.running_mean"], model[1].running_mean)
+    assert torch.equal(found["model.odd"], model.odd)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, in torch.compile

@@ -73,6 +73,7 @@ class Guard:
     _parts: list[object] = field(default_factory=list)
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _pointers: list[int] = field(default_factory=list)
+    _shaped: list[tuple[torch.Tensor, torch.Size, tuple[int, ...]]] = field(default_factory=list)
 
     def watch_size(self, container: Any) -> None:
         """The container has the same number of items."""
@@ -95,6 +96,10 @@ class Guard:
         self._tensors.append(tensor)
         self._pointers.append(pointer)
 
+    def watch_shape(self, tensor: torch.Tensor) -> None:
+        """The tensor has the same shape and strides: for those that may be resized in place."""
+        self._shaped.append((tensor, tensor.shape, tensor.stride()))
+
     def holds(self) -> bool:
         """Whether all is as it was. About 0.15 µs per tensor."""
         try:
@@ -103,6 +108,10 @@ class Guard:
                 list(map(len, self._sized)) == self._sizes
                 and all(map(is_, parts, self._parts))
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
+                and all(
+                    tensor.shape == shape and tensor.stride() == stride
+                    for tensor, shape, stride in self._shaped
+                )
             )
         except (KeyError, IndexError):
             return False

@@ -31,6 +31,8 @@ class ModuleState:
                 name = f"{self.name}.{canonical(key)}"
                 check_tensor(name, value)
                 found.append(Leaf(name, value))
+                if not isinstance(value, nn.Parameter):
+                    guard.watch_shape(value)
             else:
                 self._has_own_entries = True
         return found
