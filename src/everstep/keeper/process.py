@@ -36,6 +36,9 @@ LINGER_S = 2.0
 SILENCE_S = 30.0
 """How long a trainer that lives, but has lost its connection, may take to attach again."""
 
+FIRST_S = 10.0
+"""How long it waits for the trainer that started it."""
+
 GREETING_S = 5.0
 """How long a connection may take to say who it is."""
 
@@ -61,6 +64,7 @@ class Keeper:
             self._alarm, selectors.EVENT_READ, lambda: os.eventfd_read(self._alarm)
         )
         self._leaving = False
+        self._was_used = False
         self._last_use = self._looked_home = time.monotonic()
 
     def leave_when_free(self) -> None:
@@ -82,6 +86,7 @@ class Keeper:
             self._last_use = time.monotonic()
             return False
         patience = self._idle_s if self._sessions else min(LINGER_S, self._idle_s)
+        patience = patience if self._was_used else FIRST_S
         return self._leaving or time.monotonic() - self._last_use > patience
 
     # ---- connections -----------------------------------------------------------------------
@@ -143,6 +148,7 @@ class Keeper:
         del self._strangers[connection]
         self._selector.modify(connection, selectors.EVENT_READ, lambda: self._serve(session))
         self._last_use = time.monotonic()
+        self._was_used = True
         session.tell({"type": "attached", "id": -1, "pid": os.getpid()})
 
     def _find(self, pid: int, token: object) -> Session | None:
@@ -256,7 +262,10 @@ class Keeper:
     def _lose(self, session: Session) -> None:
         """The socket was closed, or must be."""
         self._unplug(session)
-        session.lose()
+        if session.token is None:
+            session.abandon()
+        else:
+            session.lose()
 
     def _bury(self, session: Session) -> None:
         """The trainer's process has died; what it said last is heard first."""
