@@ -12,12 +12,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
-from everstep.capture.copies import MOVERS, Batch, Devices
+from everstep.capture.copies import Batch, Devices
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.capture.tripwire import Tripwire, describe, sample_places
@@ -91,13 +90,6 @@ class Full:
         self._open: list[Capture] = []
         self._bound: tuple[Walk, Plan, dict[int | None, _Bound]] | None = None
         self.devices = Devices()
-        import itertools, os
-        cnt=itertools.count()
-        def init():
-            i=next(cnt)
-            if os.environ.get("PIN"): os.sched_setaffinity(0,{sorted(os.sched_getaffinity(0))[i%2]})
-            if os.environ.get("NICE"): os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(os.environ["NICE"]))
-        self._movers = ThreadPoolExecutor(MOVERS, "everstep-move", initializer=init)
         threading.Thread(target=self._run, name="everstep-copy", daemon=True).start()
 
     def begin(
@@ -214,7 +206,7 @@ class Full:
                     owned.batch.enqueue_from(device, slot.arena, slot.index)
                     owned.ends[device] = torch.cuda.Event()
                     owned.ends[device].record(stream)
-            owned.batch.copy_from_cpu(slot.arena, slot.index, self._movers)
+            owned.batch.copy_from_cpu(slot.arena, slot.index)
             owned.ready.set()
         for owned in capture.owned.values():
             for end in owned.ends.values():
