@@ -1,7 +1,9 @@
 """The keeper: a process of its own that outlives trainers, survives nonsense and loses nothing."""
 
+import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -26,7 +28,7 @@ from keepers import (
 
 import stores
 from everstep import Checkpointer, Store, Unavailable
-from everstep.keeper import home, wire
+from everstep.keeper import client, home, wire
 from everstep.keeper.arena import Arena, SlotState
 from everstep.restore.choose import find_held
 
@@ -222,6 +224,34 @@ def test_a_lost_connection_is_mended_without_doing_anything_twice(store):
         assert len(arenas_mapped(keeper)) == 1
         assert _memory(keeper) == before
     assert len(stores.packs_of(store)) == 1
+
+
+@pytest.mark.parametrize("steps", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_killed_and_cut_off_at_random_moments(store, steps, monkeypatch):
+    """Every state that was sealed is committed, once, and told."""
+    monkeypatch.setattr(client, "_DEATHS_S", 0.0)
+    seed = int(os.environ.get("EVERSTEP_SEED", random.SystemRandom().randrange(1 << 30)))
+    print(f"EVERSTEP_SEED={seed}")
+    rng = random.Random(seed)
+    with Trainer(store) as trainer:
+        trainer.start()
+        for step in range(1, steps + 1):
+            older = trainer.sequence + 1 - trainer.slots
+            if older > 0:
+                trainer.expect("local", older)
+            trainer.seal(step)
+            if rng.random() < 0.15:
+                trainer.expect(rng.choice(["held", "written", "local"]), rng.randint(1, step))
+                if rng.random() < 0.5:
+                    trainer.client._connection.shutdown(socket.SHUT_RDWR)
+                else:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(trainer.keeper, signal.SIGKILL)
+        for sequence in range(1, steps + 1):
+            trainer.expect("local", sequence)
+        assert not [event for event in trainer.events if event["type"] in ("failed", "lost")]
+    assert Store(store).steps() == list(range(1, steps + 1))
+    assert Store(store).verify().ok
 
 
 # ---- the trainer's death ---------------------------------------------------------------------
