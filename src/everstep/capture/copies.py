@@ -7,7 +7,9 @@ ordered after what the training stream had enqueued at the call.
 
 import ctypes
 import logging
+import os
 from collections.abc import Iterable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +20,10 @@ from everstep.state.leaves import Leaf
 
 log = logging.getLogger("everstep")
 
+MOVERS = min(4, len(os.sched_getaffinity(0)))
+"""Threads that share large copies on the CPU."""
+
+_SHARED_FROM_BYTES = 16 << 20
 _SMALL_BYTES = 64 << 10
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 # Both are memmove(3). The one releases the GIL, which costs a hand-over each time; the other does
@@ -58,11 +64,22 @@ class Batch:
                 batch.strided.append((offset, tensor))
         return batch
 
-    def copy_from_cpu(self, arena: Arena, slot: int) -> None:
-        """Make the CPU copies, in this thread; blocks until they are done."""
+    def copy_from_cpu(self, arena: Arena, slot: int, movers: Executor | None = None) -> None:
+        """Make the CPU copies; blocks until they are done.
+
+        With `movers`, large amounts are shared between their threads. Training that uses all cores
+        waits in each parallel region for its slowest thread: what is taken evenly from all cores
+        costs half of what is taken from one.
+        """
         base = arena.image_address(slot)
-        for offset, source, size in self.moves:
-            (_move_small if size < _SMALL_BYTES else _move_large)(base + offset, source, size)
+        if movers is None or sum(size for _, _, size in self.moves) < _SHARED_FROM_BYTES:
+            _move_all(base, self.moves)
+        else:
+            shares = _shares(self.moves, MOVERS)
+            try:
+                list(movers.map(_move_all, [base] * len(shares), shares))
+            except RuntimeError:  # the program is ending, and with it all pools
+                _move_all(base, self.moves)
         if self.strided:
             image = image_tensor(arena, slot)
             for offset, tensor in self.strided:
@@ -77,6 +94,27 @@ class Batch:
         image = image_tensor(arena, slot)
         for offset, tensor in self.on_device.get(device, ()):
             place(image, offset, tensor).copy_(tensor, non_blocking=True)
+
+
+def _move_all(base: int, moves: list[tuple[int, int, int]]) -> None:
+    for offset, source, size in moves:
+        (_move_small if size < _SMALL_BYTES else _move_large)(base + offset, source, size)
+
+
+def _shares(moves: list[tuple[int, int, int]], count: int) -> list[list[tuple[int, int, int]]]:
+    """The moves in `count` shares of about equal bytes; a move may be cut in two."""
+    share_size = -(-sum(size for _, _, size in moves) // count)
+    shares: list[list[tuple[int, int, int]]] = [[]]
+    left = share_size
+    for offset, source, size in moves:
+        while size > 0:
+            part = min(size, left)
+            shares[-1].append((offset, source, part))
+            offset, source, size, left = offset + part, source + part, size - part, left - part
+            if left == 0:
+                shares.append([])
+                left = share_size
+    return [share for share in shares if share]
 
 
 def image_tensor(arena: Arena, slot: int) -> torch.Tensor:

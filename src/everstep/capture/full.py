@@ -12,11 +12,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
-from everstep.capture.copies import Batch, Devices
+from everstep.capture.copies import MOVERS, Batch, Devices
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.capture.tripwire import Tripwire, describe, sample_places
@@ -90,6 +91,7 @@ class Full:
         self._open: list[Capture] = []
         self._bound: tuple[Walk, Plan, dict[int | None, _Bound]] | None = None
         self.devices = Devices()
+        self._movers = ThreadPoolExecutor(MOVERS, "everstep-move")
         threading.Thread(target=self._run, name="everstep-copy", daemon=True).start()
 
     def begin(
@@ -193,6 +195,7 @@ class Full:
                 for owned in capture.owned.values():
                     owned.ready.set()  # whatever happened, no update waits for ever
                 capture.keep_alive = ()
+        self._movers.shutdown(wait=False)
 
     def _copy(self, capture: Capture) -> None:
         slot = capture.slot
@@ -206,7 +209,7 @@ class Full:
                     owned.batch.enqueue_from(device, slot.arena, slot.index)
                     owned.ends[device] = torch.cuda.Event()
                     owned.ends[device].record(stream)
-            owned.batch.copy_from_cpu(slot.arena, slot.index)
+            owned.batch.copy_from_cpu(slot.arena, slot.index, self._movers)
             owned.ready.set()
         for owned in capture.owned.values():
             for end in owned.ends.values():
