@@ -160,7 +160,9 @@ def ended(pid, timeout=PATIENCE_S):
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([pidfd], [], [], timeout)[0])
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
     finally:
         os.close(pidfd)
 

@@ -230,6 +230,9 @@ class Arena:
             os.close(self.fd)
             self.fd = -1
 
+    def __del__(self) -> None:
+        self.close()
+
     def _record_at(self, slot: int) -> int:
         assert 0 <= slot < self.slot_count
         return 128 + slot * _RECORD_STRIDE

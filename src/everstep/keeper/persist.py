@@ -102,15 +102,9 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         arena.put_manifest(slot, record, document)
         if failure:
             raise failure
-        job.written = True
-        announce_written()
-        job.answered.wait()
-        if job.problem:
-            raise Unsupported(job.problem)
+        _ask(job, announce_written)
         if existing:
-            if not commit.find_same(writer.disk, manifest):
-                raise Conflict(f"saving step {manifest.step}: {name} was deleted at the same time")
-            arena.put_manifest(slot, record, writer.disk.read(names.manifest_path(name)))
+            arena.put_manifest(slot, record, _existing(writer.disk, manifest))
         else:
             commit.publish(writer.disk, manifest, document, [table])
     except BaseException:
@@ -122,6 +116,23 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     if manifest.tag:  # also where the step was there: who committed it may have died before this
         commit.set_tag(writer.disk, manifest.tag, name)
     return Outcome(0 if existing else sum(map(len, packs)), time.monotonic() - began)
+
+
+def _ask(job: Job, announce_written: Callable[[], None]) -> None:
+    """Wait for the trainer's word on the copy, or its death. Raises Unsupported for a torn one."""
+    job.written = True
+    announce_written()
+    job.answered.wait()
+    if job.problem:
+        raise Unsupported(job.problem)
+
+
+def _existing(disk: Disk, manifest: Manifest) -> bytes:
+    """The manifest of this step as it is on the disk already. Raises Conflict where it differs."""
+    name = CheckpointName(manifest.step, manifest.epoch)
+    if not commit.find_same(disk, manifest):
+        raise Conflict(f"saving step {manifest.step}: {name} was deleted at the same time")
+    return disk.read(names.manifest_path(name))
 
 
 def apply_retention(writer: Writer) -> None:

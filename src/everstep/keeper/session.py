@@ -89,7 +89,11 @@ class Session:
 
     def has_died(self) -> bool:
         """Whether the trainer's process is gone, heard of or not."""
-        return self.dead or bool(select.select([self.pidfd], [], [], 0)[0])
+        if self.dead:
+            return True
+        poll = select.poll()  # select() ends at descriptor 1024
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queue work for this session's thread."""
