@@ -173,7 +173,8 @@ class Checkpointer:
             return candidate.name.step
         if failure:
             raise Corrupt(
-                f"restoring from {disk.root}: none of its checkpoints verifies; of the oldest: {failure}"
+                f"restoring from {disk.root}: none of its checkpoints verifies; of the oldest: "
+                f"{failure}"
             )
         return 0
 

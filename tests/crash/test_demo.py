@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from everstep.cli.demo_events import Event, Settings, read_events
-from everstep.cli.demo_report import Report, make_report
-from everstep.cli.demo_table import verdict
+from everstep.cli.demo.events import Event, Settings, read_events
+from everstep.cli.demo.report import Report, make_report
+from everstep.cli.demo.table import verdict
 from everstep.cli.main import main
 
 STEPS, KILLS = 30, 3

@@ -7,34 +7,34 @@ from typing import Any
 
 import pytest
 
-from everstep.cli import bench, bench_machine, bench_plan, bench_report, floors
-from everstep.cli.bench_plan import Block, Facts
+from everstep.cli.bench import command, floors, machine, plan, report
+from everstep.cli.bench.plan import Block, Facts
 
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_args(list(words))
 
 
 def test_a_round_has_every_contender_at_every_interval_between_baselines() -> None:
     names = ["none", "plain", "a", "b", "c"]
     for number in range(4):
-        blocks = bench_plan.round_of(names, [1, 10], number)
+        blocks = plan.round_of(names, [1, 10], number)
         saving = [block for block in blocks if block.name != "none"]
         assert sorted((block.name, block.every) for block in saving) == sorted(
             (name, every) for name in names[1:] for every in (1, 10)
         )
         assert blocks[0] == blocks[-1] == Block("none", 0)
         assert len(blocks) - len(saving) == 3
-    assert bench_plan.round_of(names, [1], 0) != bench_plan.round_of(names, [1], 1)
+    assert plan.round_of(names, [1], 0) != plan.round_of(names, [1], 1)
 
 
 def test_a_block_holds_whole_intervals() -> None:
-    assert bench_plan.steps_of(Block("a", 1), 5) == 5
-    assert bench_plan.steps_of(Block("a", 10), 5) == 10
-    assert bench_plan.steps_of(Block("a", 10), 11) == 20
-    assert bench_plan.steps_of(Block("none", 0), 5) == 5
+    assert plan.steps_of(Block("a", 1), 5) == 5
+    assert plan.steps_of(Block("a", 10), 5) == 10
+    assert plan.steps_of(Block("a", 10), 11) == 20
+    assert plan.steps_of(Block("none", 0), 5) == 5
 
 
 def test_slowdown_is_against_the_neighbouring_baselines() -> None:
@@ -43,17 +43,17 @@ def test_slowdown_is_against_the_neighbouring_baselines() -> None:
 
     blocks = [block("none", 9), block("none", 10), block("a", 12), block("none", 14)]
     blocks += [block("a", 42, 20), block("none", 28, 20)]
-    assert bench_report.slowdowns(blocks, "a", 1) == pytest.approx([0.0, 0.5])
+    assert report.slowdowns(blocks, "a", 1) == pytest.approx([0.0, 0.5])
 
 
 def test_the_99th_percentile_of_few_values_is_the_largest() -> None:
-    assert bench_report.percentile([3.0, 1.0, 2.0], 0.99) == 3.0
-    assert bench_report.percentile(list(range(1, 201)), 0.99) == 198
+    assert report.percentile([3.0, 1.0, 2.0], 0.99) == 3.0
+    assert report.percentile(list(range(1, 201)), 0.99) == 198
 
 
 def test_unknown_contenders_and_intervals_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown contenders \\['orbax'\\]"):
-        bench_plan.chosen(["orbax"])
+        plan.chosen(["orbax"])
     with pytest.raises(SystemExit):
         arguments("--every", "0")
 
@@ -69,10 +69,10 @@ def test_plain_writes_come_back(tmp_path: Path) -> None:
 
 
 def test_the_machine_is_described(tmp_path: Path) -> None:
-    words = bench_machine.describe(tmp_path)
+    words = machine.describe(tmp_path)
     assert "cores" in words["processor"]
     assert " on " in words["file system"]
-    assert bench_machine.memory_bytes([1 << 30]) == 0
+    assert machine.memory_bytes([1 << 30]) == 0
 
 
 @pytest.mark.timeout(300)
@@ -80,25 +80,25 @@ def test_a_tiny_run_reports_all_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that spin would stand in each other's way
-    monkeypatch.setattr(bench, "_SETTLE_S", 0)
+    monkeypatch.setattr(command, "_SETTLE_S", 0)
     gone = Facts("a library that nobody has", "no_such_library", "no-such-library")
-    monkeypatch.setitem(bench_plan.CONTENDERS, "torchsnapshot", gone)
+    monkeypatch.setitem(plan.CONTENDERS, "torchsnapshot", gone)
     args = arguments(
         *("--size", "tiny", "--rounds", "2", "--steps", "2", "--every", "1,2", "--tensors", "40"),
         *("--only", "torch.save,dcp-async,torchsnapshot,everstep"),
         *("--json", str(tmp_path / "report.json"), "--picture", str(tmp_path / "report.png")),
         *("--store-root", str(tmp_path / "stores")),
     )
-    assert bench.run(args) == 0
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["missing"] == {"torchsnapshot": "a library that nobody has"}
-    assert list(report["contenders"]) == ["none", "plain", "torch.save", "dcp-async", "everstep"]
-    for name, entry in report["contenders"].items():
+    assert command.run(args) == 0
+    measured = json.loads((tmp_path / "report.json").read_text())
+    assert measured["missing"] == {"torchsnapshot": "a library that nobody has"}
+    assert list(measured["contenders"]) == ["none", "plain", "torch.save", "dcp-async", "everstep"]
+    for name, entry in measured["contenders"].items():
         assert entry["failed"] is None
         if name != "none":
             check_entry(entry)
-    assert report["tensors"]["tensors"] == 40
-    assert len(report["aims"]) >= 5
+    assert measured["tensors"]["tensors"] == 40
+    assert len(measured["aims"]) >= 5
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert not list((tmp_path / "stores").iterdir())
     assert "missing, not measured: a library that nobody has" in capsys.readouterr().out
@@ -122,8 +122,8 @@ def test_a_contender_that_fails_is_reported_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = arguments("--size", "tiny", "--rounds", "1", "--steps", "1", "--only", "dcp")
-    broken = bench.Bench(args, ["none", "plain", "dcp"], tmp_path, print)
-    monkeypatch.setattr(bench, "_SETTLE_S", 0)
+    broken = command.Bench(args, ["none", "plain", "dcp"], tmp_path, print)
+    monkeypatch.setattr(command, "_SETTLE_S", 0)
     asked: list[tuple[str, str]] = []
 
     class Fake:
@@ -133,7 +133,7 @@ def test_a_contender_that_fails_is_reported_and_the_others_go_on(
         def ask(self, do: str, timeout_s: float, **request: Any) -> dict[str, Any]:
             asked.append((self.name, do))
             if self.name == "dcp" and do == "block":
-                raise bench.WorkerFailed("block: no space")
+                raise command.WorkerFailed("block: no space")
             return {"state_bytes": 1}
 
         ask_watched = ask
@@ -141,7 +141,7 @@ def test_a_contender_that_fails_is_reported_and_the_others_go_on(
         def stop(self) -> None:
             asked.append((self.name, "stop"))
 
-    monkeypatch.setattr(bench, "Driver", Fake)
+    monkeypatch.setattr(command, "Driver", Fake)
     raw = broken.measure()
     assert raw["failed"] == {"dcp": "block: no space"}
     assert asked.count(("dcp", "block")) == 1

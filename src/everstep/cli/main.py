@@ -23,6 +23,7 @@ COMMANDS = {
     "demo": "train a GPT, kill it at random moments, and compare with an undisturbed run",
     "bench": "measure checkpoints of every step against other libraries",
 }
+_HOMES = {"demo": "demo.command", "bench": "bench.command"}
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 
 
@@ -51,7 +52,7 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] not in COMMANDS:
         _overview().parse_args(words or ["--help"])  # exits: help, version or an error
     name, *rest = words
-    command = import_module(f"everstep.cli.{name}")
+    command = import_module(f"everstep.cli.{_HOMES.get(name, name)}")
     parser = argparse.ArgumentParser(
         prog=f"everstep {name}", description=_sentence(name), formatter_class=_formatter
     )

@@ -18,10 +18,10 @@ from typing import Any
 
 from rich.console import Console
 
-from everstep.cli import bench_picture, bench_report, bench_tables
-from everstep.cli.bench_driver import Driver, WorkerFailed
-from everstep.cli.bench_machine import describe, version
-from everstep.cli.bench_plan import (
+from everstep.cli.bench import picture, report, tables
+from everstep.cli.bench.driver import Driver, WorkerFailed
+from everstep.cli.bench.machine import describe, version
+from everstep.cli.bench.plan import (
     BASELINE,
     CONTENDERS,
     FLOOR,
@@ -69,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
         raw = Bench(args, names, root, _teller()).measure()
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    report = bench_report.summarise(raw)
-    bench_tables.show(report, console)
+    summary = report.summarise(raw)
+    tables.show(summary, console)
     if args.json:
-        args.json.write_text(json.dumps({**report, "raw": raw}, indent=1, allow_nan=False) + "\n")
+        args.json.write_text(json.dumps({**summary, "raw": raw}, indent=1, allow_nan=False) + "\n")
     if args.picture:
-        bench_picture.draw(report, args.picture)
+        picture.draw(summary, args.picture)
     return 0
 
 

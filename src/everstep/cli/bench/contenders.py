@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from everstep import Checkpointer, Keep, SaveHandle, Store
-from everstep.cli.bench_machine import await_end_of
-from everstep.cli.floors import filled_buffer, page_multiple, plain_read
+from everstep.cli.bench.floors import filled_buffer, page_multiple, plain_read
+from everstep.cli.bench.machine import await_end_of
 from everstep.cli.workload import Run
 
 Finish = Callable[[], float]
@@ -156,7 +156,7 @@ class _PlainWrite(Directory):
         self._size = page_multiple(state_bytes(run))
         self._watcher = ThreadPoolExecutor(1, "watch")
         self._writer = subprocess.Popen(
-            [sys.executable, "-m", "everstep.cli.floors", str(self._size)],
+            [sys.executable, "-m", "everstep.cli.bench.floors", str(self._size)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from everstep.cli.bench_machine import MemoryWatch, processes
+from everstep.cli.bench.machine import MemoryWatch, processes
 
 _LOG_TAIL_BYTES = 2000
 _CLOSE_S = 60.0
@@ -25,14 +25,14 @@ class Driver:
     """One worker process. It sleeps whenever it is not asked."""
 
     def __init__(self, root: Path, settings: dict[str, Any]) -> None:
-        """`root` is a directory of its own, `settings` what `bench_worker.Worker` takes."""
+        """`root` is a directory of its own, `settings` what `worker.Worker` takes."""
         root.mkdir(parents=True)
         self._root = root
         self._log = root.parent / f"{root.name}.log"
         told = {"root": str(root), **settings}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "everstep.cli.bench_worker", json.dumps(told)],
+                [sys.executable, "-m", "everstep.cli.bench.worker", json.dumps(told)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from everstep.cli.floors import is_direct
+from everstep.cli.bench.floors import is_direct
 
 _SAMPLE_S = 0.1
 

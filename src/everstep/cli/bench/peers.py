@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from everstep.cli.contenders import (
+from everstep.cli.bench.contenders import (
     Directory,
     Finish,
     Maker,

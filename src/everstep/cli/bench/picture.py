@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everstep.cli.bench_plan import BASELINE, FLOOR, OURS
+from everstep.cli.bench.plan import BASELINE, FLOOR, OURS
 from everstep.errors import Unsupported
 
 _OURS, _PEER, _FLOOR = "#1b9e77", "#7f8fa6", "#c9ced6"

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from everstep.cli.bench_plan import BASELINE, CONTENDERS, FLOOR, OURS, PEERS
+from everstep.cli.bench.plan import BASELINE, CONTENDERS, FLOOR, OURS, PEERS
 
 SCHEMA = 1
 AIM_CALL_MS = 1.0

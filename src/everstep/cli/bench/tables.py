@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.bench_plan import BASELINE, FLOOR, OURS
+from everstep.cli.bench.plan import BASELINE, FLOOR, OURS
 
 _STYLES = {OURS: "bold green", BASELINE: "dim", FLOOR: "dim"}
 Report = dict[str, Any]

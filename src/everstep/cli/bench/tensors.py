@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from everstep import Checkpointer, Keep, Store
-from everstep.cli.floors import filled_buffer, page_multiple, plain_write
+from everstep.cli.bench.floors import filled_buffer, page_multiple, plain_write
 
 _FLOATS_EACH = 256
 _TENSORS_PER_PARAMETER = 4  # itself, two moments, a step counter

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import xxhash
 
-from everstep.cli import bench_tensors, workload
-from everstep.cli.contenders import OWN, Contender, Finish, state_bytes, sync_directory
-from everstep.cli.peers import PEERS
+from everstep.cli import workload
+from everstep.cli.bench import tensors
+from everstep.cli.bench.contenders import OWN, Contender, Finish, state_bytes, sync_directory
+from everstep.cli.bench.peers import PEERS
 
 _RUN_STEPS = 1000
 _WARM_SAVES = 3
@@ -118,8 +119,8 @@ class Worker:
         return {"seconds": seconds, "equal": equal, "cache": cache}
 
     def tensors(self, count: int, saves: int) -> dict[str, Any]:
-        """The section about a model of many small tensors; see `bench_tensors`."""
-        return bench_tensors.measure(self._root / "tensors", count, saves)
+        """The section about a model of many small tensors; see tensors.py."""
+        return tensors.measure(self._root / "tensors", count, saves)
 
     def close(self) -> dict[str, Any]:
         """End the contender's processes."""

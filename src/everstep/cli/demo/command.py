@@ -1,8 +1,8 @@
 """`everstep demo`: a training run that is killed again and again, and loses nothing by it.
 
-The trainer is a child process (demo_trainer) that checkpoints every step. This process kills it at
-moments drawn from a seed (demo_kills), has the same run trained without interruption, and reports
-what was lost, whether every bit is equal, and what it cost (demo_report, demo_table, demo_picture).
+The trainer is a child process (trainer.py) that checkpoints every step. This process kills it at
+moments drawn from a seed (kills.py), has the same run trained without interruption, and reports
+what was lost, whether every bit is equal, and what it cost (report.py, table.py, picture.py).
 """
 
 import argparse
@@ -15,10 +15,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from everstep.cli.demo_events import Event, Settings, read_events
-from everstep.cli.demo_kills import Trainer, draw_aims
-from everstep.cli.demo_report import Report, make_report
-from everstep.cli.demo_table import show
+from everstep.cli.demo.events import Event, Settings, read_events
+from everstep.cli.demo.kills import Trainer, draw_aims
+from everstep.cli.demo.report import Report, make_report
+from everstep.cli.demo.table import show
 
 THREADS_MAX = 8
 TIMED_STEPS = 40
@@ -152,7 +152,7 @@ def _report(
 def _draw(report: Report, logs: tuple[list[Event], list[Event]], picture: Path) -> str | None:
     """Write the picture. Returns why there is none: matplotlib is an extra."""
     try:
-        from everstep.cli.demo_picture import draw
+        from everstep.cli.demo.picture import draw
     except ImportError:
         return "No picture: that needs matplotlib (pip install everstep[demo])."
     picture.parent.mkdir(parents=True, exist_ok=True)

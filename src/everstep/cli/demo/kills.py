@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from everstep.cli.demo_events import Event, EventLog, Settings, Tail
+from everstep.cli.demo.events import Event, EventLog, Settings, Tail
 from everstep.errors import EverstepError
 
 POLL_S = 0.002
@@ -83,7 +83,7 @@ class Trainer:
 
     def start(self) -> None:
         """Start the process. What it prints goes to a file."""
-        command = [sys.executable, "-m", "everstep.cli.demo_trainer", self._settings.to_json()]
+        command = [sys.executable, "-m", "everstep.cli.demo.trainer", self._settings.to_json()]
         self._last.clear()
         self._log.write("spawn")
         with self._output.open("ab") as output:

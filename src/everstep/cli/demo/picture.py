@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from everstep.cli.demo_events import Event
-from everstep.cli.demo_report import Attempt, Report, split_attempts
+from everstep.cli.demo.events import Event
+from everstep.cli.demo.report import Attempt, Report, split_attempts
 
 Axes = Any  # matplotlib's own, which is not typed for us
 

@@ -7,7 +7,7 @@ from math import ceil
 from statistics import mean, median
 from typing import Any
 
-from everstep.cli.demo_events import Event, Settings
+from everstep.cli.demo.events import Event, Settings
 
 LOST_STEPS_MAX = 1
 

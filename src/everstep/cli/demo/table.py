@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.demo_report import LOST_STEPS_MAX, Kill, Report, Spread
+from everstep.cli.demo.report import LOST_STEPS_MAX, Kill, Report, Spread
 
 _MEGA = 1e6
 

@@ -1,6 +1,6 @@
 """The demo's child process: trains, checkpoints every step, and is killed at any moment.
 
-`python -m everstep.cli.demo_trainer SETTINGS` with the settings as JSON. In the role "reference" it
+`python -m everstep.cli.demo.trainer SETTINGS` with the settings as JSON. In the role "reference" it
 trains the same run without checkpoints and without interruption, compares its live state with the
 last checkpoint of the run that was killed, and then measures what checkpoints cost.
 """
@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from everstep.cli.demo_events import EventLog, Settings
+from everstep.cli.demo.events import EventLog, Settings
 
 if TYPE_CHECKING:
     from everstep import SaveHandle
@@ -119,12 +119,12 @@ class Watcher:
 
 def train_reference(run: "Run", settings: Settings, log: EventLog) -> None:
     """The run that nothing interrupts, without checkpoints."""
-    from everstep.cli import demo_compare
+    from everstep.cli.demo import compare
 
     log.write("restored", step=0)
     for step in range(1, settings.steps + 1):
         train_one_step(run, step, log)
-    log.write("compared", **demo_compare.compare(run, settings.store, settings.steps))
+    log.write("compared", **compare.compare(run, settings.store, settings.steps))
     if settings.timed_steps:
         time_checkpoints(run, settings, log)
     log.write("finished")

@@ -1,0 +1,1 @@
+"""everstep bench: beside its peers, in turn, on one machine."""

@@ -1,0 +1,1 @@
+"""everstep demo: kill the trainer at random moments, compare with an undisturbed run."""
