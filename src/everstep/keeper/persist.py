@@ -1,6 +1,7 @@
 """From a sealed slot to a committed checkpoint: digest, write, ask the trainer, commit, retain."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,9 @@ from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger(__name__)
+
+_HASHERS = min(4, len(os.sched_getaffinity(0)))
+_SHARE_BYTES_MIN = 16 << 20
 
 
 @dataclass(slots=True)
@@ -59,7 +63,7 @@ class Writer:
     run: str | None = None
     cache: retain.FileCache = field(default_factory=dict)
     hasher: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "everstep-digest")
+        default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")
     )
 
 
@@ -84,7 +88,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         raise Corrupt(f"reading slot {slot} of the arena: its record is not whole")
     manifest, packs = _describe(writer, arena, slot, record)
     name = CheckpointName(manifest.step, manifest.epoch)
-    digests = writer.hasher.submit(_digest, arena, slot, record)
+    digests = _begin_digests(writer, arena, slot, record)
     existing = False
     links: tuple[FileLink, ...] = ()
     failure: EverstepError | None = None
@@ -183,9 +187,11 @@ def _with_data(
     manifest: Manifest,
     table: memoryview,
     links: tuple[FileLink, ...],
-    digests: "Future[tuple[str, ...]]",
+    digests: list[Future[dict[int, str]]],
 ) -> Manifest:
-    part = Part(0, commit.table_link(table), links, digests.result(), manifest.step)
+    found = {index: digest for share in digests for index, digest in share.result().items()}
+    ordered = tuple(found[index] for index in range(len(found)))
+    part = Part(0, commit.table_link(table), links, ordered, manifest.step)
     return replace(manifest, parts=(part,))
 
 
@@ -193,18 +199,29 @@ def _unwritten(packs: list[memoryview]) -> tuple[FileLink, ...]:
     return tuple(FileLink(f"{names.DATA}/unwritten", len(pack)) for pack in packs)
 
 
-def _digest(arena: Arena, slot: int, record: Record) -> tuple[str, ...]:
-    """One digest per extent, by index. Large extents are hashed without the GIL."""
+def _begin_digests(
+    writer: Writer, arena: Arena, slot: int, record: Record
+) -> list[Future[dict[int, str]]]:
+    """Hash all extents, large amounts in several threads: see Batch.copy_from_cpu for why."""
     table, found = _parsed_table(bytes(arena.table(slot, record)))
-    image = arena.image(slot)
     starts = [0]
     for pack in table.packs:
         starts.append(starts[-1] + pack.size)
-    digests = [""] * len(found)
+    share_size = max(_SHARE_BYTES_MIN, -(-record.image_size // _HASHERS))
+    shares: dict[int, list[tuple[int, int, int]]] = {}
     for extent in found:
         start = starts[extent.pack] + extent.offset
-        digests[extent.digest] = xxhash.xxh3_128_hexdigest(image[start : start + extent.size])
-    return tuple(digests)
+        shares.setdefault(start // share_size, []).append((extent.digest, start, extent.size))
+    image = arena.image(slot)
+    return [writer.hasher.submit(_digest, image, share) for share in shares.values()]
+
+
+def _digest(image: memoryview, share: list[tuple[int, int, int]]) -> dict[int, str]:
+    """The digests of some extents (index, start, size), by index. Large ones without the GIL."""
+    return {
+        index: xxhash.xxh3_128_hexdigest(image[start : start + size])
+        for index, start, size in share
+    }
 
 
 @lru_cache(maxsize=4)
