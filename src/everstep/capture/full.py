@@ -115,7 +115,7 @@ class Full:
             known = bound.get(owner)
             bound[owner] = _Bound.of((*(known.leaves if known else ()), *leaves), plan)
         owned = {
-            owner: _Owned(part.batch, Tripwire(part.leaves, part.places, step))
+            owner: _Owned(part.batch, part.tripwire(step))
             for owner, part in bound.items()
             if owner is not None
         }
@@ -225,12 +225,18 @@ class _Bound:
     """Some leaves, how they are copied, and where they can be sampled."""
 
     leaves: tuple[Leaf, ...]
+    tensors: tuple[torch.Tensor, ...]
     batch: Batch
     places: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, leaves: tuple[Leaf, ...], plan: Plan) -> "_Bound":
-        return cls(leaves, Batch.of(leaves, plan), sample_places(leaves))
+        tensors = tuple(leaf.tensor for leaf in leaves)
+        return cls(leaves, tensors, Batch.of(leaves, plan), sample_places(leaves))
+
+    def tripwire(self, step: int) -> Tripwire:
+        """Armed now."""
+        return Tripwire(self.leaves, self.tensors, self.places, step)
 
 
 def _by_owner(leaves: tuple[Leaf, ...]) -> dict[int | None, tuple[Leaf, ...]]:

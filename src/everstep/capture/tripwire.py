@@ -26,11 +26,17 @@ class Tripwire:
 
     __slots__ = ("_leaves", "_samples", "_tensors", "_versions")
 
-    def __init__(self, leaves: Sequence[Leaf], places: Sequence[tuple[int, int, int]], step: int):
-        """`places`: (address, bytes to sample from, index of the leaf) of contiguous CPU
-        tensors."""
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        tensors: Sequence[torch.Tensor],
+        places: Sequence[tuple[int, int, int]],
+        step: int,
+    ) -> None:
+        """`tensors`: those of the leaves. `places`: (address, bytes to sample from, index of the
+        leaf) of contiguous CPU tensors."""
         self._leaves = leaves
-        self._tensors = [leaf.tensor for leaf in leaves]
+        self._tensors = tensors
         self._versions = list(map(_version, self._tensors))
         self._samples = []
         turn = step * _STRIDE

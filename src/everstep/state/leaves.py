@@ -73,6 +73,7 @@ class Guard:
     _parts: list[object] = field(default_factory=list)
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _pointers: list[int] = field(default_factory=list)
+    _watched: set[int] = field(default_factory=set)
     _shaped: list[tuple[torch.Tensor, torch.Size, tuple[int, ...]]] = field(default_factory=list)
 
     def watch_size(self, container: Any) -> None:
@@ -89,10 +90,13 @@ class Guard:
     def watch_item(self, container: Any, key: Any, tensor: torch.Tensor) -> None:
         """container[key] is this tensor, on this storage."""
         self.watch_part(container, key)
+        if id(tensor) in self._watched:
+            return
         try:
             pointer = tensor.data_ptr()
         except (RuntimeError, ValueError):  # it has no storage: sparse, or not initialised
             return
+        self._watched.add(id(tensor))  # which the list below keeps alive
         self._tensors.append(tensor)
         self._pointers.append(pointer)
 
