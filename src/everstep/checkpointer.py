@@ -347,17 +347,21 @@ class Checkpointer:
             if problem:
                 self._on_torn(capture, handle, problem)
         elif kind == "local":
-            self._on_commit(capture, handle, message["bytes"])
+            self._on_commit(capture, handle, message)
         elif kind == "failed":
             error = KINDS.get(message["kind"], Unavailable)(message["message"])
             self._count_failure(handle, error)
             self._forget(capture)
             self._pool.retire_old()
 
-    def _on_commit(self, capture: Capture, handle: SaveHandle, size: int) -> None:
+    def _on_commit(self, capture: Capture, handle: SaveHandle, message: Message) -> None:
         self.metrics.commits += 1
-        self.metrics.bytes_written += size
+        self.metrics.bytes_written += message["bytes"]
         handle.advance("local")
+        if warning := message.get("warning"):  # durable all the same, but not tagged
+            log.error("%s", warning)
+            self.metrics.last_error = warning
+            handle.fail(Unavailable(warning))
         self.metrics.add_durable(handle.times["local"] - handle.times["called"])
         self._forget(capture)
         self._pool.retire_old()

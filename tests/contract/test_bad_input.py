@@ -260,6 +260,17 @@ def test_tags_metrics_and_retention_while_saving(store):
     assert Store(store).verify().ok
 
 
+def test_a_tag_that_cannot_be_set_is_told_and_the_step_is_saved(store):
+    """tags is a file, so that no tag can be written; the checkpoint does not suffer."""
+    saver = checkpointer(store, {"x": torch.zeros(2)})
+    (store / "tags").write_text("in the way")
+    handle = saver.save(1, tag="best")
+    with pytest.raises(Unavailable, match="is saved, but not tagged 'best'"):
+        saver.close()
+    assert handle.level == "local"
+    assert Store(store).steps() == [1]
+
+
 # ---- memory ----------------------------------------------------------------------------------
 
 

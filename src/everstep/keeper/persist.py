@@ -69,10 +69,11 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a commit cost: bytes written, seconds until durable."""
+    """What a commit cost: bytes written, seconds until durable. `warning`: what failed after it."""
 
     bytes: int
     seconds: float
+    warning: str | None = None
 
 
 def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> Outcome:
@@ -117,9 +118,14 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     finally:
         failure = None  # its traceback holds this frame, and so the arena's memory
     writer.parent = name
+    warning: str | None = None
     if manifest.tag:  # also where the step was there: who committed it may have died before this
-        commit.set_tag(writer.disk, manifest.tag, name)
-    return Outcome(0 if existing else sum(map(len, packs)), time.monotonic() - began)
+        try:
+            commit.set_tag(writer.disk, manifest.tag, name)
+        except EverstepError as error:
+            warning = f"step {name.step} is saved, but not tagged {manifest.tag!r}: {error}"
+    size = 0 if existing else sum(map(len, packs))
+    return Outcome(size, time.monotonic() - began, warning)
 
 
 def _ask(job: Job, announce_written: Callable[[], None]) -> None:

@@ -324,7 +324,11 @@ class Session:
     def _done(self, job: Job, outcome: Outcome) -> None:
         self.committed += 1
         self._finish(job, SlotState.DONE)
-        message = {"type": "local", "sequence": job.sequence}
+        message = {
+            "type": "local",
+            "sequence": job.sequence,
+            "warning": (outcome.warning or "")[:_TEXT_MAX],
+        }
         self.tell(message | {"bytes": outcome.bytes, "seconds": outcome.seconds})
         apply_retention(self.writer)
 
