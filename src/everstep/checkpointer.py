@@ -357,11 +357,11 @@ class Checkpointer:
     def _on_commit(self, capture: Capture, handle: SaveHandle, message: Message) -> None:
         self.metrics.commits += 1
         self.metrics.bytes_written += message["bytes"]
-        handle.advance("local")
-        if warning := message.get("warning"):  # durable all the same, but not tagged
-            log.error("%s", warning)
-            self.metrics.last_error = warning
-            handle.fail(Unavailable(warning))
+        error = Unavailable(message["warning"]) if message.get("warning") else None
+        if error:  # durable, but not tagged
+            log.error("%s", error)
+            self.metrics.last_error = str(error)
+        handle.advance("local", error)
         self.metrics.add_durable(handle.times["local"] - handle.times["called"])
         self._forget(capture)
         self._pool.retire_old()

@@ -56,9 +56,11 @@ class SaveHandle:
         tensors next."""
         self._confirm = check
 
-    def advance(self, level: str) -> None:
-        """For everstep: the save has reached `level`; a level never falls."""
+    def advance(self, level: str, error: EverstepError | None = None) -> None:
+        """For everstep: the save has reached `level`; a level never falls. `error`: what went wrong
+        all the same."""
         with self._changed:
+            self.error = error or self.error
             if not self._has(level):
                 self.level = level
                 self.times[level] = time.monotonic()
