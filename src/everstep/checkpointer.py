@@ -44,6 +44,7 @@ from everstep.tiers.disk import Disk
 log = logging.getLogger("everstep")
 
 _CLOSE_S = 600.0
+_EXACT_KEYS = ("torch", "machine", "threads")
 _TORN_MAX = 100
 
 
@@ -83,7 +84,8 @@ class Checkpointer:
         self._client = Client(self._disk.root, keep, self._on_event)
         self._pool = Pool(self._client, memory_budget)
         self._planner = Planner()
-        self._topology = _topology()
+        self._topology: dict[str, Any] | None = None
+        self._descriptor_size = 0
         self._capture = Full(self._seal, self._on_capture_failure)
         self._pool.on_release = self._capture.devices.unpin
         self._captures: dict[int, tuple[Capture, SaveHandle]] = {}
@@ -95,7 +97,7 @@ class Checkpointer:
         self._last_step: int | None = None
         self._is_closed = False
         self._hooks = [self._hook(optimizer) for optimizer in self._state.optimizers]
-        self._preemption = Preemption(self._is_saved, lambda: self.wait())
+        self._preemption = Preemption(self._is_saved, lambda: self.wait("local", _CLOSE_S))
         self._preemption.install()
         _close_in_children(self)
         atexit.register(self._close_at_exit)
@@ -153,7 +155,7 @@ class Checkpointer:
             self.wait()
         chosen = [only] if isinstance(only, str) else only
         disk = self._disk if from_store is None else _existing_store(from_store)
-        arenas = self._client.settle()
+        arenas = self._settle()
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
         self._pool.inherit(arenas)
         failure: EverstepError | None = None
@@ -171,6 +173,8 @@ class Checkpointer:
             self._last_step = candidate.name.step
             self.metrics.restore_seconds = time.perf_counter() - began
             return candidate.name.step
+        if from_store is not None and not failure:
+            raise Missing(f"restoring from {disk.root}: there is no checkpoint in it")
         if failure:
             raise Corrupt(
                 f"restoring from {disk.root}: none of its checkpoints verifies; of the oldest: "
@@ -209,8 +213,10 @@ class Checkpointer:
             self._client.close()
             if not self._captures:  # else something is still being copied
                 self._pool.close()
+            if isinstance(self._newest and self._newest.error, Skipped):
+                log.warning("closing: the newest save was skipped: %s", self._newest)
             if self._preemption.ends_process:  # it was asked to, and no step came any more
-                self._preemption.end()
+                self._preemption.end(wait=False)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -248,8 +254,12 @@ class Checkpointer:
         collected = self._state.collect()
         self.metrics.user_seconds = self._state.user_seconds
         plan = self._planner.plan(collected)
-        descriptor = seal(self._describe(collected, tag, metrics))
-        slot = self._pool.acquire(plan, len(descriptor), self._waits)
+        waits = self._waits or self._preemption.requested
+        slot = None
+        if self._pool.reserve(plan, self._descriptor_size, waits):
+            descriptor = seal(self._describe(collected, tag, metrics))
+            self._descriptor_size = len(descriptor)
+            slot = self._pool.acquire(plan, len(descriptor), waits)
         if slot is None:
             self._skip(handle)
             return
@@ -257,6 +267,7 @@ class Checkpointer:
         try:
             capture = self._capture.begin(handle.step, sequence, collected, plan, slot, descriptor)
         except BaseException:
+            self._capture.devices.synchronize()  # nothing may arrive in a slot that is free
             slot.arena.set_state(slot.index, SlotState.FREE)
             raise
         handle.confirm_with(capture.check)
@@ -266,6 +277,7 @@ class Checkpointer:
     def _describe(
         self, collected: Collected, tag: str | None, metrics: dict[str, Any]
     ) -> dict[str, Any]:
+        self._topology = self._topology or _topology()
         return {
             "objects": collected.objects,
             "hyperparameters": collected.hyperparameters,
@@ -430,8 +442,24 @@ class Checkpointer:
             with candidate.sources(part) as sources:
                 load(part, sources, here)
         placement.finish()
+        here_now = _topology()
+        if differing := {key for key in _EXACT_KEYS if manifest.topology.get(key) != here_now[key]}:
+            log.warning(
+                "step %s was written under another %s: the state is exact, going on from it may "
+                "differ in last bits",
+                manifest.step,
+                " and ".join(sorted(differing)),
+            )
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)
+
+    def _settle(self) -> list[tuple[str, Arena]]:
+        """What dead trainers left in the keeper's memory; nothing where no keeper can be had."""
+        try:
+            return self._client.settle()
+        except Unavailable as error:
+            log.warning("%s. Restoring from the disk", error)
+            return []
 
     # ---- small things ----------------------------------------------------------------------
 
@@ -492,7 +520,8 @@ def _topology() -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        # Asking would initialise CUDA, after which no process may be forked that uses it.
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
     }
 
 

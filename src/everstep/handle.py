@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, Unsupported
 
 LEVELS = ("captured", "held", "local", "replicated", "remote")
 
@@ -46,10 +46,11 @@ class SaveHandle:
                     f"{self.level or 'being copied'} "
                     f"after {timeout} s"
                 )
-        if confirm := self._confirm:
-            confirm()
+        problem = self._confirm() if self._confirm else None
         if self.error is not None and not self._has(level):
             raise self.error
+        if problem and self.level != "local":
+            raise Unsupported(problem)
 
     def confirm_with(self, check: Callable[[], str | None] | None) -> None:
         """For everstep: how to check the copy when somebody has waited for it and may change

@@ -51,9 +51,11 @@ class Preemption:
         """Whether the process has to end by the signal once all is durable."""
         return self.requested and self._previous is signal.SIG_DFL
 
-    def end(self) -> None:
-        """End by the signal that came. Main thread; returns only if a handler lets it."""
-        self._wait_quietly()
+    def end(self, wait: bool = True) -> None:
+        """End by the signal that came, when all is durable. Main thread; returns only if a handler
+        lets it."""
+        if wait:
+            self._wait_quietly()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -5,6 +5,7 @@ copies for the rest. Copies off a device run on a side stream of it, into pinned
 ordered after what the training stream had enqueued at the call.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -93,7 +94,8 @@ class Batch:
         """
         image = image_tensor(arena, slot)
         for offset, tensor in self.on_device.get(device, ()):
-            place(image, offset, tensor).copy_(tensor, non_blocking=True)
+            plain = tensor.resolve_conj().resolve_neg()  # a new one only where a bit is set
+            place(image, offset, plain).copy_(plain, non_blocking=True)
 
 
 def _move_all(base: int, moves: list[tuple[int, int, int]]) -> None:
@@ -133,27 +135,39 @@ class Devices:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pinned: dict[int, Arena] = {}
+        self._pinned: dict[int, tuple[Arena, torch.device]] = {}
 
-    def pin(self, arena: Arena) -> None:
-        """Register the arena with CUDA, once; takes seconds for many GB, so it is done before its
-        first copy.
+    def pin(self, arena: Arena, device: torch.device) -> None:
+        """Register the arena with CUDA, once, for all devices; `device` is one in use. Takes
+        seconds for many GB, so it is done before its first copy.
 
         Where it fails, copies go through the driver's own staging: slower, and just as right.
         """
         if arena.address in self._pinned:
             return
-        self._pinned[arena.address] = arena  # and keep it mapped for as long as it is registered
-        error = torch.cuda.cudart().cudaHostRegister(arena.address, arena.size, _PORTABLE)
-        if int(error):
-            log.warning(
-                "pinning %s bytes of host memory failed: CUDA error %s", arena.size, int(error)
-            )
+        # Kept, so that it stays mapped for as long as it is registered.
+        self._pinned[arena.address] = arena, device
+        with torch.cuda.device(device):
+            error = int(torch.cuda.cudart().cudaHostRegister(arena.address, arena.size, _PORTABLE))
+            if error:
+                log.warning("pinning %s bytes of host memory: CUDA error %s", arena.size, error)
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(
+                        1, device=device
+                    )  # takes the error, which would hit the next kernel
 
     def unpin(self, arena: Arena) -> None:
-        """Undo `pin`, where it was done; no copy into the arena may be under way."""
-        if self._pinned.pop(arena.address, None):
-            torch.cuda.cudart().cudaHostUnregister(arena.address)
+        """Undo `pin`, where it was done; no copy into the arena may be under way. Any thread."""
+        _, device = self._pinned.pop(arena.address, (None, None))
+        if device is not None:
+            with torch.cuda.device(device):
+                torch.cuda.cudart().cudaHostUnregister(arena.address)
+
+    def synchronize(self) -> None:
+        """Wait until nothing is on its way into an arena any more."""
+        for device in {*self._streams, *(device for _, device in self._pinned.values())}:
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(device)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The side stream of a device. For the copying thread only."""

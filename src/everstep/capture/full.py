@@ -52,6 +52,7 @@ class Capture:
     owned: dict[int, _Owned]
     begins: dict[torch.device, torch.cuda.Event]
     eager_ends: list[torch.cuda.Event]
+    devices: set[torch.device]
     keep_alive: tuple[Leaf, ...]
     problem: str | None = None
 
@@ -92,7 +93,9 @@ class Full:
         self._bound: tuple[Walk, Plan, dict[int | None, _Bound]] | None = None
         self.devices = Devices()
         self._movers = ThreadPoolExecutor(MOVERS, "everstep-move")
-        threading.Thread(target=self._run, name="everstep-copy", daemon=True).start()
+        self._copied: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
+        threading.Thread(target=self._copy_all, name="everstep-copy", daemon=True).start()
+        threading.Thread(target=self._seal_all, name="everstep-seal", daemon=True).start()
 
     def begin(
         self,
@@ -125,9 +128,11 @@ class Full:
         for device in {device for part in owned.values() for device in part.batch.on_device}:
             begins[device] = torch.cuda.Event()
             begins[device].record(torch.cuda.current_stream(device))
+        devices = {device for batch in batches for device in batch.on_device} | begins.keys()
         alive = (*collected.walk.leaves, *collected.loose)
-        capture = Capture(step, sequence, slot, plan, descriptor, owned, begins, eager_ends, alive)
-        return capture
+        return Capture(
+            step, sequence, slot, plan, descriptor, owned, begins, eager_ends, devices, alive
+        )
 
     def go_on(self, capture: Capture) -> None:
         """Let the copying thread make the lazy copies."""
@@ -176,38 +181,52 @@ class Full:
             for device in batch.on_device:
                 with torch.cuda.device(device):
                     batch.enqueue_from(device, slot.arena, slot.index)
-                    ends.append(torch.cuda.Event())
+                    ends.append(torch.cuda.Event(blocking=True))
                     ends[-1].record(torch.cuda.current_stream(device))
         return ends
 
-    def _run(self) -> None:
+    def _copy_all(self) -> None:
         while capture := self._queue.get():
             try:
                 self._copy(capture)
-                self._seal(capture)
-            except Exception as error:  # reaches the handle; training goes on
-                if not isinstance(error, EverstepError):
-                    log.exception("copying step %s", capture.step)
-                    error = Unavailable(f"copying step {capture.step}: {error!r}")
-                capture.slot.arena.set_state(capture.slot.index, SlotState.FREE)
-                self._fail(capture, error)
+            except Exception as error:  # noqa: BLE001 - reaches the handle; training goes on
+                self.devices.synchronize()  # nothing may arrive in a slot that is free
+                self._give_up(capture, error)
+            else:
+                self._copied.put(capture)
             finally:
                 for owned in capture.owned.values():
                     owned.ready.set()  # whatever happened, no update waits for ever
                 capture.keep_alive = ()
         self._movers.shutdown(wait=False)
+        self._copied.put(None)
+
+    def _seal_all(self) -> None:
+        """A thread of its own: sealing may wait for the keeper, which copies must not do."""
+        while capture := self._copied.get():
+            try:
+                self._seal(capture)
+            except Exception as error:  # noqa: BLE001 - reaches the handle; training goes on
+                self._give_up(capture, error)
+
+    def _give_up(self, capture: Capture, error: Exception) -> None:
+        if not isinstance(error, EverstepError):
+            log.error("capturing step %s", capture.step, exc_info=error)
+            error = Unavailable(f"capturing step {capture.step}: {error!r}")
+        capture.slot.arena.set_state(capture.slot.index, SlotState.FREE)
+        self._fail(capture, error)
 
     def _copy(self, capture: Capture) -> None:
         slot = capture.slot
-        if capture.begins or capture.eager_ends:
-            self.devices.pin(slot.arena)
+        for device in capture.devices:
+            self.devices.pin(slot.arena, device)
         for owned in capture.owned.values():
             for device in owned.batch.on_device:
                 stream = self.devices.stream(device)
                 with torch.cuda.device(device), torch.cuda.stream(stream):
                     stream.wait_event(capture.begins[device])
                     owned.batch.enqueue_from(device, slot.arena, slot.index)
-                    owned.ends[device] = torch.cuda.Event()
+                    owned.ends[device] = torch.cuda.Event(blocking=True)
                     owned.ends[device].record(stream)
             owned.batch.copy_from_cpu(slot.arena, slot.index, self._movers)
             owned.ready.set()

@@ -87,8 +87,8 @@ class Pool:
         None where none is free and `wait` is False; else blocks. Raises Unavailable where the
         budget is too small, or the keeper is lost.
         """
-        documents = round_up(len(plan.table) + 3 * descriptor_size + 64 * plan.layout.digest_count)
-        self._fit(plan, documents + _DOCUMENT_SLACK_BYTES)
+        if not self.reserve(plan, descriptor_size, wait):
+            return None
         assert self._current
         key, arena = self._current
         if len(plan.table) + descriptor_size > arena.documents_size:
@@ -108,19 +108,65 @@ class Pool:
             self._plans[key, index] = plan
         return Slot(key, arena, index)
 
+    def reserve(self, plan: Plan, descriptor_size: int, wait: bool) -> bool:
+        """Make sure that there is an arena for this plan: one that is outgrown is retired.
+
+        False where the one before it is still in use and `wait` is False; else blocks. So there
+        are never more than two, however fast a state grows. Raises Unavailable.
+        """
+        documents = round_up(len(plan.table) + 3 * descriptor_size + 64 * plan.layout.digest_count)
+        documents += _DOCUMENT_SLACK_BYTES
+        image = plan.layout.size
+        if self._current and _fits(self._current[1], image, documents // 2):
+            return True
+        with self._changed:
+            while self._retired and not self._release_retired():
+                self._take_back()
+                if not self._retired:
+                    break
+                self._check_failure()
+                if not wait:
+                    return False
+                self._changed.wait(0.2)
+        adopted = self._adopt(image, documents)
+        outgrown, self._current = self._current, adopted or self._create(image, documents)
+        if outgrown:
+            self._retired.append(outgrown)
+        return True
+
     def notify(self) -> None:
         """A slot may have become free."""
         with self._changed:
             self._changed.notify_all()
 
     def retire_old(self) -> None:
-        """Release arenas that were outgrown and have nothing left to write."""
+        """Release the arena that was outgrown, once it has nothing left to write and the one in use
+        holds a whole state: one good copy stays in memory. Any thread."""
+        with self._changed:
+            self._release_retired()
+
+    def _release_retired(self) -> bool:
+        """Whether no retired arena is left."""
+        current = self._current
         for key, arena in list(self._retired):
-            busy = (SlotState.CAPTURING, SlotState.SEALED)
-            if not any(arena.state(slot) in busy for slot in range(arena.slot_count)):
+            has_successor = current and current[1].newest_complete() is not None
+            if has_successor and not _is_busy(arena):
                 self._retired.remove((key, arena))
-                self.on_release(arena)
-                self._client.release_arena(key)
+                self._release(key, arena)
+        return not self._retired
+
+    def _take_back(self) -> None:
+        """Where nothing came of the arena in use, the one before it holds the good copy."""
+        if self._current and self._retired:
+            key, arena = self._current
+            if not _is_busy(arena) and arena.newest_complete() is None:
+                self._current = self._retired.pop()
+                self._release(key, arena)
+
+    def _release(self, key: str, arena: Arena) -> None:
+        self.on_release(arena)
+        self._plans = {at: plan for at, plan in self._plans.items() if at[0] != key}
+        self._client.release_arena(key)
 
     def _check_failure(self) -> None:
         if self.failure:
@@ -133,19 +179,10 @@ class Pool:
                 return slot
         return None
 
-    def _fit(self, plan: Plan, documents: int) -> None:
-        """Make sure that the current arena can hold the plan."""
-        image = plan.layout.size
-        if self._current and _fits(self._current[1], image, documents // 2):
-            return
-        if self._current:
-            self._retired.append(self._current)
-        self._current = self._adopt(image, documents) or self._create(image, documents)
-
     def _adopt(self, image: int, documents: int) -> tuple[str, Arena] | None:
         chosen = None
         for key, arena in self._inherited:
-            is_close = arena.image_size <= round_up(image) * 1.25
+            is_close = arena.image_size <= round_up(image) * 1.5
             fits = is_close and _fits(arena, image, documents // 2)
             if not chosen and fits and self._client.adopt(key, arena):
                 chosen = key, arena
@@ -158,6 +195,8 @@ class Pool:
         return chosen
 
     def _create(self, image: int, documents: int) -> tuple[str, Arena]:
+        if self._current:  # it has grown, and may go on to do so
+            image += image // 4
         slot_bytes = round_up(image) + round_up(documents)
         budget = self._budget
         if budget is None:
@@ -193,6 +232,12 @@ def available_memory() -> int:
         if top.isdigit():
             available = min(available, max(0, int(top) - used))
     return available
+
+
+def _is_busy(arena: Arena) -> bool:
+    """Whether something is being copied into it, or waits to be written."""
+    busy = (SlotState.CAPTURING, SlotState.SEALED)
+    return any(arena.state(slot) in busy for slot in range(arena.slot_count))
 
 
 def _fits(arena: Arena, image: int, documents: int) -> bool:

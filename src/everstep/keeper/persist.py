@@ -105,9 +105,9 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         manifest = _with_data(manifest, table, links or _unwritten(packs), digests)
         document = encode_manifest(manifest)
         arena.put_manifest(slot, record, document)
+        _ask(job, announce_written)  # also before a failure: memory must not offer a torn copy
         if failure:
             raise failure
-        _ask(job, announce_written)
         if existing:
             arena.put_manifest(slot, record, _existing(writer.disk, manifest))
         else:
