@@ -24,7 +24,7 @@ class Promises:
     checkpoints: set[CheckpointName] = field(default_factory=set)
     epochs: set[int] = field(default_factory=set)
     tags: dict[str, CheckpointName] = field(default_factory=dict)
-    moving: set[str] = field(default_factory=set)  # tags that name this or that, but always one
+    moving: dict[str, set[CheckpointName]] = field(default_factory=dict)  # tags: always one of these
 
     def check(self, base: Path) -> None:
         """Everything that is committed verifies, and everything that was promised is there."""
@@ -37,11 +37,12 @@ class Promises:
         disk = Disk(path)
         verdict = store.verify()
         assert verdict.ok, verdict.problems
-        assert self.checkpoints <= set(catalog.committed(disk))
+        committed = set(catalog.committed(disk))
+        assert self.checkpoints <= committed
         assert self.epochs <= set(catalog.read_epochs(disk))
         tags = catalog.read_tags(disk)
         assert self.tags.items() <= tags.items()
-        assert all(tags[name] in catalog.committed(disk) for name in self.moving)
+        assert all(tags[tag] in allowed & committed for tag, allowed in self.moving.items())
         if self.checkpoints:
             assert store.latest() >= max(name.step for name in catalog.lineage(disk))
             store.manifest()

@@ -10,7 +10,7 @@ import pytest
 from faults import Fault, FaultySystem, Medium
 from sweep import Promises, sweep
 
-from everstep import Store
+from everstep import Store, Unavailable
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
@@ -39,7 +39,8 @@ def _small_extents(monkeypatch):
 
 def _two_checkpoints(disk: Disk) -> Promises:
     make_store(disk.root, {1: None, 2: "good"}, system=disk._system)
-    return Promises({CheckpointName(1, 1), CheckpointName(2, 1)}, {1}, moving={"good"})
+    first, second = CheckpointName(1, 1), CheckpointName(2, 1)
+    return Promises({first, second}, {1}, moving={"good": {second}})
 
 
 def _branches(disk: Disk) -> Promises:
@@ -53,10 +54,16 @@ def _branches(disk: Disk) -> Promises:
 
 @pytest.mark.parametrize("fault", Fault)
 def test_a_save(folder, fault):
+    warnings = []
+
     def save(disk: Disk, promises: Promises) -> None:
         name = CheckpointName(3, 1)
-        Trainer(disk, epoch=1, parent=CheckpointName(2, 1)).save(3, tag="good")
+        promises.moving["good"].add(name)
+        outcome = Trainer(disk, epoch=1, parent=CheckpointName(2, 1)).save(3, tag="good")
         promises.checkpoints.add(name)
+        if outcome.warning:  # saved, but not tagged: allowed the first time, not when done again
+            warnings.append(outcome.warning)
+            raise Unavailable(outcome.warning)
         promises.tags["good"] = name
 
     def finish(disk: Disk) -> None:
@@ -65,6 +72,8 @@ def test_a_save(folder, fault):
         assert len(packs_of(disk.root)) == 3
 
     assert sweep(folder, _two_checkpoints, save, fault, finish) > 30
+    assert bool(warnings) == (fault is not Fault.KILL)
+    assert all("step 3 is saved, but not tagged 'good'" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
