@@ -262,6 +262,38 @@ def test_a_module_that_is_replaced_between_saves_is_seen(store):
     assert torch.equal(found["model.odd"], model.odd)
 
 
+def test_data_in_the_same_memory_with_another_shape_or_dtype_is_seen(store):
+    model = Holder(late=None)
+    model.weight = nn.Parameter(torch.randn(6, 6).half())
+    model.register_parameter("bias", None)
+
+    def transpose():
+        model.weight.data = model.weight.data.t()
+
+    def shorten():
+        model.weight.data = model.weight.data[:5]
+
+    def view():
+        model.weight.data = model.weight.data.view(torch.bfloat16)
+
+    def set_late():
+        model.kept_late = torch.randn(3)
+
+    def set_bias():
+        model.bias = nn.Parameter(torch.randn(4))
+
+    with checkpointer(store, {"model": model}) as saver:
+        saver.step(1)
+        for step, change in enumerate([transpose, shorten, view, set_late, set_bias], 2):
+            pointer = model.weight.data_ptr()
+            change()
+            assert model.weight.data_ptr() == pointer
+            expected = freeze({"model": model})["model"]
+            saver.step(step).wait("local")
+            found = Store(store).read(step)
+            check_same({name: bits(found[f"model.{name}"]) for name in expected}, expected)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, in torch.compile
 def test_wrappers_leave_the_names_as_they_are(store, other_store):
     def build(seed):

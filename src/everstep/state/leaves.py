@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import getitem, is_
+from operator import attrgetter, getitem, is_
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from everstep.errors import Unsupported
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Spec
 
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -62,7 +63,8 @@ def canonical(name: str) -> str:
 class Guard:
     """Tells cheaply whether the tensors found in a walk are still the ones that a walk would find.
 
-    Watches the sizes of the containers, the identity of what is in them, and the tensors' storages.
+    Watches the sizes of the containers, the identity of what is in them, and of each tensor all
+    that `tensor.data = other` or a resize in place can change.
     """
 
     # Columns, so that `holds` runs in C: it is the longest part of a call with many tensors.
@@ -73,8 +75,10 @@ class Guard:
     _parts: list[object] = field(default_factory=list)
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _pointers: list[int] = field(default_factory=list)
+    _shapes: list[torch.Size] = field(default_factory=list)
+    _strides: list[tuple[int, ...]] = field(default_factory=list)
+    _dtypes: list[torch.dtype] = field(default_factory=list)
     _watched: set[int] = field(default_factory=set)
-    _shaped: list[tuple[torch.Tensor, torch.Size, tuple[int, ...]]] = field(default_factory=list)
 
     def watch_size(self, container: Any) -> None:
         """The container has the same number of items."""
@@ -88,7 +92,7 @@ class Guard:
         self._parts.append(container[key])
 
     def watch_item(self, container: Any, key: Any, tensor: torch.Tensor) -> None:
-        """container[key] is this tensor, on this storage."""
+        """container[key] is this tensor, in this memory, of this shape, strides and dtype."""
         self.watch_part(container, key)
         if id(tensor) in self._watched:
             return
@@ -99,23 +103,21 @@ class Guard:
         self._watched.add(id(tensor))  # which the list below keeps alive
         self._tensors.append(tensor)
         self._pointers.append(pointer)
-
-    def watch_shape(self, tensor: torch.Tensor) -> None:
-        """The tensor has the same shape and strides: for those that may be resized in place."""
-        self._shaped.append((tensor, tensor.shape, tensor.stride()))
+        self._shapes.append(tensor.shape)
+        self._strides.append(tensor.stride())
+        self._dtypes.append(tensor.dtype)
 
     def holds(self) -> bool:
-        """Whether all is as it was. About 0.15 µs per tensor."""
+        """Whether all is as it was. About 0.5 µs per tensor."""
         try:
             parts = map(getitem, self._containers, self._keys)
             return (
                 list(map(len, self._sized)) == self._sizes
                 and all(map(is_, parts, self._parts))
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
-                and all(
-                    tensor.shape == shape and tensor.stride() == stride
-                    for tensor, shape, stride in self._shaped
-                )
+                and list(map(_shape, self._tensors)) == self._shapes
+                and list(map(torch.Tensor.stride, self._tensors)) == self._strides
+                and all(map(is_, map(_dtype, self._tensors), self._dtypes))
             )
         except (KeyError, IndexError):
             return False

@@ -31,8 +31,6 @@ class ModuleState:
                 name = f"{self.name}.{canonical(key)}"
                 check_tensor(name, value)
                 found.append(Leaf(name, value))
-                if not isinstance(value, nn.Parameter):
-                    guard.watch_shape(value)
             else:
                 self._has_own_entries = True
         return found
@@ -76,7 +74,9 @@ class ModuleState:
             for container in (module._parameters, module._buffers):
                 guard.watch_size(container)
                 for key, tensor in container.items():
-                    if tensor is not None:
+                    if tensor is None:  # registered; a tensor may be put there later
+                        guard.watch_part(container, key)
+                    else:
                         guard.watch_item(container, key, tensor)
                         live.add(id(tensor))
         return live
