@@ -6,6 +6,10 @@ from runs import bits, check_same, checkpointer, freeze, restore, round_trip, sa
 from torch import nn
 
 from everstep import Mismatch
+from everstep.format.manifest import TensorEntry
+from everstep.format.packs import Spec
+from everstep.state.optimizers import _counts_on_device, _device
+from everstep.state.placement import Saved
 
 ALL = {
     name: kind
@@ -283,6 +287,32 @@ def test_state_appears_disappears_and_is_replaced(store):
     restore(store, fresh, "0-1")
     check_same(freeze(fresh), frozen[0])
     assert not fresh["optimizer"].state
+
+
+@pytest.mark.parametrize(
+    ("parameter", "state", "is_counter", "expected"),
+    [
+        ("cpu", "cpu", False, "meta"),  # a run on the CPU goes on elsewhere
+        ("cpu", "cpu", True, "cpu"),
+        ("cuda:0", "cuda:0", False, "meta"),
+        ("cuda:0", "cuda:0", True, "meta"),
+        ("cuda:0", "cpu", False, "cpu"),  # moments that were kept on the CPU
+    ],
+)
+def test_state_goes_where_its_parameter_is(parameter, state, is_counter, expected):
+    tensors = {
+        "p": TensorEntry(Spec("p", "float32", (2,)), (), device=parameter),
+        "o.p.s": TensorEntry(Spec("o.p.s", "float32", (2,)), (), device=state),
+    }
+    saved = Saved(tensors, {}, {}, {})
+    assert _device(saved, "o.p.s", "p", torch.device("meta"), is_counter).type == expected
+    assert _device(saved, "o.p.s", "p", torch.device("cpu"), is_counter).type == "cpu"
+
+
+def test_steps_are_counted_where_torch_wants_them():
+    assert not _counts_on_device({"lr": 0.1, "fused": None, "capturable": False})
+    assert _counts_on_device({"fused": True, "capturable": False})
+    assert _counts_on_device({"capturable": True})
 
 
 def test_another_optimizer_does_not_fit(store):

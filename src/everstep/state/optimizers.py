@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from everstep.errors import Corrupt
 from everstep.state.leaves import Guard, Leaf, check_tensor
 from everstep.state.objects import TensorSink, encode
-from everstep.state.placement import Placement
+from everstep.state.placement import Placement, Saved
 
 _STRUCTURE = ("params", "param_names")
 
@@ -176,14 +176,16 @@ class OptimizerState:
         names: Mapping[str, torch.Tensor],
     ) -> None:
         plain = objects.get("state", {})
+        sets = placement.saved.hyperparameters.get(self.name, [])
         new: dict[torch.Tensor, dict[str, Any]] = {}
         for name, parameter in names.items():
             live = self.optimizer.state.get(parameter, {})
             state: dict[str, Any] = {}
             for key in saved["state"].get(name, ()):
-                state[key] = self._destination(
-                    placement, f"{self.name}.{name}.{key}", live.get(key), parameter
-                )
+                full = f"{self.name}.{name}.{key}"
+                is_counter = key == "step" and not _counts_on_device(sets[saved["groups"][name]])
+                device = _device(placement.saved, full, name, parameter.device, is_counter)
+                state[key] = self._destination(placement, full, live.get(key), parameter, device)
             if name in plain:
                 state.update(placement.decode(plain[name]))
             if state:
@@ -199,28 +201,46 @@ class OptimizerState:
         placement.then(install)
 
     def _destination(
-        self, placement: Placement, name: str, live: Any, parameter: torch.Tensor
+        self,
+        placement: Placement,
+        name: str,
+        live: Any,
+        parameter: torch.Tensor,
+        device: torch.device,
     ) -> torch.Tensor:
-        """The live state tensor where it fits exactly, else a new one: where the parameter is,
-        if it was
-        there, and with the parameter's strides, if it has its shape: torch makes it so, too."""
+        """The live state tensor where it fits exactly, else a new one on `device`, with the
+        parameter's strides, if it has its shape: torch makes it so, too."""
         entry = placement.saved.tensors.get(name)
         if entry is None:
             return placement.new(name)
-        device: Any = "cpu" if entry.device == "cpu" else parameter.device
-        if parameter.device.type == "cpu":
-            device = parameter.device
         fits = (
             isinstance(live, torch.Tensor)
             and tuple(live.shape) == entry.spec.shape
             and str(live.dtype) == f"torch.{entry.spec.dtype}"
-            and live.device == torch.device(device)
+            and live.device == device
         )
         if not fits:
             return placement.new(name, device, like=parameter)
         assert isinstance(live, torch.Tensor)
         placement.into(name, live)
         return live
+
+
+def _device(
+    saved: Saved, name: str, parameter: str, here: torch.device, is_counter: bool
+) -> torch.device:
+    """Where the state tensor `name` of a parameter goes that is `here` now: there, too, but to the
+    CPU what was there while its parameter was not, and what torch counts there."""
+    entry, owner = saved.tensors.get(name), saved.tensors.get(parameter)
+    was_apart = owner is not None and owner.device != "cpu"
+    if entry is not None and entry.device == "cpu" and (was_apart or is_counter):
+        return torch.device("cpu")
+    return here
+
+
+def _counts_on_device(hyperparameters: Mapping[str, Any]) -> bool:
+    """Whether torch's optimizers want `step` to lie where the parameter does."""
+    return any(hyperparameters.get(key) for key in ("capturable", "fused"))
 
 
 def _install(group: dict[str, Any], values: dict[str, Any]) -> None:
