@@ -1,0 +1,158 @@
+"""What happens when memory is short, the keeper slow, or the disk gone at the wrong moment."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import checkpointer
+from torch import nn
+
+import everstep
+
+
+def test_a_growing_state_stays_within_two_arenas(store):
+    """Each step outgrows the arena while nothing can be written: later saves are skipped."""
+    history: list[torch.Tensor] = []
+    saver = checkpointer(store, {"history": history}, under_pressure="skip")
+    saver.save(0).wait()
+    keeper = saver._client.keeper_pid
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        for step in range(1, 13):
+            history.append(torch.zeros(300_000))
+            saver.save(step)
+            assert len(saver._pool._retired) <= 1
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    assert saver.metrics.skips > 0
+    assert saver.metrics.failures == 0
+    saver.wait()
+    history.append(torch.zeros(300_000))
+    saver.save(20).wait()
+    assert everstep.Store(store).latest() == 20
+    saver.close()
+
+
+def test_a_growing_state_is_saved_at_each_step_where_saves_wait(store):
+    history: list[torch.Tensor] = []
+    with checkpointer(store, {"history": history}, under_pressure="wait") as saver:
+        for step in range(1, 13):
+            history.append(torch.full((300_000,), float(step)))
+            saver.save(step)
+    assert everstep.Store(store).steps() == list(range(1, 13))
+    assert everstep.Store(store).verify().ok
+
+
+def test_copies_go_on_while_the_epoch_cannot_be_claimed(store):
+    """A keeper that does not answer holds up saves, and never the optimizer."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saver = checkpointer(store, {"model": model, "optimizer": optimizer}, under_pressure="skip")
+    keeper = saver._client.keeper_pid
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        for step in range(1, 9):  # hangs where a copy waits for the claim
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            saver.step(step)
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    saver.wait()
+    saver.close()
+    assert everstep.Store(store).steps()[0] == 1
+
+
+TORN = """
+import os, signal, sys, pathlib, torch, everstep
+from torch import nn
+store = pathlib.Path(sys.argv[1])
+model = nn.Linear(2048, 4096, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+saver = everstep.Checkpointer(store, {"model": model, "optimizer": optimizer})
+with torch.no_grad():
+    model.weight.fill_(1.0)
+saver.step(1).wait()
+(store / "data").rename(store / "data.away")
+(store / "data").write_text("in the way")
+with torch.no_grad():
+    model.weight.fill_(2.0)
+handle = saver.step(2)
+with torch.no_grad():
+    model.weight[2000:].fill_(3.0)  # behind the optimizer's back, during the copy
+try:
+    handle.wait()
+except everstep.EverstepError as error:
+    print(type(error).__name__)
+sys.stdout.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_memory_never_offers_a_torn_copy_that_could_not_be_written(store):
+    done = subprocess.run(
+        [sys.executable, "-c", TORN, str(store)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout.strip() in ("Unsupported", "Unavailable")
+    (store / "data").unlink()
+    Path(store / "data.away").rename(store / "data")
+    model = nn.Linear(2048, 4096, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with checkpointer(store, {"model": model, "optimizer": optimizer}) as saver:
+        assert saver.restore() == 1
+        assert model.weight.unique().tolist() == [1.0]
+
+
+PREEMPTED = """
+import os, signal, sys, threading, torch, everstep
+from torch import nn
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+saver = everstep.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer})
+def step(number):
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return saver.step(number)
+step(1).wait()
+keeper = saver._client.keeper_pid
+os.kill(keeper, signal.SIGSTOP)
+for number in range(2, 8):
+    last = step(number)
+assert last.error is not None, "all slots were to be busy"
+os.kill(os.getpid(), signal.SIGTERM)
+threading.Timer(0.5, lambda: os.kill(keeper, signal.SIGCONT)).start()
+step(8)
+print("not reached")
+"""
+
+
+def test_sigterm_waits_for_memory_where_saves_are_skipped(store):
+    done = subprocess.run(
+        [sys.executable, "-c", PREEMPTED, str(store)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert everstep.Store(store).latest() == 8
+
+
+def test_a_captured_copy_that_is_torn_raises_where_it_is_waited_for(store):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saver = checkpointer(store, {"model": model, "optimizer": optimizer})
+    keeper = saver._client.keeper_pid
+    saver.save(1).wait()
+    os.kill(keeper, signal.SIGSTOP)  # so that nobody looks before we do
+    try:
+        handle = saver.save(2)
+        with torch.no_grad():
+            model.weight.mul_(2.0)
+        with pytest.raises(everstep.Unsupported, match=r"model\.weight"):
+            handle.wait("captured")
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    with pytest.raises(everstep.Unsupported):
+        saver.close()
+    assert everstep.Store(store).steps() == [1]
