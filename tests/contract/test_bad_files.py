@@ -1,7 +1,9 @@
 """A flipped bit or a truncation in any file, an unknown version: found, and an older one taken."""
 
+import errno
 import json
 import logging
+import os
 import shutil
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from runs import check_same, checkpointer, end_keeper, freeze, restore, supervised
 from torch import nn
 
-from everstep import Corrupt, EverstepError, Mismatch, Missing, Store, Unsupported
+from everstep import Corrupt, EverstepError, Mismatch, Store, Unsupported
 from everstep.format.document import seal
 
 
@@ -68,7 +70,7 @@ def check_falls_back(store, frozen, caplog, expected, is_pack):
     state = build(5)
     with checkpointer(store, state) as restorer:
         before = freeze(state)
-        with pytest.raises((Corrupt, Missing)):
+        with pytest.raises(Corrupt):
             restorer.restore(3)
         if not is_pack:
             check_same(freeze(state), before)
@@ -103,6 +105,22 @@ def test_a_damaged_file_of_the_newest(copied, original, caplog, index, damage):
         assert restore(copied, build(5)) == 2
     else:
         check_falls_back(copied, original[1], caplog, 2, is_pack=index == 1)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_file_of_the_newest_that_the_medium_cannot_read(
+    copied, original, caplog, monkeypatch, index
+):
+    path, preadv = files_of(copied, 3)[index], os.preadv
+
+    def failing(fd, buffers, offset):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    check_falls_back(copied, original[1], caplog, 2, is_pack=index == 1)
+    assert "The medium cannot read it any more" in caplog.text
 
 
 def test_all_are_damaged(copied):

@@ -246,6 +246,22 @@ def test_reading(place):
         disk.read("x", limit=10)
 
 
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(errno.EIO, Corrupt), (errno.ESTALE, Unavailable), (errno.EINVAL, Unavailable)],
+)
+def test_reads_that_fail(tmp_path, monkeypatch, code, kind):
+    disk = Disk(tmp_path)
+    disk.write("x", [_pages(1)])
+
+    def preadv(fd, buffers, offset):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with contextlib.closing(disk.open("x")) as reader, pytest.raises(kind, match="at byte 0"):
+        reader.read_into(0, _pages(1))
+
+
 def test_locks_exclude_and_give_up(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_module, "LOCK_WAIT_S", 0.05)
     disk = Disk(tmp_path)

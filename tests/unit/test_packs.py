@@ -11,7 +11,7 @@ from everstep import Unsupported
 from everstep.format import packs
 from everstep.format.dtypes import ITEM_SIZES, carried_as
 from everstep.format.manifest import decode_table, encode_table, extents
-from everstep.format.packs import Spec, chunks, lay_out
+from everstep.format.packs import Spec, chunks, lay_out, pack_starts
 from stores import content, image_of
 
 MIB = 1 << 20
@@ -109,3 +109,8 @@ def test_chunks_cover_a_piece(size):
     assert len(found) == packs.chunk_count(size)
     assert sum(length for _, length in found) == size
     assert [start for start, _ in found] == [4 * MIB * i for i in range(len(found))]
+
+
+def test_where_packs_begin():
+    assert pack_starts([]) == []
+    assert pack_starts(size for size in (4096, 8192, 4096)) == [0, 4096, 12288]

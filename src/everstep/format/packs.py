@@ -14,6 +14,7 @@ step.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 from everstep.errors import Unsupported
@@ -97,6 +98,11 @@ def chunks(size: int) -> Iterable[tuple[int, int]]:
 def chunk_count(size: int) -> int:
     """How many digests a piece of `size` stored bytes has."""
     return max(1, -(-size // CHUNK_BYTES))
+
+
+def pack_starts(sizes: Iterable[int]) -> list[int]:
+    """Where each pack begins in an image, which holds one after the other."""
+    return list(accumulate(sizes, initial=0))[:-1]
 
 
 def lay_out(specs: Sequence[Spec]) -> Layout:

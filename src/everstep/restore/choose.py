@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from everstep.errors import EverstepError
 from everstep.format.manifest import (
+    FileLink,
     Manifest,
     Part,
     Table,
@@ -16,10 +17,12 @@ from everstep.format.manifest import (
     decode_manifest,
     decode_table,
 )
+from everstep.format.packs import pack_starts
 from everstep.keeper.arena import Arena, SlotState
 from everstep.restore.load import MemorySource, Source
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
+from everstep.store.read import open_pack
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")
@@ -60,14 +63,13 @@ class Candidate:
         """For each pack of the part its sources, nearest first."""
         with contextlib.ExitStack() as stack:
             found: list[list[Source]] = []
-            start = 0
-            for pack in part.packs:
+            starts = pack_starts(pack.size for pack in part.packs)
+            for pack, start in zip(part.packs, starts, strict=True):
                 here: list[Source] = []
                 if self.held:
                     here.append(MemorySource(self.held.image[start : start + pack.size]))
-                    start += pack.size
                 if not self.held or self.held.is_committed:
-                    here.append(_Lazy(self.disk, pack.path, stack))
+                    here.append(_Lazy(self.disk, pack, stack))
                 found.append(here)
             yield found
 
@@ -75,8 +77,8 @@ class Candidate:
 class _Lazy:
     """A file that is opened at the first read: one that memory serves is never touched."""
 
-    def __init__(self, disk: Disk, path: str, stack: contextlib.ExitStack) -> None:
-        self._disk, self._path, self._stack = disk, path, stack
+    def __init__(self, disk: Disk, link: FileLink, stack: contextlib.ExitStack) -> None:
+        self._disk, self._link, self._stack = disk, link, stack
         self._reader: Source | None = None
         self._lock = threading.Lock()
 
@@ -84,7 +86,7 @@ class _Lazy:
         """See Source."""
         with self._lock:
             if self._reader is None:
-                file = self._disk.open(self._path, direct=True)
+                file = open_pack(self._disk, self._link, direct=True)
                 self._reader = self._stack.enter_context(contextlib.closing(file))
         self._reader.read_into(offset, view)
 

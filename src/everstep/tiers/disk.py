@@ -46,7 +46,10 @@ class Reader(Protocol):
     size: int
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset`; for any thread. Raises Corrupt where the file is short."""
+        """Fill `view` from `offset`; for any thread.
+
+        Raises Corrupt where the file is short or the medium cannot read it, else Unavailable.
+        """
 
     def close(self) -> None:
         """Release it."""
@@ -406,9 +409,10 @@ class DiskReader:
                 if fd == self._direct_fd and error.errno in _NO_DIRECT:
                     fd = self._fd
                     continue
-                raise Unavailable(
-                    f"reading {self._name} at byte {offset}: {error.strerror}"
-                ) from error
+                where = f"reading {self._name} at byte {offset}: {error.strerror}"
+                if error.errno == errno.EIO:  # for good: an older checkpoint may serve
+                    raise Corrupt(f"{where}. The medium cannot read it any more") from error
+                raise Unavailable(where) from error
             if count == 0:
                 raise Corrupt(
                     f"reading {self._name}: it ends at byte {offset}, {len(view)} bytes before the "
