@@ -46,7 +46,8 @@ class MemorySource:
         part = self.image[offset : offset + len(view)]
         if len(part) != len(view):
             raise Corrupt("reading from memory: the image is shorter than the manifest says")
-        view[:] = part
+        if len(view):  # memmove releases the GIL, an assignment would not
+            ctypes.memmove(_address(view), _address(part), len(view))
 
 
 def load(part: Part, sources: Sequence[Sequence[Source]], destinations: Destinations) -> None:
@@ -105,11 +106,10 @@ class _Loader:
                 log.warning("%s; trying the next source", error)
 
     def _read_from(self, source: Source, span: Span) -> None:
-        if isinstance(source, MemorySource):
-            view = source.image[span.offset : span.offset + span.size]
-        else:
-            view = self._buffer()[: span.size]
-            source.read_into(span.offset, view)
+        # From memory, too: what is verified must be what is delivered, and an arena may be adopted
+        # by another trainer meanwhile.
+        view = self._buffer()[: span.size]
+        source.read_into(span.offset, view)
         for target in span.targets:
             at = target.offset - span.offset
             chunk = view[at : at + target.size]
@@ -125,7 +125,7 @@ class _Loader:
     def _deliver(self, target: Target, chunk: memoryview) -> None:
         if not len(chunk):
             return
-        source = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+        source = _address(chunk)
         for tensor in self._targets[target.name]:
             if tensor.is_cuda:
                 flat = tensor.view(-1).view(torch.uint8)
@@ -145,6 +145,10 @@ class _Loader:
                 self._local.buffer = memoryview(mmap.mmap(-1, size))
         buffer: memoryview = self._local.buffer
         return buffer
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _put_strided(tensor: torch.Tensor, contiguous: torch.Tensor) -> None:

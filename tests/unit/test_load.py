@@ -1,0 +1,36 @@
+"""What is delivered from memory is what was verified, whatever another process writes there."""
+
+import pytest
+import torch
+import xxhash
+
+from everstep import Corrupt
+from everstep.format.manifest import FileLink, Part, TensorEntry
+from everstep.format.packs import Spec, lay_out
+from everstep.restore import load as load_module
+from everstep.restore.load import MemorySource, load
+from stores import content, image_of
+
+
+def test_memory_that_changes_after_the_check(monkeypatch):
+    spec = Spec("x", "float32", (5000,))
+    layout = lay_out([spec])
+    expected = content(spec, 1)
+    image = image_of(layout, {"x": expected})
+    digests = [""] * layout.digest_count
+    digests[layout.pieces[0].digest] = xxhash.xxh3_128_hexdigest(expected)
+    part = Part(0, FileLink("table", 0), (FileLink("pack", layout.size),), tuple(digests), 1)
+    source = MemorySource(memoryview(image))
+    check_chunk = load_module.check_chunk
+
+    def check_and_overwrite(view, digest, where):
+        check_chunk(view, digest, where)
+        image[:] = bytes(len(image))
+
+    monkeypatch.setattr(load_module, "check_chunk", check_and_overwrite)
+    tensor = torch.zeros(5000)
+    destinations = [(TensorEntry(spec, layout.pieces), [tensor])]
+    load(part, [[source]], destinations)
+    assert tensor.numpy().tobytes() == expected
+    with pytest.raises(Corrupt):
+        load(part, [[source]], destinations)
