@@ -119,7 +119,7 @@ class Placement:
             more = f"\n  and {len(self.problems) - 100} more" if len(self.problems) > 100 else ""
             raise Mismatch(
                 f"restoring step {step} of {where}: state and checkpoint differ in "
-                f"{len(self.problems)} places, nothing was changed:\n  {listed}{more}\n"
+                f"{len(self.problems)} places, this checkpoint changed nothing:\n  {listed}{more}\n"
                 f"Build the state as it was when it was saved, or restore a part of it with "
                 "only=[...]"
             )
