@@ -1,7 +1,10 @@
 """Little stores for tests: a trainer and its keeper without processes and without torch."""
 
+import contextlib
 import json
+import os
 import random
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +12,7 @@ from pathlib import Path
 from everstep.format.document import seal
 from everstep.format.manifest import encode_table
 from everstep.format.packs import Layout, Spec, lay_out
+from everstep.keeper import wire
 from everstep.keeper.arena import Arena, Record
 from everstep.keeper.persist import Job, Outcome, Writer, persist
 from everstep.store import catalog, commit
@@ -133,6 +137,16 @@ def go_on(trainer: Trainer, reference: int | str | None, steps: range | list[int
     for step in steps:
         successor.save(step)
     return successor
+
+
+def end_keeper(path: Path) -> None:
+    """Kill the keeper of a store, if one is running."""
+    try:
+        connection = wire.connect(wire.endpoint(path).with_suffix(".sock"))
+    except OSError:
+        return
+    with connection, contextlib.suppress(ProcessLookupError):
+        os.kill(wire.check_peer(connection), signal.SIGKILL)
 
 
 def files_of(path: Path) -> set[str]:

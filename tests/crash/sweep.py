@@ -24,7 +24,7 @@ class Promises:
     checkpoints: set[CheckpointName] = field(default_factory=set)
     epochs: set[int] = field(default_factory=set)
     tags: dict[str, CheckpointName] = field(default_factory=dict)
-    moving: dict[str, set[CheckpointName]] = field(default_factory=dict)  # tags: always one of these
+    moving: dict[str, set[CheckpointName]] = field(default_factory=dict)  # a tag: any of these
 
     def check(self, base: Path) -> None:
         """Everything that is committed verifies, and everything that was promised is there."""
