@@ -23,15 +23,15 @@ from everstep import __version__
 from everstep.capture.full import Capture, Full, record_of
 from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool, Slot
-from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, Unsupported
+from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import seal
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.client import Client
-from everstep.keeper.wire import Message
 from everstep.preemption import Preemption
 from everstep.restore.choose import Candidate, Held, candidates, find_held
 from everstep.restore.load import load
+from everstep.saves import Saves, Skipped
 from everstep.state.objects import plain_json
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
@@ -81,18 +81,17 @@ class Checkpointer:
         self._state = State(state, rng)
         self._disk = Disk(Path(store).absolute())
         open_store(self._disk)
-        self._client = Client(self._disk.root, keep, self._on_event)
+        self._saves = Saves(self.metrics)
+        self._client = Client(self._disk.root, keep, self._saves.on_event)
         self._pool = Pool(self._client, memory_budget)
+        self._saves.attach(self._client, self._pool)
         self._planner = Planner()
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
-        self._capture = Full(self._seal, self._on_capture_failure)
+        self._capture = Full(self._seal, self._saves.on_capture_failure)
         self._pool.on_release = self._capture.devices.unpin
-        self._captures: dict[int, tuple[Capture, SaveHandle]] = {}
-        self._torn: dict[int, str] = {}
         self._parent: CheckpointName | None = None
         self._epoch: int | None = None
-        self._newest: SaveHandle | None = None
         self._begun: SaveHandle | None = None
         self._last_step: int | None = None
         self._is_closed = False
@@ -187,14 +186,7 @@ class Checkpointer:
 
         Raises the newest save's error where it was lost, TimeoutError after `timeout` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for _, handle in list(self._captures.values()):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            with contextlib.suppress(EverstepError):
-                handle.wait(level, left)
-        newest = self._newest
-        if newest and newest.error and not isinstance(newest.error, Skipped):
-            raise newest.error
+        self._saves.wait(level, timeout)
 
     def close(self) -> None:
         """Wait until all saves are durable, and detach. Raises the newest save's error if it was
@@ -211,10 +203,10 @@ class Checkpointer:
                 hook.remove()
             self._capture.close()
             self._client.close()
-            if not self._captures:  # else something is still being copied
+            if not self._saves.pending:  # else something is still being copied
                 self._pool.close()
-            if isinstance(self._newest and self._newest.error, Skipped):
-                log.warning("closing: the newest save was skipped: %s", self._newest)
+            if isinstance(self._saves.newest and self._saves.newest.error, Skipped):
+                log.warning("closing: the newest save was skipped: %s", self._saves.newest)
             if self._preemption.ends_process:  # it was asked to, and no step came any more
                 self._preemption.end(wait=False)
 
@@ -237,13 +229,11 @@ class Checkpointer:
     # ---- save ------------------------------------------------------------------------------
 
     def _save(self, step: int, tag: str | None, metrics: dict[str, Any]) -> SaveHandle:
-        handle = SaveHandle(step)
-        self._newest = handle
-        self.metrics.saves += 1
+        handle = self._saves.new(step)
         try:
             self._begin(handle, tag, metrics)
         except Unavailable as error:
-            self._count_failure(handle, error)
+            self._saves.fail(handle, error)
         except BaseException as error:
             handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
             raise
@@ -261,7 +251,7 @@ class Checkpointer:
             self._descriptor_size = len(descriptor)
             slot = self._pool.acquire(plan, len(descriptor), waits)
         if slot is None:
-            self._skip(handle)
+            self._saves.skip(handle)
             return
         sequence = self._pool.next_sequence()
         try:
@@ -270,8 +260,7 @@ class Checkpointer:
             self._capture.devices.synchronize()  # nothing may arrive in a slot that is free
             slot.arena.set_state(slot.index, SlotState.FREE)
             raise
-        handle.confirm_with(capture.check)
-        self._captures[sequence] = (capture, handle)
+        self._saves.begin(capture, handle)
         self._capture.go_on(capture)
 
     def _describe(
@@ -288,16 +277,15 @@ class Checkpointer:
         }
 
     def _seal(self, capture: Capture) -> None:
-        """All is copied: hand it to the keeper. Copying thread."""
+        """All is copied: hand it to the keeper. Sealing thread."""
         self._client.ensure()
         if self._epoch is None:
             self._epoch = self._client.claim(self._parent)
-        if capture.sequence not in self._captures:
+        if (handle := self._saves.handle_of(capture)) is None:
             raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
         slot: Slot = capture.slot
         slot.arena.seal(slot.index, record_of(capture), capture.plan.table, capture.descriptor)
-        if known := self._captures.get(capture.sequence):
-            known[1].advance("captured")
+        handle.advance("captured")
         self._client.submit(slot.key)
 
     def _hook(self, optimizer: OptimizerState) -> Any:
@@ -332,95 +320,6 @@ class Checkpointer:
             return args, {**kwargs, "closure": closure_then_hold}
 
         return optimizer.optimizer.register_step_pre_hook(before_step)
-
-    # ---- what the keeper says --------------------------------------------------------------
-
-    def _on_event(self, message: Message) -> None:
-        """Client's thread."""
-        kind = message["type"]
-        if kind == "lost":
-            self._on_loss(message["message"])
-            return
-        if kind == "found":
-            self._pool.failure = None
-            return
-        known = self._captures.get(message.get("sequence", -1))
-        if known is None:
-            if kind == "written":  # asked again, by another keeper
-                sequence = message["sequence"]
-                self._client.confirm(sequence, self._torn.get(sequence))
-            return
-        capture, handle = known
-        if kind == "held":
-            handle.advance("held")
-        elif kind == "written":
-            problem = capture.check()
-            self._client.confirm(capture.sequence, problem)
-            if problem:
-                self._on_torn(capture, handle, problem)
-        elif kind == "local":
-            self._on_commit(capture, handle, message)
-        elif kind == "failed":
-            error = KINDS.get(message["kind"], Unavailable)(message["message"])
-            self._count_failure(handle, error)
-            self._forget(capture)
-            self._pool.retire_old()
-
-    def _on_commit(self, capture: Capture, handle: SaveHandle, message: Message) -> None:
-        self.metrics.commits += 1
-        self.metrics.bytes_written += message["bytes"]
-        error = Unavailable(message["warning"]) if message.get("warning") else None
-        if error:  # durable, but not tagged
-            log.error("%s", error)
-            self.metrics.last_error = str(error)
-        handle.advance("local", error)
-        self.metrics.add_durable(handle.times["local"] - handle.times["called"])
-        self._forget(capture)
-        self._pool.retire_old()
-
-    def _on_torn(self, capture: Capture, handle: SaveHandle, problem: str) -> None:
-        """Not left to the keeper's answer, which may be lost with it; the next one is told too."""
-        self._torn[capture.sequence] = problem
-        for sequence in list(self._torn)[:-_TORN_MAX]:
-            del self._torn[sequence]
-        self._count_failure(handle, Unsupported(problem))
-        self._forget(capture)
-
-    def _on_capture_failure(self, capture: Capture, error: EverstepError) -> None:
-        """Copying thread."""
-        if known := self._captures.get(capture.sequence):  # else the keeper's loss came first
-            self._count_failure(known[1], error)
-        self._forget(capture)
-
-    def _on_loss(self, reason: str) -> None:
-        self._pool.failure = reason
-        for capture, handle in list(self._captures.values()):
-            if problem := capture.check():
-                self._torn[capture.sequence] = problem
-            self._count_failure(handle, Unavailable(f"saving step {handle.step}: {reason}"))
-            self._forget(capture)
-
-    def _forget(self, capture: Capture) -> None:
-        if known := self._captures.pop(capture.sequence, None):
-            known[1].confirm_with(None)  # a handle that is kept must not keep the arena
-        self._pool.notify()
-
-    def _skip(self, handle: SaveHandle) -> None:
-        self.metrics.skips += 1
-        text = (
-            f"saving step {handle.step}: skipped, because earlier saves are still being written. "
-            f"Save less often "
-            f"(every=), give more memory (memory_budget=), or wait instead (under_pressure='wait')"
-        )
-        if self.metrics.skips == 1 or self.metrics.skips % 100 == 0:
-            log.warning("%s. Skipped so far: %s", text, self.metrics.skips)
-        handle.fail(Skipped(text))
-
-    def _count_failure(self, handle: SaveHandle, error: EverstepError) -> None:
-        self.metrics.failures += 1
-        self.metrics.last_error = str(error)
-        log.error("step %s was not saved: %s: %s", handle.step, type(error).__name__, error)
-        handle.fail(error)
 
     # ---- restore ---------------------------------------------------------------------------
 
@@ -480,10 +379,6 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ValueError("this Checkpointer is closed; make a new one")
-
-
-class Skipped(Unavailable):
-    """A save that under_pressure="skip" left out."""
 
 
 def _check_arguments(every: int, strategy: str, budget: int | None, under_pressure: str) -> None:

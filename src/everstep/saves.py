@@ -1,0 +1,162 @@
+"""Saves: the captures that are on their way, their handles, and what becomes of them.
+
+Handles rise and fall here and nowhere else: by the copying and sealing threads (captured, failed),
+and by the client's thread (held, local, failed, the keeper lost).
+"""
+
+import contextlib
+import logging
+import time
+
+from everstep.capture.full import Capture
+from everstep.capture.pool import Pool
+from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported
+from everstep.handle import Metrics, SaveHandle
+from everstep.keeper.client import Client
+from everstep.keeper.wire import Message
+
+log = logging.getLogger("everstep")
+
+_TORN_MAX = 64
+
+
+class Skipped(Unavailable):
+    """A save that under_pressure="skip" left out."""
+
+
+class Saves:
+    """All saves of one Checkpointer. Thread-safe."""
+
+    _client: Client
+    _pool: Pool
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.newest: SaveHandle | None = None
+        self._metrics = metrics
+        self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
+        self._torn: dict[int, str] = {}
+
+    def attach(self, client: Client, pool: Pool) -> None:
+        """Whom to answer, and whom to tell of free memory; before the first save."""
+        self._client, self._pool = client, pool
+
+    def new(self, step: int) -> SaveHandle:
+        """A handle, which is the newest from now on."""
+        self.newest = SaveHandle(step)
+        self._metrics.saves += 1
+        return self.newest
+
+    def begin(self, capture: Capture, handle: SaveHandle) -> None:
+        """The capture is about to be copied."""
+        handle.confirm_with(capture.check)
+        self._begun[capture.sequence] = (capture, handle)
+
+    def handle_of(self, capture: Capture) -> SaveHandle | None:
+        """Its handle; None where it has failed meanwhile."""
+        known = self._begun.get(capture.sequence)
+        return known[1] if known else None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save has neither become durable nor failed."""
+        return bool(self._begun)
+
+    def wait(self, level: str, timeout: float | None) -> None:
+        """See Checkpointer.wait."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for _, handle in list(self._begun.values()):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with contextlib.suppress(EverstepError):
+                handle.wait(level, left)
+        newest = self.newest
+        if newest and newest.error and not isinstance(newest.error, Skipped):
+            raise newest.error
+
+    def on_event(self, message: Message) -> None:
+        """What the keeper says of a save, or of itself. Client's thread."""
+        kind = message["type"]
+        if kind == "lost":
+            self._on_loss(message["message"])
+            return
+        if kind == "found":
+            self._pool.failure = None
+            return
+        known = self._begun.get(message.get("sequence", -1))
+        if known is None:
+            if kind == "written":  # asked again, by another keeper
+                sequence = message["sequence"]
+                self._client.confirm(sequence, self._torn.get(sequence))
+            return
+        capture, handle = known
+        if kind == "held":
+            handle.advance("held")
+        elif kind == "written":
+            problem = capture.check()
+            self._client.confirm(capture.sequence, problem)
+            if problem:
+                self._on_torn(capture, handle, problem)
+        elif kind == "local":
+            self._on_commit(capture, handle, message)
+        elif kind == "failed":
+            error = KINDS.get(message["kind"], Unavailable)(message["message"])
+            self.fail(handle, error)
+            self._forget(capture)
+            self._pool.retire_old()
+
+    def _on_commit(self, capture: Capture, handle: SaveHandle, message: Message) -> None:
+        self._metrics.commits += 1
+        self._metrics.bytes_written += message["bytes"]
+        error = Unavailable(message["warning"]) if message.get("warning") else None
+        if error:  # durable, but not tagged
+            log.error("%s", error)
+            self._metrics.last_error = str(error)
+        handle.advance("local", error)
+        self._metrics.add_durable(handle.times["local"] - handle.times["called"])
+        self._forget(capture)
+        self._pool.retire_old()
+
+    def _on_torn(self, capture: Capture, handle: SaveHandle, problem: str) -> None:
+        """Not left to the keeper's answer, which may be lost with it; the next one is told too."""
+        self._torn[capture.sequence] = problem
+        for sequence in list(self._torn)[:-_TORN_MAX]:
+            del self._torn[sequence]
+        self.fail(handle, Unsupported(problem))
+        self._forget(capture)
+
+    def on_capture_failure(self, capture: Capture, error: EverstepError) -> None:
+        """The copy of it failed, or could not be sealed. Any thread."""
+        if known := self._begun.get(capture.sequence):  # else the keeper's loss came first
+            self.fail(known[1], error)
+        self._forget(capture)
+
+    def _on_loss(self, reason: str) -> None:
+        self._pool.failure = reason
+        for capture, handle in list(self._begun.values()):
+            if problem := capture.check():
+                self._torn[capture.sequence] = problem
+            self.fail(handle, Unavailable(f"saving step {handle.step}: {reason}"))
+            self._forget(capture)
+
+    def _forget(self, capture: Capture) -> None:
+        if known := self._begun.pop(capture.sequence, None):
+            known[1].confirm_with(None)  # a handle that is kept must not keep the arena
+        self._pool.notify()
+
+    def skip(self, handle: SaveHandle) -> None:
+        """There was no memory for it."""
+        self._metrics.skips += 1
+        text = (
+            f"saving step {handle.step}: skipped, because earlier saves are still being written. "
+            f"Save less often "
+            f"(every=), give more memory (memory_budget=), or wait instead (under_pressure='wait')"
+        )
+        if self._metrics.skips == 1 or self._metrics.skips % 100 == 0:
+            log.warning("%s. Skipped so far: %s", text, self._metrics.skips)
+        handle.fail(Skipped(text))
+
+    def fail(self, handle: SaveHandle, error: EverstepError) -> None:
+        """It will come no further: on the handle, in the log and in the metrics."""
+        self._metrics.failures += 1
+        self._metrics.last_error = str(error)
+        log.error("step %s was not saved: %s: %s", handle.step, type(error).__name__, error)
+        handle.fail(error)
