@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,9 +25,12 @@ STEPS = 60
 class Run:
     """The trainer in a process, and what it has said so far."""
 
+    begun: ClassVar[list["Run"]] = []
+
     def __init__(self, store: Path, steps: int = STEPS, every: int = 1) -> None:
         command = [sys.executable, str(TRAINER), str(store), str(steps), str(every)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.begun.append(self)
         self.losses: dict[int, str] = {}
         self.last = 0
         first = self.read()
@@ -62,6 +66,16 @@ class Run:
             pass
         assert self.process.wait() == 0
         self.process.stdout.close()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_goes_on(store):
+    """A test that fails leaves no trainer behind, nor the keeper that this would start again."""
+    yield
+    while Run.begun:
+        run = Run.begun.pop()
+        if not run.process.stdout.closed:
+            run.kill()
 
 
 def seed() -> int:
