@@ -28,6 +28,9 @@ from everstep.state.view import Collected, Walk
 
 log = logging.getLogger("everstep")
 
+_SEAL_S = 5.0
+_JOIN_S = 5.0
+
 
 @dataclass(slots=True)
 class _Owned:
@@ -55,6 +58,8 @@ class Capture:
     devices: set[torch.device]
     keep_alive: tuple[Leaf, ...]
     problem: str | None = None
+    sealed: threading.Event = field(default_factory=threading.Event)
+    """Set when it has been sealed, or given up."""
 
     def check(self, owner: int | None = None) -> str | None:
         """Whether the copy is clean, as far as can be told now; remembers a torn one.
@@ -90,12 +95,18 @@ class Full:
         self._fail = fail
         self._queue: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
         self._open: list[Capture] = []
+        self._is_sealing = True
         self._bound: tuple[Walk, Plan, dict[int | None, _Bound]] | None = None
         self.devices = Devices()
         self._movers = ThreadPoolExecutor(MOVERS, "everstep-move")
         self._copied: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
-        threading.Thread(target=self._copy_all, name="everstep-copy", daemon=True).start()
-        threading.Thread(target=self._seal_all, name="everstep-seal", daemon=True).start()
+        self._last: Capture | None = None
+        self._threads = [
+            threading.Thread(target=self._copy_all, name="everstep-copy", daemon=True),
+            threading.Thread(target=self._seal_all, name="everstep-seal", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def begin(
         self,
@@ -111,6 +122,7 @@ class Full:
         On CUDA the eager copies are enqueued on the current stream of each device, after the work
         that is there, before all that comes; the host does not wait.
         """
+        self._await_last()
         bound = dict(self._bind(collected.walk, plan))
         loose = _by_owner(collected.loose)
         eager = Batch.of(loose.pop(None, ()), plan)
@@ -134,8 +146,18 @@ class Full:
             step, sequence, slot, plan, descriptor, owned, begins, eager_ends, devices, alive
         )
 
+    def _await_last(self) -> None:
+        """The step before is sealed before this one's call returns: so a death now loses one step,
+        and not two. That is long done, but where steps take milliseconds or the keeper hangs; then
+        training goes on after a while, without waiting again until a seal has worked."""
+        if self._last and not self._last.sealed.wait(_SEAL_S if self._is_sealing else 0):
+            self._is_sealing = False
+        else:
+            self._is_sealing = True
+
     def go_on(self, capture: Capture) -> None:
         """Let the copying thread make the lazy copies."""
+        self._last = capture
         self._open = [older for older in self._open if not older.is_checked()] + [capture]
         self._queue.put(capture)
 
@@ -159,12 +181,14 @@ class Full:
 
     def abandon_in_child(self) -> None:
         """In a forked child, where the copying thread does not exist: hold nothing."""
-        self._open = []
+        self._open, self._last = [], None
 
     def close(self) -> None:
         """End the copying thread when its queue is empty; hold nothing any more."""
-        self._open = []
+        self._open, self._last = [], None
         self._queue.put(None)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
 
     def _bind(self, walk: Walk, plan: Plan) -> "Mapping[int | None, _Bound]":
         if self._bound is None or self._bound[0] is not walk or self._bound[1] is not plan:
@@ -198,7 +222,7 @@ class Full:
                 for owned in capture.owned.values():
                     owned.ready.set()  # whatever happened, no update waits for ever
                 capture.keep_alive = ()
-        self._movers.shutdown(wait=False)
+        self._movers.shutdown()
         self._copied.put(None)
 
     def _seal_all(self) -> None:
@@ -208,6 +232,7 @@ class Full:
                 self._seal(capture)
             except Exception as error:  # noqa: BLE001 - reaches the handle; training goes on
                 self._give_up(capture, error)
+            capture.sealed.set()
 
     def _give_up(self, capture: Capture, error: Exception) -> None:
         if not isinstance(error, EverstepError):
@@ -215,6 +240,7 @@ class Full:
             error = Unavailable(f"capturing step {capture.step}: {error!r}")
         capture.slot.arena.set_state(capture.slot.index, SlotState.FREE)
         self._fail(capture, error)
+        capture.sealed.set()
 
     def _copy(self, capture: Capture) -> None:
         slot = capture.slot
