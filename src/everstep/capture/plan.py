@@ -6,7 +6,7 @@ from typing import Any
 
 from everstep.errors import Unsupported
 from everstep.format.manifest import encode_table
-from everstep.format.packs import Layout, Spec, lay_out
+from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.state.view import Collected, Walk
 
 
@@ -81,9 +81,7 @@ def _make(
             f"capturing: several tensors have the same name, rename parts of the state: {twice}"
         )
     layout = lay_out(specs)
-    starts = [0]
-    for pack in layout.packs:
-        starts.append(starts[-1] + pack.size)
+    starts = pack_starts(pack.size for pack in layout.packs)
     offsets = {
         spec.name: starts[piece.pack] + piece.offset
         for spec, piece in zip(layout.specs, layout.pieces, strict=True)

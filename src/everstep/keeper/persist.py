@@ -24,6 +24,7 @@ from everstep.format.manifest import (
     encode_manifest,
     extents,
 )
+from everstep.format.packs import pack_starts
 from everstep.keeper.arena import Arena, Record, SlotState
 from everstep.store import commit, names, retain
 from everstep.store.names import CheckpointName
@@ -210,9 +211,7 @@ def _begin_digests(
 ) -> list[Future[dict[int, str]]]:
     """Hash all extents, large amounts in several threads: see Batch.copy_from_cpu for why."""
     table, found = _parsed_table(bytes(arena.table(slot, record)))
-    starts = [0]
-    for pack in table.packs:
-        starts.append(starts[-1] + pack.size)
+    starts = pack_starts(pack.size for pack in table.packs)
     share_size = max(_SHARE_BYTES_MIN, -(-record.image_size // _HASHERS))
     shares: dict[int, list[tuple[int, int, int]]] = {}
     for extent in found:
