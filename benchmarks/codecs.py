@@ -1,0 +1,83 @@
+"""How much byte planes save, and how fast they are, on one thread.
+
+    python benchmarks/codecs.py [--mib 4] [--runs 15]
+
+One chunk per call, as the library cuts them. Medians, in MB (10^6 bytes) of raw bytes per second;
+the ratio is raw to stored. "raw" means that the codec found it not worth while: then the rate is
+that of finding out.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from everstep.codecs.planes import decode_into, encode
+
+MIB = 1 << 20
+T = TypeVar("T")
+ROW = "{:34} {:>9} {:>7} {:>12} {:>12}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=4, help="MiB of raw bytes, at most 4")
+    parser.add_argument("--runs", type=int, default=15)
+    args = parser.parse_args()
+    print(ROW.format("data", "path", "ratio", "encode MB/s", "decode MB/s"))
+    for name, (raw, item_size) in kinds(args.mib * MIB).items():
+        for entropy in (True, False):
+            measure(name, raw, item_size, entropy, args.runs)
+
+
+def kinds(size: int) -> dict[str, tuple[bytes, int]]:
+    """Raw bytes and item size, by name."""
+    random = np.random.default_rng(0)
+    rows = size // 4 // 1024
+    scale = 10.0 ** random.uniform(-5, -3, (rows, 1))  # magnitudes differ from row to row
+    exact = (random.standard_normal((rows, 1024)) * scale).astype("<f4").view("<u4")
+    rounded = exact & np.uint32(0xFFFF0000)
+    clipped = rounded.view("<f4") * np.float32(0.7315)
+    embedding = rounded * (random.random((rows, 1)) < 0.05).astype("<u4")
+    tokens = random.integers(0, 50257, size // 8, "<i8")
+    return {
+        "bfloat16 in float32": (rounded.tobytes(), 4),
+        "bfloat16 in float32, clipped": (clipped.tobytes(), 4),
+        "float32": (exact.tobytes(), 4),
+        "bfloat16": ((np.tile(rounded, (2, 1)) >> 16).astype("<u2").tobytes(), 2),
+        "embedding, a 20th of the rows": (embedding.tobytes(), 4),
+        "int64 below 50257": (tokens.tobytes(), 8),
+        "zeros": (bytes(size), 4),
+        "noise": (random.bytes(size), 4),
+    }
+
+
+def measure(name: str, raw: bytes, item_size: int, entropy: bool, runs: int) -> None:
+    path = "entropy" if entropy else "zeros"
+    seconds, encoded = median(lambda: encode(memoryview(raw), item_size, entropy=entropy), runs)
+    rate = f"{len(raw) / seconds / 1e6:.0f}"
+    if encoded is None:
+        print(ROW.format(name, path, "raw", rate, ""))
+        return
+    into = bytearray(len(raw))
+    seconds, _ = median(lambda: decode_into(encoded, item_size, memoryview(into)), runs)
+    assert into == raw, "it comes back as it was"
+    decode_rate = f"{len(raw) / seconds / 1e6:.0f}"
+    print(ROW.format(name, path, f"{len(raw) / len(encoded):.2f}", rate, decode_rate))
+
+
+def median(work: Callable[[], T], runs: int) -> tuple[float, T]:
+    """(seconds, the last result). A first run is thrown away: it imports and touches memory."""
+    result, times = work(), []
+    for _ in range(runs):
+        began = time.perf_counter()
+        result = work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times), result
+
+
+if __name__ == "__main__":
+    main()

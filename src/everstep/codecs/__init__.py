@@ -1,0 +1,1 @@
+"""How the bytes of pieces are encoded before they are stored: lossless, and without torch."""

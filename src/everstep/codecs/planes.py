@@ -1,0 +1,227 @@
+"""Byte planes: a lossless codec for numbers whose bytes differ in how much they say.
+
+Plane i is byte i of every item. A gradient from a bfloat16 backward that lies in a float32 tensor
+has two planes of zeros, one of noise, and one (sign and seven bits of the exponent) which a Huffman
+code makes about a third as large. So each plane is stored in the way that suits it:
+
+    0    2    3   4            8                   8 + 4b
+    ├────┼────┼───┼────────────┼───────────────────┼─────────┼─────┼───────────┼──────┤
+    │"P1"│ b  │ 0 │ n: u32     │ s_0 .. s_b-1: u32 │ plane 0 │ ... │ plane b-1 │ tail │
+    └────┴────┴───┴────────────┴───────────────────┴─────────┴─────┴───────────┴──────┘
+
+Integers are little-endian. b is the item size (1, 2, 4 or 8) and n the size of the raw bytes, both
+in bytes; n is at most 4 MiB. There are c = n div b items, so a plane has c bytes. s_i is the stored
+size of plane i, and says how it is stored:
+
+* s_i = 0: not stored; its bytes are all zero.
+* s_i = c: the plane itself.
+* 0 < s_i < c: one Zstandard frame (RFC 8878) of c bytes, which are the plane. The frame MUST carry
+  its content size, needs no dictionary, and its window is at most 4 MiB. Nothing follows it.
+
+A larger s_i is an error. The tail is the last n mod b raw bytes, as they are. The encoding ends
+with it: its size MUST be the sum of all of these. There is no digest: the store's digests, of the
+stored bytes, tell whether they are the ones that were written.
+
+Numpy and zstandard are imported when they are first needed: the keeper starts without them.
+"""
+
+import struct
+from typing import TYPE_CHECKING
+
+from everstep.errors import Corrupt
+from everstep.format.packs import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import zstandard
+
+ITEM_SIZES = (1, 2, 4, 8)
+MAGIC = b"P1"
+PREFIX = struct.Struct("<2sBBI")
+WORTH = 0.9
+"""An encoding is used, of a plane or of the whole, only if it is at most this part of the raw."""
+SAMPLE_RUNS = 32
+SAMPLE_RUN_BYTES = 512
+
+
+def encode(data: memoryview, item_size: int, *, entropy: bool = True) -> bytes | None:
+    """The byte planes of `data`, or None where they would not save a tenth: then store it raw.
+
+    `data` is contiguous, at most 4 MiB, of any alignment, and is only read; the caller sees to it
+    that nobody writes to it meanwhile. Without `entropy`, planes of zeros are dropped and nothing
+    else is done, for which zstandard is not needed. Equal bytes give equal encodings (with the same
+    version of zstandard). Blocks; any number of threads may call it, as the work is done without
+    the GIL. Takes memory of up to about twice the encoding.
+
+    Raises ValueError for another item size, or for more than 4 MiB.
+    """
+    _check_arguments(item_size, data.nbytes)
+    count = data.nbytes // item_size
+    if count == 0:
+        return None
+    import numpy as np
+
+    zeros = _zero_planes(data, item_size)
+    items = np.frombuffer(data, np.uint8, count * item_size).reshape(count, item_size)
+    compressor = _compressor() if entropy else None
+    shares = [
+        0.0 if zero else _expected_share(items[:, plane], compressor)
+        for plane, zero in enumerate(zeros)
+    ]
+    if sum(shares) > WORTH * item_size:
+        return None
+    planes: list[bytes | memoryview] = []
+    for plane, share in enumerate(shares):
+        raw = b"" if zeros[plane] else np.ascontiguousarray(items[:, plane]).data
+        if compressor is not None and 0 < share <= WORTH:
+            frame = compressor.compress(raw)
+            raw = frame if len(frame) < count else raw
+        planes.append(raw)
+    stored = [len(plane) for plane in planes]
+    header = PREFIX.pack(MAGIC, item_size, 0, data.nbytes) + _sizes(item_size).pack(*stored)
+    tail = data.cast("B")[count * item_size :]
+    if len(header) + sum(stored) + len(tail) > WORTH * data.nbytes:
+        return None
+    return b"".join((header, *planes, tail))
+
+
+def decode_into(encoded: memoryview | bytes, item_size: int, into: memoryview) -> None:
+    """Write the raw bytes of which `encoded` is the encoding to `into`, which has their size.
+
+    Both are contiguous; `into` is the caller's, writable, at most 4 MiB, of any alignment, and
+    may hold anything after an error. Blocks; any number of threads may call it, as the work is done
+    without the GIL. Takes memory for one plane at a time, whatever the header says.
+
+    Raises Corrupt if `encoded` is no encoding of that many bytes of that item size, and ValueError
+    for arguments that `encode` would not take.
+    """
+    _check_arguments(item_size, into.nbytes)
+    source = memoryview(encoded)
+    source = source.cast("B") if source.nbytes else source
+    count, tail_size = divmod(into.nbytes, item_size)
+    stored = _read_sizes(source, item_size, into.nbytes)
+    if tail_size:
+        into.cast("B")[-tail_size:] = source[-tail_size:]
+    if count == 0:
+        return
+    import numpy as np
+
+    raw = np.frombuffer(into, np.uint8, count * item_size)
+    items = raw.reshape(count, item_size)
+    if 0 in stored:
+        raw.fill(0)  # one run over memory is faster than a strided one for each plane
+    at = PREFIX.size + 4 * item_size
+    for plane, size in enumerate(stored):
+        if size:
+            found = source[at : at + size]
+            bytes_of_plane = found if size == count else _decompress(found, plane, count)
+            items[:, plane] = np.frombuffer(bytes_of_plane, np.uint8)
+        at += size
+
+
+def _check_arguments(item_size: int, size: int) -> None:
+    if item_size not in ITEM_SIZES:
+        raise ValueError(f"items of {item_size} bytes have no byte planes; expected {ITEM_SIZES}")
+    if size > CHUNK_BYTES:
+        raise ValueError(f"{size} bytes at once; cut them into chunks of at most {CHUNK_BYTES}")
+
+
+def _sizes(item_size: int) -> struct.Struct:
+    return struct.Struct(f"<{item_size}I")
+
+
+def _read_sizes(source: memoryview, item_size: int, size: int) -> tuple[int, ...]:
+    """The stored size of each plane, once all that the header says is known to hold."""
+    header_size = PREFIX.size + 4 * item_size
+    if len(source) < header_size:
+        raise Corrupt(
+            f"decoding byte planes: {len(source)} bytes, too few for a header of {header_size}"
+        )
+    found = PREFIX.unpack_from(source)
+    if found != (expected := (MAGIC, item_size, 0, size)):
+        raise Corrupt(
+            f"decoding byte planes: expected (magic, item size, 0, raw size) to be {expected}, "
+            f"found {found}"
+        )
+    stored: tuple[int, ...] = _sizes(item_size).unpack_from(source, PREFIX.size)
+    count, tail_size = divmod(size, item_size)
+    if max(stored) > count or header_size + sum(stored) + tail_size != len(source):
+        raise Corrupt(
+            f"decoding byte planes: stored sizes {list(stored)} of planes of {count} bytes do not "
+            f"go with an encoding of {len(source)}"
+        )
+    return stored
+
+
+def _zero_planes(data: memoryview, item_size: int) -> list[bool]:
+    """For each plane, whether all of its bytes are zero."""
+    import numpy as np
+
+    items = np.frombuffer(data, f"<u{item_size}", data.nbytes // item_size)
+    bits = int(np.bitwise_or.reduce(items))
+    return [byte == 0 for byte in bits.to_bytes(item_size, "little")]
+
+
+def _expected_share(
+    plane: "npt.NDArray[np.uint8]", compressor: "zstandard.ZstdCompressor | None"
+) -> float:
+    """What part of a plane's bytes is likely to be stored: 1.0 if it is not worth compressing.
+
+    Told from runs spread evenly over it, so that rows of zeros are seen as well as the statistics
+    of single bytes.
+    """
+    import numpy as np
+
+    if compressor is None:
+        return 1.0
+    runs = plane
+    if len(plane) > SAMPLE_RUNS * SAMPLE_RUN_BYTES:
+        step = len(plane) // SAMPLE_RUNS
+        runs = plane[: SAMPLE_RUNS * step].reshape(SAMPLE_RUNS, step)[:, :SAMPLE_RUN_BYTES]
+    share = len(compressor.compress(np.ascontiguousarray(runs).data)) / runs.size
+    return share if share <= WORTH else 1.0
+
+
+def _compressor() -> "zstandard.ZstdCompressor":
+    """Made anew for each call: it is cheap at this window, and no two threads may share one.
+
+    A table of 64 entries and matches of seven bytes: nearly a pure Huffman coder, which still finds
+    runs of equal bytes.
+    """
+    import zstandard
+
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        1,
+        strategy=zstandard.STRATEGY_FAST,
+        min_match=7,
+        hash_log=6,
+        chain_log=6,
+        window_log=17,
+        target_length=0,
+        write_content_size=True,
+    )
+    return zstandard.ZstdCompressor(compression_params=parameters)
+
+
+def _decompress(frame: memoryview, plane: int, count: int) -> bytes:
+    """The plane of `count` bytes in a frame, whose header is checked before memory is taken."""
+    import zstandard
+
+    try:
+        header = zstandard.get_frame_parameters(frame)
+        if header.content_size != count or header.window_size > CHUNK_BYTES:
+            raise Corrupt(
+                f"decoding byte planes: the frame of plane {plane} claims {header.content_size} "
+                f"bytes and a window of {header.window_size}, expected {count} bytes and at most "
+                f"{CHUNK_BYTES}"
+            )
+        found = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"decoding byte planes: the frame of plane {plane}: {error}") from error
+    if len(found) != count:  # a frame that is to be skipped claims a size and has no content
+        raise Corrupt(
+            f"decoding byte planes: the frame of plane {plane} has {len(found)} bytes, "
+            f"expected {count}"
+        )
+    return found
