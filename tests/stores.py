@@ -14,6 +14,7 @@ from everstep.format.manifest import encode_table
 from everstep.format.packs import Layout, Spec, lay_out
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena, Record
+from everstep.keeper.arrival import ALL
 from everstep.keeper.persist import Job, Outcome, Writer, persist
 from everstep.store import catalog, commit
 from everstep.store.names import CheckpointName
@@ -107,6 +108,7 @@ class Trainer:
         record = Record(self.sequence, step, len(image), len(self.table), len(descriptor))
         self.arena.seal(slot, record, self.table, descriptor)
         job = Job(self.arena, slot, self.sequence)
+        job.arrival.advance(ALL)
         job.answer(None)
         return job
 

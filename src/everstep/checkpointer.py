@@ -13,6 +13,7 @@ import os
 import platform
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -24,7 +25,6 @@ from everstep.capture.full import Capture, Full, record_of
 from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool, Slot
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
-from everstep.format.document import seal
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.client import Client
@@ -45,7 +45,6 @@ log = logging.getLogger("everstep")
 
 _CLOSE_S = 600.0
 _EXACT_KEYS = ("torch", "machine", "threads")
-_TORN_MAX = 100
 
 
 class Checkpointer:
@@ -88,7 +87,7 @@ class Checkpointer:
         self._planner = Planner()
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
-        self._capture = Full(self._seal, self._saves.on_capture_failure)
+        self._capture = Full(self._announce, self._seal, self._saves.on_capture_failure)
         self._pool.on_release = self._capture.devices.unpin
         self._parent: CheckpointName | None = None
         self._epoch: int | None = None
@@ -241,21 +240,19 @@ class Checkpointer:
         return handle
 
     def _begin(self, handle: SaveHandle, tag: str | None, metrics: dict[str, Any]) -> None:
+        self._state.suspect(self._capture.torn)
         collected = self._state.collect()
         self.metrics.user_seconds = self._state.user_seconds
         plan = self._planner.plan(collected)
         waits = self._waits or self._preemption.requested
-        slot = None
-        if self._pool.reserve(plan, self._descriptor_size, waits):
-            descriptor = seal(self._describe(collected, tag, metrics))
-            self._descriptor_size = len(descriptor)
-            slot = self._pool.acquire(plan, len(descriptor), waits)
+        slot = self._pool.acquire(plan, self._descriptor_size, waits)
         if slot is None:
             self._saves.skip(handle)
             return
         sequence = self._pool.next_sequence()
+        said = self._describe(collected, tag, metrics)
         try:
-            capture = self._capture.begin(handle.step, sequence, collected, plan, slot, descriptor)
+            capture = self._capture.begin(handle.step, sequence, collected, plan, slot, said)
         except BaseException:
             self._capture.devices.synchronize()  # nothing may arrive in a slot that is free
             slot.arena.set_state(slot.index, SlotState.FREE)
@@ -276,6 +273,17 @@ class Checkpointer:
             "tag": tag,
         }
 
+    def _announce(self, capture: Capture) -> Callable[[int], None] | None:
+        """Let the keeper work on what is copied already. Copying thread, which must not wait: so
+        the first save, for which an epoch has to be claimed, is not announced."""
+        if self._epoch is None or self._saves.handle_of(capture) is None:
+            return None
+        slot = capture.slot
+        self._descriptor_size = len(capture.descriptor)
+        slot.arena.announce(slot.index, record_of(capture), capture.plan.table, capture.descriptor)
+        self._client.submit(slot.key)
+        return lambda count: self._client.tell_copied(capture.sequence, count)
+
     def _seal(self, capture: Capture) -> None:
         """All is copied: hand it to the keeper. Sealing thread."""
         self._client.ensure()
@@ -284,6 +292,7 @@ class Checkpointer:
         if (handle := self._saves.handle_of(capture)) is None:
             raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
         slot: Slot = capture.slot
+        self._descriptor_size = len(capture.descriptor)
         slot.arena.seal(slot.index, record_of(capture), capture.plan.table, capture.descriptor)
         handle.advance("captured")
         self._client.submit(slot.key)

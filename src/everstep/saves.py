@@ -123,8 +123,13 @@ class Saves:
         self.fail(handle, Unsupported(problem))
         self._forget(capture)
 
-    def on_capture_failure(self, capture: Capture, error: EverstepError) -> None:
-        """The copy of it failed, or could not be sealed. Any thread."""
+    def on_capture_failure(
+        self, capture: Capture, error: EverstepError, is_announced: bool
+    ) -> None:
+        """The copy of it failed, or could not be sealed. `is_announced`: the keeper works on it
+        already. Any thread."""
+        if is_announced:
+            self._client.submit(capture.slot.key)
         if known := self._begun.get(capture.sequence):  # else the keeper's loss came first
             self.fail(known[1], error)
         self._forget(capture)

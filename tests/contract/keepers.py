@@ -60,18 +60,44 @@ class Trainer:
     def seal(self, step, submit=True):
         """Put a state into the next slot; its sequence."""
         self.sequence += 1
-        slot = self.sequence % self.arena.slot_count
-        contents = {spec.name: stores.content(spec, step) for spec in self.specs}
-        image = stores.image_of(self.layout, contents)
-        self.arena.image(slot)[: len(image)] = image
-        said = {"objects": {}, "hyperparameters": {}, "topology": {}, "capture": {}}
-        said |= {"metrics": {}, "tag": None}
-        descriptor = seal(said)
-        record = Record(self.sequence, step, len(image), len(self.table), len(descriptor))
-        self.arena.seal(slot, record, self.table, descriptor)
+        self.fill(step, 0, self.layout.size)
+        self.arena.seal(*self.documents(step))
         if submit:
             self.client.submit(self.key)
         return self.sequence
+
+    def announce(self, step):
+        """Tell of a state whose image is still to come (`arrive`); its sequence."""
+        self.sequence += 1
+        self.arena.announce(*self.documents(step))
+        self.client.submit(self.key)
+        return self.sequence
+
+    def arrive(self, step, end):
+        """The newest image has arrived up to there."""
+        self.fill(step, 0, end)
+        self.client.tell_copied(self.sequence, end)
+
+    def end(self, state):
+        """The newest image is whole (SEALED), or will never be (TORN)."""
+        self.arena.set_state(self.slot, state)
+        self.client.submit(self.key)
+
+    @property
+    def slot(self):
+        return self.sequence % self.arena.slot_count
+
+    def fill(self, step, start, end):
+        contents = {spec.name: stores.content(spec, step) for spec in self.specs}
+        image = stores.image_of(self.layout, contents)
+        self.arena.image(self.slot)[start:end] = image[start:end]
+
+    def documents(self, step):
+        said = {"objects": {}, "hyperparameters": {}, "topology": {}, "capture": {}}
+        said |= {"metrics": {}, "tag": None}
+        descriptor = seal(said)
+        sizes = self.layout.size, len(self.table), len(descriptor)
+        return self.slot, Record(self.sequence, step, *sizes), self.table, descriptor
 
     def state_of(self, sequence):
         return self.arena.state(sequence % self.arena.slot_count)

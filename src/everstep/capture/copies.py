@@ -9,7 +9,8 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -24,7 +25,9 @@ log = logging.getLogger("everstep")
 MOVERS = min(4, len(os.sched_getaffinity(0)))
 """Threads that share large copies on the CPU."""
 
-_SHARED_FROM_BYTES = 16 << 20
+_SHARE_BYTES = 16 << 20
+_GROUP_BYTES = 64 << 20
+_MESSAGES_MAX = 16
 _SMALL_BYTES = 64 << 10
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 # Both are memmove(3). The one releases the GIL, which costs a hand-over each time; the other does
@@ -36,14 +39,23 @@ for _move in (_move_large, _move_small):
     _move.restype = ctypes.c_void_p
 
 
+Move = tuple[int, int, int]
+"""Offset in the image, source address, bytes."""
+
+Place = tuple[int, torch.Tensor]
+"""Offset in the image, tensor."""
+
+Landing = tuple[torch.cuda.Event, int]
+"""When it has passed, the unit that begins at that offset is there."""
+
+
 @dataclass(slots=True)
 class Batch:
-    """The copies of one owner: (offset in the image, source address, bytes) and (offset,
-    tensor)."""
+    """The copies of one owner, in the order of the image, in units that are told when done."""
 
-    moves: list[tuple[int, int, int]] = field(default_factory=list)
-    strided: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    on_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+    shares: list[list[Move]] = field(default_factory=list)
+    strided: list[Place] = field(default_factory=list)
+    on_device: dict[torch.device, list[list[Place]]] = field(default_factory=dict)
     sources: list[torch.Tensor] = field(default_factory=list)
     """Keeps the memory behind the addresses alive: `parameter.data = ...` would free it."""
 
@@ -51,72 +63,144 @@ class Batch:
     def of(cls, leaves: Iterable[Leaf], plan: Plan) -> "Batch":
         """Sort the leaves by the way in which they are copied."""
         batch = cls()
-        for leaf in leaves:
+        moves: list[Move] = []
+        devices: dict[torch.device, list[Place]] = {}
+        for leaf in sorted(leaves, key=lambda leaf: plan.offsets[leaf.name]):
             tensor, offset = leaf.tensor.detach(), plan.offsets[leaf.name]
-            size = tensor.numel() * tensor.element_size()
+            size = tensor.nbytes
             if size == 0:
                 continue
             if tensor.device.type == "cuda":
-                batch.on_device.setdefault(tensor.device, []).append((offset, tensor))
+                devices.setdefault(tensor.device, []).append((offset, tensor))
             elif tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-                batch.moves.append((offset, tensor.data_ptr(), size))
+                moves.append((offset, tensor.data_ptr(), size))
                 batch.sources.append(tensor)
             else:
                 batch.strided.append((offset, tensor))
+        batch.shares = _shares(moves)
+        batch.on_device = {device: _groups(places) for device, places in devices.items()}
         return batch
 
-    def copy_from_cpu(self, arena: Arena, slot: int, movers: Executor | None = None) -> None:
-        """Make the CPU copies; blocks until they are done.
+    def starts(self) -> Iterator[int]:
+        """The offset at which each unit begins."""
+        yield from (share[0][0] for share in self.shares)
+        yield from (offset for offset, _ in self.strided)
+        for groups in self.on_device.values():
+            yield from (group[0][0] for group in groups)
+
+    def copy_from_cpu(
+        self,
+        arena: Arena,
+        slot: int,
+        movers: Executor | None = None,
+        arrived: Callable[[int], None] = lambda start: None,
+    ) -> None:
+        """Make the CPU copies; blocks until they are done. `arrived` is told each unit's start.
 
         With `movers`, large amounts are shared between their threads. Training that uses all cores
         waits in each parallel region for its slowest thread: what is taken evenly from all cores
         costs half of what is taken from one.
         """
         base = arena.image_address(slot)
-        if movers is None or sum(size for _, _, size in self.moves) < _SHARED_FROM_BYTES:
-            _move_all(base, self.moves)
-        else:
-            shares = _shares(self.moves, MOVERS)
-            try:
-                list(movers.map(_move_all, [base] * len(shares), shares))
-            except RuntimeError:  # the program is ending, and with it all pools
-                _move_all(base, self.moves)
+
+        def move_all(share: list[Move]) -> None:
+            for offset, source, size in share:
+                (_move_small if size < _SMALL_BYTES else _move_large)(base + offset, source, size)
+            arrived(share[0][0])
+
+        if not _spread(movers, move_all, self.shares):
+            for share in self.shares:
+                move_all(share)
         if self.strided:
             image = image_tensor(arena, slot)
             for offset, tensor in self.strided:
                 place(image, offset, tensor).copy_(tensor)
+                arrived(offset)
 
-    def enqueue_from(self, device: torch.device, arena: Arena, slot: int) -> None:
+    def enqueue_from(self, device: torch.device, arena: Arena, slot: int) -> list[Landing]:
         """Enqueue the copies off one device on the current stream; does not block where the arena
-        is pinned.
+        is pinned. Returns an event for each unit, in order, and the unit's start.
 
         The caller keeps the sources alive until the stream has passed them.
         """
         image = image_tensor(arena, slot)
-        for offset, tensor in self.on_device.get(device, ()):
-            plain = tensor.resolve_conj().resolve_neg()  # a new one only where a bit is set
-            place(image, offset, plain).copy_(plain, non_blocking=True)
+        landed = []
+        for group in self.on_device.get(device, ()):
+            for offset, tensor in group:
+                plain = tensor.resolve_conj().resolve_neg()  # a new one only where a bit is set
+                place(image, offset, plain).copy_(plain, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(device))
+            landed.append((event, group[0][0]))
+        return landed
 
 
-def _move_all(base: int, moves: list[tuple[int, int, int]]) -> None:
-    for offset, source, size in moves:
-        (_move_small if size < _SMALL_BYTES else _move_large)(base + offset, source, size)
+class Progress:
+    """Tells up to where an image is whole, in few steps: each costs a message. Thread-safe."""
+
+    def __init__(self, starts: Iterable[int], size: int, tell: Callable[[int], None]) -> None:
+        """`starts`: of the units that are still to come. `size`: bytes of the image."""
+        self._starts = sorted(starts)
+        self._arrived: set[int] = set()
+        self._next = 0
+        self._told = 0
+        self._stride = max(_SHARE_BYTES, size // _MESSAGES_MAX)
+        self._tell = tell
+        self._lock = threading.Lock()
+
+    def arrived(self, start: int) -> None:
+        """The unit that begins there is copied."""
+        with self._lock:
+            self._arrived.add(start)
+            while self._next < len(self._starts) and self._starts[self._next] in self._arrived:
+                self._next += 1
+            if self._next == len(self._starts):
+                return  # the seal tells
+            whole = self._starts[self._next]
+            if whole < self._told + self._stride:
+                return
+            self._told = whole
+        self._tell(whole)
 
 
-def _shares(moves: list[tuple[int, int, int]], count: int) -> list[list[tuple[int, int, int]]]:
-    """The moves in `count` shares of about equal bytes; a move may be cut in two."""
-    share_size = -(-sum(size for _, _, size in moves) // count)
-    shares: list[list[tuple[int, int, int]]] = [[]]
-    left = share_size
+def _spread(
+    movers: Executor | None, move_all: Callable[[list[Move]], None], shares: list[list[Move]]
+) -> bool:
+    """Let the movers do it. False where there is too little, or nobody, to share it."""
+    if movers is None or len(shares) < 2:
+        return False
+    try:
+        list(movers.map(move_all, shares))
+    except RuntimeError:  # the program is ending, and with it all pools
+        return False
+    return True
+
+
+def _shares(moves: list[Move]) -> list[list[Move]]:
+    """The moves in shares of equal bytes; a move may be cut."""
+    shares: list[list[Move]] = []
+    left = 0
     for offset, source, size in moves:
         while size > 0:
+            if left == 0:
+                shares.append([])
+                left = _SHARE_BYTES
             part = min(size, left)
             shares[-1].append((offset, source, part))
             offset, source, size, left = offset + part, source + part, size - part, left - part
-            if left == 0:
-                shares.append([])
-                left = share_size
-    return [share for share in shares if share]
+    return shares
+
+
+def _groups(places: list[Place]) -> list[list[Place]]:
+    groups: list[list[Place]] = []
+    size = _GROUP_BYTES
+    for offset, tensor in places:
+        if size >= _GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append((offset, tensor))
+        size += tensor.nbytes
+    return groups
 
 
 def image_tensor(arena: Arena, slot: int) -> torch.Tensor:

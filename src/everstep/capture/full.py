@@ -14,14 +14,16 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from everstep.capture.copies import MOVERS, Batch, Devices
+from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.capture.tripwire import Tripwire, describe, sample_places
 from everstep.errors import EverstepError, Unavailable, Unsupported
+from everstep.format.document import seal
 from everstep.keeper.arena import Record, SlotState
 from everstep.state.leaves import Leaf
 from everstep.state.view import Collected, Walk
@@ -51,15 +53,24 @@ class Capture:
     sequence: int
     slot: Slot
     plan: Plan
-    descriptor: bytes
+    description: dict[str, Any]
     owned: dict[int, _Owned]
     begins: dict[torch.device, torch.cuda.Event]
-    eager_ends: list[torch.cuda.Event]
+    eager: list[Landing]
     devices: set[torch.device]
     keep_alive: tuple[Leaf, ...]
     problem: str | None = None
+    torn: tuple[str, ...] = ()
+    """Names of what was written to while it was copied."""
     sealed: threading.Event = field(default_factory=threading.Event)
     """Set when it has been sealed, or given up."""
+    _descriptor: bytes = b""
+
+    @property
+    def descriptor(self) -> bytes:
+        """The description as a sealed document; made by who asks first, which is no trainer."""
+        self._descriptor = self._descriptor or seal(self.description)
+        return self._descriptor
 
     def check(self, owner: int | None = None) -> str | None:
         """Whether the copy is clean, as far as can be told now; remembers a torn one.
@@ -72,6 +83,7 @@ class Capture:
                 continue
             changed = owned.tripwire.changed()
             if changed and not owned.checked and not self.problem:
+                self.torn = tuple(changed)
                 self.problem = describe(self.step, changed)
             owned.checked = True
         return self.problem
@@ -86,11 +98,14 @@ class Full:
 
     def __init__(
         self,
+        announce: Callable[[Capture], Callable[[int], None] | None],
         seal: Callable[[Capture], None],
-        fail: Callable[[Capture, EverstepError], None],
+        fail: Callable[[Capture, EverstepError, bool], None],
     ) -> None:
-        """`seal` is called in the copying thread when all is copied; `fail` where that went
-        wrong."""
+        """`announce` is called in the copying thread when the copies begin; it returns whom to tell
+        how much of the image has arrived, or None where nobody is to be told. `seal` when all is
+        copied; `fail` where that went wrong, and whether the keeper has to free the slot."""
+        self._announce = announce
         self._seal = seal
         self._fail = fail
         self._queue: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
@@ -115,7 +130,7 @@ class Full:
         collected: Collected,
         plan: Plan,
         slot: Slot,
-        descriptor: bytes,
+        description: dict[str, Any],
     ) -> Capture:
         """Copy what must be copied at the call; the rest is for `go_on`.
 
@@ -135,7 +150,7 @@ class Full:
             if owner is not None
         }
         batches = [eager, *(part.batch for owner, part in bound.items() if owner is None)]
-        eager_ends = self._copy_eagerly(batches, slot)
+        eager_landings = self._copy_eagerly(batches, slot)
         begins = {}
         for device in {device for part in owned.values() for device in part.batch.on_device}:
             begins[device] = torch.cuda.Event()
@@ -143,7 +158,7 @@ class Full:
         devices = {device for batch in batches for device in batch.on_device} | begins.keys()
         alive = (*collected.walk.leaves, *collected.loose)
         return Capture(
-            step, sequence, slot, plan, descriptor, owned, begins, eager_ends, devices, alive
+            step, sequence, slot, plan, description, owned, begins, eager_landings, devices, alive
         )
 
     def _await_last(self) -> None:
@@ -154,6 +169,11 @@ class Full:
             self._is_sealing = False
         else:
             self._is_sealing = True
+
+    @property
+    def torn(self) -> tuple[str, ...]:
+        """What tore the last capture, as far as is known. Trainer's thread."""
+        return self._last.torn if self._last else ()
 
     def go_on(self, capture: Capture) -> None:
         """Let the copying thread make the lazy copies."""
@@ -198,16 +218,14 @@ class Full:
             self._bound = (walk, plan, parts)
         return self._bound[2]
 
-    def _copy_eagerly(self, batches: list[Batch], slot: Slot) -> list[torch.cuda.Event]:
-        ends = []
+    def _copy_eagerly(self, batches: list[Batch], slot: Slot) -> list[Landing]:
+        landings = []
         for batch in batches:
             batch.copy_from_cpu(slot.arena, slot.index)
             for device in batch.on_device:
                 with torch.cuda.device(device):
-                    batch.enqueue_from(device, slot.arena, slot.index)
-                    ends.append(torch.cuda.Event(blocking=True))
-                    ends[-1].record(torch.cuda.current_stream(device))
-        return ends
+                    landings += batch.enqueue_from(device, slot.arena, slot.index)
+        return landings
 
     def _copy_all(self) -> None:
         while capture := self._queue.get():
@@ -238,31 +256,41 @@ class Full:
         if not isinstance(error, EverstepError):
             log.error("capturing step %s", capture.step, exc_info=error)
             error = Unavailable(f"capturing step {capture.step}: {error!r}")
-        capture.slot.arena.set_state(capture.slot.index, SlotState.FREE)
-        self._fail(capture, error)
+        arena, index = capture.slot.arena, capture.slot.index
+        is_announced = arena.state(index) is SlotState.ANNOUNCED
+        arena.set_state(index, SlotState.TORN if is_announced else SlotState.FREE)
+        self._fail(capture, error, is_announced)
         capture.sealed.set()
 
     def _copy(self, capture: Capture) -> None:
         slot = capture.slot
+        tell = self._announce(capture) or (lambda count: None)
+        starts = [start for owned in capture.owned.values() for start in owned.batch.starts()]
+        starts += [start for _, start in capture.eager]
+        progress = Progress(starts, capture.plan.layout.size, tell)
         for device in capture.devices:
             self.devices.pin(slot.arena, device)
+        landings = list(capture.eager)
         for owned in capture.owned.values():
-            for device in owned.batch.on_device:
-                stream = self.devices.stream(device)
-                with torch.cuda.device(device), torch.cuda.stream(stream):
-                    stream.wait_event(capture.begins[device])
-                    owned.batch.enqueue_from(device, slot.arena, slot.index)
-                    owned.ends[device] = torch.cuda.Event(blocking=True)
-                    owned.ends[device].record(stream)
-            owned.batch.copy_from_cpu(slot.arena, slot.index, self._movers)
+            landings += self._enqueue(capture, owned)
+            owned.batch.copy_from_cpu(slot.arena, slot.index, self._movers, progress.arrived)
             owned.ready.set()
-        for owned in capture.owned.values():
-            for end in owned.ends.values():
-                end.synchronize()
-        for end in capture.eager_ends:
-            end.synchronize()
+        for event, start in landings:
+            event.synchronize()
+            progress.arrived(start)
         if problem := capture.problem:
             raise Unsupported(problem)
+
+    def _enqueue(self, capture: Capture, owned: _Owned) -> list[Landing]:
+        """The copies of one owner's tensors off CUDA devices."""
+        landings: list[Landing] = []
+        for device in owned.batch.on_device:
+            stream = self.devices.stream(device)
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                stream.wait_event(capture.begins[device])
+                landings += owned.batch.enqueue_from(device, capture.slot.arena, capture.slot.index)
+            owned.ends[device] = landings[-1][0]
+        return landings
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from everstep.capture.plan import Plan
 from everstep.errors import Unavailable
 from everstep.format.packs import round_up
-from everstep.keeper.arena import Arena, SlotState
+from everstep.keeper.arena import SUBMITTED, Arena, SlotState
 from everstep.keeper.client import Client
 
 SLOTS = 3
@@ -84,6 +84,7 @@ class Pool:
     def acquire(self, plan: Plan, descriptor_size: int, wait: bool) -> Slot | None:
         """A slot for this plan, in state CAPTURING and with its headers in place.
 
+        `descriptor_size`: of the last one, as the next is not made yet; there is room for growth.
         None where none is free and `wait` is False; else blocks. Raises Unavailable where the
         budget is too small, or the keeper is lost.
         """
@@ -91,8 +92,6 @@ class Pool:
             return None
         assert self._current
         key, arena = self._current
-        if len(plan.table) + descriptor_size > arena.documents_size:
-            raise Unavailable(f"capturing: the objects of the state take {descriptor_size} bytes")
         with self._changed:
             self._check_failure()
             while (index := self._free_slot(arena)) is None:
@@ -236,7 +235,7 @@ def available_memory() -> int:
 
 def _is_busy(arena: Arena) -> bool:
     """Whether something is being copied into it, or waits to be written."""
-    busy = (SlotState.CAPTURING, SlotState.SEALED)
+    busy = (SlotState.CAPTURING, *SUBMITTED)
     return any(arena.state(slot) in busy for slot in range(arena.slot_count))
 
 

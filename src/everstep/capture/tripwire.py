@@ -15,7 +15,7 @@ import torch
 from everstep.state.leaves import Leaf
 
 _SAMPLE_BYTES = 16
-_SAMPLES_MAX = 64  # cold memory is slow to look at; of more tensors, others at each step
+_SAMPLES_MAX = 32  # cold memory is slow to look at; of more tensors, others at each step
 _STRIDE = 0x9E3779B1  # Fibonacci hashing: each step looks elsewhere
 _peek = ctypes.string_at
 _version = attrgetter("_version")

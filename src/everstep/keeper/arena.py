@@ -9,9 +9,12 @@
 It is a memfd: no name that anybody else could open, sealed against resizing, so that a mapping can
 never fault. A slot's `state` is one byte, written last, and says who may change the slot:
 
-    FREE ──trainer──▶ CAPTURING ──trainer──▶ SEALED ──keeper──▶ DONE | FAILED ──trainer──▶ CAPTURING
+    FREE ──trainer──▶ CAPTURING ─────────trainer─────────▶ SEALED ──keeper──▶ DONE | FAILED
+                          └──trainer──▶ ANNOUNCED ──trainer──┘                    │
+                                            └──trainer──▶ TORN ──keeper──▶ FREE   └─▶ CAPTURING
 
-A process that dies leaves either the old state or the new one. The record of a sealed slot carries
+An announced slot has its record and documents, while its image still arrives: the keeper works on
+what is there. A process that dies leaves either the old state or the new one. The record carries
 digests of itself and of its documents: what a dying trainer half wrote is not taken for a job.
 """
 
@@ -51,9 +54,13 @@ class SlotState(IntEnum):
     SEALED = 2
     DONE = 3
     FAILED = 4
+    ANNOUNCED = 5
+    TORN = 6
 
 
 COMPLETE = (SlotState.SEALED, SlotState.DONE, SlotState.FAILED)
+SUBMITTED = (SlotState.ANNOUNCED, SlotState.SEALED, SlotState.TORN)
+"""The keeper has to end them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +154,19 @@ class Arena:
         self._map[self._record_at(slot) + _STATE_AT] = state
 
     def seal(self, slot: int, record: Record, table: bytes, descriptor: bytes) -> None:
-        """Put documents and record in their places; the slot's image must be whole. State last.
+        """Put documents and record in their places, unless they were announced; the slot's image
+        must be whole. State last. Raises Unavailable where the documents are too large."""
+        if self.state(slot) is not SlotState.ANNOUNCED:
+            self._describe(slot, record, table, descriptor)
+        self.set_state(slot, SlotState.SEALED)
 
-        The table is copied only where the slot does not hold it already. Raises Unavailable where
-        the documents are larger than their area.
-        """
+    def announce(self, slot: int, record: Record, table: bytes, descriptor: bytes) -> None:
+        """As `seal`, before the image is whole."""
+        self._describe(slot, record, table, descriptor)
+        self.set_state(slot, SlotState.ANNOUNCED)
+
+    def _describe(self, slot: int, record: Record, table: bytes, descriptor: bytes) -> None:
+        """The table is copied only where the slot does not hold it already."""
         assert record.table_size == len(table)
         assert record.descriptor_size == len(descriptor)
         if len(table) + len(descriptor) > self.documents_size:
@@ -169,7 +184,6 @@ class Arena:
         place = self._record_at(slot)
         _MANIFEST_SIZE.pack_into(self._map, place + _MANIFEST_SIZE_AT, 0)
         _RECORD.pack_into(self._map, place, record.sequence, record.step, *sizes, digest)
-        self.set_state(slot, SlotState.SEALED)
 
     def record(self, slot: int) -> Record | None:
         """The slot's record, or None where it (or a document that it speaks of) is not whole."""

@@ -122,8 +122,13 @@ class Client:
         return bool(reply["ok"])
 
     def submit(self, key: str) -> None:
-        """Tell that a slot was sealed. Lost messages do no harm: a new keeper looks itself."""
+        """Tell that a slot was announced, sealed or torn. Lost messages do no harm: a new keeper
+        looks itself."""
         self._send({"type": "job", "arena": key})
+
+    def tell_copied(self, sequence: int, count: int) -> None:
+        """Tell that the first `count` bytes of an announced image will not change any more."""
+        self._send({"type": "copied", "sequence": sequence, "bytes": count})
 
     def confirm(self, sequence: int, problem: str | None) -> None:
         """Answer "written": None, or how the copy was torn."""

@@ -25,7 +25,8 @@ from everstep.format.manifest import (
     extents,
 )
 from everstep.format.packs import pack_starts
-from everstep.keeper.arena import Arena, Record, SlotState
+from everstep.keeper.arena import SUBMITTED, Arena, Record, SlotState
+from everstep.keeper.arrival import Arrival
 from everstep.store import commit, names, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -33,16 +34,17 @@ from everstep.tiers.disk import Disk
 log = logging.getLogger(__name__)
 
 _HASHERS = min(4, len(os.sched_getaffinity(0)))
-_SHARE_BYTES_MIN = 16 << 20
+_SHARE_BYTES = 16 << 20
 
 
 @dataclass(slots=True)
 class Job:
-    """One sealed slot on its way. The trainer's `answer` comes later; its death is one too."""
+    """One slot on its way. The trainer's `answer` comes last; its death is one too."""
 
     arena: Arena
     slot: int
     sequence: int
+    arrival: Arrival = field(default_factory=Arrival)
     written: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
     problem: str | None = None
@@ -80,8 +82,8 @@ class Outcome:
 def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> Outcome:
     """Make a sealed slot durable; blocks until it is committed. Raises EverstepError.
 
-    The image is digested and written at the same time. Only then is the trainer asked whether
-    the copy was clean: a torn one is never committed.
+    The image is digested and written at the same time, and while it still arrives. Only then is
+    the trainer asked whether the copy was clean: a torn one is never committed.
     """
     began = time.monotonic()
     arena, slot = job.arena, job.slot
@@ -90,7 +92,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         raise Corrupt(f"reading slot {slot} of the arena: its record is not whole")
     manifest, packs = _describe(writer, arena, slot, record)
     name = CheckpointName(manifest.step, manifest.epoch)
-    digests = _begin_digests(writer, arena, slot, record)
+    digests = _begin_digests(writer, job, record)
     existing = False
     links: tuple[FileLink, ...] = ()
     failure: EverstepError | None = None
@@ -99,7 +101,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
             existing = writer.disk.size(names.manifest_path(name)) is not None
             commit.check_epoch(writer.disk, manifest.epoch, manifest.step)
             if not existing:
-                links = commit.write_packs(writer.disk, name, packs)
+                links = commit.write_packs(writer.disk, name, packs, job.arrival.wait)
         except EverstepError as error:
             failure = error  # with its manifest beside it, memory can still be restored from
         table = arena.table(slot, record)
@@ -206,23 +208,30 @@ def _unwritten(packs: list[memoryview]) -> tuple[FileLink, ...]:
     return tuple(FileLink(f"{names.DATA}/unwritten", len(pack)) for pack in packs)
 
 
-def _begin_digests(
-    writer: Writer, arena: Arena, slot: int, record: Record
-) -> list[Future[dict[int, str]]]:
-    """Hash all extents, large amounts in several threads: see Batch.copy_from_cpu for why."""
-    table, found = _parsed_table(bytes(arena.table(slot, record)))
+def _begin_digests(writer: Writer, job: Job, record: Record) -> list[Future[dict[int, str]]]:
+    """Hash all extents in several threads, in the order in which they arrive.
+
+    Training that uses all cores waits for its slowest thread: what is taken evenly from all of
+    them costs less than what is taken from one.
+    """
+    table, found = _parsed_table(bytes(job.arena.table(job.slot, record)))
     starts = pack_starts(pack.size for pack in table.packs)
-    share_size = max(_SHARE_BYTES_MIN, -(-record.image_size // _HASHERS))
     shares: dict[int, list[tuple[int, int, int]]] = {}
     for extent in found:
         start = starts[extent.pack] + extent.offset
-        shares.setdefault(start // share_size, []).append((extent.digest, start, extent.size))
-    image = arena.image(slot)
-    return [writer.hasher.submit(_digest, image, share) for share in shares.values()]
+        shares.setdefault(start // _SHARE_BYTES, []).append((extent.digest, start, extent.size))
+    image = job.arena.image(job.slot)
+    return [
+        writer.hasher.submit(_digest, image, share, job.arrival)
+        for _, share in sorted(shares.items())
+    ]
 
 
-def _digest(image: memoryview, share: list[tuple[int, int, int]]) -> dict[int, str]:
+def _digest(
+    image: memoryview, share: list[tuple[int, int, int]], arrival: Arrival
+) -> dict[int, str]:
     """The digests of some extents (index, start, size), by index. Large ones without the GIL."""
+    arrival.wait(max(start + size for _, start, size in share))
     return {
         index: xxhash.xxh3_128_hexdigest(image[start : start + size])
         for index, start, size in share
@@ -236,10 +245,11 @@ def _parsed_table(document: bytes) -> tuple[Table, list[Extent]]:
     return table, extents(table)
 
 
-def pending(arena: Arena) -> list[tuple[int, int]]:
-    """(sequence, slot) of the sealed slots, in the order in which they were sealed."""
-    found = []
-    for slot in range(arena.slot_count):
-        if arena.state(slot) is SlotState.SEALED and (record := arena.record(slot)):
-            found.append((record.sequence, slot))
-    return sorted(found)
+def submitted(arena: Arena) -> list[tuple[int, int, SlotState]]:
+    """(sequence, slot, state) of the slots that wait for the keeper, in their order."""
+    states = [arena.state(slot) for slot in range(arena.slot_count)]
+    return sorted(
+        (record.sequence, slot, state)
+        for slot, state in enumerate(states)
+        if state in SUBMITTED and (record := arena.record(slot))
+    )

@@ -5,8 +5,9 @@
         └──attaches again──────┘   death or detach ──┘
 
 Invariants:
-* A sealed slot has at most one job, and only that job's end changes the slot's state: the trainer
-  writes to a slot again as soon as it is DONE. The lock covers both ends of that.
+* An announced or sealed slot has at most one job, and only that job's end makes the slot free for
+  another capture: the trainer writes to it again as soon as it is DONE. The lock covers both ends
+  of that.
 * Sending never blocks: a trainer that does not read loses its connection, attaches again, and is
   told anew how things stand.
 * Slots that a trainer is filling are freed only when its process is dead.
@@ -26,7 +27,8 @@ from typing import Any
 from everstep.errors import Conflict, EverstepError, Unavailable
 from everstep.keeper import wire
 from everstep.keeper.arena import COMPLETE, Arena, SlotState
-from everstep.keeper.persist import Job, Outcome, Writer, apply_retention, pending, persist
+from everstep.keeper.arrival import ALL
+from everstep.keeper.persist import Job, Outcome, Writer, apply_retention, persist, submitted
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -117,6 +119,9 @@ class Session:
             case "job":
                 if arena := self.arenas.get(message["arena"]):
                     self.scan(arena)
+            case "copied":
+                if job := self._jobs.get(message["sequence"]):
+                    job.arrival.advance(_number(message["bytes"]))
             case "confirm":
                 self.answer(message["sequence"], message["problem"])
             case "claim":
@@ -145,19 +150,28 @@ class Session:
         self.scan(arena)
 
     def scan(self, arena: Arena) -> None:
-        """Take every sealed slot of the arena that has no job yet."""
-        with self._lock:
-            new = [
-                Job(arena, slot, sequence)
-                for sequence, slot in pending(arena)
-                if sequence not in self._jobs
-            ]
-            self._jobs.update({job.sequence: job for job in new})
-        for job in new:
-            if self.orphan:
-                job.answer(None)
-            self.tell({"type": "held", "sequence": job.sequence})
-            self.submit(lambda job=job: self._persist(job))  # type: ignore[misc]
+        """Take every slot of the arena that was announced or sealed, and has no job yet; and see
+        what has become of those that have one."""
+        for sequence, slot, state in submitted(arena):
+            with self._lock:
+                if arena.state(slot) is not state:  # the job has just ended
+                    continue
+                job = self._jobs.get(sequence)
+                if job is None and state is SlotState.TORN:  # of a keeper that died
+                    arena.set_state(slot, SlotState.FREE)
+                    continue
+                is_new = job is None
+                job = job or Job(arena, slot, sequence)
+                self._jobs[sequence] = job
+            if state is SlotState.SEALED and not job.arrival.complete:
+                job.arrival.advance(ALL)
+                if self.orphan:
+                    job.answer(None)
+                self.tell({"type": "held", "sequence": job.sequence})
+            elif state is SlotState.TORN:
+                job.arrival.give_up(f"the trainer gave job {sequence} up")
+            if is_new:
+                self.submit(lambda job=job: self._persist(job))  # type: ignore[misc]
 
     def answer(self, sequence: int, problem: str | None) -> None:
         """The trainer's word on a copy."""
@@ -234,10 +248,10 @@ class Session:
         self.disconnect()
         for arena in self.arenas.values():
             if self.dead:
-                _free_unfinished(arena)
+                _end_unfinished(arena)
             self.scan(arena)
         for job in list(self._jobs.values()):
-            if not job.answered.is_set():
+            if job.arrival.over and not job.answered.is_set():  # else it may still be heard of
                 job.answer(None)
 
     def disconnect(self) -> None:
@@ -306,6 +320,7 @@ class Session:
             message = {"type": "written", "sequence": job.sequence}
             outcome = persist(self.writer, job, lambda: self.tell(message))
         except Exception as error:  # noqa: BLE001 - each reaches the handle, none ends the keeper
+            job.arrival.wait_until_over()  # until then the trainer writes to the slot
             self._fail(job, error)
             return
         self._done(job, outcome)
@@ -313,10 +328,12 @@ class Session:
     def _fail(self, job: Job, error: Exception) -> None:
         kind = type(error).__name__ if isinstance(error, EverstepError) else "Unavailable"
         text = str(error) if isinstance(error, EverstepError) else f"the keeper failed: {error!r}"
-        log.error("job %s of trainer %s: %s: %s", job.sequence, self.pid, kind, text)
+        level = logging.ERROR if job.arrival.complete else logging.INFO  # the trainer knows why
+        log.log(level, "job %s of trainer %s: %s: %s", job.sequence, self.pid, kind, text)
         # A torn copy is worth nothing, and one that conflicts must not be taken for the checkpoint
         # of its name. Any other state that was not committed is whole in memory.
-        is_worthless = job.problem is not None or isinstance(error, Conflict)
+        is_torn = job.problem is not None or not job.arrival.complete
+        is_worthless = is_torn or isinstance(error, Conflict)
         self._finish(job, SlotState.FREE if is_worthless else SlotState.FAILED)
         message = {"type": "failed", "sequence": job.sequence, "kind": kind}
         self.tell(message | {"message": text[:_TEXT_MAX]})
@@ -338,11 +355,13 @@ class Session:
             job.arena.set_state(job.slot, state)
 
 
-def _free_unfinished(arena: Arena) -> None:
-    """Free what a dead trainer was filling, and what it had not quite sealed."""
+def _end_unfinished(arena: Arena) -> None:
+    """End what a dead trainer was filling, and what it had not quite sealed."""
     for slot in range(arena.slot_count):
         state = arena.state(slot)
-        if state is SlotState.CAPTURING or (state in COMPLETE and arena.record(slot) is None):
+        if state is SlotState.ANNOUNCED:
+            arena.set_state(slot, SlotState.TORN)
+        elif state is SlotState.CAPTURING or (state in COMPLETE and arena.record(slot) is None):
             arena.set_state(slot, SlotState.FREE)
 
 

@@ -76,6 +76,8 @@ class Guard:
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _pointers: list[int] = field(default_factory=list)
     _shapes: list[torch.Size] = field(default_factory=list)
+    _contiguous: list[torch.Tensor] = field(default_factory=list)
+    _strided: list[torch.Tensor] = field(default_factory=list)
     _strides: list[tuple[int, ...]] = field(default_factory=list)
     _dtypes: list[torch.dtype] = field(default_factory=list)
     _watched: set[int] = field(default_factory=set)
@@ -104,7 +106,11 @@ class Guard:
         self._tensors.append(tensor)
         self._pointers.append(pointer)
         self._shapes.append(tensor.shape)
-        self._strides.append(tensor.stride())
+        if tensor.is_contiguous():
+            self._contiguous.append(tensor)
+        else:
+            self._strided.append(tensor)
+            self._strides.append(tensor.stride())
         self._dtypes.append(tensor.dtype)
 
     def holds(self) -> bool:
@@ -116,7 +122,8 @@ class Guard:
                 and all(map(is_, parts, self._parts))
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
                 and list(map(_shape, self._tensors)) == self._shapes
-                and list(map(torch.Tensor.stride, self._tensors)) == self._strides
+                and all(map(torch.Tensor.is_contiguous, self._contiguous))
+                and list(map(torch.Tensor.stride, self._strided)) == self._strides
                 and all(map(is_, map(_dtype, self._tensors), self._dtypes))
             )
         except (KeyError, IndexError):

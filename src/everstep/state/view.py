@@ -1,9 +1,10 @@
 """State: the user's dict of models, optimizers and values as leaves,
 objects and hyperparameters."""
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -28,6 +29,10 @@ from everstep.state.stateful import (
     ValueState,
     is_generator,
 )
+
+log = logging.getLogger("everstep")
+
+_TORN_MAX = 2
 
 
 class Entry(Protocol):
@@ -125,6 +130,7 @@ class State:
         self._walk: Walk | None = None
         self._guard = Guard()
         self._owners: dict[int, int | None] = {}
+        self._torn: Counter[str] = Counter()
         self.user_seconds = 0.0
         """Spent in state_dict() methods that are not ours."""
 
@@ -154,6 +160,22 @@ class State:
                 for name in (*walk.aliases, *(sink.aliases.keys() - walk.aliases.keys()))
             }
         return Collected(walk, tuple(sink.leaves.values()), aliases, objects, hyperparameters)
+
+    def suspect(self, names: Iterable[str]) -> None:
+        """These were written to while they were being copied, by something that is no optimizer.
+
+        Once may be a mistake. A model that does so by itself (nn.Embedding with max_norm rewrites
+        its weight in forward) does it again: from the second time on they are copied at the call.
+        """
+        for name in names:
+            self._torn[name] += 1
+            if self._torn[name] == _TORN_MAX:
+                self._walk = None
+                log.warning(
+                    "%s was written to outside of optimizer.step() for the second time while it "
+                    "was being copied: from now on it is copied at the call, which takes longer",
+                    name,
+                )
 
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
         """Let each part say where its tensors go. `only`: names of parts; others are left alone."""
@@ -188,6 +210,10 @@ class State:
         leaves, aliases = find_aliases(
             Leaf(leaf.name, leaf.tensor, owners.get(id(leaf.tensor), leaf.owner)) for leaf in found
         )
+        leaves = [
+            Leaf(leaf.name, leaf.tensor) if self._torn[leaf.name] >= _TORN_MAX else leaf
+            for leaf in leaves
+        ]
         table = {entry.name: entry.table() for entry in self.optimizers}
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
         return Walk(tuple(_own_storages(leaves)), names, aliases, table)

@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -77,16 +77,24 @@ def check_epoch(disk: Disk, epoch: int, step: int) -> None:
 
 
 def write_packs(
-    disk: Disk, name: CheckpointName, packs: Sequence[memoryview]
+    disk: Disk,
+    name: CheckpointName,
+    packs: Sequence[memoryview],
+    await_bytes: Callable[[int], None] = lambda end: None,
 ) -> tuple[FileLink, ...]:
-    """Write each pack to a new file; returns when all are durable."""
+    """Write each pack to a new file; returns when all are durable.
+
+    `await_bytes(end)` blocks until the first `end` bytes of all packs together may be read.
+    """
     token = secrets.token_hex(4)
     links = []
+    start = 0
     try:
         for index, pack in enumerate(packs):
             path = names.pack_path(name, token, index)
-            disk.write(path, [pack])
+            disk.write(path, [pack], lambda end, start=start: await_bytes(start + end))  # type: ignore[misc]
             links.append(FileLink(path, len(pack)))
+            start += len(pack)
     except BaseException:
         discard_packs(disk, name, links)
         raise

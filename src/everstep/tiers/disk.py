@@ -14,8 +14,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +38,9 @@ _ADVICE = {
     errno.EROFS: ". The file system is read-only: choose another place for the store",
     errno.EACCES: ". This user may not write there: choose another place for the store",
 }
+
+Await = Callable[[int], None]
+"""Blocks until data up to that offset may be read."""
 
 
 class Reader(Protocol):
@@ -66,22 +69,26 @@ class Disk:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    def write(self, path: str, data: Sequence[memoryview]) -> None:
+    def write(
+        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
+    ) -> None:
         """Write the new file `path` as the concatenation of `data`; blocks until it is durable.
 
         Buffers (of bytes) that start on a page and are a multiple of one long go by direct I/O,
-        several extents in flight. On any error the file is unlinked, and Unavailable is raised.
+        several extents in flight. `await_bytes(end)` is called in this thread before bytes up to
+        `end` are read, and blocks until they may be. On any error the file is unlinked; Unavailable
+        is raised, or what `await_bytes` raised.
         """
         size = sum(map(len, data))
         with self._telling("writing", path, size):
             self._make_directories(os.path.dirname(path))
             name = str(self.root / path)
             try:
-                self._write_file(name, data, size)
+                self._write_file(name, data, size, await_bytes)
                 self._sync_directory(os.path.dirname(path))
             except FileExistsError:
                 raise
-            except OSError:
+            except BaseException:
                 self._forget(name)
                 raise
 
@@ -232,7 +239,7 @@ class Disk:
         self._make_directories(os.path.dirname(path))
         draft = f"{self.root / path}.{secrets.token_hex(4)}.tmp"
         try:
-            self._write_buffered(draft, [memoryview(data)])
+            self._write_buffered(draft, [memoryview(data)], lambda end: None)
             yield draft
         finally:
             self._forget(draft)
@@ -288,7 +295,9 @@ class Disk:
                     errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)
                 ) from None
 
-    def _write_file(self, name: str, data: Sequence[memoryview], size: int) -> None:
+    def _write_file(
+        self, name: str, data: Sequence[memoryview], size: int, await_bytes: Await
+    ) -> None:
         if all(_is_aligned(view) for view in data):
             try:
                 fd = self._system.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT)
@@ -297,16 +306,18 @@ class Disk:
                     raise
                 self._forget(name)  # some file systems refuse only after they have made it
             else:
-                if self._fill_directly(fd, data, size):
+                if self._fill_directly(fd, data, size, await_bytes):
                     return
                 self._system.unlink(name)
-        self._write_buffered(name, data)
+        self._write_buffered(name, data, await_bytes)
 
-    def _fill_directly(self, fd: int, data: Sequence[memoryview], size: int) -> bool:
+    def _fill_directly(
+        self, fd: int, data: Sequence[memoryview], size: int, await_bytes: Await
+    ) -> bool:
         """False where the file system opened the file for direct I/O, but refuses to do it."""
         try:
             self._allocate(fd, size)
-            self._write_extents(fd, data)
+            self._write_extents(fd, data, await_bytes)
             self._system.fsync(fd)
         except OSError as error:
             if error.errno in _NO_DIRECT:
@@ -316,12 +327,22 @@ class Disk:
             self._system.close(fd)
         return True
 
-    def _write_extents(self, fd: int, data: Sequence[memoryview]) -> None:
+    def _write_extents(self, fd: int, data: Sequence[memoryview], await_bytes: Await) -> None:
         """Several at a time. At the first error the others are waited for: once the descriptor is
-        closed, its number may be another file's, and a late write would go there."""
+        closed, its number may be another file's, and a late write would go there.
+
+        The threads that write serve all who use this tier, so that only this one may wait for data.
+        """
         pool = self._executor()
-        futures = [pool.submit(self._write_all, fd, *extent) for extent in _extents(data)]
+        futures: list[Future[None]] = []
+        done = 0
         try:
+            for extent, offset in _extents(data):
+                await_bytes(offset + len(extent))
+                while done < len(futures) and futures[done].done():
+                    futures[done].result()  # a full disk is told before all has arrived
+                    done += 1
+                futures.append(pool.submit(self._write_all, fd, extent, offset))
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             for future in futures:
@@ -331,10 +352,11 @@ class Disk:
         for future in failed:
             future.result()
 
-    def _write_buffered(self, name: str, data: Sequence[memoryview]) -> None:
+    def _write_buffered(self, name: str, data: Sequence[memoryview], await_bytes: Await) -> None:
         fd = self._system.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         try:
             for view, offset in _extents(data):
+                await_bytes(offset + len(view))
                 self._write_all(fd, view, offset)
             self._system.fsync(fd)
         finally:

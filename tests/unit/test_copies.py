@@ -1,0 +1,65 @@
+"""How tensors are cut into units, and how far an image is told to be whole."""
+
+import random
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.capture import copies
+from everstep.capture.copies import Batch, Progress
+from everstep.capture.plan import Planner
+from everstep.keeper.arena import Arena
+from everstep.state.leaves import Leaf
+from everstep.state.view import Collected, Walk
+
+
+def collected(leaves):
+    names = {id(leaf.tensor): leaf.name for leaf in leaves}
+    return Collected(Walk(tuple(leaves), names, {}, {}), (), {}, {}, {})
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5000), max_size=12), share=st.sampled_from([64, 1000, 1 << 20])
+)
+def test_all_bytes_are_copied_whatever_the_units(sizes, share):
+    kept = copies._SHARE_BYTES
+    copies._SHARE_BYTES = share
+    try:
+        leaves = [
+            Leaf(f"t{index}", torch.randint(0, 256, (size,), dtype=torch.uint8), 0)
+            for index, size in enumerate(sizes)
+        ]
+        leaves.append(Leaf("strided", torch.randn(30, 20).t(), 0))
+        plan = Planner().plan(collected(leaves))
+        batch = Batch.of(leaves, plan)
+        arena = Arena.create(1, 1 << 16, plan.layout.size)
+        arrived = []
+        batch.copy_from_cpu(arena, 0, None, arrived.append)
+        assert sorted(arrived) == sorted(batch.starts())
+        for leaf in leaves:
+            at = plan.offsets[leaf.name]
+            data = leaf.tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            assert bytes(arena.image(0)[at : at + len(data)]) == data
+        assert all(sum(size for _, _, size in part) <= share for part in batch.shares)
+    finally:
+        copies._SHARE_BYTES = kept
+
+
+@given(count=st.integers(1, 60), seed=st.integers(0, 99))
+def test_nothing_is_told_that_has_not_arrived(count, seed):
+    unit = copies._SHARE_BYTES // 2
+    order = list(range(0, count * unit, unit))
+    random.Random(seed).shuffle(order)
+    arrived, told = set(), []
+
+    def tell(whole):
+        assert all(start in arrived for start in order if start < whole)
+        told.append(whole)
+
+    progress = Progress(order, count * unit, tell)
+    for start in order:
+        arrived.add(start)
+        progress.arrived(start)
+    assert told == sorted(told)
+    assert len(told) <= copies._MESSAGES_MAX
