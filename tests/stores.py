@@ -13,7 +13,7 @@ from everstep.format.document import seal
 from everstep.format.manifest import encode_table
 from everstep.format.packs import Layout, Spec, lay_out
 from everstep.keeper import wire
-from everstep.keeper.arena import Arena, Record
+from everstep.keeper.arena import Arena, Row
 from everstep.keeper.arrival import ALL
 from everstep.keeper.persist import Job, Outcome, Writer, persist
 from everstep.store import catalog, commit
@@ -105,7 +105,7 @@ class Trainer:
             "tag": tag,
         }
         descriptor = seal(said)
-        record = Record(self.sequence, step, len(image), len(self.table), len(descriptor))
+        record = Row(self.sequence, step, len(image), len(self.table), len(descriptor))
         self.arena.seal(slot, record, self.table, descriptor)
         job = Job(self.arena, slot, self.sequence)
         job.arrival.advance(ALL)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from everstep import __version__
-from everstep.capture.full import Capture, Full, record_of
+from everstep.capture.full import Capture, Full, row_of
 from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool, Slot
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
@@ -280,7 +280,7 @@ class Checkpointer:
             return None
         slot = capture.slot
         self._descriptor_size = len(capture.descriptor)
-        slot.arena.announce(slot.index, record_of(capture), capture.plan.table, capture.descriptor)
+        slot.arena.announce(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
         self._client.submit(slot.key)
         return lambda count: self._client.tell_copied(capture.sequence, count)
 
@@ -293,7 +293,7 @@ class Checkpointer:
             raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
         slot: Slot = capture.slot
         self._descriptor_size = len(capture.descriptor)
-        slot.arena.seal(slot.index, record_of(capture), capture.plan.table, capture.descriptor)
+        slot.arena.seal(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
         handle.advance("captured")
         self._client.submit(slot.key)
 

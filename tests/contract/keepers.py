@@ -18,7 +18,7 @@ from everstep.format.document import seal
 from everstep.format.manifest import encode_table
 from everstep.format.packs import lay_out
 from everstep.keeper import wire
-from everstep.keeper.arena import Arena, Record, SlotState  # noqa: F401 - for the scripts
+from everstep.keeper.arena import Arena, Row, SlotState  # noqa: F401 - for the scripts
 from everstep.keeper.client import Client
 
 PATIENCE_S = 60.0
@@ -97,7 +97,7 @@ class Trainer:
         said |= {"metrics": {}, "tag": None}
         descriptor = seal(said)
         sizes = self.layout.size, len(self.table), len(descriptor)
-        return self.slot, Record(self.sequence, step, *sizes), self.table, descriptor
+        return self.slot, Row(self.sequence, step, *sizes), self.table, descriptor
 
     def state_of(self, sequence):
         return self.arena.state(sequence % self.arena.slot_count)

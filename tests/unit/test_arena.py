@@ -7,7 +7,7 @@ import random
 import pytest
 
 from everstep import Corrupt, Unavailable
-from everstep.keeper.arena import _RECORD, SLOTS_MAX, Arena, Record, SlotState
+from everstep.keeper.arena import _ROW, SLOTS_MAX, Arena, Row, SlotState
 from everstep.keeper.persist import submitted
 from everstep.tiers.disk import Disk
 from stores import Trainer
@@ -15,10 +15,10 @@ from stores import Trainer
 TABLE, SAID = b"a table", b"what the trainer says"
 
 
-def _seal(arena: Arena, slot: int, sequence: int, step: int = 7) -> Record:
-    record = Record(sequence, step, 4096, len(TABLE), len(SAID))
-    arena.seal(slot, record, TABLE, SAID)
-    return record
+def _seal(arena: Arena, slot: int, sequence: int, step: int = 7) -> Row:
+    row = Row(sequence, step, 4096, len(TABLE), len(SAID))
+    arena.seal(slot, row, TABLE, SAID)
+    return row
 
 
 def test_two_processes_see_the_same(tmp_path):
@@ -27,17 +27,17 @@ def test_two_processes_see_the_same(tmp_path):
     assert arena.image_size == 12_288
     other = Arena(os.dup(arena.fd))
     arena.image(1)[:5] = b"state"
-    record = _seal(arena, 1, 4)
+    row = _seal(arena, 1, 4)
     assert other.state(1) is SlotState.SEALED
-    assert other.record(1) == record
-    assert bytes(other.table(1, record)) == TABLE
-    assert bytes(other.descriptor(1, record)) == SAID
+    assert other.row(1) == row
+    assert bytes(other.table(1, row)) == TABLE
+    assert bytes(other.descriptor(1, row)) == SAID
     assert bytes(other.image(1)[:5]) == b"state"
     assert arena.image_address(1) % 4096 == 0
-    other.put_manifest(1, record, b"a manifest")
-    assert bytes(arena.manifest(1, record)) == b"a manifest"
-    other.put_manifest(1, record, b"x" * 8192)  # too large: the disk serves
-    assert bytes(arena.manifest(1, record)) == b"a manifest"
+    other.put_manifest(1, row, b"a manifest")
+    assert bytes(arena.manifest(1, row)) == b"a manifest"
+    other.put_manifest(1, row, b"x" * 8192)  # too large: the disk serves
+    assert bytes(arena.manifest(1, row)) == b"a manifest"
     assert bytes(arena.manifest(1, _seal(arena, 1, 5))) == b""
 
 
@@ -77,13 +77,13 @@ def test_headers_that_lie_are_refused():
 
 
 def test_every_torn_record_is_no_job():
-    """Any part of a record's bytes, old or new: it is the old record, the new one, or none."""
+    """Any part of a row's bytes, old or new: it is the old row, the new one, or none."""
     arena = Arena.create(1, 4096, 4096)
     old = _seal(arena, 0, 1, 7)
     at = arena._record_at(0)
-    before = bytes(arena.memory[at : at + _RECORD.size])
+    before = bytes(arena.memory[at : at + _ROW.size])
     new = _seal(arena, 0, 2, 8)
-    after = bytes(arena.memory[at : at + _RECORD.size])
+    after = bytes(arena.memory[at : at + _ROW.size])
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -91,16 +91,16 @@ def test_every_torn_record_is_no_job():
     masks += [[rng.random() < 0.5 for _ in before] for _ in range(500)]
     for mask in masks:
         torn = bytes(b if m else a for a, b, m in zip(before, after, mask, strict=True))
-        arena.memory[at : at + _RECORD.size] = torn
+        arena.memory[at : at + _ROW.size] = torn
         expected = {before: old, after: new}.get(torn)
-        assert arena.record(0) == expected
+        assert arena.row(0) == expected
 
 
 def test_a_changed_descriptor_is_no_job():
     arena = Arena.create(1, 4096, 4096)
-    record = _seal(arena, 0, 1)
-    arena.descriptor(0, record)[3] ^= 1
-    assert arena.record(0) is None
+    row = _seal(arena, 0, 1)
+    arena.descriptor(0, row)[3] ^= 1
+    assert arena.row(0) is None
     assert [row[:2] for row in submitted(arena)] == []
 
 
@@ -110,13 +110,13 @@ def test_wild_sizes_are_no_job(field):
     _seal(arena, 0, 1)
     at = arena._record_at(0) + 8 * field
     arena.memory[at : at + 8] = b"\xff" * 8
-    assert arena.record(0) is None
+    assert arena.row(0) is None
 
 
 def test_documents_that_do_not_fit_are_refused():
     arena = Arena.create(1, 4096, 4096)
     with pytest.raises(Unavailable, match="this arena holds 4096"):
-        arena.seal(0, Record(1, 1, 0, 4000, 97), b"x" * 4000, b"y" * 97)
+        arena.seal(0, Row(1, 1, 0, 4000, 97), b"x" * 4000, b"y" * 97)
     assert arena.state(0) is SlotState.FREE
 
 
@@ -146,8 +146,8 @@ def test_a_slot_that_was_torn_is_never_committed(tmp_path):
     trainer = Trainer(Disk(tmp_path))
     trainer.claim()
     job = trainer.seal(1)
-    record = job.arena.record(job.slot)
-    job.arena.descriptor(job.slot, record)[0] ^= 1
+    row = job.arena.row(job.slot)
+    job.arena.descriptor(job.slot, row)[0] ^= 1
     from everstep.keeper.persist import persist
 
     with pytest.raises(Corrupt, match="not whole"):

@@ -24,7 +24,7 @@ from everstep.capture.pool import Slot
 from everstep.capture.tripwire import Tripwire, describe, sample_places
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.document import seal
-from everstep.keeper.arena import Record, SlotState
+from everstep.keeper.arena import Row, SlotState
 from everstep.state.leaves import Leaf
 from everstep.state.view import Collected, Walk
 
@@ -319,9 +319,9 @@ def _by_owner(leaves: tuple[Leaf, ...]) -> dict[int | None, tuple[Leaf, ...]]:
     return {owner: tuple(members) for owner, members in owners.items()}
 
 
-def record_of(capture: Capture) -> Record:
+def row_of(capture: Capture) -> Row:
     """The capture's row in the job table."""
-    return Record(
+    return Row(
         capture.sequence,
         capture.step,
         capture.plan.layout.size,

@@ -185,8 +185,8 @@ class Pool:
             fits = is_close and _fits(arena, image, documents // 2)
             if not chosen and fits and self._client.adopt(key, arena):
                 chosen = key, arena
-                records = (arena.record(slot) for slot in range(arena.slot_count))
-                newest = max((record.sequence for record in records if record), default=0)
+                rows = (arena.row(slot) for slot in range(arena.slot_count))
+                newest = max((row.sequence for row in rows if row), default=0)
                 self._sequence = max(self._sequence, newest)
                 continue
             arena.close()

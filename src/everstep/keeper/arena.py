@@ -13,8 +13,8 @@ never fault. A slot's `state` is one byte, written last, and says who may change
                           └──trainer──▶ ANNOUNCED ──trainer──┘                    │
                                             └──trainer──▶ TORN ──keeper──▶ FREE   └─▶ CAPTURING
 
-An announced slot has its record and documents, while its image still arrives: the keeper works on
-what is there. A process that dies leaves either the old state or the new one. The record carries
+An announced slot has its row and documents, while its image still arrives: the keeper works on
+what is there. A process that dies leaves either the old state or the new one. The row carries
 digests of itself and of its documents: what a dying trainer half wrote is not taken for a job.
 """
 
@@ -34,14 +34,14 @@ from everstep.format.packs import PAGE_BYTES, round_up
 
 _MAGIC = b"everstep arena 1"
 _HEAD = struct.Struct("<16sQQQQ")  # magic, slot count, documents capacity, image capacity, reserved
-_RECORD = struct.Struct("<QQQQQQ")  # sequence, step, image, table, descriptor, digest
+_ROW = struct.Struct("<QQQQQQ")  # sequence, step, image, table, descriptor, digest
 _MANIFEST_SIZE = struct.Struct("<Q")
-_RECORD_STRIDE = 128
+_ROW_STRIDE = 128
 _MANIFEST_SIZE_AT = 64
 _STATE_AT = 120
 _HUGE_PAGE_BYTES = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-SLOTS_MAX = (PAGE_BYTES - 128) // _RECORD_STRIDE
+SLOTS_MAX = (PAGE_BYTES - 128) // _ROW_STRIDE
 DOCUMENTS_BYTES_MAX = 1 << 30
 """Of one slot: whoever reads a document copies it, so that its size must have a bound."""
 
@@ -64,7 +64,7 @@ SUBMITTED = (SlotState.ANNOUNCED, SlotState.SEALED, SlotState.TORN)
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Row:
     """A slot's row in the job table: sizes in bytes of what it holds, and the order of the jobs."""
 
     sequence: int
@@ -146,32 +146,32 @@ class Arena:
 
     def state(self, slot: int) -> SlotState:
         """The slot's state; FREE for a byte that is none."""
-        value = self._map[self._record_at(slot) + _STATE_AT]
+        value = self._map[self._row_at(slot) + _STATE_AT]
         return SlotState(value) if value in SlotState.__members__.values() else SlotState.FREE
 
     def set_state(self, slot: int, state: SlotState) -> None:
         """One byte: other processes see the old state or the new one."""
-        self._map[self._record_at(slot) + _STATE_AT] = state
+        self._map[self._row_at(slot) + _STATE_AT] = state
 
-    def seal(self, slot: int, record: Record, table: bytes, descriptor: bytes) -> None:
-        """Put documents and record in their places, unless they were announced; the slot's image
+    def seal(self, slot: int, row: Row, table: bytes, descriptor: bytes) -> None:
+        """Put documents and row in their places, unless they were announced; the slot's image
         must be whole. State last. Raises Unavailable where the documents are too large."""
         if self.state(slot) is not SlotState.ANNOUNCED:
-            self._describe(slot, record, table, descriptor)
+            self._describe(slot, row, table, descriptor)
         self.set_state(slot, SlotState.SEALED)
 
-    def announce(self, slot: int, record: Record, table: bytes, descriptor: bytes) -> None:
+    def announce(self, slot: int, row: Row, table: bytes, descriptor: bytes) -> None:
         """As `seal`, before the image is whole."""
-        self._describe(slot, record, table, descriptor)
+        self._describe(slot, row, table, descriptor)
         self.set_state(slot, SlotState.ANNOUNCED)
 
-    def _describe(self, slot: int, record: Record, table: bytes, descriptor: bytes) -> None:
+    def _describe(self, slot: int, row: Row, table: bytes, descriptor: bytes) -> None:
         """The table is copied only where the slot does not hold it already."""
-        assert record.table_size == len(table)
-        assert record.descriptor_size == len(descriptor)
+        assert row.table_size == len(table)
+        assert row.descriptor_size == len(descriptor)
         if len(table) + len(descriptor) > self.documents_size:
             raise Unavailable(
-                f"sealing step {record.step}: its documents need {len(table) + len(descriptor)} "
+                f"sealing step {row.step}: its documents need {len(table) + len(descriptor)} "
                 f"bytes, this arena holds {self.documents_size}"
             )
         at = self._slot_at(slot)
@@ -179,46 +179,46 @@ class Arena:
         if self.memory[at:end] != table:
             self.memory[at:end] = table
         self.memory[end : end + len(descriptor)] = descriptor
-        sizes = (record.image_size, record.table_size, record.descriptor_size)
-        digest = self._digest(slot, record)
-        place = self._record_at(slot)
+        sizes = (row.image_size, row.table_size, row.descriptor_size)
+        digest = self._digest(slot, row)
+        place = self._row_at(slot)
         _MANIFEST_SIZE.pack_into(self._map, place + _MANIFEST_SIZE_AT, 0)
-        _RECORD.pack_into(self._map, place, record.sequence, record.step, *sizes, digest)
+        _ROW.pack_into(self._map, place, row.sequence, row.step, *sizes, digest)
 
-    def record(self, slot: int) -> Record | None:
-        """The slot's record, or None where it (or a document that it speaks of) is not whole."""
-        fields = _RECORD.unpack_from(self._map, self._record_at(slot))
-        record = Record(*fields[:5])
-        sizes = record.table_size + record.descriptor_size
-        if sizes > self.documents_size or record.image_size > self.image_size:
+    def row(self, slot: int) -> Row | None:
+        """The slot's row, or None where it (or a document that it speaks of) is not whole."""
+        fields = _ROW.unpack_from(self._map, self._row_at(slot))
+        row = Row(*fields[:5])
+        sizes = row.table_size + row.descriptor_size
+        if sizes > self.documents_size or row.image_size > self.image_size:
             return None
-        return record if fields[5] == self._digest(slot, record) else None
+        return row if fields[5] == self._digest(slot, row) else None
 
-    def table(self, slot: int, record: Record) -> memoryview:
+    def table(self, slot: int, row: Row) -> memoryview:
         """The piece table document."""
         at = self._slot_at(slot)
-        return self.memory[at : at + record.table_size]
+        return self.memory[at : at + row.table_size]
 
-    def descriptor(self, slot: int, record: Record) -> memoryview:
+    def descriptor(self, slot: int, row: Row) -> memoryview:
         """What the trainer says of this step."""
-        at = self._slot_at(slot) + record.table_size
-        return self.memory[at : at + record.descriptor_size]
+        at = self._slot_at(slot) + row.table_size
+        return self.memory[at : at + row.descriptor_size]
 
-    def manifest(self, slot: int, record: Record) -> memoryview:
+    def manifest(self, slot: int, row: Row) -> memoryview:
         """The manifest that the keeper made, a sealed document; empty where there is none (yet)."""
-        at = self._manifest_at(slot, record)
-        place = self._record_at(slot) + _MANIFEST_SIZE_AT
+        at = self._manifest_at(slot, row)
+        place = self._row_at(slot) + _MANIFEST_SIZE_AT
         (written,) = _MANIFEST_SIZE.unpack_from(self._map, place)
         size = min(int(written), self._slot_end(slot) - at)
         return self.memory[at : at + size]
 
-    def put_manifest(self, slot: int, record: Record, document: bytes) -> None:
+    def put_manifest(self, slot: int, row: Row, document: bytes) -> None:
         """Keep the manifest beside the image, so that a slot can be restored without a disk."""
-        at = self._manifest_at(slot, record)
+        at = self._manifest_at(slot, row)
         if at + len(document) > self._slot_end(slot):
             return  # then the disk serves
         self.memory[at : at + len(document)] = document
-        place = self._record_at(slot) + _MANIFEST_SIZE_AT
+        place = self._row_at(slot) + _MANIFEST_SIZE_AT
         _MANIFEST_SIZE.pack_into(self._map, place, len(document))
 
     def image(self, slot: int) -> memoryview:
@@ -234,8 +234,8 @@ class Arena:
         """The slot with the newest whole state, which must not be overwritten yet."""
         best: tuple[int, int] | None = None
         for slot in range(self.slot_count):
-            if self.state(slot) in COMPLETE and (record := self.record(slot)):
-                best = max(best or (0, -1), (record.sequence, slot))
+            if self.state(slot) in COMPLETE and (row := self.row(slot)):
+                best = max(best or (0, -1), (row.sequence, slot))
         return best[1] if best else None
 
     def close(self) -> None:
@@ -247,9 +247,9 @@ class Arena:
     def __del__(self) -> None:
         self.close()
 
-    def _record_at(self, slot: int) -> int:
+    def _row_at(self, slot: int) -> int:
         assert 0 <= slot < self.slot_count
-        return 128 + slot * _RECORD_STRIDE
+        return 128 + slot * _ROW_STRIDE
 
     def _slot_at(self, slot: int) -> int:
         return PAGE_BYTES + slot * (self.documents_size + self.image_size)
@@ -258,11 +258,11 @@ class Arena:
         """Where the documents of a slot end."""
         return self._slot_at(slot) + self.documents_size
 
-    def _manifest_at(self, slot: int, record: Record) -> int:
-        return self._slot_at(slot) + record.table_size + record.descriptor_size
+    def _manifest_at(self, slot: int, row: Row) -> int:
+        return self._slot_at(slot) + row.table_size + row.descriptor_size
 
-    def _digest(self, slot: int, record: Record) -> int:
-        """Covers the record and the descriptor; table and manifest are sealed themselves."""
-        digest = xxhash.xxh3_64(repr(record).encode())
-        digest.update(self.descriptor(slot, record))
+    def _digest(self, slot: int, row: Row) -> int:
+        """Covers the row and the descriptor; table and manifest are sealed themselves."""
+        digest = xxhash.xxh3_64(repr(row).encode())
+        digest.update(self.descriptor(slot, row))
         return digest.intdigest()

@@ -25,7 +25,7 @@ from everstep.format.manifest import (
     extents,
 )
 from everstep.format.packs import pack_starts
-from everstep.keeper.arena import SUBMITTED, Arena, Record, SlotState
+from everstep.keeper.arena import SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.arrival import Arrival
 from everstep.store import commit, names, retain
 from everstep.store.names import CheckpointName
@@ -87,12 +87,12 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     """
     began = time.monotonic()
     arena, slot = job.arena, job.slot
-    record = arena.record(slot)
-    if record is None:
-        raise Corrupt(f"reading slot {slot} of the arena: its record is not whole")
-    manifest, packs = _describe(writer, arena, slot, record)
+    row = arena.row(slot)
+    if row is None:
+        raise Corrupt(f"reading slot {slot} of the arena: its row is not whole")
+    manifest, packs = _describe(writer, arena, slot, row)
     name = CheckpointName(manifest.step, manifest.epoch)
-    digests = _begin_digests(writer, job, record)
+    digests = _begin_digests(writer, job, row)
     existing = False
     links: tuple[FileLink, ...] = ()
     failure: EverstepError | None = None
@@ -104,15 +104,15 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
                 links = commit.write_packs(writer.disk, name, packs, job.arrival.wait)
         except EverstepError as error:
             failure = error  # with its manifest beside it, memory can still be restored from
-        table = arena.table(slot, record)
+        table = arena.table(slot, row)
         manifest = _with_data(manifest, table, links or _unwritten(packs), digests)
         document = encode_manifest(manifest)
-        arena.put_manifest(slot, record, document)
+        arena.put_manifest(slot, row, document)
         _ask(job, announce_written)  # also before a failure: memory must not offer a torn copy
         if failure:
             raise failure
         if existing:
-            arena.put_manifest(slot, record, _existing(writer.disk, manifest))
+            arena.put_manifest(slot, row, _existing(writer.disk, manifest))
         else:
             commit.publish(writer.disk, manifest, document, [table])
     except BaseException:
@@ -159,24 +159,24 @@ def apply_retention(writer: Writer) -> None:
 
 
 def _describe(
-    writer: Writer, arena: Arena, slot: int, record: Record
+    writer: Writer, arena: Arena, slot: int, row: Row
 ) -> tuple[Manifest, list[memoryview]]:
     """The manifest as far as it is known before the data is written, and the packs in the image."""
-    said = unseal(arena.descriptor(slot, record), "a descriptor in the arena")
+    said = unseal(arena.descriptor(slot, row), "a descriptor in the arena")
     assert writer.epoch is not None, "a trainer claims its epoch before it seals"
-    table, _ = _parsed_table(bytes(arena.table(slot, record)))
+    table, _ = _parsed_table(bytes(arena.table(slot, row)))
     image, packs, at = arena.image(slot), [], 0
     for pack in table.packs:
         packs.append(image[at : at + pack.size])
         at += pack.size
-    if at != record.image_size:
+    if at != row.image_size:
         raise Corrupt(
-            f"reading slot {slot} of the arena: {record.image_size} bytes, its table needs {at}"
+            f"reading slot {slot} of the arena: {row.image_size} bytes, its table needs {at}"
         )
     parent: dict[str, Any] | None = writer.parent and writer.parent._asdict()
     writer.run = writer.run or commit.open_store(writer.disk)
     manifest = Manifest(
-        step=record.step,
+        step=row.step,
         epoch=writer.epoch,
         run=writer.run,
         created=commit.now(),
@@ -208,13 +208,13 @@ def _unwritten(packs: list[memoryview]) -> tuple[FileLink, ...]:
     return tuple(FileLink(f"{names.DATA}/unwritten", len(pack)) for pack in packs)
 
 
-def _begin_digests(writer: Writer, job: Job, record: Record) -> list[Future[dict[int, str]]]:
+def _begin_digests(writer: Writer, job: Job, row: Row) -> list[Future[dict[int, str]]]:
     """Hash all extents in several threads, in the order in which they arrive.
 
     Training that uses all cores waits for its slowest thread: what is taken evenly from all of
     them costs less than what is taken from one.
     """
-    table, found = _parsed_table(bytes(job.arena.table(job.slot, record)))
+    table, found = _parsed_table(bytes(job.arena.table(job.slot, row)))
     starts = pack_starts(pack.size for pack in table.packs)
     shares: dict[int, list[tuple[int, int, int]]] = {}
     for extent in found:
@@ -249,7 +249,7 @@ def submitted(arena: Arena) -> list[tuple[int, int, SlotState]]:
     """(sequence, slot, state) of the slots that wait for the keeper, in their order."""
     states = [arena.state(slot) for slot in range(arena.slot_count)]
     return sorted(
-        (record.sequence, slot, state)
+        (row.sequence, slot, state)
         for slot, state in enumerate(states)
-        if state in SUBMITTED and (record := arena.record(slot))
+        if state in SUBMITTED and (row := arena.row(slot))
     )

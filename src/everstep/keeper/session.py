@@ -188,8 +188,8 @@ class Session:
         found = []
         for key, arena in self.arenas.items():
             slot = arena.newest_complete()
-            if slot is not None and (record := arena.record(slot)):
-                found.append((record.sequence, key))
+            if slot is not None and (row := arena.row(slot)):
+                found.append((row.sequence, key))
         return max(found, default=None)
 
     def holds_uncommitted(self) -> bool:
@@ -209,22 +209,22 @@ class Session:
 
     def _report(self, arena: Arena) -> None:
         for slot in range(arena.slot_count):
-            record = arena.record(slot)
-            if record is None:
+            row = arena.row(slot)
+            if row is None:
                 continue
-            message: wire.Message = {"sequence": record.sequence}
+            message: wire.Message = {"sequence": row.sequence}
             match arena.state(slot):
                 case SlotState.SEALED:
-                    job = self._jobs.get(record.sequence)
+                    job = self._jobs.get(row.sequence)
                     if job and not job.answered.is_set():
                         self.tell(message | {"type": "held"})
                         if job.written:
                             self.tell(message | {"type": "written"})
                 case SlotState.DONE:
-                    size = record.image_size
+                    size = row.image_size
                     self.tell(message | {"type": "local", "bytes": size, "seconds": 0.0})
                 case SlotState.FAILED:
-                    text = f"step {record.step} could not be written; the keeper's log says why"
+                    text = f"step {row.step} could not be written; the keeper's log says why"
                     self.tell(message | {"type": "failed", "kind": "Unavailable", "message": text})
 
     # ---- its end ---------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def _end_unfinished(arena: Arena) -> None:
         state = arena.state(slot)
         if state is SlotState.ANNOUNCED:
             arena.set_state(slot, SlotState.TORN)
-        elif state is SlotState.CAPTURING or (state in COMPLETE and arena.record(slot) is None):
+        elif state is SlotState.CAPTURING or (state in COMPLETE and arena.row(slot) is None):
             arena.set_state(slot, SlotState.FREE)
 
 

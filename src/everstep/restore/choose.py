@@ -96,17 +96,17 @@ def find_held(arenas: Sequence[Arena]) -> dict[CheckpointName, Held]:
     found: dict[CheckpointName, Held] = {}
     for arena in arenas:
         for slot in range(arena.slot_count):
-            state, record = arena.state(slot), arena.record(slot)
-            if state not in (SlotState.DONE, SlotState.FAILED) or record is None:
+            state, row = arena.state(slot), arena.row(slot)
+            if state not in (SlotState.DONE, SlotState.FAILED) or row is None:
                 continue
             where = f"slot {slot} of the arena"
             try:
-                manifest = decode_manifest(arena.manifest(slot, record), where)
-                table = decode_table(arena.table(slot, record), where)
+                manifest = decode_manifest(arena.manifest(slot, row), where)
+                table = decode_table(arena.table(slot, row), where)
                 check_table(table, manifest.parts[0], where)
             except (EverstepError, IndexError):
                 continue  # the disk serves
-            image = arena.image(slot)[: record.image_size]
+            image = arena.image(slot)[: row.image_size]
             held = Held(manifest, table, image, state is SlotState.DONE)
             found[held.name] = held
     return found
