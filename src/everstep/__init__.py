@@ -16,6 +16,7 @@ from everstep.errors import (
 if TYPE_CHECKING:
     from everstep.checkpointer import Checkpointer
     from everstep.handle import SaveHandle
+    from everstep.state.clipping import clip_grad_norm_
     from everstep.store.retain import Keep
     from everstep.store.store import Store
 
@@ -32,6 +33,7 @@ __all__ = [
     "Store",
     "Unavailable",
     "Unsupported",
+    "clip_grad_norm_",
 ]
 
 # Loaded at first use: the command and the keeper start without torch.
@@ -40,6 +42,7 @@ _HOMES = {
     "SaveHandle": "everstep.handle",
     "Keep": "everstep.store.retain",
     "Store": "everstep.store.store",
+    "clip_grad_norm_": "everstep.state.clipping",
 }
 
 

@@ -22,6 +22,8 @@ import torch
 
 from everstep import __version__
 from everstep.capture.full import Capture, Full, row_of
+from everstep.capture.hooks import Hook
+from everstep.capture.log import Captured, Log
 from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool, Slot
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
@@ -29,13 +31,12 @@ from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.client import Client
 from everstep.preemption import Preemption
+from everstep.restore.apply import apply
 from everstep.restore.choose import Candidate, Held, candidates, find_held
-from everstep.restore.load import load
 from everstep.saves import Saves, Skipped
+from everstep.state import clipping
 from everstep.state.objects import plain_json
-from everstep.state.optimizers import OptimizerState
-from everstep.state.placement import Placement, Saved
-from everstep.state.view import Collected, State
+from everstep.state.view import State
 from everstep.store.commit import open_store
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
@@ -56,7 +57,8 @@ class Checkpointer:
         state: dict[str, Any],
         *,
         every: int = 1,
-        strategy: Literal["full"] = "full",
+        strategy: Literal["full", "log"] = "full",
+        base_every: int | None = None,
         keep: Keep | None = None,
         memory_budget: int | None = None,
         under_pressure: Literal["skip", "wait"] = "skip",
@@ -66,25 +68,29 @@ class Checkpointer:
 
         store: a directory. state: names to nn.Module, Optimizer, anything with state_dict and
         load_state_dict, generators, tensors, or nested dicts and lists of values and tensors.
-        every: step() saves each step that is a multiple of it. keep: retention, None for all.
+        every: step() saves each step that is a multiple of it. strategy: "full" saves whole states;
+        "log" a whole state now and then (base_every steps apart; None: by what a recovery would
+        take), and for every step between a record of the gradients that led there, from which
+        restore() replays. keep: retention, None for all.
         memory_budget: bytes of host memory for captures, at least two states; None: three states
         where they fit into half of the available memory, else two. under_pressure: what a save does
         when no memory is free: be skipped, or wait. rng: capture python's, numpy's and torch's
         generators. Raises ValueError, TypeError, Unavailable.
         """
-        _check_arguments(every, strategy, memory_budget, under_pressure)
+        _check_arguments(every, strategy, base_every, memory_budget, under_pressure)
         self.state = state
         self.metrics = Metrics()
         self._every = every
         self._waits = under_pressure == "wait"
         self._state = State(state, rng)
+        self._log = Log(self._state.optimizers, base_every) if strategy == "log" else None
         self._disk = Disk(Path(store).absolute())
         open_store(self._disk)
         self._saves = Saves(self.metrics)
         self._client = Client(self._disk.root, keep, self._saves.on_event)
         self._pool = Pool(self._client, memory_budget)
         self._saves.attach(self._client, self._pool)
-        self._planner = Planner()
+        self._planners = {False: Planner(), True: Planner()}
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
         self._capture = Full(self._announce, self._seal, self._saves.on_capture_failure)
@@ -94,7 +100,12 @@ class Checkpointer:
         self._begun: SaveHandle | None = None
         self._last_step: int | None = None
         self._is_closed = False
-        self._hooks = [self._hook(optimizer) for optimizer in self._state.optimizers]
+        self._hooks = [
+            Hook(optimizer, self._capture, self._log, self.metrics)
+            for optimizer in self._state.optimizers
+        ]
+        if self._log:
+            clipping.attach()
         self._preemption = Preemption(self._is_saved, lambda: self.wait("local", _CLOSE_S))
         self._preemption.install()
         _close_in_children(self)
@@ -107,7 +118,10 @@ class Checkpointer:
         _check_step(step)
         self._last_step = step
         due = step % self._every == 0 or self._preemption.requested
-        return self.save(step) if due else None
+        if not due and not self._log:
+            return None
+        handle = self.save(step)  # a log has a record of every step
+        return handle if due else None
 
     def save(
         self, step: int, *, tag: str | None = None, metrics: dict[str, Any] | None = None
@@ -200,6 +214,8 @@ class Checkpointer:
             self._preemption.uninstall()
             for hook in self._hooks:
                 hook.remove()
+            if self._log:
+                clipping.detach()
             self._capture.close()
             self._client.close()
             if not self._saves.pending:  # else something is still being copied
@@ -240,37 +256,52 @@ class Checkpointer:
         return handle
 
     def _begin(self, handle: SaveHandle, tag: str | None, metrics: dict[str, Any]) -> None:
+        for hook in self._hooks:
+            hook.put_in_order()
         self._state.suspect(self._capture.torn)
         collected = self._state.collect()
         self.metrics.user_seconds = self._state.user_seconds
-        plan = self._planner.plan(collected)
+        captured = Captured(collected)
+        if self._log:
+            captured = self._log.choose(handle.step, collected, tag is not None)
+        collected, is_record = captured.collected, captured.record is not None
+        plan = self._planners[is_record].plan(collected)
         waits = self._waits or self._preemption.requested
         slot = self._pool.acquire(plan, self._descriptor_size, waits)
         if slot is None:
             self._saves.skip(handle)
+            if self._log:
+                self._log.end_chain()
             return
         sequence = self._pool.next_sequence()
-        said = self._describe(collected, tag, metrics)
+        said = self._describe(captured, tag, metrics)
         try:
             capture = self._capture.begin(handle.step, sequence, collected, plan, slot, said)
         except BaseException:
             self._capture.devices.synchronize()  # nothing may arrive in a slot that is free
             slot.arena.set_state(slot.index, SlotState.FREE)
             raise
+        if self._log:
+            self._log.begun(captured, handle)
         self._saves.begin(capture, handle)
         self._capture.go_on(capture)
 
     def _describe(
-        self, collected: Collected, tag: str | None, metrics: dict[str, Any]
+        self, captured: Captured, tag: str | None, metrics: dict[str, Any]
     ) -> dict[str, Any]:
         self._topology = self._topology or _topology()
         return {
-            "objects": collected.objects,
-            "hyperparameters": collected.hyperparameters,
+            "objects": captured.collected.objects,
+            "hyperparameters": captured.collected.hyperparameters,
             "topology": self._topology,
-            "capture": {"strategy": "full", "every": self._every, "memory": self._pool.describe()},
+            "capture": {
+                "strategy": "log" if self._log else "full",
+                "every": self._every,
+                "memory": self._pool.describe(),
+            },
             "metrics": metrics,
             "tag": tag,
+            "record": captured.record,
         }
 
     def _announce(self, capture: Capture) -> Callable[[int], None] | None:
@@ -297,39 +328,6 @@ class Checkpointer:
         handle.advance("captured")
         self._client.submit(slot.key)
 
-    def _hook(self, optimizer: OptimizerState) -> Any:
-        """Hold the update until the optimizer's tensors are copied."""
-
-        writes_early = False
-
-        def hold() -> bool:
-            began = time.perf_counter()
-            clean = self._capture.hold(optimizer.index)
-            seconds = time.perf_counter() - began
-            self.metrics.hold_seconds += seconds
-            self.metrics.stall_seconds += seconds
-            return clean
-
-        def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            myself, *rest = args
-            closure = rest[0] if rest else kwargs.get("closure")
-            if writes_early or not callable(closure):
-                hold()
-                return None
-
-            def closure_then_hold() -> Any:
-                nonlocal writes_early
-                loss = closure()  # forward and backward: the copies may go on meanwhile
-                # Torn: it wrote before it called the closure (SAM does). Once is enough.
-                writes_early |= not hold()
-                return loss
-
-            if rest:
-                return (myself, closure_then_hold, *rest[1:]), kwargs
-            return args, {**kwargs, "closure": closure_then_hold}
-
-        return optimizer.optimizer.register_step_pre_hook(before_step)
-
     # ---- restore ---------------------------------------------------------------------------
 
     def _held(self, arenas: list[Arena]) -> dict[CheckpointName, Held]:
@@ -339,24 +337,17 @@ class Checkpointer:
         return {name: state for name, state in held.items() if state.manifest.run == run}
 
     def _restore(self, candidate: Candidate, only: list[str] | None) -> None:
-        manifest, tables = candidate.describe()
-        placement = Placement(Saved.of(manifest, tables))
-        self._state.prepare(placement, only)
-        placement.check(manifest.step, candidate.disk.root)
-        for part, table in zip(manifest.parts, tables, strict=True):
-            here = [
-                target for name, target in placement.destinations.items() if name in table.tensors
-            ]
-            with candidate.sources(part) as sources:
-                load(part, sources, here)
-        placement.finish()
+        if self._log:
+            self._log.end_chain()
+        manifest = apply(candidate, self._state, only)
         here_now = _topology()
         if differing := {key for key in _EXACT_KEYS if manifest.topology.get(key) != here_now[key]}:
             log.warning(
-                "step %s was written under another %s: the state is exact, going on from it may "
+                "step %s was written under another %s: the state is exact%s, going on from it may "
                 "differ in last bits",
                 manifest.step,
                 " and ".join(sorted(differing)),
+                "" if manifest.previous is None else " as far as the optimizers are",
             )
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)
@@ -390,11 +381,15 @@ class Checkpointer:
             raise ValueError("this Checkpointer is closed; make a new one")
 
 
-def _check_arguments(every: int, strategy: str, budget: int | None, under_pressure: str) -> None:
+def _check_arguments(
+    every: int, strategy: str, base_every: int | None, budget: int | None, under_pressure: str
+) -> None:
     if type(every) is not int or every < 1:
         raise ValueError(f"every must be a positive number of steps, not {every!r}")
-    if strategy != "full":
-        raise ValueError(f"strategy must be 'full', not {strategy!r}")
+    if strategy not in ("full", "log"):
+        raise ValueError(f"strategy must be 'full' or 'log', not {strategy!r}")
+    if base_every is not None and (type(base_every) is not int or base_every < 1):
+        raise ValueError(f"base_every must be a positive number of steps, not {base_every!r}")
     if under_pressure not in ("skip", "wait"):
         raise ValueError(f"under_pressure must be 'skip' or 'wait', not {under_pressure!r}")
     if budget is not None and (type(budget) is not int or budget < 1):

@@ -170,7 +170,7 @@ def test_a_state_dict_that_raises_is_the_users_own_error(store):
         {"every": 0},
         {"every": 1.5},
         {"every": True},
-        {"strategy": "log"},
+        {"strategy": "logs"},
         {"under_pressure": "block"},
         {"memory_budget": 0},
         {"memory_budget": 1e9},

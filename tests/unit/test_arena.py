@@ -80,7 +80,7 @@ def test_every_torn_record_is_no_job():
     """Any part of a row's bytes, old or new: it is the old row, the new one, or none."""
     arena = Arena.create(1, 4096, 4096)
     old = _seal(arena, 0, 1, 7)
-    at = arena._record_at(0)
+    at = arena._row_at(0)
     before = bytes(arena.memory[at : at + _ROW.size])
     new = _seal(arena, 0, 2, 8)
     after = bytes(arena.memory[at : at + _ROW.size])
@@ -108,7 +108,7 @@ def test_a_changed_descriptor_is_no_job():
 def test_wild_sizes_are_no_job(field):
     arena = Arena.create(1, 4096, 4096)
     _seal(arena, 0, 1)
-    at = arena._record_at(0) + 8 * field
+    at = arena._row_at(0) + 8 * field
     arena.memory[at : at + 8] = b"\xff" * 8
     assert arena.row(0) is None
 
@@ -138,7 +138,7 @@ def test_jobs_come_in_their_order():
 
 def test_a_state_byte_that_is_none_is_free():
     arena = Arena.create(1, 4096, 4096)
-    arena.memory[arena._record_at(0) + 120] = 77
+    arena.memory[arena._row_at(0) + 120] = 77
     assert arena.state(0) is SlotState.FREE
 
 

@@ -25,9 +25,10 @@ log = logging.getLogger("everstep")
 MOVERS = min(4, len(os.sched_getaffinity(0)))
 """Threads that share large copies on the CPU."""
 
-_SHARE_BYTES = 16 << 20
+_SHARE_BYTES = 4 << 20
+_FIRST_BYTES = 8 << 20
 _GROUP_BYTES = 64 << 20
-_MESSAGES_MAX = 16
+_MESSAGES_MAX = 15
 _SMALL_BYTES = 64 << 10
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 # Both are memmove(3). The one releases the GIL, which costs a hand-over each time; the other does
@@ -143,8 +144,8 @@ class Progress:
         self._starts = sorted(starts)
         self._arrived: set[int] = set()
         self._next = 0
-        self._told = 0
-        self._stride = max(_SHARE_BYTES, size // _MESSAGES_MAX)
+        self._tell_from = _FIRST_BYTES  # the disk need not wait for more
+        self._stride = max(_FIRST_BYTES, size // _MESSAGES_MAX)
         self._tell = tell
         self._lock = threading.Lock()
 
@@ -157,9 +158,9 @@ class Progress:
             if self._next == len(self._starts):
                 return  # the seal tells
             whole = self._starts[self._next]
-            if whole < self._told + self._stride:
+            if whole < self._tell_from:
                 return
-            self._told = whole
+            self._tell_from = whole + self._stride
         self._tell(whole)
 
 

@@ -178,7 +178,9 @@ class Full:
     def go_on(self, capture: Capture) -> None:
         """Let the copying thread make the lazy copies."""
         self._last = capture
-        self._open = [older for older in self._open if not older.is_checked()] + [capture]
+        self._open = [older for older in self._open if not older.is_checked()]
+        if any(owner >= 0 for owner in capture.owned):  # else no update will be held for it
+            self._open.append(capture)
         self._queue.put(capture)
 
     def hold(self, owner: int) -> bool:

@@ -7,7 +7,7 @@ that all manifests with the same layout share.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from everstep.errors import Corrupt, Unsupported
@@ -95,8 +95,31 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """One step's redo record. `calls`: the optimizer calls of the step, in order, as tagged JSON;
+    `part`: their gradients, and the tensors that changed outside of any optimizer."""
+
+    step: int
+    calls: tuple[Any, ...]
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """The checkpoint that records go on from, and the XXH3-128 of its manifest: the log is a
+    chain."""
+
+    step: int
+    epoch: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """One committed checkpoint. `objects`, `hyperparameters`: tagged JSON (docs/format.md)."""
+    """One committed checkpoint. `objects`, `hyperparameters`: tagged JSON (docs/format.md).
+
+    Either it has parts; or it has records, and stands for the state of `previous` after them.
+    """
 
     step: int
     epoch: int
@@ -111,17 +134,23 @@ class Manifest:
     metrics: dict[str, Any] = field(default_factory=dict)
     tag: str | None = None
     exact: bool = True
-    records: tuple[Any, ...] = ()
+    records: tuple[Record, ...] = ()
+    previous: Previous | None = None
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """Those of the state, and of the records."""
+        return (*self.parts, *(record.part for record in self.records))
 
     @property
     def files(self) -> tuple[FileLink, ...]:
-        """Every data file that it needs."""
-        return tuple(link for part in self.parts for link in (part.table, *part.packs))
+        """Every data file that it has; what `previous` has comes in addition."""
+        return tuple(link for part in self.all_parts for link in (part.table, *part.packs))
 
     @property
     def size(self) -> int:
         """Bytes of its packs."""
-        return sum(pack.size for part in self.parts for pack in part.packs)
+        return sum(pack.size for part in self.all_parts for pack in part.packs)
 
 
 def encode_table(
@@ -174,6 +203,7 @@ def decode_table(data: bytes | memoryview, path: object) -> Table:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The sealed manifest."""
+    previous = manifest.previous
     return seal(
         {
             "format": FORMAT_VERSION,
@@ -187,17 +217,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "metrics": manifest.metrics,
             "topology": manifest.topology,
             "capture": manifest.capture,
-            "parts": [
-                {
-                    "rank": part.rank,
-                    "steps": part.steps,
-                    "table": part.table.to_json(),
-                    "packs": [pack.to_json() for pack in part.packs],
-                    "digests": part.digests,
-                }
-                for part in manifest.parts
+            "parts": [_part_to_json(part) for part in manifest.parts],
+            "previous": asdict(previous) if previous else None,
+            "records": [
+                {"step": record.step, "calls": record.calls, "part": _part_to_json(record.part)}
+                for record in manifest.records
             ],
-            "records": manifest.records,
             "hyperparameters": manifest.hyperparameters,
             "objects": manifest.objects,
         }
@@ -222,7 +247,15 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
             metrics=value["metrics"],
             tag=value["tag"],
             exact=value["exact"],
-            records=tuple(value["records"]),
+            records=tuple(
+                Record(
+                    _natural(record["step"]),
+                    tuple(record["calls"]),
+                    _part_from_json(record["part"]),
+                )
+                for record in value["records"]
+            ),
+            previous=_previous_from_json(value.get("previous")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _malformed(path, error) from error
@@ -257,6 +290,22 @@ def check_table(table: Table, part: Part, path: object) -> None:
         raise Corrupt(
             f"reading {path}: the piece table and the manifest that names it speak of other packs"
         )
+
+
+def check_follows(manifest: Manifest, name: object) -> None:
+    """Raises Corrupt for a manifest that is neither a state nor records that follow one."""
+    steps = [record.step for record in manifest.records]
+    previous = manifest.previous
+    is_state = bool(manifest.parts) and not steps and previous is None
+    is_log = (
+        previous is not None
+        and not manifest.parts
+        and steps == sorted(set(steps))
+        and steps[-1:] == [manifest.step]
+        and (previous.step, previous.epoch) < (steps[0], manifest.epoch + 1)
+    )
+    if not is_state and not is_log:
+        raise Corrupt(f"reading the manifest of {name}: it is neither a state nor a log of one")
 
 
 def content_of(part: Part) -> str:
@@ -324,6 +373,22 @@ def _fits(box: Box, shape: tuple[int, ...]) -> bool:
         offset + length <= size
         for offset, length, size in zip(box.offsets, box.lengths, shape, strict=True)
     )
+
+
+def _part_to_json(part: Part) -> dict[str, Any]:
+    return {
+        "rank": part.rank,
+        "steps": part.steps,
+        "table": part.table.to_json(),
+        "packs": [pack.to_json() for pack in part.packs],
+        "digests": part.digests,
+    }
+
+
+def _previous_from_json(value: Mapping[str, Any] | None) -> Previous | None:
+    if value is None:
+        return None
+    return Previous(_natural(value["step"]), _natural(value["epoch"]), str(value["digest"]))
 
 
 def _part_from_json(value: Mapping[str, Any]) -> Part:

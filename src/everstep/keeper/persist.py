@@ -12,13 +12,15 @@ from typing import Any
 
 import xxhash
 
-from everstep.errors import Conflict, Corrupt, EverstepError, Unsupported
-from everstep.format.document import unseal
+from everstep.errors import Conflict, Corrupt, EverstepError, Missing, Unavailable, Unsupported
+from everstep.format.document import digest_of, unseal
 from everstep.format.manifest import (
     Extent,
     FileLink,
     Manifest,
     Part,
+    Previous,
+    Record,
     Table,
     decode_table,
     encode_manifest,
@@ -27,7 +29,7 @@ from everstep.format.manifest import (
 from everstep.format.packs import pack_starts
 from everstep.keeper.arena import SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.arrival import Arrival
-from everstep.store import commit, names, retain
+from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
@@ -63,8 +65,9 @@ class Writer:
     keep: retain.Keep | None
     epoch: int | None = None
     parent: CheckpointName | None = None
+    parent_digest: str | None = None
     run: str | None = None
-    cache: retain.FileCache = field(default_factory=dict)
+    cache: retain.NeedsCache = field(default_factory=dict)
     hasher: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")
     )
@@ -90,7 +93,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     row = arena.row(slot)
     if row is None:
         raise Corrupt(f"reading slot {slot} of the arena: its row is not whole")
-    manifest, packs = _describe(writer, arena, slot, row)
+    manifest, packs, calls = _describe(writer, arena, slot, row)
     name = CheckpointName(manifest.step, manifest.epoch)
     digests = _begin_digests(writer, job, row)
     existing = False
@@ -105,7 +108,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         except EverstepError as error:
             failure = error  # with its manifest beside it, memory can still be restored from
         table = arena.table(slot, row)
-        manifest = _with_data(manifest, table, links or _unwritten(packs), digests)
+        manifest = _with_data(manifest, calls, table, links or _unwritten(packs), digests)
         document = encode_manifest(manifest)
         arena.put_manifest(slot, row, document)
         _ask(job, announce_written)  # also before a failure: memory must not offer a torn copy
@@ -120,7 +123,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         raise
     finally:
         failure = None  # its traceback holds this frame, and so the arena's memory
-    writer.parent = name
+    writer.parent, writer.parent_digest = name, None if existing else digest_of(document)
     warning: str | None = None
     if manifest.tag:  # also where the step was there: who committed it may have died before this
         try:
@@ -160,8 +163,9 @@ def apply_retention(writer: Writer) -> None:
 
 def _describe(
     writer: Writer, arena: Arena, slot: int, row: Row
-) -> tuple[Manifest, list[memoryview]]:
-    """The manifest as far as it is known before the data is written, and the packs in the image."""
+) -> tuple[Manifest, list[memoryview], list[Any] | None]:
+    """The manifest as far as it is known before the data is written, the packs in the image, and
+    the optimizer calls where it is a record and no state."""
     said = unseal(arena.descriptor(slot, row), "a descriptor in the arena")
     assert writer.epoch is not None, "a trainer claims its epoch before it seals"
     table, _ = _parsed_table(bytes(arena.table(slot, row)))
@@ -175,6 +179,7 @@ def _describe(
         )
     parent: dict[str, Any] | None = writer.parent and writer.parent._asdict()
     writer.run = writer.run or commit.open_store(writer.disk)
+    record = said.get("record")
     manifest = Manifest(
         step=row.step,
         epoch=writer.epoch,
@@ -188,12 +193,30 @@ def _describe(
         capture=said["capture"],
         metrics=said["metrics"],
         tag=said["tag"],
+        previous=_previous(writer, record["previous"]) if record else None,
     )
-    return manifest, packs
+    return manifest, packs, record["calls"] if record else None
+
+
+def _previous(writer: Writer, step: int) -> Previous:
+    """What a record goes on from: a checkpoint of this epoch. Raises Unavailable where it was never
+    committed: then the chain has ended, and the trainer begins another with a whole state."""
+    assert writer.epoch is not None
+    name = CheckpointName(step, writer.epoch)
+    if writer.parent != name or writer.parent_digest is None:
+        try:
+            digest = catalog.digest_of_manifest(writer.disk, name)
+        except Missing as error:
+            raise Unavailable(
+                f"saving a record: {name}, which it follows, was not saved"
+            ) from error
+        return Previous(step, writer.epoch, digest)
+    return Previous(step, writer.epoch, writer.parent_digest)
 
 
 def _with_data(
     manifest: Manifest,
+    calls: list[Any] | None,
     table: memoryview,
     links: tuple[FileLink, ...],
     digests: list[Future[dict[int, str]]],
@@ -201,7 +224,9 @@ def _with_data(
     found = {index: digest for share in digests for index, digest in share.result().items()}
     ordered = tuple(found[index] for index in range(len(found)))
     part = Part(0, commit.table_link(table), links, ordered, manifest.step)
-    return replace(manifest, parts=(part,))
+    if calls is None:
+        return replace(manifest, parts=(part,))
+    return replace(manifest, records=(Record(manifest.step, tuple(calls), part),))
 
 
 def _unwritten(packs: list[memoryview]) -> tuple[FileLink, ...]:

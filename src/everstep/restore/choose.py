@@ -43,6 +43,14 @@ class Held:
         return CheckpointName(self.manifest.step, self.manifest.epoch)
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A manifest, and the table of each of its parts."""
+
+    manifest: Manifest
+    tables: list[Table]
+
+
 @dataclass(slots=True)
 class Candidate:
     """A checkpoint that may be restored, and the sources for its packs."""
@@ -51,12 +59,23 @@ class Candidate:
     disk: Disk
     held: Held | None = None
 
-    def describe(self) -> tuple[Manifest, list[Table]]:
-        """Manifest and tables, from memory where they are held. Raises Missing, Corrupt."""
+    def describe(self) -> list[Described]:
+        """What it is rebuilt from: a state (from memory where it is held), then the logs that go
+        on from it, itself last. Raises Missing, Corrupt."""
         if self.held:
-            return self.held.manifest, [self.held.table]
-        manifest = catalog.read_manifest(self.disk, self.name)
-        return manifest, [catalog.read_table(self.disk, part) for part in manifest.parts]
+            return [Described(self.held.manifest, [self.held.table])]
+        known: dict[str | None, Table] = {}  # most steps share one
+
+        def table(part: Part) -> Table:
+            if part.table.digest not in known:
+                known[part.table.digest] = catalog.read_table(self.disk, part)
+            check_table(known[part.table.digest], part, part.table.path)
+            return known[part.table.digest]
+
+        return [
+            Described(manifest, [table(part) for part in manifest.all_parts])
+            for manifest in catalog.read_chain(self.disk, self.name)
+        ]
 
     @contextlib.contextmanager
     def sources(self, part: Part) -> Iterator[Sequence[Sequence[Source]]]:

@@ -166,7 +166,7 @@ class OptimizerState:
                 )
             elif chosen:
                 values = {key: placement.decode(value) for key, value in sets[chosen[0]].items()}
-                placement.then(partial(_install, group, values))
+                placement.then(partial(install, group, values))
 
     def _prepare_state(
         self,
@@ -243,8 +243,8 @@ def _counts_on_device(hyperparameters: Mapping[str, Any]) -> bool:
     return any(hyperparameters.get(key) for key in ("capturable", "fused"))
 
 
-def _install(group: dict[str, Any], values: dict[str, Any]) -> None:
-    """Tensor hyperparameters keep their tensor, which a captured graph may hold."""
+def install(group: dict[str, Any], values: dict[str, Any]) -> None:
+    """Set a group's hyperparameters. A tensor keeps its object, which a captured graph may hold."""
     for key, value in values.items():
         live = group.get(key)
         if (

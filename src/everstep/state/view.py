@@ -139,6 +139,12 @@ class State:
         """The optimizers, by their index."""
         return [entry for entry in self._entries if isinstance(entry, OptimizerState)]
 
+    @property
+    def tensor_parts(self) -> list[str]:
+        """The names of the parts that a replay needs: optimizers, and what may hold parameters."""
+        kinds = (ModuleState, OptimizerState, ValueState)
+        return [entry.name for entry in self._entries if isinstance(entry, kinds)]
+
     def collect(self) -> Collected:
         """The state at this moment, by reference: tensors are not copied here, objects are."""
         if self._walk is None or not self._guard.holds():

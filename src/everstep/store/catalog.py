@@ -9,6 +9,7 @@ from everstep.format.manifest import (
     Manifest,
     Part,
     Table,
+    check_follows,
     check_table,
     decode_manifest,
     decode_table,
@@ -81,14 +82,51 @@ def lineage(disk: Disk) -> list[CheckpointName]:
 
 def read_manifest(disk: Disk, name: CheckpointName) -> Manifest:
     """Raises Missing, Corrupt, Unsupported."""
+    return _read_manifest(disk, name)[0]
+
+
+def read_chain(disk: Disk, name: CheckpointName) -> list[Manifest]:
+    """A checkpoint and what it follows: a state first, then the logs that go on from it, and the
+    one asked for last. Raises Missing where that one is not there, Corrupt where another is not,
+    or is not the one that was followed."""
+    chain = [read_manifest(disk, name)]
+    while (previous := check_previous(disk, chain[-1])) is not None:
+        chain.append(previous)
+    return chain[::-1]
+
+
+def check_previous(disk: Disk, manifest: Manifest) -> Manifest | None:
+    """What a log goes on from; None for a state. Raises Corrupt where it is not there, or not what
+    it was."""
+    name = CheckpointName(manifest.step, manifest.epoch)
+    check_follows(manifest, name)
+    if manifest.previous is None:
+        return None
+    behind = CheckpointName(manifest.previous.step, manifest.previous.epoch)
+    try:
+        found, digest = _read_manifest(disk, behind)
+    except Missing as error:
+        raise Corrupt(f"{error}, but the log {name} goes on from it") from error
+    if digest != manifest.previous.digest:
+        raise Corrupt(f"reading {disk.root}: {behind} is not the checkpoint that {name} follows")
+    return found
+
+
+def digest_of_manifest(disk: Disk, name: CheckpointName) -> str:
+    """By which a log names the checkpoint that it follows. Raises Missing, Corrupt."""
+    return _read_manifest(disk, name)[1]
+
+
+def _read_manifest(disk: Disk, name: CheckpointName) -> tuple[Manifest, str]:
     path = names.manifest_path(name)
-    manifest = decode_manifest(disk.read(path), disk.root / path)
+    document = disk.read(path)
+    manifest = decode_manifest(document, disk.root / path)
     if (manifest.step, manifest.epoch) != name:
         found = CheckpointName(manifest.step, manifest.epoch)
         raise Corrupt(
             f"reading {disk.root / path}: it is the manifest of {found}, moved or copied here"
         )
-    return manifest
+    return manifest, digest_of(document)
 
 
 def read_table(disk: Disk, part: Part) -> Table:

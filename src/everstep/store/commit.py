@@ -197,7 +197,8 @@ def _run_of(disk: Disk) -> str:
 
 def _content(manifest: Manifest) -> tuple[Any, ...]:
     return (
-        [content_of(part) for part in manifest.parts],
+        [content_of(part) for part in manifest.all_parts],
+        [record.calls for record in manifest.records],
         manifest.objects,
         manifest.hyperparameters,
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.errors import Corrupt, EverstepError
+from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.store import catalog, names
 from everstep.store.lineage import branches, current
 from everstep.store.names import CheckpointName
@@ -55,29 +55,71 @@ def superfluous(disk: Disk, keep: Keep) -> list[CheckpointName]:
     return [name for name in sorted(checkpoints) if name not in kept]
 
 
-FileCache = dict[CheckpointName, frozenset[str]]
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a checkpoint needs: its data files, and the checkpoint that its log goes on from."""
+
+    files: frozenset[str]
+    previous: CheckpointName | None
 
 
-def apply(disk: Disk, keep: Keep, cache: FileCache | None = None) -> int:
+NeedsCache = dict[CheckpointName, Needs]
+
+
+def apply(disk: Disk, keep: Keep, cache: NeedsCache | None = None) -> int:
     """Delete what `keep` does not cover. Returns the bytes freed."""
-    if not superfluous(disk, keep):
+    cache = {} if cache is None else cache
+    if not _free(disk, superfluous(disk, keep), cache):
         return 0
     with disk.locked(exclusive=True):  # decided again: a tag may have been set meanwhile
-        return _delete(disk, superfluous(disk, keep), {} if cache is None else cache)
+        return _delete(disk, _free(disk, superfluous(disk, keep), cache), cache)
 
 
-def delete(disk: Disk, doomed: Sequence[CheckpointName], cache: FileCache | None = None) -> int:
+def delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache | None = None) -> int:
     """Delete checkpoints and the files that only they needed. Returns the bytes freed.
 
-    `cache` spares a caller that deletes often the reading of manifests, which never change.
+    `cache` spares a caller that deletes often the reading of manifests, which never change. Raises
+    Conflict, and deletes nothing, where a log that stays goes on from one of them.
     """
     if not doomed:
         return 0
+    cache = {} if cache is None else cache
     with disk.locked(exclusive=True):
-        return _delete(disk, doomed, {} if cache is None else cache)
+        if needed := sorted(set(doomed) - set(_free(disk, doomed, cache))):
+            logs = [
+                name
+                for name in catalog.committed(disk)
+                if name not in doomed and _previous(disk, name, cache) in doomed
+            ]
+            raise Conflict(
+                f"deleting {', '.join(map(str, needed))} from {disk.root}: "
+                f"{', '.join(map(str, logs))} is a log that goes on from there. Delete what "
+                f"follows first, the newest first"
+            )
+        return _delete(disk, doomed, cache)
 
 
-def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: FileCache) -> int:
+def _free(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> list[CheckpointName]:
+    """Those that no checkpoint outside of `doomed` goes on from."""
+    held = set()
+    for name in set(catalog.committed(disk)) - set(doomed):
+        behind = _previous(disk, name, cache)
+        while behind and behind not in held:
+            held.add(behind)
+            behind = _previous(disk, behind, cache)
+    return [name for name in doomed if name not in held]
+
+
+def _previous(disk: Disk, name: CheckpointName, cache: NeedsCache) -> CheckpointName | None:
+    """What a checkpoint's log goes on from. One that is gone, or that none can read, goes on from
+    nothing any more."""
+    try:
+        return _needs(disk, name, cache).previous
+    except (Missing, Corrupt):
+        return None
+
+
+def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> int:
     needed = _reachable(
         disk, [name for name in catalog.committed(disk) if name not in doomed], cache
     )
@@ -86,7 +128,7 @@ def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: FileCache) -> i
         if name in doomed:
             disk.delete(names.tag_path(tag))
     freed = 0
-    for name in doomed:
+    for name in sorted(doomed, reverse=True):  # a log before what it goes on from
         disk.delete(names.manifest_path(name))
         cache.pop(name, None)
     for path in sorted(files - needed):
@@ -152,21 +194,26 @@ def _idle(disk: Disk, directory: str) -> list[str]:
     return found
 
 
-def _files(disk: Disk, name: CheckpointName, cache: FileCache) -> frozenset[str]:
+def _files(disk: Disk, name: CheckpointName, cache: NeedsCache) -> frozenset[str]:
     """What a doomed checkpoint needed; nothing where none can tell any more (gc frees it then)."""
     try:
-        return _needs(disk, name, cache)
+        return _needs(disk, name, cache).files
     except EverstepError:
         return frozenset()
 
 
-def _needs(disk: Disk, name: CheckpointName, cache: FileCache) -> frozenset[str]:
+def _needs(disk: Disk, name: CheckpointName, cache: NeedsCache) -> Needs:
     if name not in cache:
-        cache[name] = frozenset(link.path for link in catalog.read_manifest(disk, name).files)
+        manifest = catalog.read_manifest(disk, name)
+        behind = manifest.previous
+        cache[name] = Needs(
+            frozenset(link.path for link in manifest.files),
+            CheckpointName(behind.step, behind.epoch) if behind else None,
+        )
     return cache[name]
 
 
-def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: FileCache) -> set[str]:
+def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: NeedsCache) -> set[str]:
     """Every data file that a checkpoint needs.
 
     A manifest that cannot be read protects everything: raises Corrupt.
@@ -174,7 +221,7 @@ def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: FileCac
     needed: set[str] = set()
     for name in checkpoints:
         try:
-            needed |= _needs(disk, name, cache)
+            needed |= _needs(disk, name, cache).files
         except Corrupt as error:
             raise Corrupt(
                 f"{error}. Nothing more is deleted while it is unknown which files this checkpoint "

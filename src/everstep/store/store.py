@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from everstep.errors import Corrupt, EverstepError, Missing
+from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
 from everstep.format.document import unseal
 from everstep.format.manifest import Manifest, Table
 from everstep.store import catalog, names, read, retain
@@ -70,19 +70,25 @@ class Store:
         """The manifest of a checkpoint, by default of the newest. Raises Missing, Corrupt."""
         return catalog.read_manifest(self._disk, catalog.find(self._disk, step))
 
+    def chain(self, step: int | str | None = None) -> list[Manifest]:
+        """What a checkpoint is rebuilt from, the checkpoint itself last: a state, and the logs that
+        go on from it. Raises Missing, Corrupt."""
+        return catalog.read_chain(self._disk, catalog.find(self._disk, step))
+
     def tables(self, manifest: Manifest) -> list[Table]:
-        """The piece tables of a checkpoint, one per part."""
-        return [catalog.read_table(self._disk, part) for part in manifest.parts]
+        """The piece tables of a checkpoint, one per part: of the state, and of its records."""
+        return [catalog.read_table(self._disk, part) for part in manifest.all_parts]
 
     def verify(self, step: int | str | None = None, progress: Progress | None = None) -> Verdict:
-        """Read every byte of a checkpoint, by default of all and of what names them, and compare.
+        """Read every byte of a checkpoint (of a log: and of what it goes on from), by default of
+        all and of what names them, and compare.
 
         `progress` is called with (bytes read, bytes in all). What is wrong is in the result, not
         raised; only a reference to a checkpoint that is not there is Missing.
         """
         problems: dict[str, list[str]] = {}
         if step is not None:
-            chosen = [catalog.find(self._disk, step)]
+            chosen = self._with_what_it_follows(catalog.find(self._disk, step))
         else:
             chosen = catalog.committed(self._disk)
             problems = self._verify_documents()
@@ -108,12 +114,15 @@ class Store:
         """The tensors of a checkpoint (those in `names`, or all) by name, verified, on the CPU.
 
         An alias (tied weights) may be asked for like a name. Raises Missing with the names that
-        are not there, Corrupt.
+        are not there, Corrupt; Unsupported for a step that is a log, which takes a model and an
+        optimizer to be rebuilt.
         """
         # torch, which the rest of the store does without
         from everstep.store.tensors import read_tensors
 
         manifest = self.manifest(step)
+        if manifest.previous:
+            raise Unsupported(self._no_state(manifest))
         return read_tensors(self._disk, manifest, self.tables(manifest), names)
 
     def delete(self, step: int | str) -> int:
@@ -123,6 +132,22 @@ class Store:
     def gc(self) -> tuple[int, int]:
         """Delete files that no checkpoint reaches: what failed left. Returns (files, bytes)."""
         return retain.sweep(self._disk)
+
+    def _no_state(self, manifest: Manifest) -> str:
+        """Why a log cannot be read, and what can."""
+        name = CheckpointName(manifest.step, manifest.epoch)
+        behind = catalog.read_chain(self._disk, name)[0].step
+        after = (
+            other.step
+            for other in catalog.lineage(self._disk)
+            if other.step > name.step and not catalog.read_manifest(self._disk, other).previous
+        )
+        nearest = [f"{step}" for step in (behind, next(after, None)) if step is not None]
+        return (
+            f"reading step {name.step} of {self.path}: it is stored as the redo records since step "
+            f"{behind}, which only Checkpointer.restore can replay. Whole states nearest to it: "
+            f"{' and '.join(nearest)}"
+        )
 
     def _verify_documents(self) -> dict[str, list[str]]:
         problems: dict[str, list[str]] = {}
@@ -137,8 +162,19 @@ class Store:
             problems[names.TAGS] = [str(error)]
         return problems
 
+    def _with_what_it_follows(self, name: CheckpointName) -> list[CheckpointName]:
+        try:
+            chain = catalog.read_chain(self._disk, name)
+        except EverstepError:
+            return [name]  # whose verification says why
+        return [CheckpointName(manifest.step, manifest.epoch) for manifest in chain]
+
     def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
-        for part in manifest.parts:
+        try:
+            catalog.check_previous(self._disk, manifest)
+        except EverstepError as error:
+            yield 0, str(error)
+        for part in manifest.all_parts:
             try:
                 table = catalog.read_table(self._disk, part)
                 for size, problem in read.verify_part(self._disk, part, table):

@@ -1,0 +1,172 @@
+"""The strategy `log`: a base now and then, and for every step since then a durable record.
+
+    step          100     101     102    ...    150     151
+    on the disk   base ◀─ record ◀─ record ◀─ ... ◀─ record   base ◀─ ...
+
+A crash loses at most the step in flight, at the cost of the gradients' bytes instead of the
+state's. The chain ends, and a base begins another, where a record failed, where the state has other
+tensors than at the base, and where somebody else than an optimizer changed its tensors.
+Source: LowDiff (SC 2025); the redo log of ARIES.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.capture.recorder import Recorder
+from everstep.errors import Unsupported
+from everstep.handle import SaveHandle
+from everstep.state.leaves import Leaf
+from everstep.state.optimizers import OptimizerState
+from everstep.state.view import Collected, Walk
+
+log = logging.getLogger("everstep")
+
+RECORD_OWNER = -1
+"""No optimizer: its tensors are copied lazily, and no update is held for them."""
+
+BREAKS_MAX = 3
+LOOSE_PART = 0.5
+RECOVERY_S = 10.0
+READ_BYTES_PER_S = 1e9
+BASE_EVERY_MIN, BASE_EVERY_MAX = 10, 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What is to be captured for a step: a whole state, or the record that leads to it."""
+
+    collected: Collected
+    record: dict[str, Any] | None = None
+
+
+class Log:
+    """Decides for each step between base and record. For the thread that trains."""
+
+    def __init__(self, optimizers: list[OptimizerState], base_every: int | None) -> None:
+        """`base_every`: steps from one base to the next; None: chosen, see `distance`. Raises
+        Unsupported for optimizers that a log cannot replay."""
+        if not optimizers:
+            raise Unsupported(
+                "strategy='log' records what optimizers consume, and the state has none. "
+                "Use strategy='full'"
+            )
+        self._recorder = Recorder(optimizers)
+        self._base_every = base_every
+        self._base: Walk | None = None
+        self._base_step = 0
+        self._base_bytes = 0
+        self._record_bytes = 0
+        self._update_seconds = 0.0
+        self._last: SaveHandle | None = None
+        self._breaks = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether this run has shown that a log does not fit it: whole states from now on."""
+        return self._breaks >= BREAKS_MAX
+
+    def before_step(self, optimizer: OptimizerState) -> None:
+        """See Recorder."""
+        if self._base and not self.ended:
+            self._recorder.before_step(optimizer)
+
+    def after_step(self, optimizer: OptimizerState, seconds: float) -> None:
+        """See Recorder. `seconds`: that the update took on the host."""
+        if self._base and not self.ended:
+            self._update_seconds = seconds
+            self._recorder.after_step(optimizer)
+
+    def distance(self) -> int:
+        """Steps from one base to the next.
+
+        Chosen so that reading the base, and for each record reading it and one update, stay within
+        RECOVERY_S; and at least so many that the records' bytes outweigh the base's.
+        """
+        if self._base_every is not None:
+            return self._base_every
+        per_record = self._record_bytes / READ_BYTES_PER_S + self._update_seconds
+        left = RECOVERY_S - self._base_bytes / READ_BYTES_PER_S
+        affordable = int(left / per_record) if per_record else BASE_EVERY_MIN
+        return max(BASE_EVERY_MIN, min(BASE_EVERY_MAX, affordable))
+
+    def choose(self, step: int, collected: Collected, wants_base: bool) -> Captured:
+        """What to capture for `step`. Raises Unsupported where a log does not fit the state."""
+        if self.ended or not self._is_record(step, collected, wants_base):
+            return Captured(collected)
+        try:
+            tensors, calls = self._recorder.take()
+        except Unsupported as error:
+            self._break(error)
+            return Captured(collected)
+        record = self._record(collected, tensors)
+        return Captured(record, {"previous": self._last_step, "calls": calls})
+
+    def begun(self, captured: Captured, handle: SaveHandle) -> None:
+        """This is being captured."""
+        size = sum(leaf.tensor.nbytes for leaf in captured.collected.walk.leaves)
+        self._last = handle
+        if captured.record is not None:
+            self._record_bytes = size
+            return
+        if self.ended:
+            return
+        self._base, self._base_step, self._base_bytes = captured.collected.walk, handle.step, size
+        self._recorder.reset()
+        owned: dict[int, list[Leaf]] = {}
+        for leaf in captured.collected.walk.leaves:
+            if leaf.owner is not None:
+                owned.setdefault(leaf.owner, []).append(leaf)
+        self._recorder.watch({owner: tuple(leaves) for owner, leaves in owned.items()})
+
+    def end_chain(self) -> None:
+        """Nothing can follow what was captured last: the next is a base."""
+        self._base = self._last = None
+        self._recorder.reset()
+
+    @property
+    def _last_step(self) -> int:
+        assert self._last is not None
+        return self._last.step
+
+    def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
+        last = self._last
+        return (
+            not wants_base
+            and last is not None
+            and last.error is None
+            and step > last.step
+            and self._base is collected.walk
+            and step - self._base_step < self.distance()
+        )
+
+    def _break(self, error: Unsupported) -> None:
+        self._breaks += 1
+        log.warning(
+            "the log ends before step %s: %s. A whole state is saved instead%s",
+            self._last_step + 1,
+            error,
+            ", and from now on" if self.ended else "",
+        )
+
+    def _record(self, collected: Collected, tensors: dict[str, torch.Tensor]) -> Collected:
+        """The record as a state of its own: gradients, and what no optimizer changes."""
+        others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
+        loose, whole = sum(leaf.tensor.nbytes for leaf in others), self._base_bytes
+        if loose > LOOSE_PART * whole:
+            raise Unsupported(
+                f"recording: {loose} of the state's {whole} bytes belong to no optimizer (frozen "
+                f"weights, an average of the weights), and a record would hold them all. Use "
+                f"strategy='full'"
+            )
+        recorded = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
+        leaves = (*recorded, *others)
+        names = {id(leaf.tensor): leaf.name for leaf in leaves}
+        kept = {leaf.name for leaf in (*others, *collected.loose)}
+        aliases = {name: found for name, found in collected.aliases.items() if name in kept}
+        walk = Walk(leaves, names, {}, collected.walk.optimizers)
+        return Collected(
+            walk, collected.loose, aliases, collected.objects, collected.hyperparameters
+        )

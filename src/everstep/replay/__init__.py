@@ -1,0 +1,1 @@
+"""Redo records → the state after them, by the user's own optimizers."""

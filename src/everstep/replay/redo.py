@@ -1,0 +1,110 @@
+"""One optimizer call again: the gradients and hyperparameters of then, the optimizer of now.
+
+It is the user's own optimizer, with its own implementation (for-loop, foreach, fused), so that the
+result is exact by construction wherever the optimizer is deterministic. All hooks are off: what
+they did to the gradients is in the record, and what they do to the weights is not replayed (a run
+whose hooks do so is noticed while it trains).
+"""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from everstep.errors import Corrupt, Mismatch
+from everstep.state import clipping
+from everstep.state.objects import decode
+from everstep.state.optimizers import OptimizerState, install
+
+_OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A record in memory. `tensors`: by their names in the record; `groups`: by optimizer, the
+    hyperparameter set of each parameter."""
+
+    step: int
+    calls: tuple[Any, ...]
+    tensors: Mapping[str, torch.Tensor]
+    groups: Mapping[str, Mapping[str, int]]
+
+
+def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
+    """Bring parameters and optimizer state from before this record to after it; blocks as long as
+    the optimizers do. Gradients are None afterwards. Raises Corrupt, Mismatch."""
+    for number, said in enumerate(record.calls):
+        try:
+            _call(record, f"@{number}", said, optimizers)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise Corrupt(
+                f"replaying step {record.step}: its documents are whole, but not what a record is "
+                f"stored as: {error!r}"
+            ) from error
+
+
+def _call(
+    record: Loaded, at: str, said: Mapping[str, Any], optimizers: Mapping[str, OptimizerState]
+) -> None:
+    state = optimizers.get(said["optimizer"])
+    if state is None:
+        raise Mismatch(f"replaying step {record.step}: the state has no {said['optimizer']!r}")
+    optimizer = state.optimizer
+
+    def tensor(name: str, _: str = "") -> torch.Tensor:
+        return record.tensors[name]
+
+    groups = record.groups[said["optimizer"]]
+    for index, name, parameter, _ in state.parameters():
+        gradient = record.tensors.get(f"{at}.{name}")
+        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        values = said["sets"][groups[name]]
+        # Every parameter of a group has the same set: the restore has checked that.
+        if parameter is optimizer.param_groups[index]["params"][0]:
+            decoded = {key: decode(value, tensor) for key, value in values.items()}
+            install(optimizer.param_groups[index], decoded)
+    parameters = {name: parameter for _, name, parameter, _ in state.parameters()}
+    for clip in said.get("clips", ()):
+        _clip(clip, parameters, record)
+    scaler = decode(said.get("scaler", {}), tensor)
+    with _without_hooks(optimizer):
+        for key, value in scaler.items():
+            setattr(optimizer, key, value)
+        try:
+            optimizer.step()
+        finally:
+            for key in scaler:
+                delattr(optimizer, key)
+            for parameter in parameters.values():
+                parameter.grad = None
+
+
+def _clip(clip: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], record: Loaded) -> None:
+    """As it was clipped then."""
+    chosen = [parameters[name] for name in clip["names"]]
+    raw = [parameter.grad for parameter in chosen if parameter.grad is not None]
+    coefficient = record.tensors[clip["coefficient"]]
+    scaled = clipping.scale(raw, coefficient, clip["foreach"])
+    for parameter, gradient in zip(chosen, scaled, strict=True):
+        parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Its own hooks and those of all optimizers are off within."""
+    kept: list[tuple[Any, str, Any]]
+    kept = [(optimizer, name, getattr(optimizer, name)) for name in _OWN_HOOKS]
+    kept += [(torch_optimizer, name, getattr(torch_optimizer, name)) for name in _GLOBAL_HOOKS]
+    try:
+        for holder, name, _ in kept:
+            setattr(holder, name, OrderedDict())
+        yield
+    finally:
+        for holder, name, hooks in kept:
+            setattr(holder, name, hooks)

@@ -1,0 +1,141 @@
+"""A checkpoint → the live state: fill and install the state that it goes on from, then replay its
+log, then place what no optimizer changes.
+
+Nothing of the user's is changed before everything has been found to fit.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain, pairwise
+
+import torch
+
+from everstep.errors import Corrupt, Unsupported
+from everstep.format.manifest import Manifest, Record, Table, TensorEntry
+from everstep.replay.redo import Loaded, redo
+from everstep.restore.choose import Candidate, Described
+from everstep.restore.load import load
+from everstep.state.placement import Placement, Saved
+from everstep.state.view import State
+
+log = logging.getLogger("everstep")
+
+_OWN = "@"
+
+
+def apply(candidate: Candidate, state: State, only: list[str] | None) -> Manifest:
+    """Put the checkpoint into the state; blocks. Returns its manifest.
+
+    Raises Mismatch (nothing was changed then), Corrupt (the state is half filled then), Unsupported
+    for a part of a log.
+    """
+    base, *logs = candidate.describe()
+    if logs and only is not None:
+        raise Unsupported(
+            f"restoring only={only} of step {candidate.name.step}: it is stored as the redo "
+            f"records since step {base.manifest.step}, which take the whole state. Restore all of "
+            f"it, or only={only} of step {base.manifest.step}"
+        )
+    placement = _place(
+        state, Saved.of(base.manifest, base.tables), state.tensor_parts if logs else only
+    )
+    placement.check(base.manifest.step, candidate.disk.root)
+    if not logs:
+        _fill(candidate, base, placement)
+        placement.finish()
+        return base.manifest
+    saved = _saved_after(base, logs[-1])
+    _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
+    _fill(candidate, base, placement)
+    placement.finish()
+    optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
+    devices = {
+        name: parameter.device
+        for optimizer in optimizers.values()
+        for _, name, parameter, _ in optimizer.parameters()
+    }
+    records = chain.from_iterable(
+        zip(described.manifest.records, described.tables, strict=True) for described in logs
+    )
+    for loaded in _prefetched(candidate, list(records), devices):
+        redo(loaded, optimizers)
+    rest = _place(state, saved, None)
+    _fill(candidate, logs[-1], rest)
+    rest.finish()
+    return logs[-1].manifest
+
+
+def _place(state: State, saved: Saved, only: list[str] | None) -> Placement:
+    placement = Placement(saved)
+    state.prepare(placement, only)
+    return placement
+
+
+def _fill(candidate: Candidate, described: Described, placement: Placement) -> None:
+    """Load what the checkpoint has of its own; what it does not have is there already."""
+    for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
+        here = [
+            (entry, tensors)
+            for name, (entry, tensors) in placement.destinations.items()
+            if table.tensors.get(name) is entry
+        ]
+        with candidate.sources(part) as sources:
+            load(part, sources, here)
+
+
+def _saved_after(base: Described, last: Described) -> Saved:
+    """What the state has after the last record: the base's tensors, but those that the record
+    brings itself, and the record's objects."""
+    before = Saved.of(base.manifest, base.tables)
+    after = Saved.of(last.manifest, last.tables)
+    own = {name: entry for name, entry in after.tensors.items() if not name.startswith(_OWN)}
+    return replace(after, tensors={**before.tensors, **own})
+
+
+def _prefetched(
+    candidate: Candidate,
+    records: Sequence[tuple[Record, Table]],
+    devices: dict[str, torch.device],
+) -> Iterator[Loaded]:
+    """The records in order, each read and verified while the one before it is replayed."""
+    with ThreadPoolExecutor(1, "everstep-records") as reader:
+        futures = [reader.submit(_load, candidate, *records[0], devices)]
+        for _, following in pairwise(records):
+            current = futures.pop()
+            loaded = current.result()
+            futures.append(reader.submit(_load, candidate, *following, devices))
+            yield loaded
+        yield futures.pop().result()
+
+
+def _load(
+    candidate: Candidate, record: Record, table: Table, devices: dict[str, torch.device]
+) -> Loaded:
+    strides = {
+        f"{_OWN}{number}.{name}": found
+        for number, call in enumerate(record.calls)
+        for name, found in call.get("strides", {}).items()
+    }
+    wanted: list[tuple[TensorEntry, list[torch.Tensor]]] = []
+    for name, entry in table.tensors.items():
+        if name.startswith(_OWN):
+            device = devices.get(name.partition(".")[2], torch.device("cpu"))
+            wanted.append((entry, [_empty(entry, strides.get(name), device)]))
+    with candidate.sources(record.part) as sources:
+        load(record.part, sources, wanted)
+    tensors = {entry.spec.name: found[0] for entry, found in wanted}
+    groups = {name: found["groups"] for name, found in table.optimizers.items()}
+    return Loaded(record.step, record.calls, tensors, groups)
+
+
+def _empty(entry: TensorEntry, strides: list[int] | None, device: torch.device) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, entry.spec.dtype)
+    if strides is None:
+        return torch.empty(entry.spec.shape, dtype=dtype, device=device)
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    count = sum((n - 1) * s for n, s in zip(entry.spec.shape, strides, strict=True)) + 1
+    if count != entry.spec.size // max(1, tensor.element_size()):  # sizes from outside
+        raise Corrupt(f"replaying: the strides {strides} of {entry.spec.name!r} leave gaps")
+    return torch.empty_strided(entry.spec.shape, strides, dtype=dtype, device=device)
