@@ -85,13 +85,17 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank wrote: table, packs, a digest per header and chunk, the step of its pieces."""
+    """What one rank wrote: table, packs, a digest per header and chunk, the step of its pieces.
+
+    `stored`: None, or of a packed part (format/packed.py) the stored bytes behind each digest.
+    """
 
     rank: int
     table: FileLink
     packs: tuple[FileLink, ...]
     digests: tuple[str, ...]
     steps: int
+    stored: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +288,20 @@ def check_table(table: Table, part: Part, path: object) -> None:
 
     After this, sizes and offsets may be trusted: none takes memory or seeks by unchecked numbers.
     """
-    digests = sorted(extent.digest for extent in extents(table))
+    found = extents(table)
+    digests = sorted(extent.digest for extent in found)
     sizes = [pack.size for pack in table.packs]
-    if digests != list(range(len(part.digests))) or sizes != [pack.size for pack in part.packs]:
+    fits = digests == list(range(len(part.digests)))
+    if part.stored is None:
+        fits = fits and sizes == [pack.size for pack in part.packs]
+    else:
+        fits = (
+            fits
+            and len(part.packs) == len(sizes) == 1
+            and len(part.stored) == len(part.digests)
+            and all(part.stored[extent.digest] <= extent.size for extent in found)
+        )
+    if not fits:
         raise Corrupt(
             f"reading {path}: the piece table and the manifest that names it speak of other packs"
         )
@@ -309,7 +324,8 @@ def check_follows(manifest: Manifest, name: object) -> None:
 
 
 def content_of(part: Part) -> str:
-    """What a part holds, as one digest: equal for equal tables and bytes, wherever they lie."""
+    """What a part holds, as one digest: equal for equal tables and bytes, wherever they lie (and
+    in the same encoding)."""
     return digest_of("".join((part.table.digest or "", *part.digests)).encode())
 
 
@@ -382,6 +398,7 @@ def _part_to_json(part: Part) -> dict[str, Any]:
         "table": part.table.to_json(),
         "packs": [pack.to_json() for pack in part.packs],
         "digests": part.digests,
+        **({} if part.stored is None else {"stored": part.stored}),
     }
 
 
@@ -398,6 +415,7 @@ def _part_from_json(value: Mapping[str, Any]) -> Part:
         packs=tuple(FileLink.from_json(pack) for pack in value["packs"]),
         digests=tuple(value["digests"]),
         steps=_natural(value["steps"]),
+        stored=tuple(map(_natural, value["stored"])) if "stored" in value else None,
     )
 
 

@@ -28,7 +28,8 @@ from everstep.errors import Conflict, EverstepError, Unavailable
 from everstep.keeper import wire
 from everstep.keeper.arena import COMPLETE, Arena, SlotState
 from everstep.keeper.arrival import ALL
-from everstep.keeper.persist import Job, Outcome, Writer, apply_retention, persist, submitted
+from everstep.keeper.job import Job, Outcome, Writer
+from everstep.keeper.persist import apply_retention, persist, submitted
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk

@@ -82,7 +82,7 @@ def _fill(candidate: Candidate, described: Described, placement: Placement) -> N
             if table.tensors.get(name) is entry
         ]
         with candidate.sources(part) as sources:
-            load(part, sources, here)
+            load(part, sources, here, table)
 
 
 def _saved_after(base: Described, last: Described) -> Saved:
@@ -124,7 +124,7 @@ def _load(
             device = devices.get(name.partition(".")[2], torch.device("cpu"))
             wanted.append((entry, [_empty(entry, strides.get(name), device)]))
     with candidate.sources(record.part) as sources:
-        load(record.part, sources, wanted)
+        load(record.part, sources, wanted, table)
     tensors = {entry.spec.name: found[0] for entry, found in wanted}
     groups = {name: found["groups"] for name, found in table.optimizers.items()}
     return Loaded(record.step, record.calls, tensors, groups)

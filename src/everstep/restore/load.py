@@ -16,8 +16,9 @@ from typing import Protocol
 
 import torch
 
+from everstep.codecs.planes import decode_into
 from everstep.errors import Corrupt, EverstepError, Mismatch
-from everstep.format.manifest import Part, TensorEntry
+from everstep.format.manifest import Part, Table, TensorEntry
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.restore.plan import Span, Target, plan
 from everstep.store.read import check_chunk
@@ -50,9 +51,14 @@ class MemorySource:
             ctypes.memmove(_address(view), _address(part), len(view))
 
 
-def load(part: Part, sources: Sequence[Sequence[Source]], destinations: Destinations) -> None:
+def load(
+    part: Part,
+    sources: Sequence[Sequence[Source]],
+    destinations: Destinations,
+    table: Table | None = None,
+) -> None:
     """Fill the destinations; blocks. `sources[pack]`: where that pack can be read,
-    nearest first."""
+    nearest first. `table`: the part's, needed where it is packed."""
     finals: list[tuple[torch.Tensor, torch.Tensor]] = []
     targets: dict[str, list[torch.Tensor]] = {}
     for entry, tensors in destinations:
@@ -63,7 +69,7 @@ def load(part: Part, sources: Sequence[Sequence[Source]], destinations: Destinat
                 direct = torch.empty(tensor.shape, dtype=tensor.dtype)
                 finals.append((tensor.detach(), direct))
             filled.append(direct)
-    spans = plan(entry for entry, _ in destinations)
+    spans = plan((entry for entry, _ in destinations), part, table)
     loader = _Loader(part, sources, targets)
     for device in loader.devices:
         torch.cuda.synchronize(device)  # kernels that initialise the tensors may still be running
@@ -118,6 +124,8 @@ class _Loader:
                 f"{target.name!r})"
             )
             check_chunk(chunk, self._part.digests[target.digest], where)
+            if target.size != target.raw:
+                chunk = self._decoded(target, chunk, where)
             self._deliver(target, chunk)
         for device in self.devices:
             torch.cuda.current_stream(device).synchronize()
@@ -130,9 +138,20 @@ class _Loader:
             if tensor.is_cuda:
                 flat = tensor.view(-1).view(torch.uint8)
                 staged = torch.frombuffer(chunk, dtype=torch.uint8)
-                flat[target.start : target.start + target.size].copy_(staged, non_blocking=True)
+                flat[target.start : target.start + target.raw].copy_(staged, non_blocking=True)
             else:
-                ctypes.memmove(tensor.data_ptr() + target.start, source, target.size)
+                ctypes.memmove(tensor.data_ptr() + target.start, source, target.raw)
+
+    def _decoded(self, target: Target, chunk: memoryview, where: str) -> memoryview:
+        """The raw bytes, in memory of their own: the device may still be copying from what another
+        chunk was decoded to."""
+        raw = torch.empty(target.raw, dtype=torch.uint8, pin_memory=bool(self.devices))
+        view: memoryview = raw.numpy().data
+        try:
+            decode_into(chunk, target.item_size, view)
+        except Corrupt as error:
+            raise Corrupt(f"reading {where}: {error}") from error
+        return view
 
     def _buffer(self) -> memoryview:
         """This thread's page-aligned buffer; pinned where tensors lie on a device."""

@@ -9,20 +9,24 @@ from dataclasses import dataclass
 
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
-from everstep.format.manifest import TensorEntry
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.manifest import Part, Table, TensorEntry
+from everstep.format.packed import places
 from everstep.format.packs import ALIGNED_FROM_BYTES, CHUNK_BYTES, PAGE_BYTES, chunks, round_up
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One chunk: `size` bytes at `offset` of the pack are those from byte `start` of tensor
-    `name`."""
+    """One chunk: `size` bytes at `offset` of the pack are, or decode to, the `raw` bytes from byte
+    `start` of tensor `name`, which has items of `item_size` bytes."""
 
     name: str
     start: int
     offset: int
     size: int
     digest: int
+    raw: int
+    item_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,12 @@ class Span:
     targets: tuple[Target, ...]
 
 
-def plan(entries: Iterable[TensorEntry]) -> list[Span]:
-    """The reads that bring these tensors, by pack and offset."""
+def plan(entries: Iterable[TensorEntry], part: Part, table: Table | None = None) -> list[Span]:
+    """The reads that bring these tensors, by pack and offset. `table`: of a packed part."""
+    packed = {}
+    if part.stored is not None:
+        assert table is not None
+        packed = {place.chunk.extent.digest: place for place in places(table, part.stored)}
     by_pack: dict[int, list[Target]] = {}
     for entry in entries:
         for piece in entry.pieces:
@@ -46,9 +54,13 @@ def plan(entries: Iterable[TensorEntry]) -> list[Span]:
                     f"({piece.codec}), which takes a newer everstep"
                 )
             targets = by_pack.setdefault(piece.pack, [])
-            for index, (start, size) in enumerate(chunks(piece.size)):
+            item_size = ITEM_SIZES[entry.spec.dtype]
+            for index, (start, raw) in enumerate(chunks(piece.size)):
                 digest = piece.digest + index
-                targets.append(Target(entry.spec.name, start, piece.offset + start, size, digest))
+                at, size = piece.offset + start, raw
+                if packed:
+                    at, size = packed[digest].offset, packed[digest].size
+                targets.append(Target(entry.spec.name, start, at, size, digest, raw, item_size))
     spans = []
     for pack, targets in sorted(by_pack.items()):
         targets.sort(key=lambda target: (target.offset, target.size))

@@ -92,6 +92,24 @@ class Disk:
                 self._forget(name)
                 raise
 
+    @contextmanager
+    def new_file(self, path: str) -> Iterator["NewFile"]:
+        """Write the new file `path` piece by piece; when this ends it is durable. On any error it
+        is unlinked; Unavailable is raised, or what was raised within."""
+        with self._telling("writing", path, 0):
+            self._make_directories(os.path.dirname(path))
+            name = str(self.root / path)
+            file = NewFile(self._system, name)
+            try:
+                yield file
+                file.sync()
+                file.close()
+                self._sync_directory(os.path.dirname(path))
+            except BaseException:
+                file.close()
+                self._forget(name)
+                raise
+
     def create(self, path: str, data: bytes) -> bool:
         """Publish `data` under `path` at once and durably; False where `path` exists already."""
         with self._telling("creating", path, len(data)):
@@ -342,7 +360,7 @@ class Disk:
                 while done < len(futures) and futures[done].done():
                     futures[done].result()  # a full disk is told before all has arrived
                     done += 1
-                futures.append(pool.submit(self._write_all, fd, extent, offset))
+                futures.append(pool.submit(_write_all, self._system, fd, extent, offset))
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             for future in futures:
@@ -357,7 +375,7 @@ class Disk:
         try:
             for view, offset in _extents(data):
                 await_bytes(offset + len(view))
-                self._write_all(fd, view, offset)
+                _write_all(self._system, fd, view, offset)
             self._system.fsync(fd)
         finally:
             self._system.close(fd)
@@ -368,13 +386,6 @@ class Disk:
         except OSError as error:
             if error.errno not in (*_NO_DIRECT, errno.ENOSYS):
                 raise
-
-    def _write_all(self, fd: int, view: memoryview, offset: int) -> None:
-        while len(view):
-            count = self._system.pwrite(fd, view, offset)
-            if count <= 0:
-                raise OSError(errno.EIO, "the write made no progress")
-            view, offset = view[count:], offset + count
 
     def _sync_directory(self, directory: str) -> None:
         self._sync(str(self.root / directory))
@@ -405,6 +416,44 @@ class Disk:
             raise Unavailable(
                 f"{verb} {self.root / path} ({size} bytes): {error.strerror or error}{advice}"
             ) from error
+
+
+class NewFile:
+    """A file in the making: see Disk.new_file. For one thread."""
+
+    def __init__(self, system: System, name: str) -> None:
+        self._system = system
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        try:
+            self._fd = system.open(name, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            with contextlib.suppress(OSError):  # some refuse only after they have made it
+                system.unlink(name)
+            self._fd = system.open(name, flags)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write whole pages, from page-aligned memory, at a multiple of a page. Raises OSError."""
+        try:
+            _write_all(self._system, self._fd, view, offset)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            fcntl.fcntl(
+                self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT
+            )
+            _write_all(self._system, self._fd, view, offset)
+
+    def sync(self) -> None:
+        """Make the bytes durable."""
+        self._system.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._system.close(fd)
 
 
 class DiskReader:
@@ -450,6 +499,14 @@ class DiskReader:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct_fd = -1
+
+
+def _write_all(system: System, fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = system.pwrite(fd, view, offset)
+        if count <= 0:
+            raise OSError(errno.EIO, "the write made no progress")
+        view, offset = view[count:], offset + count
 
 
 def _extents(data: Sequence[memoryview]) -> Iterator[tuple[memoryview, int]]:

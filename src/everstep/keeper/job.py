@@ -1,0 +1,59 @@
+"""A job: one slot on its way to the disk, and who writes it."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from everstep.keeper.arena import Arena
+from everstep.keeper.arrival import Arrival
+from everstep.keeper.pack import Speed
+from everstep.store import retain
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+_HASHERS = min(4, len(os.sched_getaffinity(0)))
+
+
+@dataclass(slots=True)
+class Job:
+    """One slot on its way. The trainer's `answer` comes last; its death is one too."""
+
+    arena: Arena
+    slot: int
+    sequence: int
+    arrival: Arrival = field(default_factory=Arrival)
+    written: bool = False
+    answered: threading.Event = field(default_factory=threading.Event)
+    problem: str | None = None
+
+    def answer(self, problem: str | None) -> None:
+        """What the trainer says of the copy, from any thread: None, or how it was torn."""
+        self.problem = problem
+        self.answered.set()
+
+
+@dataclass(slots=True)
+class Writer:
+    """Who writes: one attachment of a trainer. `parent` is the newest checkpoint of its line."""
+
+    disk: Disk
+    keep: retain.Keep | None
+    epoch: int | None = None
+    parent: CheckpointName | None = None
+    parent_digest: str | None = None
+    run: str | None = None
+    cache: retain.NeedsCache = field(default_factory=dict)
+    speed: Speed = field(default_factory=Speed)
+    hasher: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a commit cost: bytes written, seconds until durable. `warning`: what failed after it."""
+
+    bytes: int
+    seconds: float
+    warning: str | None = None
