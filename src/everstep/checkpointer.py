@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import logging
 import os
-import platform
 import time
 import weakref
 from collections.abc import Callable
@@ -18,9 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
-
-from everstep import __version__
 from everstep.capture.full import Capture, Full, row_of
 from everstep.capture.hooks import Hook
 from everstep.capture.log import Captured, Log
@@ -36,8 +32,9 @@ from everstep.restore.choose import Candidate, Held, candidates, find_held
 from everstep.saves import Saves, Skipped
 from everstep.state import clipping
 from everstep.state.objects import plain_json
+from everstep.state.topology import differences, topology
 from everstep.state.view import State
-from everstep.store.commit import open_store
+from everstep.store.commit import open_store, set_tag
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
 from everstep.tiers.disk import Disk
@@ -45,7 +42,6 @@ from everstep.tiers.disk import Disk
 log = logging.getLogger("everstep")
 
 _CLOSE_S = 600.0
-_EXACT_KEYS = ("torch", "machine", "threads")
 
 
 class Checkpointer:
@@ -59,6 +55,7 @@ class Checkpointer:
         every: int = 1,
         strategy: Literal["full", "log"] = "full",
         base_every: int | None = None,
+        audit: Literal["sample", "full"] = "sample",
         keep: Keep | None = None,
         memory_budget: int | None = None,
         under_pressure: Literal["skip", "wait"] = "skip",
@@ -71,19 +68,23 @@ class Checkpointer:
         every: step() saves each step that is a multiple of it. strategy: "full" saves whole states;
         "log" a whole state now and then (base_every steps apart; None: by what a recovery would
         take), and for every step between a record of the gradients that led there, from which
-        restore() replays. keep: retention, None for all.
+        restore() replays. audit: how a log makes sure that nothing but the optimizers changes their
+        tensors: by a sample of bytes at each step, or by all of them ("full": a pass over the whole
+        state before and after each update, and again at replay). keep: retention, None for all.
         memory_budget: bytes of host memory for captures, at least two states; None: three states
         where they fit into half of the available memory, else two. under_pressure: what a save does
         when no memory is free: be skipped, or wait. rng: capture python's, numpy's and torch's
         generators. Raises ValueError, TypeError, Unavailable.
         """
-        _check_arguments(every, strategy, base_every, memory_budget, under_pressure)
+        _check_arguments(every, strategy, base_every, audit, memory_budget, under_pressure)
         self.state = state
         self.metrics = Metrics()
         self._every = every
         self._waits = under_pressure == "wait"
         self._state = State(state, rng)
-        self._log = Log(self._state.optimizers, base_every) if strategy == "log" else None
+        self._log: Log | None = None
+        if strategy == "log":
+            self._log = Log(self._state.optimizers, base_every, audit == "full")
         self._disk = Disk(Path(store).absolute())
         open_store(self._disk)
         self._saves = Saves(self.metrics)
@@ -153,18 +154,24 @@ class Checkpointer:
         *,
         only: str | list[str] | None = None,
         from_store: str | os.PathLike[str] | None = None,
+        exact: Literal["allow", "require"] = "allow",
     ) -> int:
         """Put a checkpoint back into the state, verified; returns its step. Blocks.
 
         step: None for the newest that verifies (0 is returned where there is none), a step of the
         run, a tag, or "step-epoch". only: names of parts of the state; the others are left alone.
-        from_store: another run's store to start from. Raises Missing, Mismatch (nothing was changed
-        then), Corrupt (the tensors are half filled then: restore another step), Unavailable.
+        from_store: another run's store to start from. exact: "require" refuses (Unsupported) to
+        replay a log under another torch, processor or number of threads, where last bits may
+        differ; "allow" does it, and says so in the log. Raises Missing, Mismatch (nothing was
+        changed then), Corrupt (the tensors are half filled then: restore another step),
+        Unavailable.
         """
         began = time.perf_counter()
         self._check_open()
         with contextlib.suppress(EverstepError):  # told before, and no reason not to restore
             self.wait()
+        if exact not in ("allow", "require"):
+            raise ValueError(f"exact must be 'allow' or 'require', not {exact!r}")
         chosen = [only] if isinstance(only, str) else only
         disk = self._disk if from_store is None else _existing_store(from_store)
         arenas = self._settle()
@@ -173,7 +180,7 @@ class Checkpointer:
         failure: EverstepError | None = None
         for candidate in candidates(disk, step, held):
             try:
-                self._restore(candidate, chosen)
+                self._restore(candidate, chosen, exact == "require")
             except (Corrupt, Missing) as error:
                 if step is not None:
                     raise
@@ -244,6 +251,12 @@ class Checkpointer:
     # ---- save ------------------------------------------------------------------------------
 
     def _save(self, step: int, tag: str | None, metrics: dict[str, Any]) -> SaveHandle:
+        if self._log and (last := self._log.current(step)):
+            if tag is not None:  # the step is there; its name must not come before it
+                last.wait("local")
+                assert self._epoch is not None
+                set_tag(self._disk, tag, CheckpointName(step, self._epoch))
+            return last
         handle = self._saves.new(step)
         try:
             self._begin(handle, tag, metrics)
@@ -289,7 +302,7 @@ class Checkpointer:
     def _describe(
         self, captured: Captured, tag: str | None, metrics: dict[str, Any]
     ) -> dict[str, Any]:
-        self._topology = self._topology or _topology()
+        self._topology = self._topology or topology()
         return {
             "objects": captured.collected.objects,
             "hyperparameters": captured.collected.hyperparameters,
@@ -336,18 +349,17 @@ class Checkpointer:
         held = find_held(arenas)
         return {name: state for name, state in held.items() if state.manifest.run == run}
 
-    def _restore(self, candidate: Candidate, only: list[str] | None) -> None:
+    def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
         if self._log:
             self._log.end_chain()
-        manifest = apply(candidate, self._state, only)
-        here_now = _topology()
-        if differing := {key for key in _EXACT_KEYS if manifest.topology.get(key) != here_now[key]}:
+        manifest = apply(candidate, self._state, only, must_be_exact)
+        if differing := differences(manifest.topology):
             log.warning(
-                "step %s was written under another %s: the state is exact%s, going on from it may "
-                "differ in last bits",
+                "step %s was written under another build or machine (%s): the state is exact%s, "
+                "going on from it may differ in last bits",
                 manifest.step,
-                " and ".join(sorted(differing)),
-                "" if manifest.previous is None else " as far as the optimizers are",
+                "; ".join(differing),
+                "" if manifest.previous is None else " but for last bits of its replay",
             )
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)
@@ -382,12 +394,19 @@ class Checkpointer:
 
 
 def _check_arguments(
-    every: int, strategy: str, base_every: int | None, budget: int | None, under_pressure: str
+    every: int,
+    strategy: str,
+    base_every: int | None,
+    audit: str,
+    budget: int | None,
+    under_pressure: str,
 ) -> None:
     if type(every) is not int or every < 1:
         raise ValueError(f"every must be a positive number of steps, not {every!r}")
     if strategy not in ("full", "log"):
         raise ValueError(f"strategy must be 'full' or 'log', not {strategy!r}")
+    if audit not in ("sample", "full"):
+        raise ValueError(f"audit must be 'sample' or 'full', not {audit!r}")
     if base_every is not None and (type(base_every) is not int or base_every < 1):
         raise ValueError(f"base_every must be a positive number of steps, not {base_every!r}")
     if under_pressure not in ("skip", "wait"):
@@ -407,21 +426,6 @@ def _existing_store(path: str | os.PathLike[str]) -> Disk:
         raise Missing(f"restoring from {disk.root}: there is no store")
     open_store(disk)
     return disk
-
-
-def _topology() -> dict[str, Any]:
-    """What made the checkpoint: informative, and needed to judge whether a continuation can be
-    exact."""
-    return {
-        "world_size": 1,
-        "torch": torch.__version__,
-        "everstep": __version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        # Asking would initialise CUDA, after which no process may be forked that uses it.
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
-    }
 
 
 def _close_in_children(checkpointer: Checkpointer) -> None:

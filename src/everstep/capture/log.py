@@ -45,15 +45,17 @@ class Captured:
 class Log:
     """Decides for each step between base and record. For the thread that trains."""
 
-    def __init__(self, optimizers: list[OptimizerState], base_every: int | None) -> None:
-        """`base_every`: steps from one base to the next; None: chosen, see `distance`. Raises
-        Unsupported for optimizers that a log cannot replay."""
+    def __init__(
+        self, optimizers: list[OptimizerState], base_every: int | None, audit: bool = False
+    ) -> None:
+        """`base_every`: steps from one base to the next; None: chosen, see `distance`. `audit`: see
+        Recorder. Raises Unsupported for optimizers that a log cannot replay."""
         if not optimizers:
             raise Unsupported(
                 "strategy='log' records what optimizers consume, and the state has none. "
                 "Use strategy='full'"
             )
-        self._recorder = Recorder(optimizers)
+        self._recorder = Recorder(optimizers, audit)
         self._base_every = base_every
         self._base: Walk | None = None
         self._base_step = 0
@@ -91,6 +93,13 @@ class Log:
         left = RECOVERY_S - self._base_bytes / READ_BYTES_PER_S
         affordable = int(left / per_record) if per_record else BASE_EVERY_MIN
         return max(BASE_EVERY_MIN, min(BASE_EVERY_MAX, affordable))
+
+    def current(self, step: int) -> SaveHandle | None:
+        """The handle of the last save, if it is of this step and no update came after it."""
+        last = self._last
+        if last is None or last.step != step or last.error is not None or self._recorder.pending:
+            return None
+        return last
 
     def choose(self, step: int, collected: Collected, wants_base: bool) -> Captured:
         """What to capture for `step`. Raises Unsupported where a log does not fit the state."""

@@ -41,6 +41,8 @@ class Call:
     said: dict[str, Any] = field(default_factory=dict)
     gradients: list[tuple[str, torch.Tensor, int, bool]] = field(default_factory=list)
     """Name, tensor, version before the update, whether it is held by reference."""
+    is_open: bool = True
+    """Until the update is made."""
 
 
 @dataclass(slots=True)
@@ -56,10 +58,15 @@ class _Armed:
 class Recorder:
     """Notes optimizer calls. For the thread that trains."""
 
-    def __init__(self, optimizers: Sequence[OptimizerState]) -> None:
-        """Raises Unsupported for an optimizer that a log cannot replay."""
+    def __init__(self, optimizers: Sequence[OptimizerState], audit: bool = False) -> None:
+        """`audit`: look at all bytes instead of a sample, and note their digest for the replay; a
+        pass over the state before and after each update. Raises Unsupported for an optimizer that
+        a log cannot replay."""
         for optimizer in optimizers:
             _check(optimizer)
+        self._optimizers = optimizers
+        self._audit = audit
+        self._digests: dict[int, str] = {}
         self.problem: str | None = None
         """Why what was noted since the last `take` is no record."""
         self._calls: list[Call] = []
@@ -79,26 +86,30 @@ class Recorder:
         for index in self._armed:
             self._arm(index)
 
+    @property
+    def pending(self) -> bool:
+        """Whether something was noted since the last `take`."""
+        return bool(self._calls) or self.problem is not None
+
     def reset(self) -> None:
         """Forget what was noted: the state is another one now."""
         self._calls.clear()
         self._armed.clear()
+        self._digests.clear()
         self.problem = None
 
     def before_step(self, optimizer: OptimizerState) -> None:
         """The gradients are final, the update comes next."""
-        if self.problem:
+        if self.problem or not self._is_untouched(optimizer):
             return
-        armed = self._armed.get(optimizer.index)
-        if armed and armed.tripwire and (changed := armed.tripwire.changed()):
-            self.problem = (
-                f"{', '.join(map(repr, changed[:5]))} changed between two calls of "
-                f"{optimizer.name!r}, by something else than the optimizer, which no replay repeats"
-            )
+        if self._calls and self._calls[-1].is_open:
+            self.problem = f"{optimizer.name!r} ran its closure more than once in a step"
             return
         call = Call(optimizer.name)
         at = f"{PREFIX}{len(self._calls)}"
+        kind = type(optimizer.optimizer)
         call.said["optimizer"] = optimizer.name
+        call.said["class"] = f"{kind.__module__}.{kind.__qualname__}"
         call.said["sets"] = optimizer.hyperparameters(_into(call, at))
         scaler = _scaler_of(optimizer)
         if scaler:
@@ -120,11 +131,16 @@ class Recorder:
                     if is_held:
                         self.problem = f"{optimizer.name!r} wrote to the gradient of {name!r}"
             self._calls[-1].gradients.clear()
+            self._calls[-1].is_open = False
         self._arm(optimizer.index)
+        if self._audit and self._calls:
+            self._calls[-1].said["after"] = self._digests[optimizer.index]
 
     def take(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors and the calls since the last `take`, which are forgotten here. Raises
         Unsupported where they are no record."""
+        for optimizer in self._optimizers:
+            self._is_untouched(optimizer)
         calls, self._calls = self._calls, []
         problem, self.problem = self.problem, None
         if problem:
@@ -137,6 +153,22 @@ class Recorder:
         if armed := self._armed.get(index):
             self._turn += 1
             armed.tripwire = Tripwire(armed.leaves, armed.tensors, armed.places, self._turn)
+        if self._audit:
+            self._digests[index] = self._optimizers[index].digest()
+
+    def _is_untouched(self, optimizer: OptimizerState) -> bool:
+        """Whether its tensors are as its last call left them; else that is the problem."""
+        armed = self._armed.get(optimizer.index)
+        changed = armed.tripwire.changed() if armed and armed.tripwire else []
+        known = self._digests.get(optimizer.index)
+        if known and not changed and known != optimizer.digest():
+            changed = [f"a tensor of {optimizer.name}"]
+        if changed and not self.problem:
+            self.problem = (
+                f"{', '.join(map(repr, changed[:5]))} changed between two calls of "
+                f"{optimizer.name!r}, by something else than the optimizer, which no replay repeats"
+            )
+        return not changed
 
     def _note_gradients(
         self, optimizer: OptimizerState, call: Call, at: str, must_copy: bool

@@ -38,41 +38,71 @@ class Loaded:
 
 def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     """Bring parameters and optimizer state from before this record to after it; blocks as long as
-    the optimizers do. Gradients are None afterwards. Raises Corrupt, Mismatch."""
+    the optimizers do. Gradients are None afterwards. Raises Corrupt, Mismatch, and what the
+    optimizers raise."""
     for number, said in enumerate(record.calls):
         try:
-            _call(record, f"@{number}", said, optimizers)
+            state = _find(record, said, optimizers)
+            scaler = _set(record, f"@{number}", said, state)
+            after = said.get("after")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise Corrupt(
                 f"replaying step {record.step}: its documents are whole, but not what a record is "
                 f"stored as: {error!r}"
             ) from error
+        _step(state, scaler)
+        if after not in (None, state.digest()):
+            raise Corrupt(
+                f"replaying step {record.step}: {state.name!r} came to other bytes than the run "
+                f"had after this step (audit='full'). Its state depends on something that no "
+                f"record holds, or torch and processor are others now"
+            )
 
 
-def _call(
-    record: Loaded, at: str, said: Mapping[str, Any], optimizers: Mapping[str, OptimizerState]
-) -> None:
+def _find(
+    record: Loaded, said: Mapping[str, Any], optimizers: Mapping[str, OptimizerState]
+) -> OptimizerState:
+    """The optimizer that was called."""
     state = optimizers.get(said["optimizer"])
     if state is None:
         raise Mismatch(f"replaying step {record.step}: the state has no {said['optimizer']!r}")
-    optimizer = state.optimizer
+    kind = f"{type(state.optimizer).__module__}.{type(state.optimizer).__qualname__}"
+    if kind != said["class"]:
+        raise Mismatch(
+            f"replaying step {record.step}: {state.name!r} is a {kind} now, it was a "
+            f"{said['class']}. Build the state as it was"
+        )
+    return state
+
+
+def _set(
+    record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerState
+) -> dict[str, torch.Tensor]:
+    """Gradients and hyperparameters as they were. Returns what a GradScaler had handed over."""
 
     def tensor(name: str, _: str = "") -> torch.Tensor:
         return record.tensors[name]
 
     groups = record.groups[said["optimizer"]]
+    parameters: dict[str, torch.Tensor] = {}
+    sets: dict[int, Mapping[str, Any]] = {}
     for index, name, parameter, _ in state.parameters():
         gradient = record.tensors.get(f"{at}.{name}")
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        values = said["sets"][groups[name]]
+        parameters[name] = parameter
         # Every parameter of a group has the same set: the restore has checked that.
-        if parameter is optimizer.param_groups[index]["params"][0]:
-            decoded = {key: decode(value, tensor) for key, value in values.items()}
-            install(optimizer.param_groups[index], decoded)
-    parameters = {name: parameter for _, name, parameter, _ in state.parameters()}
+        sets.setdefault(index, said["sets"][groups[name]])
+    for index, values in sets.items():
+        decoded = {key: decode(value, tensor) for key, value in values.items()}
+        install(state.optimizer.param_groups[index], decoded)
     for clip in said.get("clips", ()):
         _clip(clip, parameters, record)
-    scaler = decode(said.get("scaler", {}), tensor)
+    scaler: dict[str, torch.Tensor] = decode(said.get("scaler", {}), tensor)
+    return scaler
+
+
+def _step(state: OptimizerState, scaler: Mapping[str, torch.Tensor]) -> None:
+    optimizer = state.optimizer
     with _without_hooks(optimizer):
         for key, value in scaler.items():
             setattr(optimizer, key, value)
@@ -81,7 +111,7 @@ def _call(
         finally:
             for key in scaler:
                 delattr(optimizer, key)
-            for parameter in parameters.values():
+            for _, _, parameter, _ in state.parameters():
                 parameter.grad = None
 
 

@@ -18,6 +18,7 @@ from everstep.replay.redo import Loaded, redo
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import load
 from everstep.state.placement import Placement, Saved
+from everstep.state.topology import differences
 from everstep.state.view import State
 
 log = logging.getLogger("everstep")
@@ -25,13 +26,22 @@ log = logging.getLogger("everstep")
 _OWN = "@"
 
 
-def apply(candidate: Candidate, state: State, only: list[str] | None) -> Manifest:
+def apply(
+    candidate: Candidate, state: State, only: list[str] | None, must_be_exact: bool = False
+) -> Manifest:
     """Put the checkpoint into the state; blocks. Returns its manifest.
 
     Raises Mismatch (nothing was changed then), Corrupt (the state is half filled then), Unsupported
-    for a part of a log.
+    for a part of a log, and for a log whose replay might not be exact where it must be.
     """
     base, *logs = candidate.describe()
+    differing = {text for described in logs for text in differences(described.manifest.topology)}
+    if must_be_exact and differing:
+        raise Unsupported(
+            f"restoring step {candidate.name.step} exactly: it has to be replayed from step "
+            f"{base.manifest.step}, and was recorded under {'; '.join(sorted(differing))}. Restore "
+            f"it there, or with exact='allow'"
+        )
     if logs and only is not None:
         raise Unsupported(
             f"restoring only={only} of step {candidate.name.step}: it is stored as the redo "

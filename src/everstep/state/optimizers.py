@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import xxhash
 from torch.optim import Optimizer
 
 from everstep.errors import Corrupt
@@ -42,6 +43,18 @@ class OptimizerState:
                 known = self.parameter_names.get(id(parameter))
                 name = known or f"{self.name}.param_groups.{index}.params.{position}"
                 yield index, name, parameter, known is not None
+
+    def digest(self) -> str:
+        """XXH3-128 of all bytes of its parameters and their state tensors, in a fixed order. Waits
+        for the device, and copies from it."""
+        digest = xxhash.xxh3_128()
+        for _, _, parameter, _ in self.parameters():
+            state = self.optimizer.state.get(parameter, {})
+            for value in (parameter, *(state[key] for key in sorted(state, key=str))):
+                if isinstance(value, torch.Tensor):
+                    flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                    digest.update(flat.numpy().data)
+        return digest.hexdigest()
 
     def leaves(self, guard: Guard) -> list[Leaf]:
         """State tensors, and parameters that no module holds."""
