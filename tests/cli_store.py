@@ -6,9 +6,18 @@ from typing import Any
 import xxhash
 
 import stores
-from everstep.format.manifest import Extent, Manifest, Part, decode_table, encode_table, extents
+from everstep.format.manifest import (
+    Extent,
+    Manifest,
+    Part,
+    Previous,
+    Record,
+    decode_table,
+    encode_table,
+    extents,
+)
 from everstep.format.packs import Spec, lay_out
-from everstep.store import commit
+from everstep.store import catalog, commit
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
@@ -42,6 +51,29 @@ MEMORY = {"slots": 2, "image_bytes": 7000000, "budget_bytes": 1234567890, "formu
 CAPTURE = {"strategy": "full", "every": 1, "memory": MEMORY}
 TABLE = encode_table(lay_out(SPECS), {"model.wte.weight": ["model.head.weight"]}, {}, OPTIMIZERS)
 
+RECORD_SPECS = (
+    Spec("@0.model.wte.weight", "float32", (512, 1024)),
+    Spec("@0.model.blocks.0.attention.weight", "bfloat16", (96, 64)),
+    Spec("@0!clip.0", "float32", ()),
+    Spec("rng.torch", "uint8", (5056,)),
+)
+RECORD_TABLE = encode_table(lay_out(RECORD_SPECS), {}, {}, OPTIMIZERS)
+_CLIP = {
+    "coefficient": "@0!clip.0",
+    "foreach": True,
+    "names": ["model.wte.weight", "model.blocks.0.attention.weight"],
+}
+CALLS = (
+    {
+        "optimizer": "optimizer",
+        "sets": [
+            {"lr": 0.25, "betas": _BETAS, "weight_decay": 0.1, "fused": None},
+            {"lr": 0.25, "betas": _BETAS, "weight_decay": 0.0, "fused": None},
+        ],
+        "clips": [_CLIP],
+    },
+)
+
 
 def begin(path: Path) -> tuple[Disk, str]:
     """A store without checkpoints: (disk, run id)."""
@@ -51,27 +83,41 @@ def begin(path: Path) -> tuple[Disk, str]:
 
 def save(disk: Disk, run: str, step: int, epoch: int, **more: Any) -> CheckpointName:
     """Commit a checkpoint whose bytes follow from its step."""
-    layout = lay_out(SPECS)
-    image = stores.image_of(layout, {spec.name: bytes([step]) * spec.size for spec in SPECS})
     name = CheckpointName(step, epoch)
-    links = commit.write_packs(disk, name, [memoryview(image)])
-    table = commit.write_table(disk, TABLE)
-    found = extents(decode_table(TABLE, "the test's table"))
-    part = Part(0, table, links, _digests(image, found), step)
-    manifest = Manifest(
-        step=step,
-        epoch=epoch,
-        run=run,
-        created=more.pop("created", commit.now()),
-        parts=(part,),
-        objects=OBJECTS,
-        hyperparameters=HYPERPARAMETERS,
-        capture=CAPTURE,
-        topology={"ranks": 1},
+    _publish(disk, name, run, parts=(_part(disk, name, SPECS, TABLE),), **more)
+    return name
+
+
+def save_log(disk: Disk, run: str, step: int, previous: CheckpointName, **more: Any) -> None:
+    """Commit a record of one step, in the epoch of what it goes on from."""
+    name = CheckpointName(step, previous.epoch)
+    digest = catalog.digest_of_manifest(disk, previous)
+    calls = more.pop("calls", CALLS)
+    _publish(
+        disk,
+        name,
+        run,
+        parts=(),
+        records=(Record(step, calls, _part(disk, name, RECORD_SPECS, RECORD_TABLE)),),
+        previous=Previous(previous.step, previous.epoch, digest),
         **more,
     )
-    commit.publish(disk, manifest)
-    return name
+
+
+def make_logged(path: Path) -> Disk:
+    """States 10 and 14 of epoch 1; 11 to 13 and 15 are logs; epoch 2 went back to 12 and wrote the
+    state 13 and the log 14."""
+    disk, run = begin(path)
+    commit.claim_epoch(disk, None, 0)
+    save(disk, run, 10, 1)
+    for step in (11, 12, 13):
+        save_log(disk, run, step, CheckpointName(step - 1, 1))
+    save(disk, run, 14, 1)
+    save_log(disk, run, 15, CheckpointName(14, 1))
+    commit.claim_epoch(disk, 1, 12)
+    save(disk, run, 13, 2, parent={"step": 12, "epoch": 1})
+    save_log(disk, run, 14, CheckpointName(13, 2))
+    return disk
 
 
 def make_branched(path: Path) -> Disk:
@@ -85,6 +131,30 @@ def make_branched(path: Path) -> Disk:
     for step in (81, 100):
         save(disk, run, step, 2, metrics={"loss": 4.25, "accuracy": 0.5})
     return disk
+
+
+def _publish(disk: Disk, name: CheckpointName, run: str, **more: Any) -> None:
+    manifest = Manifest(
+        step=name.step,
+        epoch=name.epoch,
+        run=run,
+        created=more.pop("created", commit.now()),
+        objects=OBJECTS,
+        hyperparameters=HYPERPARAMETERS,
+        capture=CAPTURE,
+        topology={"ranks": 1},
+        **more,
+    )
+    commit.publish(disk, manifest)
+
+
+def _part(disk: Disk, name: CheckpointName, specs: tuple[Spec, ...], table: bytes) -> Part:
+    layout = lay_out(specs)
+    image = stores.image_of(layout, {spec.name: bytes([name.step]) * spec.size for spec in specs})
+    links = commit.write_packs(disk, name, [memoryview(image)])
+    link = commit.write_table(disk, table)
+    found = extents(decode_table(table, "the test's table"))
+    return Part(0, link, links, _digests(image, found), name.step)
 
 
 def _digests(image: bytearray, found: list[Extent]) -> tuple[str, ...]:

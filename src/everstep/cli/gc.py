@@ -3,9 +3,12 @@
 import argparse
 import json
 
-from everstep.cli.render import plural, size_text
+from everstep.cli import wording
+from everstep.cli.chains import Chains
 from everstep.cli.target import add_json, add_words, split_words
+from everstep.store import catalog
 from everstep.store.store import Store
+from everstep.tiers.disk import Disk
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +21,23 @@ def run(args: argparse.Namespace) -> int:
     """Sweep the store; returns the exit code."""
     path, _ = split_words(args.words, 0)
     files, freed = Store(path).gc()
+    disk = Disk(path)
+    there = set(catalog.committed(disk))
+    orphans = Chains(disk).cut_off(there, lambda name: name not in there)
     if args.json:
-        print(json.dumps({"files": files, "bytes": freed}))
-    elif files:
-        print(f"deleted {plural(files, 'file')}, {size_text(freed)} freed")
+        listed = [str(name) for name in orphans]
+        print(json.dumps({"files": files, "bytes": freed, "orphans": listed}))
+        return 0
+    if files:
+        print(f"deleted {wording.plural(files, 'file')}, {wording.size(freed)} freed")
     else:
         print("nothing to delete: every file is needed, or may still be")
+    if orphans:
+        logs = wording.plural(len(orphans), "log")
+        first = f"{orphans[0].step}-{orphans[0].epoch}"
+        which = "it" if len(orphans) == 1 else f"them, {first} first"
+        print(
+            f"{logs} cannot be restored any more, since a checkpoint that they go on from is "
+            f"gone. To delete {which}: everstep rm {path} {first} --following"
+        )
     return 0

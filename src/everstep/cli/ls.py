@@ -7,20 +7,11 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from everstep.cli import wording
 from everstep.cli.branches import Row, draw
-from everstep.cli.render import (
-    Cell,
-    Column,
-    Screen,
-    age_text,
-    align,
-    clean,
-    pairs_text,
-    plural,
-    size_text,
-    time_text,
-)
-from everstep.cli.target import add_json, add_words, split_words
+from everstep.cli.chains import Chains
+from everstep.cli.render import Cell, Column, Screen, align
+from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
 from everstep.store import catalog, names
@@ -31,12 +22,14 @@ from everstep.tiers.disk import Disk
 
 _COLUMNS = (
     Column("STEP"),
+    Column("KIND"),
     Column("TAGS"),
     Column("SIZE", right=True),
     Column("WRITTEN"),
     Column("AGE", right=True),
     Column("METRICS"),
 )
+_LOG_MARKS = {"●": "•", "○": "◦"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +42,16 @@ class Listing:
     checkpoints: list[CheckpointName]
     current: list[CheckpointName]
     tags: dict[CheckpointName, list[str]]
+    chains: Chains
 
     @classmethod
     def of(cls, path: str) -> "Listing":
         """Raises Missing, Corrupt, Unsupported."""
         store, disk = Store(path), Disk(path)
         epochs, found = catalog.read_epochs(disk), catalog.committed(disk)
-        tags: dict[CheckpointName, list[str]] = {}
-        for tag, name in catalog.read_tags(disk).items():
-            tags.setdefault(name, []).append(tag)
-        return cls(disk, store.run, epochs, found, current(epochs, found), tags)
+        return cls(
+            disk, store.run, epochs, found, current(epochs, found), tags_of(disk), Chains(disk)
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -95,13 +88,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _drawing(listing: Listing, path: str, screen: Screen, is_whole: bool) -> list[str]:
     head = [
-        Cell(clean(path if path != "." else listing.disk.root.resolve().name), "title"),
-        Cell(f" · run {clean(listing.run[:8])}", "dim"),
-        Cell(f" · {plural(len(listing.checkpoints), 'checkpoint')}"),
-        Cell(f" · {size_text(listing.size_bytes)}"),
+        Cell(wording.clean(path if path != "." else listing.disk.root.resolve().name), "title"),
+        Cell(f" · run {wording.clean(listing.run[:8])}", "dim"),
+        Cell(f" · {wording.plural(len(listing.checkpoints), 'checkpoint')}"),
+        Cell(f" · {wording.size(listing.size_bytes)}"),
     ]
     if len(listing.epochs) > 1:
-        head.append(Cell(f" · {plural(len(listing.epochs), 'epoch')}", "dim"))
+        head.append(Cell(f" · {wording.plural(len(listing.epochs), 'epoch')}", "dim"))
     if not listing.checkpoints:
         return [screen.join(head), screen.paint("nothing is committed yet", "dim")]
     always = None if is_whole else listing.tags.keys()
@@ -112,24 +105,38 @@ def _drawing(listing: Listing, path: str, screen: Screen, is_whole: bool) -> lis
 def _lines(listing: Listing, rows: list[Row], screen: Screen) -> list[str]:
     """A table to the right of the graph; epochs run over its columns."""
     digits = len(str(max(name.step for name in listing.checkpoints)))
-    shown = [_cells(listing, row, digits) for row in rows if row.checkpoint]
+    found = [_read(listing, row.checkpoint) for row in rows if row.checkpoint]
+    has_logs = any(isinstance(manifest, Manifest) and manifest.previous for manifest in found)
+    checkpoints = zip((row for row in rows if row.checkpoint), found, strict=True)
+    shown = [_cells(listing, row, manifest, digits, has_logs) for row, manifest in checkpoints]
     titles, *aligned = align(_COLUMNS, shown)
     width = 2 * max(row.depth for row in rows) + 2
     lines = [screen.join([Cell(" " * width), *titles])]
-    table = iter(aligned)
+    table = zip(aligned, found, strict=True)
     for row in rows:
-        graph = _graph(row)
         if row.checkpoint:
+            cells, manifest = next(table)
+            is_log = isinstance(manifest, Manifest) and manifest.previous is not None
+            mark = _LOG_MARKS[row.mark[-1]] if is_log else ""
             space = Cell(" " * (width - 2 * row.depth - len(row.mark)))
-            lines.append(screen.join([*graph, space, *next(table)]))
+            lines.append(screen.join([*_graph(row, mark), space, *cells]))
         else:
-            lines.append(screen.join([*graph, Cell(" "), Cell(_caption(row), "dim")]))
+            lines.append(screen.join([*_graph(row), Cell(" "), Cell(_caption(row), "dim")]))
     return lines
 
 
-def _graph(row: Row) -> list[Cell]:
+def _read(listing: Listing, name: CheckpointName) -> Manifest | EverstepError:
+    try:
+        manifest = catalog.read_manifest(listing.disk, name)
+    except EverstepError as error:
+        return error
+    listing.chains.note(manifest)
+    return manifest
+
+
+def _graph(row: Row, mark: str = "") -> list[Cell]:
     """The row's lines and mark; the first character belongs to the trunk."""
-    text = "│ " * row.depth + row.mark
+    text = "│ " * row.depth + (mark or row.mark)
     is_live = row.has_live_trunk and (row.depth > 0 or not row.checkpoint or not row.is_left)
     return [Cell(text[:1], "live" if is_live else "dim"), Cell(text[1:], "dim")]
 
@@ -144,29 +151,42 @@ def _caption(row: Row) -> str:
         return f"left behind: epoch {epoch.number} beyond step {row.after}"
     if row.is_left:
         parts[0] = f"left behind: {parts[0]}"
-    return " · ".join(filter(None, [*parts, clean(epoch.writer), age_text(epoch.created)]))
+    return " · ".join(
+        filter(None, [*parts, wording.clean(epoch.writer), wording.age(epoch.created)])
+    )
 
 
-def _cells(listing: Listing, row: Row, digits: int) -> list[Cell]:
+def _cells(
+    listing: Listing, row: Row, manifest: Manifest | EverstepError, digits: int, has_logs: bool
+) -> list[Cell]:
     name = row.checkpoint
     assert name is not None
     is_latest = bool(listing.current) and name == listing.current[-1]
     style = "dim" if row.is_left else ("live" if is_latest else "bold")
-    label = f"{name.step:>{digits}}" + (f"-{name.epoch}" if row.is_left else "")
+    step = Cell(f"{name.step:>{digits}}" + (f"-{name.epoch}" if row.is_left else ""), style)
     tags = " ".join([*listing.tags.get(name, []), *(["← latest"] if is_latest else [])])
-    start = [Cell(label, style), Cell(clean(tags), "yellow")]
-    try:
-        manifest = catalog.read_manifest(listing.disk, name)
-    except EverstepError as error:
-        return [*start, Cell(""), Cell(""), Cell(""), Cell(type(error).__name__.lower(), "bad")]
+    tagged = Cell(wording.clean(tags), "yellow")
+    if isinstance(manifest, EverstepError):
+        problem = Cell(type(manifest).__name__.lower(), "bad")
+        return [step, Cell(""), tagged, Cell(""), Cell(""), Cell(""), problem]
     tone = "dim" if row.is_left else ""
     return [
-        *start,
-        Cell(size_text(manifest.size), tone),
-        Cell(time_text(manifest.created), tone),
-        Cell(age_text(manifest.created), tone),
-        Cell(pairs_text(manifest.metrics), "dim" if row.is_left else "cyan"),
+        step,
+        _kind(listing, manifest, row.is_left) if has_logs else Cell(""),
+        tagged,
+        Cell(wording.size(manifest.size), tone),
+        Cell(wording.time(manifest.created), tone),
+        Cell(wording.age(manifest.created), tone),
+        Cell(wording.pairs(manifest.metrics), "dim" if row.is_left else "cyan"),
     ]
+
+
+def _kind(listing: Listing, manifest: Manifest, is_left: bool) -> Cell:
+    """As "state", or "log of 120": the state to which its records are replayed."""
+    if manifest.previous is None:
+        return Cell("state", "dim" if is_left else "bold")
+    origin = listing.chains.origin(CheckpointName(manifest.step, manifest.epoch))
+    return Cell(f"log of {origin.base.step}", "dim") if origin else Cell("log of ?", "bad")
 
 
 def _to_json(listing: Listing) -> dict[str, Any]:
@@ -191,12 +211,16 @@ def _entry(listing: Listing, name: CheckpointName, is_current: bool) -> dict[str
         "current": is_current,
         "tags": listing.tags.get(name, []),
     }
-    try:
-        manifest: Manifest = catalog.read_manifest(listing.disk, name)
-    except EverstepError as error:
-        return {**entry, "problem": str(error)}
+    manifest = _read(listing, name)
+    if isinstance(manifest, EverstepError):
+        return {**entry, "problem": str(manifest)}
+    origin = listing.chains.origin(name)
     return {
         **entry,
+        "kind": "log" if manifest.previous else "state",
+        "previous": asdict(manifest.previous) if manifest.previous else None,
+        "base": origin.base._asdict() if origin else None,
+        "records": origin.records if origin else None,
         "size": manifest.size,
         "created": manifest.created,
         "exact": manifest.exact,

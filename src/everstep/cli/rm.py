@@ -4,8 +4,10 @@ import argparse
 import json
 import sys
 
-from everstep.cli.render import clean, plural, size_text
-from everstep.cli.target import add_json, add_words, split_words
+from everstep.cli import wording
+from everstep.cli.chains import Chains
+from everstep.cli.target import add_json, add_words, split_words, tags_of
+from everstep.errors import Conflict
 from everstep.store import catalog, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -14,6 +16,9 @@ from everstep.tiers.disk import Disk
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_words(parser, "+")
+    parser.add_argument(
+        "-f", "--following", action="store_true", help="also the logs that go on from them"
+    )
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     add_json(parser)
 
@@ -25,6 +30,10 @@ def run(args: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, "which step? As in: everstep rm runs/gpt 120")
     disk = Disk(path)
     doomed = sorted({catalog.find(disk, step) for step in steps})
+    if following := _following(disk, doomed):
+        if not args.following:
+            raise Conflict(_advice(path, doomed, following))
+        doomed = sorted({*doomed, *following})
     if not args.yes and sys.stdin.isatty() and not _confirms(disk, path, doomed):
         print("nothing was deleted", file=sys.stderr)
         return 1
@@ -32,18 +41,42 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"deleted": [str(name) for name in doomed], "bytes": freed}))
     else:
-        print(f"deleted {plural(len(doomed), 'checkpoint')}, {size_text(freed)} freed")
+        print(f"deleted {wording.plural(len(doomed), 'checkpoint')}, {wording.size(freed)} freed")
     return 0
+
+
+def _following(disk: Disk, doomed: list[CheckpointName]) -> list[CheckpointName]:
+    """The logs that would be without what they go on from."""
+    found = Chains(disk).cut_off(catalog.committed(disk), set(doomed).__contains__)
+    return [name for name in found if name not in doomed]
+
+
+def _advice(path: str, doomed: list[CheckpointName], following: list[CheckpointName]) -> str:
+    named = " ".join(f"{name.step}-{name.epoch}" for name in doomed)
+    first, last = following[0], following[-1]
+    which = f"step {first.step}" if first == last else f"steps {first.step} to {last.step}"
+    goes = "goes" if first == last else "go"
+    return (
+        f"deleting {_listed(doomed, {})} from {path}: {wording.plural(len(following), 'log')} "
+        f"({which}) {goes} on from there, and could not be restored any more. To delete them too: "
+        f"everstep rm {path} {named} --following"
+    )
 
 
 def _confirms(disk: Disk, path: str, doomed: list[CheckpointName]) -> bool:
     """Ask on the terminal; anything but yes is a no."""
-    tags = {tagged: tag for tag, tagged in catalog.read_tags(disk).items()}
-    listed = [
-        f"{name.step}-{name.epoch}" + (f" ({clean(tags[name])})" if name in tags else "")
-        for name in doomed
-    ]
-    shown = ", ".join(listed[:8]) + (f" and {len(listed) - 8:,} more" if len(listed) > 8 else "")
-    question = f"delete {plural(len(doomed), 'checkpoint')} of {clean(path)}: {shown}? [y/N] "
+    count = wording.plural(len(doomed), "checkpoint")
+    shown = _listed(doomed, tags_of(disk))
+    question = f"delete {count} of {wording.clean(path)}: {shown}? [y/N] "
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _listed(doomed: list[CheckpointName], tags: dict[CheckpointName, list[str]]) -> str:
+    """As "40-1, 80-1 (best) and 3 more"."""
+    listed = [
+        f"{name.step}-{name.epoch}"
+        + (f" ({wording.clean(', '.join(tags[name]))})" if name in tags else "")
+        for name in doomed[:8]
+    ]
+    return ", ".join(listed) + (f" and {len(doomed) - 8:,} more" if len(doomed) > 8 else "")

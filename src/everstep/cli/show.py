@@ -1,29 +1,20 @@
-"""everstep show: one checkpoint, its tensors, packs, hyperparameters, objects and capture."""
+"""everstep show: one checkpoint, its tensors, packs, hyperparameters, objects and capture; of a
+log also what it goes on from, and its optimizer calls."""
 
 import argparse
 import json
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from textwrap import wrap
 from typing import Any
 
-from everstep.cli.render import (
-    Cell,
-    Column,
-    Screen,
-    age_text,
-    align,
-    brief,
-    clean,
-    pairs_text,
-    plural,
-    size_text,
-    time_text,
-)
-from everstep.cli.target import add_json, add_words, split_words
-from everstep.errors import Missing
+from everstep.cli import wording
+from everstep.cli.records import call_pairs, chain_facts, chain_text, record_facts
+from everstep.cli.render import Cell, Column, Screen, align
+from everstep.cli.target import add_json, add_words, split_words, tags_of
+from everstep.errors import EverstepError, Missing
 from everstep.format.manifest import Manifest, Part, Table, TensorEntry
 from everstep.format.packs import Piece, chunk_count
 from everstep.store import catalog
@@ -42,7 +33,53 @@ _COLUMNS = (
 _DIGEST_DIGITS = 12
 _LABEL_WIDTH = 12
 
-Row = tuple[Part, TensorEntry]
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A tensor in its part; `pack`: the number of the part's first pack, through all parts."""
+
+    part: Part
+    pack: int
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A checkpoint. `chain`, `records`: of a log; `broken`: why the chain cannot be followed."""
+
+    name: CheckpointName
+    manifest: Manifest
+    tables: list[Table]
+    tags: list[str]
+    chain: dict[str, Any] | None = None
+    records: tuple[dict[str, Any], ...] = ()
+    broken: str | None = None
+
+    @classmethod
+    def of(cls, path: str, reference: str | None) -> "Shown":
+        """Raises Missing, Corrupt, Unsupported."""
+        store, disk = Store(path), Disk(path)
+        name = catalog.find(disk, reference)
+        manifest = store.manifest(str(name))
+        tables = store.tables(manifest)
+        tags = tags_of(disk).get(name, [])
+        if manifest.previous is None:
+            return cls(name, manifest, tables, tags)
+        described = zip(manifest.records, tables, strict=True)
+        records = tuple(record_facts(record, table) for record, table in described)
+        try:
+            return cls(name, manifest, tables, tags, chain_facts(store.chain(str(name))), records)
+        except EverstepError as error:
+            return cls(name, manifest, tables, tags, None, records, str(error))
+
+    def rows(self, pattern: str | None) -> list[Row]:
+        """The tensors whose names are like `pattern`; all for None."""
+        found, pack = [], 0
+        for part, table in zip(self.manifest.all_parts, self.tables, strict=True):
+            chosen = [e for e in table.tensors.values() if not pattern or _is_chosen(e, pattern)]
+            found += [Row(part, pack, entry) for entry in chosen]
+            pack += len(part.packs)
+        return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,24 +96,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the checkpoint; returns the exit code."""
     path, steps = split_words(args.words, 1)
-    store, disk = Store(path), Disk(path)
-    name = catalog.find(disk, steps[0] if steps else None)
-    manifest = store.manifest(str(name))
-    tables = store.tables(manifest)
-    rows = [
-        (part, entry)
-        for part, table in zip(manifest.parts, tables, strict=True)
-        for entry in table.tensors.values()
-        if args.names is None or _is_chosen(entry, args.names)
-    ]
+    shown = Shown.of(path, steps[0] if steps else None)
+    rows = shown.rows(args.names)
     if args.names is not None and not rows:
-        raise Missing(f"{path}: no tensor of step {name.step} has a name like {args.names!r}")
-    tags = [tag for tag, tagged in catalog.read_tags(disk).items() if tagged == name]
+        raise Missing(f"{path}: no tensor of step {shown.name.step} has a name like {args.names!r}")
     if args.json:
-        print(json.dumps(_to_json(manifest, name, tags, rows), indent=2))
+        print(json.dumps(_to_json(shown, rows), indent=2))
         return 0
     screen = Screen.of(sys.stdout)
-    lines = [] if args.names else [*_summary(manifest, name, tags, tables, screen), ""]
+    lines = [] if args.names else [*_summary(shown, screen), ""]
     print("\n".join([*lines, *_tensor_lines(rows, screen)]))
     return 0
 
@@ -88,50 +116,80 @@ def _is_chosen(entry: TensorEntry, pattern: str) -> bool:
     return any(pattern in name for name in found)
 
 
-def _summary(
-    manifest: Manifest, name: CheckpointName, tags: list[str], tables: list[Table], screen: Screen
-) -> list[str]:
-    parent = manifest.parent
+def _summary(shown: Shown, screen: Screen) -> list[str]:
+    manifest, parent = shown.manifest, shown.manifest.parent
     origin = f"after step {parent['step']} of epoch {parent['epoch']}" if parent else ""
     head = [
         Cell(f"step {manifest.step}", "title"),
         Cell(f" · epoch {manifest.epoch}"),
-        Cell("".join(f" · {clean(tag)}" for tag in tags), "yellow"),
+        Cell("".join(f" · {wording.clean(tag)}" for tag in shown.tags), "yellow"),
         Cell("" if manifest.exact else " · not exact", "bad"),
-        Cell(f" · {name}", "dim"),
+        Cell(f" · {shown.name}", "dim"),
     ]
-    written = f"{time_text(manifest.created)} ({age_text(manifest.created)})"
-    objects = [(key, brief(value, 200).strip() or '""') for key, value in manifest.objects.items()]
+    written = f"{wording.time(manifest.created)} ({wording.age(manifest.created)})"
+    objects = [
+        (key, wording.brief(value, 200).strip() or '""') for key, value in manifest.objects.items()
+    ]
     return [
         screen.join(head),
         *_section("written", [("", written)], screen),
-        *_section("follows", [("", origin)], screen),
-        *_section("metrics", [("", pairs_text(manifest.metrics))], screen),
-        *_section("holds", [("", _holdings(manifest, tables))], screen),
+        *(_log_lines(shown, screen) or _section("follows", [("", origin)], screen)),
+        *_section("metrics", [("", wording.pairs(manifest.metrics))], screen),
+        *_section("holds", [("", _holdings(shown))], screen),
         *_setting_lines("capture", manifest.capture, screen),
         *_setting_lines("topology", manifest.topology, screen),
         *_section("packs", _pack_pairs(manifest), screen),
-        *_section("optimizers", _optimizer_pairs(manifest, tables), screen),
+        *_section("optimizers", _optimizer_pairs(manifest, shown.tables), screen),
         *_section("objects", objects, screen),
     ]
 
 
-def _holdings(manifest: Manifest, tables: list[Table]) -> str:
+def _log_lines(shown: Shown, screen: Screen) -> list[str]:
+    """What a log goes on from, and the calls of its records; nothing for a state."""
+    previous = shown.manifest.previous
+    if previous is None:
+        return []
+    goes = f"step {previous.step} of epoch {previous.epoch}, manifest {previous.digest[:12]}"
+    calls = [pair for facts in shown.records for pair in call_pairs(facts, len(shown.records) == 1)]
+    if shown.chain:
+        log = chain_text(shown.chain, shown.manifest.epoch)
+    else:
+        log = f"NOT RESTORABLE: {wording.clean(shown.broken)}"
+    return [
+        *_section("log of", [("", log)], screen),
+        *_section("goes on", [("", f"from {goes}")], screen),
+        *_section("calls", calls, screen),
+    ]
+
+
+def _holdings(shown: Shown) -> str:
     """As "28 tensors, 124.0 KiB: model 9 (38.1 KiB) · optimizer 18 (81.0 KiB)", by first name."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for entry in (entry for table in tables for entry in table.tensors.values()):
-        part = entry.spec.name.partition(".")[0]
+    for entry in (entry for table in shown.tables for entry in table.tensors.values()):
+        part = _kind_of(entry.spec.name)
         counts[part] += 1
         sizes[part] += sum(piece.size for piece in entry.pieces)
-    each = [f"{clean(part)} {counts[part]:,} ({size_text(sizes[part])})" for part in counts]
-    whole = f"{plural(counts.total(), 'tensor')}, {size_text(manifest.size)}"
+    each = [
+        f"{wording.clean(part)} {counts[part]:,} ({wording.size(sizes[part])})" for part in counts
+    ]
+    whole = f"{wording.plural(counts.total(), 'tensor')}, {wording.size(shown.manifest.size)}"
     return f"{whole}: {' · '.join(each)}" if each else whole
+
+
+def _kind_of(name: str) -> str:
+    """The first name of a tensor; of a record's own ones, what they are."""
+    first = name.partition(".")[0]
+    if not first.startswith("@"):
+        return first
+    return "hyperparameters" if "!" in first else "gradients"
 
 
 def _section(label: str, pairs: list[tuple[str, str]], screen: Screen) -> list[str]:
     """Keys and texts below each other, the label before the first; long texts go on indented."""
-    pairs = [(clean(key) + "  " if key else "", text) for key, text in pairs if text.strip()]
+    pairs = [
+        (wording.clean(key) + "  " if key else "", text) for key, text in pairs if text.strip()
+    ]
     width = max((len(key) for key, _ in pairs), default=0)
     indent = 2 + _LABEL_WIDTH + width
     room = max(40, screen.width - indent) if screen.width else sys.maxsize
@@ -150,7 +208,7 @@ def _setting_lines(label: str, values: dict[str, Any], screen: Screen) -> list[s
     plain = {key: value for key, value in values.items() if key not in groups}
     lines = _section(label, [("", _settings(plain))], screen)
     for key, group in groups.items():
-        lines += _section(clean(key), [("", _settings(group))], screen)
+        lines += _section(wording.clean(key), [("", _settings(group))], screen)
     return lines
 
 
@@ -160,14 +218,19 @@ def _settings(values: dict[str, Any]) -> str:
 
 
 def _setting(key: str, value: Any) -> str:
-    name = clean(key).removesuffix("_bytes")
+    name = wording.clean(key).removesuffix("_bytes")
     is_size = name != key and type(value) is int
-    return f"{name.replace('_', ' ')} {size_text(value) if is_size else brief(value, 200)}"
+    return (
+        f"{name.replace('_', ' ')} {wording.size(value) if is_size else wording.brief(value, 200)}"
+    )
 
 
 def _pack_pairs(manifest: Manifest) -> list[tuple[str, str]]:
-    packs = [pack for part in manifest.parts for pack in part.packs]
-    return [(str(i), f"{clean(pack.path)}  {size_text(pack.size)}") for i, pack in enumerate(packs)]
+    packs = [pack for part in manifest.all_parts for pack in part.packs]
+    return [
+        (str(i), f"{wording.clean(pack.path)}  {wording.size(pack.size)}")
+        for i, pack in enumerate(packs)
+    ]
 
 
 def _optimizer_pairs(manifest: Manifest, tables: list[Table]) -> list[tuple[str, str]]:
@@ -175,45 +238,34 @@ def _optimizer_pairs(manifest: Manifest, tables: list[Table]) -> list[tuple[str,
     pairs = []
     for optimizer, sets in manifest.hyperparameters.items():
         if not isinstance(sets, list):
-            pairs.append((optimizer, brief(sets, 200)))
+            pairs.append((optimizer, wording.brief(sets, 200)))
             continue
         members: Counter[int] = Counter()
         for table in tables:
             members.update(table.optimizers.get(optimizer, {}).get("groups", {}).values())
         for index, values in enumerate(sets):
-            count = plural(members[index], "parameter")
+            count = wording.plural(members[index], "parameter")
             chosen = {k: v for k, v in values.items() if v is not None and v is not False}
-            pairs.append((f"{optimizer}.{index}", f"{count} · {pairs_text(chosen)}"))
+            pairs.append((f"{optimizer}.{index}", f"{count} · {wording.pairs(chosen)}"))
     return pairs
 
 
 def _tensor_lines(rows: list[Row], screen: Screen) -> list[str]:
     """The table of tensors. Names stay whole, so that they can be copied."""
-    first = _first_packs(rows)
-    cells = [_tensor_cells(part, entry, first[part.rank]) for part, entry in rows]
     wide = Screen(screen.colour)
-    return [wide.join(line) for line in align(_COLUMNS, cells)]
+    return [wide.join(line) for line in align(_COLUMNS, [_tensor_cells(row) for row in rows])]
 
 
-def _first_packs(rows: list[Row]) -> dict[int, int]:
-    """The number of each part's first pack, counted through all parts as in the summary."""
-    counts = {part.rank: len(part.packs) for part, _ in rows}
-    first, total = {}, 0
-    for rank in sorted(counts):
-        first[rank], total = total, total + counts[rank]
-    return first
-
-
-def _tensor_cells(part: Part, entry: TensorEntry, first_pack: int) -> list[Cell]:
-    spec = entry.spec
-    name = clean(" = ".join((spec.name, *entry.aliases)))
-    packs = sorted({first_pack + piece.pack for piece in entry.pieces})
+def _tensor_cells(row: Row) -> list[Cell]:
+    entry, spec = row.entry, row.entry.spec
+    name = wording.clean(" = ".join((spec.name, *entry.aliases)))
+    packs = sorted({row.pack + piece.pack for piece in entry.pieces})
     return [
         Cell(name),
         Cell(spec.dtype, "cyan"),
         Cell(" × ".join(map(str, spec.shape)) or "scalar"),
-        Cell(size_text(sum(piece.size for piece in entry.pieces))),
-        Cell(_digest_text(part, entry.pieces), "dim"),
+        Cell(wording.size(sum(piece.size for piece in entry.pieces))),
+        Cell(_digest_text(row.part, entry.pieces), "dim"),
         Cell(",".join(map(str, packs)), "dim"),
     ]
 
@@ -227,23 +279,27 @@ def _digest_text(part: Part, pieces: tuple[Piece, ...]) -> str:
     return first if count == 1 else f"{first} +{count - 1}"
 
 
-def _to_json(
-    manifest: Manifest, name: CheckpointName, tags: list[str], rows: list[Row]
-) -> dict[str, Any]:
+def _to_json(shown: Shown, rows: list[Row]) -> dict[str, Any]:
+    manifest = shown.manifest
     whole = asdict(manifest)
     packs = [
-        {"rank": part.rank, **pack.to_json()} for part in manifest.parts for pack in part.packs
+        {"rank": part.rank, **pack.to_json()} for part in manifest.all_parts for pack in part.packs
     ]
     kept = ("step", "epoch", "run", "created", "parent", "exact", "metrics", "topology", "capture")
     return {
-        "name": str(name),
+        "name": str(shown.name),
+        "kind": "log" if manifest.previous else "state",
         **{key: whole[key] for key in kept},
-        "tags": tags,
+        "tags": shown.tags,
         "size": manifest.size,
+        "previous": whole["previous"],
+        "chain": shown.chain,
+        "broken": shown.broken,
+        "records": shown.records,
         "packs": packs,
         "hyperparameters": manifest.hyperparameters,
         "objects": manifest.objects,
-        "tensors": [_tensor_to_json(part, entry) for part, entry in rows],
+        "tensors": [_tensor_to_json(row.part, row.entry) for row in rows],
     }
 
 

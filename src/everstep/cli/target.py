@@ -7,7 +7,9 @@ from itertools import islice
 from pathlib import Path
 
 from everstep.errors import Missing
-from everstep.store import names
+from everstep.store import catalog, names
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 
 _STEPS = {"": "", "?": " [STEP]", "+": " STEP [STEP ...]"}
 _NEARBY_MAX = 5
@@ -44,6 +46,14 @@ def split_words(words: list[str], steps_max: int) -> tuple[str, list[str]]:
     if not is_store(store):
         raise Missing(_advice(store))
     return store, steps
+
+
+def tags_of(disk: Disk) -> dict[CheckpointName, list[str]]:
+    """The tags of each checkpoint that has any."""
+    tags: dict[CheckpointName, list[str]] = {}
+    for tag, name in catalog.read_tags(disk).items():
+        tags.setdefault(name, []).append(tag)
+    return tags
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:

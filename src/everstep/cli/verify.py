@@ -7,9 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from everstep.cli.render import Screen, clean, plural, size_text
+from everstep.cli import wording
+from everstep.cli.chains import Chains
+from everstep.cli.render import Screen
 from everstep.cli.target import add_json, add_words, split_words
+from everstep.store import catalog, names
 from everstep.store.store import Progress, Store, Verdict
+from everstep.tiers.disk import Disk
 
 _UPDATE_S = 0.05
 
@@ -28,21 +32,49 @@ def run(args: argparse.Namespace) -> int:
     with _progress_bar() as progress:
         verdict = store.verify(steps[0] if steps else None, progress)
     seconds = time.monotonic() - began
+    cut_off = [] if verdict.ok else _cut_off(Disk(path), verdict)
     if args.json:
-        found = {"ok": verdict.ok, "checkpoints": verdict.checkpoints, "bytes": verdict.bytes}
-        print(json.dumps({**found, "seconds": seconds, "problems": verdict.problems}, indent=2))
+        found = {
+            "ok": verdict.ok,
+            "checkpoints": verdict.checkpoints,
+            "bytes": verdict.bytes,
+            "seconds": seconds,
+            "problems": verdict.problems,
+            "cut_off": cut_off,
+        }
+        print(json.dumps(found, indent=2))
     else:
-        _report(verdict, seconds, Screen.of(sys.stdout))
+        _report(verdict, seconds, cut_off, bool(steps), Screen.of(sys.stdout))
     return 0 if verdict.ok else 1
 
 
-def _report(verdict: Verdict, seconds: float, screen: Screen) -> None:
+def _cut_off(disk: Disk, verdict: Verdict) -> list[str]:
+    """Logs that are whole themselves, and cannot be restored, since what they go on from is not."""
+    committed = catalog.committed(disk)
+    damaged = {names.parse_checkpoint(folder) for folder in verdict.problems}
+    there = set(committed)
+    found = Chains(disk).cut_off(committed, lambda name: name in damaged or name not in there)
+    return [str(name) for name in found if name not in damaged]
+
+
+def _report(
+    verdict: Verdict, seconds: float, cut_off: list[str], is_one: bool, screen: Screen
+) -> None:
     for name, problems in verdict.problems.items():
         for problem in problems:
-            print(f"{screen.paint('✗', 'bad')} {screen.paint(name, 'bold')}  {clean(problem)}")
-    rate = f"{size_text(int(verdict.bytes / max(seconds, 1e-9)))}/s"
-    read = f"{size_text(verdict.bytes)} read in {seconds:.1f} s, {rate}"
-    count = plural(verdict.checkpoints, "checkpoint")
+            print(
+                f"{screen.paint('✗', 'bad')} {screen.paint(name, 'bold')}  {wording.clean(problem)}"
+            )
+    if cut_off:
+        logs = wording.plural(len(cut_off), "log")
+        which = cut_off[0] if len(cut_off) == 1 else f"{cut_off[0]} to {cut_off[-1]}"
+        lost = f"{logs} cannot be restored, because of what they go on from"
+        print(f"{screen.paint('✗', 'bad')} {screen.paint(which, 'bold')}  {lost}")
+    rate = f"{wording.size(int(verdict.bytes / max(seconds, 1e-9)))}/s"
+    read = f"{wording.size(verdict.bytes)} read in {seconds:.1f} s, {rate}"
+    count = wording.plural(verdict.checkpoints, "checkpoint")
+    if is_one and verdict.checkpoints > 1:
+        count += " (a log, and what it goes on from)"
     if verdict.ok:
         mark, said = screen.paint("✓", "live"), f"{count} intact: every byte is as it was written"
     else:

@@ -1,0 +1,89 @@
+"""Which checkpoints go on from which: states, and the logs that are replayed after them.
+
+Only for looking: a restore checks digests on its way back, this does not. What cannot be read goes
+on from nothing that could be told.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from everstep.errors import EverstepError
+from everstep.format.manifest import Manifest
+from everstep.store import catalog
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+WALK_MAX = 1000
+"""Manifests that are read to find one log's base: as far apart as everstep itself puts bases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The state that a log goes back to, and how many records lie between."""
+
+    base: CheckpointName
+    records: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    behind: CheckpointName | None
+    records: int
+
+
+class Chains:
+    """Of one store. Reads each manifest at most once, and none before it is needed."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._links: dict[CheckpointName, _Link | None] = {}
+
+    def note(self, manifest: Manifest) -> None:
+        """This one was read already."""
+        previous = manifest.previous
+        behind = CheckpointName(previous.step, previous.epoch) if previous else None
+        name = CheckpointName(manifest.step, manifest.epoch)
+        self._links[name] = _Link(behind, len(manifest.records))
+
+    def origin(self, name: CheckpointName) -> Origin | None:
+        """None for a state, and where the way back is broken, or longer than WALK_MAX."""
+        records = 0
+        here = name
+        for _ in range(WALK_MAX):
+            link = self._link(here)
+            if link is None:
+                return None
+            if link.behind is None:
+                return Origin(here, records) if here != name else None
+            records += link.records
+            here = link.behind
+        return None
+
+    def cut_off(
+        self, among: Collection[CheckpointName], is_end: Callable[[CheckpointName], bool]
+    ) -> list[CheckpointName]:
+        """Those whose way back, themselves apart, leads to a checkpoint for which `is_end`."""
+        known: dict[CheckpointName, bool] = {}
+        for name in sorted(among):
+            path: list[CheckpointName] = []
+            here, found = name, False
+            while here not in known:
+                known[here] = False
+                path.append(here)
+                link = self._link(here)
+                if link is None or link.behind is None:
+                    break
+                here = link.behind
+                if found := is_end(here):
+                    break
+            found = found or known[here]
+            known.update(dict.fromkeys(path, found))
+        return sorted(name for name in among if known[name])
+
+    def _link(self, name: CheckpointName) -> _Link | None:
+        if name not in self._links:
+            self._links[name] = None
+            with contextlib.suppress(EverstepError):
+                self.note(catalog.read_manifest(self._disk, name))
+        return self._links[name]

@@ -1,0 +1,96 @@
+"""What a log says of itself: what it goes on from, what a replay reads, what its optimizers did.
+
+As data, for `--json` and for the lines of `everstep show`. Names in a record: docs/format.md.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from everstep.cli import wording
+from everstep.errors import Corrupt
+from everstep.format.manifest import Manifest, Record, Table
+
+
+def chain_facts(chain: Sequence[Manifest]) -> dict[str, Any]:
+    """Of a log's chain, the state first: what a restore reads, and how many records it replays."""
+    base, *logs = chain
+    return {
+        "base": {"step": base.step, "epoch": base.epoch},
+        "records": sum(len(manifest.records) for manifest in logs),
+        "base_bytes": base.size,
+        "record_bytes": sum(manifest.size for manifest in logs),
+        "bytes": sum(manifest.size for manifest in chain),
+    }
+
+
+def record_facts(record: Record, table: Table) -> dict[str, Any]:
+    """Of one record. `bytes`: as stored. Raises Corrupt for calls that are none."""
+    try:
+        return {
+            "step": record.step,
+            "bytes": sum(pack.size for pack in record.part.packs),
+            "calls": [_call_facts(f"@{n}.", said, table) for n, said in enumerate(record.calls)],
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt(
+            f"the record of step {record.step}: its digest is right, but its optimizer calls are "
+            f"not what the format says: {error!r}"
+        ) from error
+
+
+def _call_facts(prefix: str, said: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    gradients = [entry for name, entry in table.tensors.items() if name.startswith(prefix)]
+    clips = [
+        {"gradients": len(clip["names"]), "foreach": bool(clip["foreach"])}
+        for clip in said.get("clips", ())
+    ]
+    return {
+        "optimizer": str(said["optimizer"]),
+        "gradients": len(gradients),
+        "gradient_bytes": sum(piece.size for entry in gradients for piece in entry.pieces),
+        "clips": clips,
+        "strides": len(said.get("strides", {})),
+        "scaler": sorted(said.get("scaler", {})),
+        "sets": [dict(values) for values in said["sets"]],
+    }
+
+
+def chain_text(facts: Mapping[str, Any], epoch: int) -> str:
+    """As "step 120: 3 records to replay, 38.1 MiB, after a state of 286.1 MiB"."""
+    base = facts["base"]
+    branch = f" of epoch {base['epoch']}" if base["epoch"] != epoch else ""
+    return (
+        f"step {base['step']}{branch}: {wording.plural(facts['records'], 'record')} to replay, "
+        f"{wording.size(facts['record_bytes'])}, after a state of "
+        f"{wording.size(facts['base_bytes'])}; {wording.size(facts['bytes'])} in all"
+    )
+
+
+def call_pairs(facts: Mapping[str, Any], is_only: bool) -> list[tuple[str, str]]:
+    """The optimizer calls of a record, each with the hyperparameters of its moment."""
+    pairs = []
+    for number, call in enumerate(facts["calls"]):
+        at = f"@{number}" if is_only else f"{facts['step']} @{number}"
+        pairs.append((f"{at} {call['optimizer']}", _call_text(call)))
+        for index, values in enumerate(call["sets"]):
+            chosen = {k: v for k, v in values.items() if v is not None and v is not False}
+            pairs.append((f"{at} {call['optimizer']}.{index}", wording.pairs(chosen)))
+    return pairs
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    words = [
+        f"{wording.plural(call['gradients'], 'gradient')}, {wording.size(call['gradient_bytes'])}"
+    ]
+    if clipped := sum(clip["gradients"] for clip in call["clips"]):
+        how = " and ".join(
+            sorted({"foreach" if clip["foreach"] else "one by one" for clip in call["clips"]})
+        )
+        words.append(f"{clipped:,} from before clipping, clip coefficient kept ({how})")
+    else:
+        words.append("as consumed, no clip coefficient kept")
+    if call["strides"]:
+        words.append(f"{call['strides']:,} with strides of their own")
+    if call["scaler"]:
+        words.append(f"unscaled by the optimizer ({', '.join(map(wording.clean, call['scaler']))})")
+    return " · ".join(words)
