@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from everstep.capture.auto import Auto
 from everstep.capture.full import Capture, Full, row_of
 from everstep.capture.hooks import Hook
 from everstep.capture.log import Captured, Log
@@ -32,6 +33,7 @@ from everstep.restore.choose import Candidate, Held, candidates, find_held
 from everstep.saves import Saves, Skipped
 from everstep.state import clipping
 from everstep.state.objects import plain_json
+from everstep.state.optimizers import OptimizerState
 from everstep.state.topology import differences, topology
 from everstep.state.view import State
 from everstep.store.commit import open_store, set_tag
@@ -53,7 +55,7 @@ class Checkpointer:
         state: dict[str, Any],
         *,
         every: int = 1,
-        strategy: Literal["full", "log"] = "full",
+        strategy: Literal["full", "log", "auto"] = "full",
         base_every: int | None = None,
         audit: Literal["sample", "full"] = "sample",
         keep: Keep | None = None,
@@ -68,7 +70,8 @@ class Checkpointer:
         every: step() saves each step that is a multiple of it. strategy: "full" saves whole states;
         "log" a whole state now and then (base_every steps apart; None: by what a recovery would
         take), and for every step between a record of the gradients that led there, from which
-        restore() replays. audit: how a log makes sure that nothing but the optimizers changes their
+        restore() replays; "auto" begins as "full", and goes over to "log" and back by what either
+        was seen to cost. audit: how a log makes sure that nothing but the optimizers changes their
         tensors: by a sample of bytes at each step, or by all of them ("full": a pass over the whole
         state before and after each update, and again at replay). keep: retention, None for all.
         memory_budget: bytes of host memory for captures, at least two states; None: three states
@@ -85,6 +88,8 @@ class Checkpointer:
         self._log: Log | None = None
         if strategy == "log":
             self._log = Log(self._state.optimizers, base_every, audit == "full")
+        elif strategy == "auto":
+            self._log = _log_or_none(self._state.optimizers, base_every, audit == "full", every)
         self._disk = Disk(Path(store).absolute())
         open_store(self._disk)
         self._saves = Saves(self.metrics)
@@ -119,7 +124,7 @@ class Checkpointer:
         _check_step(step)
         self._last_step = step
         due = step % self._every == 0 or self._preemption.requested
-        if not due and not self._log:
+        if not due and not (self._log and self._log.is_on):
             return None
         handle = self.save(step)  # a log has a record of every step
         return handle if due else None
@@ -308,9 +313,10 @@ class Checkpointer:
             "hyperparameters": captured.collected.hyperparameters,
             "topology": self._topology,
             "capture": {
-                "strategy": "log" if self._log else "full",
+                "strategy": "full",
                 "every": self._every,
                 "memory": self._pool.describe(),
+                **(self._log.describe() if self._log else {}),
             },
             "metrics": metrics,
             "tag": tag,
@@ -393,6 +399,17 @@ class Checkpointer:
             raise ValueError("this Checkpointer is closed; make a new one")
 
 
+def _log_or_none(
+    optimizers: list[OptimizerState], base_every: int | None, audit: bool, every: int
+) -> Log | None:
+    """For strategy "auto": where no log is possible, there is nothing to choose."""
+    try:
+        return Log(optimizers, base_every, audit, Auto(every))
+    except Unsupported as error:
+        log.info("strategy auto stays full: %s", error)
+        return None
+
+
 def _check_arguments(
     every: int,
     strategy: str,
@@ -403,8 +420,8 @@ def _check_arguments(
 ) -> None:
     if type(every) is not int or every < 1:
         raise ValueError(f"every must be a positive number of steps, not {every!r}")
-    if strategy not in ("full", "log"):
-        raise ValueError(f"strategy must be 'full' or 'log', not {strategy!r}")
+    if strategy not in ("full", "log", "auto"):
+        raise ValueError(f"strategy must be 'full', 'log' or 'auto', not {strategy!r}")
     if audit not in ("sample", "full"):
         raise ValueError(f"audit must be 'sample' or 'full', not {audit!r}")
     if base_every is not None and (type(base_every) is not int or base_every < 1):

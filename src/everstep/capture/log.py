@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from everstep.capture.auto import Auto
 from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
@@ -46,16 +47,23 @@ class Log:
     """Decides for each step between base and record. For the thread that trains."""
 
     def __init__(
-        self, optimizers: list[OptimizerState], base_every: int | None, audit: bool = False
+        self,
+        optimizers: list[OptimizerState],
+        base_every: int | None,
+        audit: bool = False,
+        auto: Auto | None = None,
     ) -> None:
         """`base_every`: steps from one base to the next; None: chosen, see `distance`. `audit`: see
-        Recorder. Raises Unsupported for optimizers that a log cannot replay."""
+        Recorder. `auto`: who decides between a log and whole states; None: a log. Raises
+        Unsupported for optimizers that a log cannot replay."""
         if not optimizers:
             raise Unsupported(
                 "strategy='log' records what optimizers consume, and the state has none. "
                 "Use strategy='full'"
             )
         self._recorder = Recorder(optimizers, audit)
+        self._optimizers = optimizers
+        self._auto = auto
         self._base_every = base_every
         self._base: Walk | None = None
         self._base_step = 0
@@ -64,20 +72,21 @@ class Log:
         self._update_seconds = 0.0
         self._last: SaveHandle | None = None
         self._breaks = 0
+        self._counted: tuple[Walk, int] | None = None
 
     @property
-    def ended(self) -> bool:
-        """Whether this run has shown that a log does not fit it: whole states from now on."""
-        return self._breaks >= BREAKS_MAX
+    def is_on(self) -> bool:
+        """Whether steps are recorded. Not where this run has shown that a log does not fit it."""
+        return self._breaks < BREAKS_MAX and (self._auto is None or self._auto.is_log)
 
     def before_step(self, optimizer: OptimizerState) -> None:
         """See Recorder."""
-        if self._base and not self.ended:
+        if self._base and self.is_on:
             self._recorder.before_step(optimizer)
 
     def after_step(self, optimizer: OptimizerState, seconds: float) -> None:
         """See Recorder. `seconds`: that the update took on the host."""
-        if self._base and not self.ended:
+        if self._base and self.is_on:
             self._update_seconds = seconds
             self._recorder.after_step(optimizer)
 
@@ -103,14 +112,22 @@ class Log:
 
     def choose(self, step: int, collected: Collected, wants_base: bool) -> Captured:
         """What to capture for `step`. Raises Unsupported where a log does not fit the state."""
-        if self.ended or not self._is_record(step, collected, wants_base):
+        if self._auto:
+            self._auto.decide(self.distance())
+        if not self.is_on or not self._is_record(step, collected, wants_base):
             return Captured(collected)
         try:
             tensors, calls = self._recorder.take()
         except Unsupported as error:
             self._break(error)
             return Captured(collected)
-        record = self._record(collected, tensors)
+        try:
+            record = self._record(collected, tensors)
+        except Unsupported as error:
+            if not self._auto:
+                raise
+            self._auto.refuse(str(error))
+            return Captured(collected)
         return Captured(record, {"previous": self._last_step, "calls": calls})
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
@@ -119,16 +136,31 @@ class Log:
         self._last = handle
         if captured.record is not None:
             self._record_bytes = size
+            if self._auto:
+                self._auto.note_record(size)
             return
-        if self.ended:
-            return
-        self._base, self._base_step, self._base_bytes = captured.collected.walk, handle.step, size
+        walk = captured.collected.walk
+        if self._auto:
+            self._auto.note_state(size, self._gradient_bytes(walk))
         self._recorder.reset()
+        self._base = None
+        if not self.is_on:
+            return
+        self._base, self._base_step, self._base_bytes = walk, handle.step, size
         owned: dict[int, list[Leaf]] = {}
         for leaf in captured.collected.walk.leaves:
             if leaf.owner is not None:
                 owned.setdefault(leaf.owner, []).append(leaf)
         self._recorder.watch({owner: tuple(leaves) for owner, leaves in owned.items()})
+
+    def describe(self) -> dict[str, Any]:
+        """What `everstep show` prints of the choice."""
+        chosen: dict[str, Any] = {"strategy": "log" if self.is_on else "full"}
+        if self.is_on:
+            chosen["base_every"] = self.distance()
+        if self._auto:
+            chosen["auto"] = self._auto.figures()
+        return chosen
 
     def end_chain(self) -> None:
         """Nothing can follow what was captured last: the next is a base."""
@@ -157,8 +189,22 @@ class Log:
             "the log ends before step %s: %s. A whole state is saved instead%s",
             self._last_step + 1,
             error,
-            ", and from now on" if self.ended else "",
+            "" if self._breaks < BREAKS_MAX else ", and from now on",
         )
+        if self._auto and self._breaks >= BREAKS_MAX:
+            self._auto.refuse(str(error))
+
+    def _gradient_bytes(self, walk: Walk) -> int:
+        """What a record's gradients would take; counted once for each walk."""
+        if self._counted is None or self._counted[0] is not walk:
+            found = {
+                id(parameter): parameter.nbytes
+                for optimizer in self._optimizers
+                for _, _, parameter, _ in optimizer.parameters()
+                if parameter.requires_grad
+            }
+            self._counted = walk, sum(found.values())
+        return self._counted[1]
 
     def _record(self, collected: Collected, tensors: dict[str, torch.Tensor]) -> Collected:
         """The record as a state of its own: gradients, and what no optimizer changes."""

@@ -1,0 +1,113 @@
+"""Strategy auto: what it chooses, when, and that it changes nothing in what is restored."""
+
+import pytest
+import torch
+from torch import nn
+
+from everstep import Checkpointer, Store
+from everstep.capture import auto
+from everstep.capture.auto import Auto
+
+
+def run_of(seed, optimizer=torch.optim.AdamW):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    return {"model": model, "optimizer": optimizer(model.parameters())}
+
+
+def train(state):
+    loss = state["model"](torch.randn(8, 16)).square().mean()
+    state["optimizer"].zero_grad()
+    loss.backward()
+    state["optimizer"].step()
+
+
+def frozen(state):
+    return [p.detach().clone() for p in state["model"].parameters()] + [
+        value.clone()
+        for kept in state["optimizer"].state.values()
+        for value in kept.values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def test_it_goes_over_to_a_log_and_every_step_is_exact(store, monkeypatch, caplog):
+    monkeypatch.setattr(auto, "SAVES_MIN", 5)
+    state, expected = run_of(1), {}
+    with Checkpointer(store, state, strategy="auto", under_pressure="wait") as checkpointer:
+        for step in range(1, 21):
+            train(state)
+            checkpointer.step(step)
+            expected[step] = frozen(state)
+    opened = Store(store)
+    logs = [step for step in opened.steps() if opened.manifest(step).previous]
+    assert opened.steps() == list(range(1, 21))
+    assert logs
+    assert min(logs) > 5
+    assert "strategy auto goes to log" in caplog.text
+    said = opened.manifest(20).capture
+    assert said["strategy"] == "log"
+    assert said["auto"]["reason"].startswith("log: ")
+    assert opened.manifest(1).capture["strategy"] == "full"
+    for step in (20, logs[0], 3):
+        fresh = run_of(2)
+        with Checkpointer(store, fresh) as restorer:
+            assert restorer.restore(step) == step
+        for found, wanted in zip(frozen(fresh), expected[step], strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("every", "state", "record", "is_log"),
+    [(1, 300, 100, True), (3, 300, 100, False), (2, 300, 100, False), (2, 300, 40, True)],
+)
+def test_it_compares_bytes_per_step(every, state, record, is_log):
+    chosen = Auto(every)
+    for _ in range(auto.SAVES_MIN):
+        assert not chosen.decide(100)
+        chosen.note_state(state, record)
+    assert chosen.decide(100) is is_log
+
+
+def test_it_goes_back_only_when_the_log_is_clearly_dearer():
+    chosen = Auto(1)
+    for _ in range(auto.SAVES_MIN):
+        chosen.note_state(300, 100)
+    assert chosen.decide(1000)
+    for _ in range(2 * auto.SAVES_MIN):
+        chosen.note_record(210)  # 0.7: between the two bounds
+        assert chosen.decide(1000)
+    for _ in range(2 * auto.SAVES_MIN):
+        chosen.note_record(280)
+    assert not chosen.decide(1000)
+    assert chosen.reason.startswith("full: ")
+
+
+def test_where_no_log_is_possible_it_stays_full(store):
+    state = run_of(1, torch.optim.LBFGS)
+    weights = state["model"]
+    with Checkpointer(store, state, strategy="auto") as checkpointer:
+
+        def closure():
+            state["optimizer"].zero_grad()
+            loss = weights(torch.ones(2, 16)).square().mean()
+            loss.backward()
+            return loss
+
+        state["optimizer"].step(closure)
+        checkpointer.step(1).wait()
+    assert Store(store).manifest(1).previous is None
+
+
+def test_frozen_weights_keep_it_full(store, monkeypatch):
+    monkeypatch.setattr(auto, "SAVES_MIN", 2)
+    model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 2))
+    state = {"model": model, "optimizer": torch.optim.SGD(model[1].parameters(), lr=0.1)}
+    with Checkpointer(store, state, strategy="auto", under_pressure="wait") as checkpointer:
+        for step in range(1, 8):
+            model(torch.randn(2, 64)).sum().backward()
+            state["optimizer"].step()
+            checkpointer.step(step)
+    opened = Store(store)
+    assert not any(opened.manifest(step).previous for step in opened.steps())
+    assert "belong to no optimizer" in opened.manifest(7).capture["auto"]["reason"]
