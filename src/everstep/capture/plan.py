@@ -16,6 +16,7 @@ class Plan:
 
     specs: tuple[Spec, ...]
     devices: dict[str, str]
+    strides: dict[str, tuple[int, ...]]
     aliases: Mapping[str, list[str]]
     optimizers: Mapping[str, Any]
     layout: Layout
@@ -32,8 +33,8 @@ class Plan:
 
 
 class Planner:
-    """Makes plans, and makes one anew only where names, dtypes, shapes, devices or groups
-    differ."""
+    """Makes plans, and makes one anew only where names, dtypes, shapes, strides, devices or
+    groups differ."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
@@ -53,16 +54,18 @@ class Planner:
         leaves = (*collected.walk.leaves, *collected.loose)
         specs = tuple(leaf.spec for leaf in leaves)
         devices = {leaf.name: str(leaf.tensor.device) for leaf in leaves}
+        strides = {leaf.name: found for leaf in leaves if (found := leaf.strides) is not None}
         walk = collected.walk
         fits = (
             self._plan is not None
             and self._plan.specs == specs
             and self._plan.devices == devices
+            and self._plan.strides == strides
             and self._plan.aliases == collected.aliases
             and self._plan.optimizers == walk.optimizers
         )
         if not fits:
-            self._plan = _make(specs, devices, collected.aliases, walk.optimizers)
+            self._plan = _make(specs, devices, strides, collected.aliases, walk.optimizers)
         self._known = (walk, loose, collected.aliases)
         assert self._plan is not None
         return self._plan
@@ -71,6 +74,7 @@ class Planner:
 def _make(
     specs: tuple[Spec, ...],
     devices: dict[str, str],
+    strides: dict[str, tuple[int, ...]],
     aliases: Mapping[str, list[str]],
     optimizers: Mapping[str, Any],
 ) -> Plan:
@@ -87,5 +91,5 @@ def _make(
         for spec, piece in zip(layout.specs, layout.pieces, strict=True)
     }
     # A copy of the groups: the plan is compared with later walks, and must not change with them.
-    table = encode_table(layout, aliases, devices, optimizers)
-    return Plan(specs, devices, dict(aliases), dict(optimizers), layout, table, offsets)
+    table = encode_table(layout, aliases, devices, optimizers, strides)
+    return Plan(specs, devices, strides, dict(aliases), dict(optimizers), layout, table, offsets)

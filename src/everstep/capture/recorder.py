@@ -173,7 +173,6 @@ class Recorder:
     def _note_gradients(
         self, optimizer: OptimizerState, call: Call, at: str, must_copy: bool
     ) -> None:
-        strides: dict[str, list[int]] = {}
         clips: dict[tuple[int, bool], dict[str, Any]] = {}
         parameters = [parameter for _, _, parameter, _ in optimizer.parameters()]
         for _, name, parameter, _ in optimizer.parameters():
@@ -182,8 +181,6 @@ class Recorder:
                 continue
             _check_gradient(name, gradient)
             key = f"{at}.{name}"
-            if not gradient.is_contiguous() and _is_dense(gradient):
-                strides[name] = list(gradient.stride())
             clipped = clipping.raw_gradient(parameter)
             if clipped:
                 call.tensors[key] = clipped.raw  # nobody else writes to it
@@ -195,8 +192,6 @@ class Recorder:
                 call.gradients.append((name, gradient, gradient._version, is_held))
             self._seen[id(parameter)] = StorageWeakRef(gradient.untyped_storage())
         clipping.release(parameters)
-        if strides:
-            call.said["strides"] = strides
         if clips:
             call.said["clips"] = list(clips.values())
 
@@ -206,16 +201,6 @@ class Recorder:
             return False
         seen = self._seen.get(id(parameter))
         return seen is None or seen.expired() or seen.cdata != storage._cdata
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill their memory, in whatever order of dims."""
-    size = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length > 1 and stride != size:
-            return False
-        size *= length
-    return True
 
 
 def _note_clip(

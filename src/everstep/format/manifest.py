@@ -8,6 +8,7 @@ that all manifests with the same layout share.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from everstep.errors import Corrupt, Unsupported
@@ -42,12 +43,14 @@ class FileLink:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a piece table. `aliases` are other names of the same tensor (tied weights)."""
+    """A tensor of a piece table. `aliases` are other names of the same tensor (tied weights).
+    `strides`: how its elements lay in memory, where that was not row-major; its pieces are."""
 
     spec: Spec
     pieces: tuple[Piece, ...]
     aliases: tuple[str, ...] = ()
     device: str = "cpu"
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +165,10 @@ def encode_table(
     aliases: Mapping[str, Sequence[str]],
     devices: Mapping[str, str],
     optimizers: Mapping[str, Any],
+    strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> bytes:
-    """The sealed piece table of a layout, sorted by tensor name."""
+    """The sealed piece table of a layout, sorted by tensor name. `strides`: of those that are not
+    row-major in memory."""
     rows = []
     for spec, piece in sorted(
         zip(layout.specs, layout.pieces, strict=True), key=lambda row: row[0].name
@@ -177,6 +182,8 @@ def encode_table(
         }
         if spec.name in aliases:
             row["aliases"] = list(aliases[spec.name])
+        if spec.name in strides:
+            row["strides"] = list(strides[spec.name])
         rows.append(row)
     packs = [
         {"size": pack.size, "header": len(pack.header), "digest": pack.digest}
@@ -381,7 +388,28 @@ def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
                 f"a piece of tensor {spec.name!r} has {piece.size} bytes, "
                 f"its box needs another number"
             )
-    return TensorEntry(spec, pieces, tuple(row.get("aliases", ())), str(row["device"]))
+    aliases = tuple(row.get("aliases", ()))
+    return TensorEntry(spec, pieces, aliases, str(row["device"]), _strides(row, spec))
+
+
+def _strides(row: Mapping[str, Any], spec: Spec) -> tuple[int, ...] | None:
+    """Checked: whoever makes a tensor of them needs no more memory than for its elements."""
+    if "strides" not in row:
+        return None
+    strides = tuple(map(_natural, row["strides"]))
+    if len(strides) != len(spec.shape) or not is_dense(spec.shape, strides):
+        raise ValueError(f"tensor {spec.name!r} of shape {spec.shape} cannot have {strides=}")
+    return strides
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements of these strides fill their memory, in whatever order of dims."""
+    size = 1
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if length > 1 and stride != size:
+            return False
+        size *= length
+    return True
 
 
 def _fits(box: Box, shape: tuple[int, ...]) -> bool:

@@ -8,11 +8,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import torch
 
-from everstep.errors import Corrupt, Unsupported
+from everstep.errors import Unsupported
 from everstep.format.manifest import Manifest, Record, Table, TensorEntry
 from everstep.replay.redo import Loaded, redo
 from everstep.restore.choose import Candidate, Described
@@ -23,7 +23,8 @@ from everstep.state.view import State
 
 log = logging.getLogger("everstep")
 
-_OWN = "@"
+OWN = "@"
+"""How the names of a record's own tensors begin."""
 
 
 def apply(
@@ -66,10 +67,7 @@ def apply(
         for optimizer in optimizers.values()
         for _, name, parameter, _ in optimizer.parameters()
     }
-    records = chain.from_iterable(
-        zip(described.manifest.records, described.tables, strict=True) for described in logs
-    )
-    for loaded in _prefetched(candidate, list(records), devices):
+    for loaded in prefetched(candidate, logs, devices):
         redo(loaded, optimizers)
     rest = _place(state, saved, None)
     _fill(candidate, logs[-1], rest)
@@ -100,16 +98,20 @@ def _saved_after(base: Described, last: Described) -> Saved:
     brings itself, and the record's objects."""
     before = Saved.of(base.manifest, base.tables)
     after = Saved.of(last.manifest, last.tables)
-    own = {name: entry for name, entry in after.tensors.items() if not name.startswith(_OWN)}
+    own = {name: entry for name, entry in after.tensors.items() if not name.startswith(OWN)}
     return replace(after, tensors={**before.tensors, **own})
 
 
-def _prefetched(
-    candidate: Candidate,
-    records: Sequence[tuple[Record, Table]],
-    devices: dict[str, torch.device],
+def prefetched(
+    candidate: Candidate, logs: Sequence[Described], devices: dict[str, torch.device]
 ) -> Iterator[Loaded]:
-    """The records in order, each read and verified while the one before it is replayed."""
+    """The records in order, each read and verified while the one before it is replayed. `devices`:
+    of the parameters, to which their gradients go."""
+    records = [
+        row
+        for described in logs
+        for row in zip(described.manifest.records, described.tables, strict=True)
+    ]
     with ThreadPoolExecutor(1, "everstep-records") as reader:
         futures = [reader.submit(_load, candidate, *records[0], devices)]
         for _, following in pairwise(records):
@@ -123,16 +125,11 @@ def _prefetched(
 def _load(
     candidate: Candidate, record: Record, table: Table, devices: dict[str, torch.device]
 ) -> Loaded:
-    strides = {
-        f"{_OWN}{number}.{name}": found
-        for number, call in enumerate(record.calls)
-        for name, found in call.get("strides", {}).items()
-    }
     wanted: list[tuple[TensorEntry, list[torch.Tensor]]] = []
     for name, entry in table.tensors.items():
-        if name.startswith(_OWN):
+        if name.startswith(OWN):
             device = devices.get(name.partition(".")[2], torch.device("cpu"))
-            wanted.append((entry, [_empty(entry, strides.get(name), device)]))
+            wanted.append((entry, [empty(entry, device)]))
     with candidate.sources(record.part) as sources:
         load(record.part, sources, wanted, table)
     tensors = {entry.spec.name: found[0] for entry, found in wanted}
@@ -140,12 +137,9 @@ def _load(
     return Loaded(record.step, record.calls, tensors, groups)
 
 
-def _empty(entry: TensorEntry, strides: list[int] | None, device: torch.device) -> torch.Tensor:
+def empty(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A new tensor as that one was, but for its elements."""
     dtype: torch.dtype = getattr(torch, entry.spec.dtype)
-    if strides is None:
+    if entry.strides is None:
         return torch.empty(entry.spec.shape, dtype=dtype, device=device)
-    tensor = torch.empty(0, dtype=dtype, device=device)
-    count = sum((n - 1) * s for n, s in zip(entry.spec.shape, strides, strict=True)) + 1
-    if count != entry.spec.size // max(1, tensor.element_size()):  # sizes from outside
-        raise Corrupt(f"replaying: the strides {strides} of {entry.spec.name!r} leave gaps")
-    return torch.empty_strided(entry.spec.shape, strides, dtype=dtype, device=device)
+    return torch.empty_strided(entry.spec.shape, entry.strides, dtype=dtype, device=device)

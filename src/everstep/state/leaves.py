@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from everstep.errors import Unsupported
 from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.manifest import is_dense
 from everstep.format.packs import Spec
 
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
@@ -29,6 +30,14 @@ class Leaf:
     def spec(self) -> Spec:
         """As the format sees it."""
         return Spec(self.name, dtype_name(self.tensor.dtype), tuple(self.tensor.shape))
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """None for row-major tensors, and for those with gaps or overlaps: nobody could make such a
+        one again."""
+        if self.tensor.is_contiguous() or not is_dense(self.tensor.shape, self.tensor.stride()):
+            return None
+        return self.tensor.stride()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

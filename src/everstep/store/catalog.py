@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from everstep.errors import Corrupt, Missing
+from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.document import digest_of, unseal
 from everstep.format.manifest import (
     Manifest,
@@ -89,7 +89,7 @@ def read_chain(disk: Disk, name: CheckpointName) -> list[Manifest]:
     """A checkpoint and what it follows: a state first, then the logs that go on from it, and the
     one asked for last. Raises Missing where that one is not there, Corrupt where another is not,
     or is not the one that was followed."""
-    chain = [read_manifest(disk, name)]
+    chain = [_whole(disk, read_manifest(disk, name))]
     while (previous := check_previous(disk, chain[-1])) is not None:
         chain.append(previous)
     return chain[::-1]
@@ -109,7 +109,28 @@ def check_previous(disk: Disk, manifest: Manifest) -> Manifest | None:
         raise Corrupt(f"{error}, but the log {name} goes on from it") from error
     if digest != manifest.previous.digest:
         raise Corrupt(f"reading {disk.root}: {behind} is not the checkpoint that {name} follows")
-    return found
+    return _whole(disk, found)
+
+
+def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
+    """The whole state that was made of a log step; None where there is none. Raises Corrupt."""
+    path = names.state_path(name)
+    try:
+        return decode_manifest(disk.read(path), disk.root / path)
+    except Missing:
+        return None
+
+
+def _whole(disk: Disk, manifest: Manifest) -> Manifest:
+    """A log step as the exact state that was made of it, where one was: nothing is before it."""
+    if manifest.previous is None:
+        return manifest
+    try:
+        found = read_state(disk, CheckpointName(manifest.step, manifest.epoch))
+    except EverstepError as error:
+        log.warning("%s. The log serves", error)
+        return manifest
+    return found if found and found.exact else manifest
 
 
 def digest_of_manifest(disk: Disk, name: CheckpointName) -> str:

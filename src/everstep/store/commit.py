@@ -173,6 +173,18 @@ def publish(
             )
 
 
+def publish_state(disk: Disk, manifest: Manifest, table: bytes) -> None:
+    """Put the whole state of a log step beside its manifest. Its packs must be durable, and the
+    caller holds the store. One that is there already stays: it is the same. Raises Missing where
+    the step was deleted."""
+    name = CheckpointName(manifest.step, manifest.epoch)
+    if not disk.holds(names.manifest_path(name)):
+        raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
+    write_table(disk, table)
+    if not disk.create(names.state_path(name), encode_manifest(manifest)):
+        discard_packs(disk, name, manifest.parts[0].packs)
+
+
 def set_tag(disk: Disk, tag: str, name: CheckpointName) -> None:
     """Let `tag` name this checkpoint; a tag that exists moves."""
     path = names.tag_path(tag)

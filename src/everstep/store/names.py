@@ -36,6 +36,11 @@ def manifest_path(name: CheckpointName) -> str:
     return f"{CHECKPOINTS}/{name}/manifest.json"
 
 
+def state_path(name: CheckpointName) -> str:
+    """The manifest of the whole state that was made of a log step later."""
+    return f"{CHECKPOINTS}/{name}/state.json"
+
+
 def epoch_path(epoch: int) -> str:
     """The claim of an epoch."""
     return f"{EPOCHS}/{epoch:04d}.json"

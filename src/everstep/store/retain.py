@@ -129,6 +129,8 @@ def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
             disk.delete(names.tag_path(tag))
     freed = 0
     for name in sorted(doomed, reverse=True):  # a log before what it goes on from
+        if disk.size(names.state_path(name)) is not None:
+            disk.delete(names.state_path(name))
         disk.delete(names.manifest_path(name))
         cache.pop(name, None)
     for path in sorted(files - needed):
@@ -197,9 +199,15 @@ def _idle(disk: Disk, directory: str) -> list[str]:
 def _files(disk: Disk, name: CheckpointName, cache: NeedsCache) -> frozenset[str]:
     """What a doomed checkpoint needed; nothing where none can tell any more (gc frees it then)."""
     try:
-        return _needs(disk, name, cache).files
+        return _needs(disk, name, cache).files | _state_files(disk, name)
     except EverstepError:
         return frozenset()
+
+
+def _state_files(disk: Disk, name: CheckpointName) -> frozenset[str]:
+    """Of the whole state that was made of a log step; never cached, since it comes later."""
+    state = catalog.read_state(disk, name)
+    return frozenset(link.path for link in state.files) if state else frozenset()
 
 
 def _needs(disk: Disk, name: CheckpointName, cache: NeedsCache) -> Needs:
@@ -221,7 +229,8 @@ def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: NeedsCa
     needed: set[str] = set()
     for name in checkpoints:
         try:
-            needed |= _needs(disk, name, cache).files
+            needs = _needs(disk, name, cache)
+            needed |= needs.files | (_state_files(disk, name) if needs.previous else frozenset())
         except Corrupt as error:
             raise Corrupt(
                 f"{error}. Nothing more is deleted while it is unknown which files this checkpoint "

@@ -120,9 +120,12 @@ class Store:
         # torch, which the rest of the store does without
         from everstep.store.tensors import read_tensors
 
-        manifest = self.manifest(step)
+        name = catalog.find(self._disk, step)
+        manifest = catalog.read_manifest(self._disk, name)
         if manifest.previous:
-            raise Unsupported(self._no_state(manifest))
+            if (state := catalog.read_state(self._disk, name)) is None:
+                raise Unsupported(self._no_state(manifest))
+            manifest = state
         return read_tensors(self._disk, manifest, self.tables(manifest), names)
 
     def delete(self, step: int | str) -> int:
@@ -145,8 +148,8 @@ class Store:
         nearest = [f"{step}" for step in (behind, next(after, None)) if step is not None]
         return (
             f"reading step {name.step} of {self.path}: it is stored as the redo records since step "
-            f"{behind}, which only Checkpointer.restore can replay. Whole states nearest to it: "
-            f"{' and '.join(nearest)}"
+            f"{behind}, which Checkpointer.restore replays. Make it whole with: everstep "
+            f"materialize {name.step}. Whole states nearest to it: {' and '.join(nearest)}"
         )
 
     def _verify_documents(self) -> dict[str, list[str]]:
@@ -170,11 +173,18 @@ class Store:
         return [CheckpointName(manifest.step, manifest.epoch) for manifest in chain]
 
     def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
+        name = CheckpointName(manifest.step, manifest.epoch)
         try:
             catalog.check_previous(self._disk, manifest)
         except EverstepError as error:
             yield 0, str(error)
-        for part in manifest.all_parts:
+        parts = manifest.all_parts
+        try:
+            if manifest.previous and (state := catalog.read_state(self._disk, name)):
+                parts += state.all_parts
+        except EverstepError as error:
+            yield 0, str(error)
+        for part in parts:
             try:
                 table = catalog.read_table(self._disk, part)
                 for size, problem in read.verify_part(self._disk, part, table):

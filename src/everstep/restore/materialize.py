@@ -1,0 +1,202 @@
+"""A step that exists as base and records → a whole state beside its manifest, without the model.
+
+The optimizers are built from what the records say: their class, which must be torch's own, and
+their hyperparameters. On a CPU run's own kind of machine the result is exact; else `exact` is false
+in it, and restores go on replaying the log.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import xxhash
+
+from everstep.errors import Corrupt, Unsupported
+from everstep.format.manifest import Manifest, Part, decode_table, encode_table, extents
+from everstep.format.packs import Layout, Spec, lay_out, pack_starts
+from everstep.replay.redo import redo
+from everstep.restore.apply import OWN, empty, prefetched
+from everstep.restore.choose import Candidate, Described
+from everstep.restore.load import load
+from everstep.state.objects import decode
+from everstep.state.optimizers import OptimizerState, install
+from everstep.state.topology import differences
+from everstep.store import catalog, commit
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+log = logging.getLogger("everstep")
+
+
+def materialize(disk: Disk, name: CheckpointName) -> Manifest:
+    """Make the state of a log step whole, durably; blocks. Returns the state's manifest.
+
+    Takes memory for the state, twice. Raises Missing, Corrupt, Unsupported (an optimizer that is
+    not torch's own, or a step that is a state already).
+    """
+    if made := catalog.read_state(disk, name):
+        return made
+    candidate = Candidate(name, disk)
+    base, *logs = candidate.describe()
+    if not logs:
+        raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
+    tensors = _tensors_of(candidate, base)
+    optimizers = _rebuild(base, logs, tensors, disk)
+    devices = {parameter: torch.device("cpu") for parameter in tensors}
+    for loaded in prefetched(candidate, logs, devices):
+        redo(loaded, optimizers)
+    for optimizer in optimizers.values():
+        for _, parameter_name, parameter, _ in optimizer.parameters():
+            for key, value in optimizer.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{optimizer.name}.{parameter_name}.{key}"] = value
+    last = logs[-1]
+    tensors |= _tensors_of(candidate, last)
+    return _write(disk, name, base, last, tensors)
+
+
+def _tensors_of(candidate: Candidate, described: Described) -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint brings itself, on the CPU; no gradients."""
+    found: dict[str, torch.Tensor] = {}
+    for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
+        wanted = []
+        for key, entry in table.tensors.items():
+            if key.startswith(OWN):
+                continue
+            found[key] = empty(entry)
+            wanted.append((entry, [found[key]]))
+        with candidate.sources(part) as sources:
+            load(part, sources, wanted, table)
+    return found
+
+
+def _rebuild(
+    base: Described, logs: list[Described], tensors: dict[str, torch.Tensor], disk: Disk
+) -> dict[str, OptimizerState]:
+    """The optimizers that the records call, as they were at the base."""
+    classes = {
+        call["optimizer"]: call["class"]
+        for described in logs
+        for record in described.manifest.records
+        for call in record.calls
+    }
+    tables = {key: value for table in base.tables for key, value in table.optimizers.items()}
+    found = {}
+    for index, (key, kind) in enumerate(classes.items()):
+        if key not in tables:
+            raise Corrupt(f"materialising from {disk.root}: the base has no optimizer {key!r}")
+        found[key] = _optimizer(key, kind, index, tables[key], base.manifest, tensors)
+    return found
+
+
+def _optimizer(
+    name: str,
+    kind: str,
+    index: int,
+    table: Mapping[str, Any],
+    manifest: Manifest,
+    tensors: dict[str, torch.Tensor],
+) -> OptimizerState:
+    module, _, class_name = kind.rpartition(".")
+    cls = getattr(torch.optim, class_name, None)
+    if not module.startswith("torch.optim") or not isinstance(cls, type):  # nothing else is run
+        raise Unsupported(
+            f"materialising: {name!r} is a {kind}, and only torch's own optimizers can be built "
+            f"without the program. Restore the step there instead"
+        )
+    sets = manifest.hyperparameters[name]
+    members: dict[int, list[str]] = {number: [] for number in range(len(sets))}
+    for parameter, number in table["groups"].items():
+        members[number].append(parameter)
+        tensors[parameter].requires_grad_(tensors[parameter].is_floating_point())
+    optimizer = cls([{"params": [tensors[key] for key in keys]} for keys in members.values()])
+
+    def tensor(key: str, _: str) -> torch.Tensor:
+        return tensors[key]
+
+    for group, values in zip(optimizer.param_groups, sets, strict=True):
+        install(group, {key: decode(value, tensor) for key, value in values.items()})
+    plain = (manifest.objects.get(name) or {}).get("state", {})
+    optimizer.state.clear()
+    for parameter in table["groups"]:
+        state = {
+            key: tensors[f"{name}.{parameter}.{key}"] for key in table["state"].get(parameter, ())
+        }
+        state |= decode(plain[parameter], tensor) if parameter in plain else {}
+        if state:
+            optimizer.state[tensors[parameter]] = state
+    found = OptimizerState(name, optimizer, index)
+    found.parameter_names = {id(tensors[parameter]): parameter for parameter in table["groups"]}
+    return found
+
+
+def _write(
+    disk: Disk,
+    name: CheckpointName,
+    base: Described,
+    last: Described,
+    tensors: Mapping[str, torch.Tensor],
+) -> Manifest:
+    entries = {key: entry for table in base.tables for key, entry in table.tensors.items()}
+    entries |= {key: entry for key, entry in last.tables[-1].tensors.items() if key in tensors}
+    layout = lay_out(
+        [
+            Spec(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for key, tensor in tensors.items()
+        ]
+    )
+    on = {key: entries[key].device if key in entries else "cpu" for key in tensors}
+    aliases = {
+        key: entries[key].aliases for key in tensors if key in entries and entries[key].aliases
+    }
+    strides = {key: entry.strides for key, entry in entries.items() if entry.strides is not None}
+    table = encode_table(layout, aliases, on, last.tables[-1].optimizers, strides)
+    image = _image(layout, tensors)
+    differing = differences(last.manifest.topology)
+    exact = not differing and all(device == "cpu" for device in on.values())
+    with disk.locked(exclusive=False):  # no gc comes between the files and what names them
+        starts = pack_starts(pack.size for pack in layout.packs)
+        packs = [
+            image[start : start + pack.size]
+            for start, pack in zip(starts, layout.packs, strict=True)
+        ]
+        links = commit.write_packs(disk, name, packs)
+        part = Part(0, commit.table_link(table), links, _digests(table, packs), name.step)
+        manifest = replace(
+            last.manifest,
+            parts=(part,),
+            records=(),
+            previous=None,
+            exact=exact,
+            created=commit.now(),
+            tag=None,
+        )
+        commit.publish_state(disk, manifest, table)
+    return manifest
+
+
+def _image(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> memoryview:
+    image = torch.zeros(layout.size, dtype=torch.uint8)
+    starts = pack_starts(pack.size for pack in layout.packs)
+    for start, pack in zip(starts, layout.packs, strict=True):
+        header = torch.frombuffer(bytearray(pack.header), dtype=torch.uint8)
+        image[start : start + len(pack.header)] = header
+    for spec, piece in zip(layout.specs, layout.pieces, strict=True):
+        at = starts[piece.pack] + piece.offset
+        if piece.size:
+            flat = tensors[spec.name].detach().contiguous().view(-1).view(torch.uint8)
+            image[at : at + piece.size] = flat
+    found: memoryview = image.numpy().data
+    return found
+
+
+def _digests(table: bytes, packs: list[memoryview]) -> tuple[str, ...]:
+    found = {
+        extent.digest: xxhash.xxh3_128_hexdigest(
+            packs[extent.pack][extent.offset : extent.offset + extent.size]
+        )
+        for extent in extents(decode_table(table, "a new piece table"))
+    }
+    return tuple(found[index] for index in range(len(found)))
