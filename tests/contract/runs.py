@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from everstep import Checkpointer
+from everstep import Checkpointer, Store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from stores import end_keeper  # noqa: F401 - for the tests
@@ -161,3 +161,42 @@ def supervised(state, loss=None):
     optimizer.step()
     if "scheduler" in state:
         state["scheduler"].step()
+
+
+def logged(store, state, **options):
+    """A Checkpointer that writes a base, and then records only."""
+    return checkpointer(store, state, **{"strategy": "log", "base_every": 100, **options})
+
+
+def snapshot(state):
+    """A state and torch's generator, frozen."""
+    return {"state": freeze(state), "rng": tensor_bits(torch.get_rng_state())}
+
+
+def run_logged(store, state, train, steps=8, each=lambda handle: None, **options):
+    """`train(state, step)` and a save, so many times; each step's snapshot. `each` gets the
+    handles."""
+    frozen = {}
+    with logged(store, state, **options) as saver:
+        for step in range(1, steps + 1):
+            train(state, step)
+            each(saver.save(step))
+            frozen[step] = snapshot(state)
+    return frozen
+
+
+def kinds(store):
+    """A letter for each step of the run: b for a whole state, r for a record."""
+    manifests = [Store(store).manifest(step) for step in Store(store).steps()]
+    return "".join("b" if manifest.previous is None else "r" for manifest in manifests)
+
+
+def check_steps(store, fresh, frozen):
+    """Whatever step the store offers is restored as it was; the steps."""
+    steps = Store(store).steps()
+    with checkpointer(store, fresh) as restorer:
+        for step in reversed(steps):
+            assert restorer.restore(step) == step
+            found = difference(snapshot(fresh), frozen[step], f"step {step} of {kinds(store)}")
+            assert found is None, found
+    return steps
