@@ -1,23 +1,30 @@
 """The demo itself: a small run of it holds, and a comparison that should fail does."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from everstep.cli.demo.events import Event, Settings, read_events
 from everstep.cli.demo.report import Report, make_report
-from everstep.cli.demo.table import verdict
+from everstep.cli.demo.table import show, verdict
 from everstep.cli.main import main
+from everstep.cli.strategies import STRATEGIES, Strategy
 
 STEPS, KILLS = 30, 3
+LOG = ["--strategy", "log"]
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=STRATEGIES)
+def demo(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The directory of a small demo that went well, with its report."""
-    directory = tmp_path_factory.mktemp("demo")
+    directory = tmp_path_factory.mktemp(f"demo-{request.param}")
     arguments = f"demo --size tiny --steps {STEPS} --kills {KILLS} --seed 5".split()
+    arguments += ["--strategy", request.param]
+    if request.param == "log":
+        arguments += ["--base-every", "7"]  # so that some of the tiny steps are bases
     where = ["--store", str(directory / "run"), "--json", str(directory / "report.json")]
     assert main([*arguments, *where]) == 0
     return directory
@@ -47,7 +54,12 @@ def _restore_earlier(events: list[Event]) -> None:
 
 
 def _settings(demo: Path) -> Settings:
-    return Settings("killed", str(demo / "run"), STEPS, 5, "tiny", "full", 2)
+    return Settings("killed", str(demo / "run"), STEPS, 5, "tiny", strategy_of(demo), 2)
+
+
+def strategy_of(demo: Path) -> Strategy:
+    strategy: Strategy = json.loads((demo / "report.json").read_text())["settings"]["strategy"]
+    return strategy
 
 
 def test_kills_lose_at_most_a_step_and_all_is_equal(demo: Path) -> None:
@@ -59,6 +71,31 @@ def test_kills_lose_at_most_a_step_and_all_is_equal(demo: Path) -> None:
     assert report["state"]["differences"] == []
     assert report["state"]["tensors"] > 50
     assert report["slowdown"] is not None
+    assert report["settings"]["strategy"] in demo.name
+
+
+def test_a_log_is_told_by_bases_and_records(demo: Path) -> None:
+    report = json.loads((demo / "report.json").read_text())
+    known = [kill for kill in report["kills"] if kill["records"] is not None]
+    assert all(kill["base"] + kill["records"] == kill["restored"] for kill in known)
+    if strategy_of(demo) == "log":
+        assert set(report["bytes"]) == {"record", "state"}
+        assert report["bytes"]["record"]["mean"] < 0.5 * report["bytes"]["state"]["mean"]
+        assert report["base_slowdown"]["pairs"] == 2
+    else:
+        assert set(report["bytes"]) == {"state"}
+        assert report["base_slowdown"] is None
+        assert not any(kill["records"] for kill in known)
+
+
+def test_the_tables_say_which_strategy_ran(demo: Path) -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    show(tampered(demo), console)
+    text = console.export_text()
+    strategy = strategy_of(demo)
+    assert f"strategy {strategy}" in text
+    assert ("bytes of a record" in text) == (strategy == "log")
+    assert ("+ records" in text) == (strategy == "log")
 
 
 def test_picture_is_written_and_scratch_is_gone(demo: Path) -> None:
@@ -85,6 +122,12 @@ def test_a_difference_is_found_and_said(demo: Path, change: str, said: str) -> N
     assert not report.ok
     assert any(said in problem for problem in report.problems)
     assert any("FAILED" in str(line) for line in verdict(report))
+
+
+@pytest.mark.parametrize("words", [["--base-every", "5"], ["--base-every", "0", *LOG]])
+def test_bases_are_for_logs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *words]) == 1
+    assert "--base-every is for --strategy log" in capsys.readouterr().err
 
 
 def test_other_files_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,8 @@ class Run:
     loader: Loader
     note: dict[str, Any]
     device: torch.device
+    clip: Callable[..., Tensor] = nn.utils.clip_grad_norm_
+    """torch's, or everstep's, which does the same and lets a log record raw gradients."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint of this run holds: the `state` of a `Checkpointer`."""
@@ -191,7 +193,7 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         mark("forward")
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX)
+        self.clip(self.model.parameters(), GRADIENT_NORM_MAX)
         mark("backward")
         self.optimizer.step()
         mark("update")

@@ -19,6 +19,7 @@ from everstep.cli.demo.events import Event, Settings, read_events
 from everstep.cli.demo.kills import Trainer, draw_aims
 from everstep.cli.demo.report import Report, make_report
 from everstep.cli.demo.table import show
+from everstep.cli.strategies import DEFAULT_STRATEGY, STRATEGIES
 
 THREADS_MAX = 8
 TIMED_STEPS = 40
@@ -41,7 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", type=Path, help="PNG to write (default: in the directory)")
     parser.add_argument("--json", type=Path, help="write the report as JSON to this file")
     parser.add_argument(
-        "--strategy", choices=["full"], default="full", help="how checkpoints are taken"
+        "--strategy",
+        choices=STRATEGIES,
+        default=DEFAULT_STRATEGY,
+        help="how checkpoints are taken (default %(default)s)",
+    )
+    parser.add_argument(
+        "--base-every", type=int, help="steps between the bases of a log (default: everstep's)"
     )
     parser.add_argument(
         "--size", choices=["25m", "tiny"], default="25m", help="parameters (default 25m)"
@@ -52,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     """The demo. Returns 0 where every comparison held, else 1."""
     if args.steps < STEPS_MIN or args.kills < 0:
         raise ValueError(f"everstep demo: --steps must be at least {STEPS_MIN}, --kills 0 or more")
+    if args.base_every is not None and (args.base_every < 1 or args.strategy != "log"):
+        raise ValueError("everstep demo: --base-every is for --strategy log, and at least 1")
     if args.text:
         Path(args.text).open("rb").close()  # better an error now than from the trainer
     killed = _settings(args, _prepare(args.store))
@@ -59,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_COLUMNS)
-    title = f"Training, to be killed {args.kills} times (seed {killed.seed}; store {killed.store})"
+    title = (
+        f"Training with strategy {killed.strategy}, to be killed {args.kills} times "
+        f"(seed {killed.seed}; store {killed.store})"
+    )
     console.print(title, soft_wrap=True)
     try:
         with _progress(console) as progress:
@@ -128,6 +140,7 @@ def _settings(args: argparse.Namespace, directory: Path) -> Settings:
         threads=min(THREADS_MAX, len(os.sched_getaffinity(0))),
         text=args.text and str(Path(args.text).resolve()),
         timed_steps=TIMED_STEPS,
+        base_every=args.base_every,
     )
 
 

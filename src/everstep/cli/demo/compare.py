@@ -1,18 +1,21 @@
 """Compares a stored checkpoint with the live state of another run, byte for byte.
 
-The live side is read from torch's own objects, not through everstep, so that a mistake in how a
-state is walked cannot hide on both sides.
+Both sides are read from torch's own objects or from the store, never through everstep's walk of a
+state, so that a mistake in that cannot hide on both.
 """
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everstep.checkpointer import Checkpointer
+from everstep.cli import workload
+from everstep.cli.demo.events import Settings
 from everstep.cli.workload import Run
 from everstep.errors import EverstepError
 from everstep.state.objects import decode
@@ -21,42 +24,80 @@ from everstep.store.store import Store
 _LISTED_MAX = 20
 
 
-def compare(run: Run, store: Path, step: int) -> dict[str, Any]:
-    """What was compared (tensors, bytes, values) and every difference, for the event log."""
-    try:
-        checkpoint = Store(store)
-        latest, manifest, stored = checkpoint.latest(), checkpoint.manifest(), checkpoint.read()
-    except EverstepError as error:
-        return {"step": None, "tensors": 0, "bytes": 0, "values": 0, "differences": [str(error)]}
-    used: set[str] = set()
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The newest checkpoint, as values to compare with those of a live run."""
 
-    def take(name: str, device: str) -> Tensor:
-        used.add(name)
-        return stored[name]
+    step: int
+    tensors: dict[str, Tensor]
+    objects: object
+    hyperparameters: object
 
-    found = {
-        "tensors": {name: stored[name] for name in live_tensors(run) if name in stored},
-        "objects": decode(manifest.objects, take),
-        "hyperparameters": decode(manifest.hyperparameters, take),
-    }
+
+def compare(run: Run, settings: Settings) -> dict[str, Any]:
+    """What was compared (tensors, bytes, values) and every difference, for the event log.
+
+    A state is read from the store. A log is restored into another run, which may draw from the
+    global generators: so what is live is looked at first.
+    """
     live = {
         "tensors": live_tensors(run),
         "objects": live_objects(run),
         "hyperparameters": {"optimizer": _hyperparameters(run)},
     }
-    problems = [] if latest == step else [f"the newest checkpoint is of step {latest}, not {step}"]
-    unknown = stored.keys() - used - live_tensors(run).keys()
-    problems += [f"tensor {name!r} is only in the checkpoint" for name in sorted(unknown)]
+    try:
+        manifest = Store(settings.store).manifest()
+        stored = (_restored if manifest.previous else _read)(settings)
+    except EverstepError as error:
+        return {"step": None, "tensors": 0, "bytes": 0, "values": 0, "differences": [str(error)]}
+    found = {
+        "tensors": stored.tensors,
+        "objects": stored.objects,
+        "hyperparameters": stored.hyperparameters,
+    }
+    wanted = settings.steps
+    problems = []
+    if stored.step != wanted:
+        problems.append(f"the newest checkpoint is of step {stored.step}, not {wanted}")
     problems += differences(live, found)
-    distinct = {tensor.data_ptr(): tensor.nbytes for tensor in stored.values()}
+    distinct = {tensor.data_ptr(): tensor.nbytes for tensor in stored.tensors.values()}
     return {
-        "step": latest,
-        "tensors": len(stored),
+        "step": stored.step,
+        "tensors": len(stored.tensors),
         "bytes": sum(distinct.values()),
-        "stored_bytes": manifest.size,
         "values": len(dict(flatten("", live))) - len(live["tensors"]),
         "differences": problems[:_LISTED_MAX],
     }
+
+
+def _read(settings: Settings) -> Stored:
+    """A state, read without a model and without anything that restores."""
+    store = Store(settings.store)
+    manifest, tensors = store.manifest(), store.read()
+    of_values: set[str] = set()
+
+    def take(name: str, device: str) -> Tensor:
+        of_values.add(name)
+        return tensors[name]
+
+    objects = decode(manifest.objects, take)
+    hyperparameters = decode(manifest.hyperparameters, take)
+    own = {name: tensor for name, tensor in tensors.items() if name not in of_values}
+    return Stored(manifest.step, own, objects, hyperparameters)
+
+
+def _restored(settings: Settings) -> Stored:
+    """A log, replayed by everstep into a run of another seed."""
+    run = workload.build(
+        workload.load_text(settings.text),
+        seed=settings.seed + 1,
+        steps=settings.steps,
+        size=settings.size,
+    )
+    with Checkpointer(settings.store, run.state()) as checkpointer:
+        step = checkpointer.restore()
+    hyperparameters = {"optimizer": _hyperparameters(run)}
+    return Stored(step, live_tensors(run), live_objects(run), hyperparameters)
 
 
 def live_tensors(run: Run) -> dict[str, Tensor]:

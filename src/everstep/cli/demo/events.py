@@ -5,8 +5,11 @@ of parent and children lie on one axis, and a line that was written outlives its
 
 Events of a trainer: start · imported · built · restored(step), then at each step begin · forward ·
 backward · update · trained(loss) · returned(stall_s, held_s), and, from a thread that watches the
-saves, captured · held · local; at last finished. The parent writes spawn and kill. The run without
-interruption writes compared(…) and timed(checkpoints, seconds) after its last step.
+saves, replayed(base, records) of what was restored, and captured · held · local(kind, bytes) of
+each save; at last finished. The parent writes spawn and kill. The run without interruption writes
+compared(…) and timed(block, kind, seconds) after its last step.
+
+kind is "state" or "record"; of a timed step also "none".
 """
 
 import json
@@ -15,6 +18,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from everstep.cli.strategies import Strategy
 
 Event = dict[str, Any]
 
@@ -28,10 +33,11 @@ class Settings:
     steps: int
     seed: int
     size: Literal["25m", "tiny"]
-    strategy: Literal["full"]
+    strategy: Strategy
     threads: int
     text: str | None = None
     timed_steps: int = 0
+    base_every: int | None = None
 
     @property
     def store(self) -> Path:

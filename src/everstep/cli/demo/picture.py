@@ -18,6 +18,9 @@ Axes = Any  # matplotlib's own, which is not typed for us
 INK, FAINT, PAPER = "#1d2733", "#c3cad3", "#ffffff"
 TRAIN, FORWARD, BACKWARD, UPDATE = "#3b6fb6", "#9dc0e8", "#3b6fb6", "#1c3f74"
 COPY, WRITE, KILL, DOWN = "#f0a202", "#2a9d8f", "#d7263d", "#eceff3"
+BASE, RECORD = "#0b6e63", "#63c5a4"
+_BEHIND_TEXT = {"fc": PAPER, "alpha": 0.8, "lw": 0, "pad": 0.6}
+_MEGA = 1e6
 IMPORT, BUILD, RESTORE = "#b8bfc9", "#959eab", "#8e5ea2"
 
 _STYLE: dict[Any, Any] = {
@@ -39,12 +42,27 @@ _STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Save:
+    """One save on the axis of the picture. `kind`: "state" or "record"; `done`: it came as far as
+    durable; `bytes`: 0 where that is not known."""
+
+    step: int
+    begin: float
+    copied: float
+    durable: float
+    done: bool
+    kind: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """The log of the killed run with its times as seconds from its start."""
 
     attempts: list[Attempt]
     begin: float
     end: float
+    is_log: bool
 
     def seconds(self, at: float) -> float:
         """On the axis of the picture."""
@@ -63,37 +81,60 @@ class Timeline:
             end = self.seconds(returned[step]) if done else self.end_of(attempt)
             yield step, self.seconds(event["at"]), end, done
 
-    def saves(self, attempt: Attempt) -> Iterator[tuple[int, float, float, float, bool]]:
-        """(step, begin, copied, durable, whether it came that far) of each save of an attempt."""
+    def saves(self, attempt: Attempt) -> Iterator[Save]:
+        """Each save of an attempt. The first of a log is its base, also where none saw it end."""
         times = {
             level: {event["step"]: self.seconds(event["at"]) for event in attempt.all(level)}
             for level in ("returned", "captured", "local")
         }
+        told = {event["step"]: event for event in attempt.all("local")}
         end = self.end_of(attempt)
+        kind = "state"
         for step, begin in times["returned"].items():
             copied, durable = (times[level].get(step, end) for level in ("captured", "local"))
-            yield step, begin, copied, durable, step in times["local"]
+            event = told.get(step, {})
+            yield Save(
+                step,
+                begin,
+                copied,
+                durable,
+                step in told,
+                event.get("kind", kind),
+                event.get("bytes", 0),
+            )
+            kind = "record" if self.is_log else "state"
+
+    def written(self, kind: str) -> str:
+        """The colour of what is written."""
+        return WRITE if not self.is_log else (BASE if kind == "state" else RECORD)
 
 
 def draw(report: Report, killed: list[Event], reference: list[Event], path: Path) -> None:
     """Write the picture of a demo as a PNG."""
     attempts = split_attempts(killed)
-    timeline = Timeline(attempts, attempts[0].spawn_at, killed[-1]["at"])
+    is_log = report.settings.strategy == "log"
+    timeline = Timeline(attempts, attempts[0].spawn_at, killed[-1]["at"], is_log)
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(14, 10.5), dpi=150, facecolor=PAPER, layout="constrained")
-        grid = figure.add_gridspec(4, 3, height_ratios=[2.6, 1.5, 1.1, 1.9])
+        heights = [2.6, 1.3, 1.1, *([1.1] if is_log else []), 1.9]
+        figure = Figure(figsize=(14, 3.2 + 1.05 * sum(heights)), dpi=150, facecolor=PAPER)
+        figure.set_layout_engine("constrained")
+        grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
         progress = figure.add_subplot(grid[0, :])
-        bars = figure.add_subplot(grid[1, :], sharex=progress)
-        saves = figure.add_subplot(grid[2, :], sharex=progress)
+        rows = [progress]
+        rows += [
+            figure.add_subplot(grid[n, :], sharex=progress) for n in range(1, len(heights) - 1)
+        ]
         _draw_progress(progress, timeline, reference)
-        _draw_step_times(bars, timeline)
-        _draw_saves(saves, timeline)
-        for axes in (progress, bars, saves):
+        _draw_step_times(rows[1], timeline)
+        _draw_saves(rows[2], timeline)
+        if is_log:
+            _draw_bytes(rows[3], timeline)
+        for axes in rows:
             _draw_downtime(axes, timeline)
         progress.set_xlim(0, timeline.seconds(timeline.end))
-        saves.set_xlabel("seconds")
-        _draw_near(figure.add_subplot(grid[3, :2]), timeline)
-        _draw_losses(figure.add_subplot(grid[3, 2]), killed, reference)
+        rows[-1].set_xlabel("seconds")
+        _draw_near(figure.add_subplot(grid[-1, :2]), timeline)
+        _draw_losses(figure.add_subplot(grid[-1, 2]), killed, reference)
         figure.suptitle(_title(report), x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(path)
 
@@ -102,10 +143,11 @@ def _title(report: Report) -> str:
     lost = sum(kill.lost or 0 for kill in report.kills)
     steps = "step" if lost == 1 else "steps"
     outcome = "every bit equal to the run without interruption" if report.ok else "NOT EQUAL"
-    slow = "" if report.slowdown is None else f" ({report.slowdown.median:+.1%} time)"
+    kind = "record" if report.settings.strategy == "log" else "checkpoint"
+    slow = "" if report.slowdown is None else f" ({report.slowdown.median:+.1%} time with a {kind})"
     return (
-        f"{report.settings.steps} steps, each with a checkpoint{slow}; {len(report.kills)} kills, "
-        f"{lost} {steps} lost; {outcome}"
+        f"Strategy {report.settings.strategy}: {report.settings.steps} steps, each durable{slow}; "
+        f"{len(report.kills)} kills, {lost} {steps} lost; {outcome}"
     )
 
 
@@ -117,20 +159,32 @@ def _draw_progress(axes: Axes, timeline: Timeline, reference: Sequence[Event]) -
         times = [event["at"] - begun for event in plain]
         axes.plot(times, [event["step"] for event in plain], "--", color=FAINT, lw=1.5)
     for attempt in timeline.attempts:
-        durable = sorted((end, step) for step, _, _, end, done in timeline.saves(attempt) if done)
+        saves = [save for save in timeline.saves(attempt) if save.done]
+        durable = sorted((save.durable, save.step) for save in saves)
         points = [(end, step) for step, _, end, done in timeline.steps(attempt) if done]
         if points:
             axes.step(*zip(*points, strict=True), where="post", color=TRAIN, lw=2)
         if durable:
-            axes.step(*zip(*durable, strict=True), where="post", color=WRITE, lw=1.2)
+            colour = timeline.written("record")
+            axes.step(*zip(*durable, strict=True), where="post", color=colour, lw=1.2)
+        bases = [(save.durable, save.step) for save in saves if save.kind == "state"]
+        if timeline.is_log and bases:
+            marker = {"ms": 5, "mec": PAPER, "mew": 0.7, "zorder": 4}
+            axes.plot(*zip(*bases, strict=True), "D", color=BASE, **marker)
     _draw_kills(axes, timeline)
+    if timeline.is_log:
+        _draw_replays(axes, timeline)
     axes.set_ylim(0)
     axes.set_ylabel("step")
     axes.set_title("The run")
+    base = Line2D([], [], color=BASE, marker="D", ls="", ms=5, label="base: the whole state")
+    how = "restored: base + records replayed, in all"
+    restored = Line2D([], [], color=RESTORE, marker="s", ls="", ms=5, label=how)
     axes.legend(
         handles=[
             Line2D([], [], color=TRAIN, lw=2, label="trained, step() returned"),
-            Line2D([], [], color=WRITE, lw=1.2, label="durable"),
+            Line2D([], [], color=timeline.written("record"), lw=1.2, label="durable"),
+            *([base, restored] if timeline.is_log else []),
             Line2D([], [], color=FAINT, lw=1.5, ls="--", label="without checkpoints and kills"),
             Line2D([], [], color=KILL, marker="X", ls="", label="killed"),
             Patch(color=DOWN, label="starting again"),
@@ -159,6 +213,19 @@ def _draw_kills(axes: Axes, timeline: Timeline) -> None:
             last = at
 
 
+def _draw_replays(axes: Axes, timeline: Timeline) -> None:
+    """What each restart began with: so many records after a base."""
+    for attempt in timeline.attempts[1:]:
+        replayed, built = attempt.first("replayed"), attempt.first("built")
+        restored = attempt.first("restored")
+        if replayed and built and restored:
+            seconds = restored["at"] - built["at"]
+            text = f"{replayed['base']} + {replayed['records']} records\n{seconds:.2g} s"
+            at = (timeline.seconds(restored["at"]), restored["step"])
+            style = {"color": RESTORE, "fontsize": 7.5, "ha": "right", "va": "bottom", "zorder": 6}
+            axes.annotate(text, at, (2, 9), textcoords="offset points", bbox=_BEHIND_TEXT, **style)
+
+
 def _draw_step_times(axes: Axes, timeline: Timeline) -> None:
     rows = [row for attempt in timeline.attempts for row in timeline.steps(attempt)]
     for done, colour in ((True, TRAIN), (False, KILL)):
@@ -177,22 +244,50 @@ def _draw_step_times(axes: Axes, timeline: Timeline) -> None:
 def _draw_saves(axes: Axes, timeline: Timeline) -> None:
     """Each save as a bar: copied beside forward and backward, then written."""
     lanes = 3
+    is_thin = timeline.is_log  # a record is written in less than a pixel
     for attempt in timeline.attempts:
-        for step, begin, copied, durable, done in timeline.saves(attempt):
-            lane = step % lanes
-            _bar(axes, lane, begin, copied, COPY)
-            _bar(axes, lane, copied, durable, WRITE)
-            if not done and attempt.kill_at is not None:
-                axes.plot(durable, lane, "x", color=KILL, ms=5, mew=1.5)
+        for save in timeline.saves(attempt):
+            lane = save.step % lanes
+            _draw_save(axes, timeline, save, lane, lw=0.8 if is_thin else 0)
+            if not save.done and attempt.kill_at is not None:
+                axes.plot(save.durable, lane, "x", color=KILL, ms=5, mew=1.5)
     axes.set_yticks([])
     axes.set_ylim(-0.7, lanes - 0.3)
     axes.set_title("Saves: copied, then written until durable; × in flight when killed")
-    axes.legend(
-        handles=[Patch(color=COPY, label="copied"), Patch(color=WRITE, label="written, synced")],
-        loc="upper right",
-        bbox_to_anchor=(1, 1.35),
-        ncols=2,
-    )
+    handles = [Patch(color=COPY, label="copied"), *_written_handles(timeline)]
+    axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(1, 1.35), ncols=len(handles))
+
+
+def _draw_save(axes: Axes, timeline: Timeline, save: Save, lane: float, lw: float = 0) -> None:
+    written = timeline.written(save.kind)
+    _bar(axes, lane, save.begin, save.copied, COPY, ec=COPY, lw=lw)
+    _bar(axes, lane, save.copied, save.durable, written, ec=written, lw=lw)
+
+
+def _written_handles(timeline: Timeline) -> list[Patch]:
+    if not timeline.is_log:
+        return [Patch(color=WRITE, label="written, synced")]
+    return [
+        Patch(color=BASE, label="base written, synced"),
+        Patch(color=RECORD, label="record written, synced"),
+    ]
+
+
+def _draw_bytes(axes: Axes, timeline: Timeline) -> None:
+    """What each commit took on the disk, where the trainer lived to see it."""
+    saves = [save for attempt in timeline.attempts for save in timeline.saves(attempt)]
+    width = timeline.seconds(timeline.end) / 300
+    means: dict[str, float] = {}
+    for kind in ("record", "state"):
+        known = [save for save in saves if save.kind == kind and save.bytes]
+        if known:
+            points = [(save.begin, save.bytes / _MEGA) for save in known]
+            axes.bar(*zip(*points, strict=True), width, color=timeline.written(kind))
+            means[kind] = sum(save.bytes for save in known) / len(known) / _MEGA
+    words = {"state": "bases", "record": "records"}
+    each = [f"{words[kind]} of {means[kind]:.3g} MB" for kind in words if kind in means]
+    axes.set_ylabel("MB")
+    axes.set_title(f"Bytes of each commit: {', '.join(each)}")
 
 
 def _bar(axes: Axes, lane: float, begin: float, end: float, colour: str, **more: Any) -> None:
@@ -227,12 +322,11 @@ def _draw_near(axes: Axes, timeline: Timeline) -> None:
     axes.set_xlim(steps[-2][1], after[1][2])
     for one in (attempt, following):
         _draw_phases(axes, timeline, one)
-        for step, begin, copied, durable, done in timeline.saves(one):
-            lane = 1 - step % 2
-            _bar(axes, lane, begin, copied, COPY)
-            _bar(axes, lane, copied, durable, WRITE)
-            if not done:
-                axes.plot(durable, lane, "x", color=KILL, ms=7, mew=2)
+        for save in timeline.saves(one):
+            lane = 1 - save.step % 2
+            _draw_save(axes, timeline, save, lane)
+            if not save.done:
+                axes.plot(save.durable, lane, "x", color=KILL, ms=7, mew=2)
     axes.axvline(killed, color=KILL, lw=1.5)
     axes.text(killed, 2.62, " SIGKILL", color=KILL, fontweight="bold", va="center")
     axes.set_yticks([2, 0.5], ["trainer", "saves"])
@@ -240,7 +334,7 @@ def _draw_near(axes: Axes, timeline: Timeline) -> None:
     axes.set_ylim(-0.6, 2.85)
     axes.set_xlabel("seconds")
     axes.set_title(f"Kill {index + 1} from near")
-    _near_legend(axes)
+    _near_legend(axes, timeline)
 
 
 def _draw_phases(axes: Axes, timeline: Timeline, attempt: Attempt) -> None:
@@ -266,19 +360,27 @@ def _draw_phases(axes: Axes, timeline: Timeline, attempt: Attempt) -> None:
             axes.text(begin, 2.4, str(event["step"]), fontsize=8, ha="left", va="bottom")
 
 
-def _near_legend(axes: Axes) -> None:
+def _near_legend(axes: Axes, timeline: Timeline) -> None:
     names = {
         "forward": FORWARD,
         "backward": BACKWARD,
         "update": UPDATE,
         "imports": IMPORT,
         "build": BUILD,
-        "restore": RESTORE,
+        "restore and replay" if timeline.is_log else "restore": RESTORE,
         "copied": COPY,
-        "written": WRITE,
+        **({"base": BASE, "record": RECORD} if timeline.is_log else {"written": WRITE}),
     }
     handles = [Patch(color=colour, label=name) for name, colour in names.items()]
-    axes.legend(handles=handles, ncols=8, loc="upper right", bbox_to_anchor=(1, 1.17))
+    axes.legend(
+        handles=handles,
+        ncols=len(names),
+        loc="upper right",
+        bbox_to_anchor=(1, 1.17),
+        handlelength=1.2,
+        columnspacing=1.2,
+        handletextpad=0.5,
+    )
 
 
 def _draw_losses(axes: Axes, killed: Sequence[Event], reference: Sequence[Event]) -> None:

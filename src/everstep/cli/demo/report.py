@@ -52,7 +52,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: when, where it hit, and what it cost. None: killed again before that was known."""
+    """One kill: when, where it hit, and what it cost. None: killed again before that was known.
+
+    `base`, `records`: the state that was restored, and how many records were replayed after it.
+    """
 
     at_s: float
     step: int | None
@@ -61,6 +64,8 @@ class Kill:
     returned: int | None
     restored: int | None = None
     lost: int | None = None
+    base: int | None = None
+    records: int | None = None
     again_s: float | None = None
     imports_s: float | None = None
     restore_s: float | None = None
@@ -95,6 +100,14 @@ class Slowdown:
 
 
 @dataclass(frozen=True, slots=True)
+class Bytes:
+    """What the commits of one kind take, on average; those of which that is known."""
+
+    mean: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All that the demo found out. `problems` is empty where all is as promised."""
 
@@ -111,6 +124,11 @@ class Report:
     held_s: Spread | None
     durable_s: Spread | None
     slowdown: Slowdown | None
+    """Of the steps with a whole state, or under `log` with a record."""
+    base_slowdown: Slowdown | None
+    """Under `log`: of the steps with a base."""
+    bytes: dict[str, Bytes]
+    """By kind of commit: "state", "record"."""
 
     @property
     def ok(self) -> bool:
@@ -130,6 +148,7 @@ def make_report(
     kills = describe_kills(attempts)
     again, loss_problems = compare_losses(settings.steps, killed, reference)
     state = next((event for event in reference if event["event"] == "compared"), {"step": None})
+    is_log = settings.strategy == "log"
     parameters = [event["parameters"] for event in killed if event["event"] == "built"]
     return Report(
         settings=settings,
@@ -144,7 +163,9 @@ def make_report(
         stall_s=Spread.of(event["stall_s"] for event in killed if event["event"] == "returned"),
         held_s=Spread.of(event["held_s"] for event in killed if event["event"] == "returned"),
         durable_s=Spread.of(durable_seconds(attempts).values()),
-        slowdown=measure_slowdown(reference),
+        slowdown=measure_slowdown(reference, "record" if is_log else "state"),
+        base_slowdown=measure_slowdown(reference, "state") if is_log else None,
+        bytes=count_bytes(killed),
     )
 
 
@@ -178,6 +199,7 @@ def _describe(attempt: Attempt, following: Attempt, reached: int | None, begin: 
     steps = [event["step"] for event in trace if "step" in event]
     imported, built = following.first("imported"), following.first("built")
     restored, again = following.first("restored"), following.first("begin")
+    replayed = following.first("replayed")
     return Kill(
         at_s=attempt.kill_at - begin,
         step=steps[-1] if attempt.first("begin") else None,
@@ -186,6 +208,8 @@ def _describe(attempt: Attempt, following: Attempt, reached: int | None, begin: 
         returned=reached,
         restored=restored["step"] if restored else None,
         lost=max(0, (reached or 0) - restored["step"]) if restored else None,
+        base=replayed["base"] if replayed else None,
+        records=replayed["records"] if replayed else None,
         again_s=again["at"] - following.spawn_at if again else None,
         imports_s=imported["at"] - following.spawn_at if imported and again else None,
         restore_s=restored["at"] - built["at"] if restored and built else None,
@@ -236,27 +260,36 @@ def durable_seconds(attempts: Sequence[Attempt]) -> dict[int, float]:
     return seconds
 
 
-def measure_slowdown(reference: Sequence[Event]) -> Slowdown | None:
-    """What a checkpoint at every step costs, from the blocks of steps with and without.
+def measure_slowdown(reference: Sequence[Event], kind: str) -> Slowdown | None:
+    """What a checkpoint of this kind at every step costs, from the blocks with and without.
 
     Each block with checkpoints is compared with its neighbour without, so drift does not count.
     """
     seconds: dict[int, list[float]] = {}
-    checkpoints: dict[int, bool] = {}
+    kinds: dict[int, str] = {}
     for event in reference:
         if event["event"] == "timed":
             seconds.setdefault(event["block"], []).append(event["seconds"])
-            checkpoints[event["block"]] = event["checkpoints"]
+            kinds[event["block"]] = event["kind"]
     means = {block: mean(values) for block, values in seconds.items()}
     ratios = [
         means[block] / means[block ^ 1] - 1
         for block in means
-        if checkpoints[block] and block ^ 1 in means
+        if kinds[block] == kind and kinds.get(block ^ 1) == "none"
     ]
     if not ratios:
         return None
-    plain_s = median(value for block, value in means.items() if not checkpoints[block])
+    plain_s = median(value for block, value in means.items() if kinds[block] == "none")
     return Slowdown(median(ratios), min(ratios), max(ratios), len(ratios), plain_s)
+
+
+def count_bytes(killed: Sequence[Event]) -> dict[str, Bytes]:
+    """What states and records take on the disk."""
+    sizes: dict[str, list[int]] = {}
+    for event in killed:
+        if event["event"] == "local" and "kind" in event:
+            sizes.setdefault(event["kind"], []).append(event["bytes"])
+    return {kind: Bytes(mean(found), len(found)) for kind, found in sorted(sizes.items())}
 
 
 def _kill_problems(kills: Sequence[Kill]) -> list[str]:

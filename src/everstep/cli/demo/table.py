@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.demo.report import LOST_STEPS_MAX, Kill, Report, Spread
+from everstep.cli.demo.report import LOST_STEPS_MAX, Kill, Report, Slowdown, Spread
 
 _MEGA = 1e6
 
@@ -42,19 +42,22 @@ def verdict(report: Report) -> list[Text]:
 
 
 def _kill_table(report: Report) -> Table:
-    table = Table(title=f"Kills by SIGKILL (seed {report.settings.seed})", title_justify="left")
+    title = f"Kills by SIGKILL (strategy {report.settings.strategy}, seed {report.settings.seed})"
+    table = Table(title=title, title_justify="left")
+    is_log = report.settings.strategy == "log"
     for name in ("kill", "at", "in step"):
         table.add_column(name, justify="right")
     table.add_column("hit in")
     table.add_column("saves in flight", no_wrap=True)
-    for name in ("step() returned", "restored", "lost", "training again after"):
+    restored = "restored = base + records" if is_log else "restored"
+    for name in ("step() returned", restored, "lost", "training again after"):
         table.add_column(name, justify="right")
     for number, kill in enumerate(report.kills, 1):
-        table.add_row(str(number), *_kill_cells(kill))
+        table.add_row(str(number), *_kill_cells(kill, is_log))
     return table
 
 
-def _kill_cells(kill: Kill) -> list[Text | str]:
+def _kill_cells(kill: Kill, is_log: bool) -> list[Text | str]:
     lost: Text | str = "–"
     if kill.lost is not None:
         lost = Text(str(kill.lost), style="green" if kill.lost <= LOST_STEPS_MAX else "bold red")
@@ -64,10 +67,22 @@ def _kill_cells(kill: Kill) -> list[Text | str]:
         kill.phase,
         _saves(kill.saves),
         _number(kill.returned),
-        _number(kill.restored),
+        _number(kill.restored) + (_sum(kill) if is_log else ""),
         lost,
-        _time(kill.again_s) if kill.again_s is not None else "killed before",
+        _again(kill),
     ]
+
+
+def _sum(kill: Kill) -> str:
+    """Of a restored step: " = 40 + 7"."""
+    return f" = {kill.base} + {kill.records}" if kill.records is not None else ""
+
+
+def _again(kill: Kill) -> str:
+    if kill.again_s is None:
+        return "killed before"
+    restore = f", restore {_time(kill.restore_s)}" if kill.restore_s is not None else ""
+    return f"{_time(kill.again_s)}{restore}"
 
 
 def _saves(saves: dict[int, str]) -> str:
@@ -81,7 +96,7 @@ def _saves(saves: dict[int, str]) -> str:
 
 def _cost_table(report: Report) -> Table:
     model = f"{report.parameters:,} parameters, {report.settings.threads} threads"
-    title = f"A checkpoint at every step: {model}"
+    title = f"A checkpoint at every step, strategy {report.settings.strategy}: {model}"
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in cost_rows(report):
         table.add_row(name, value)
@@ -90,26 +105,46 @@ def _cost_table(report: Report) -> Table:
 
 def cost_rows(report: Report) -> list[tuple[str, str]]:
     """What checkpoints cost, as names and values."""
+    is_log = report.settings.strategy == "log"
     rows = []
     if slow := report.slowdown:
-        text = (
-            f"{slow.median:+.1%} (median of {slow.pairs} pairs of blocks of steps, {slow.min:+.1%} "
-            f"to {slow.max:+.1%}; {_time(slow.plain_step_s)} a step without)"
-        )
-        rows.append(("slowdown against no checkpoints", text))
+        name = ", of a step with a record" if is_log else " against no checkpoints"
+        rows.append((f"slowdown{name}", _slowdown(slow)))
+    if slow := report.base_slowdown:
+        rows.append(("slowdown, of a step with a base", _slowdown(slow)))
     rows.append(("stall in step()", _spread(report.stall_s)))
     rows.append(("update held for a copy", _spread(report.held_s)))
     rows.append(("durable after step()", _spread(report.durable_s)))
-    if size := report.state.get("stored_bytes"):
-        rows.append(("bytes per step", f"{size / _MEGA:.1f} MB"))
+    rows += _byte_rows(report)
     return rows + _restart_rows(report)
 
 
+def _slowdown(slow: Slowdown) -> str:
+    return (
+        f"{slow.median:+.1%} (median of {slow.pairs} pairs of blocks of steps, {slow.min:+.1%} "
+        f"to {slow.max:+.1%}; {_time(slow.plain_step_s)} a step without)"
+    )
+
+
+def _byte_rows(report: Report) -> list[tuple[str, str]]:
+    """What a step takes on the disk; of a log apart for bases and records."""
+    state, record = report.bytes.get("state"), report.bytes.get("record")
+    if record is None:
+        return [("bytes per step", f"{state.mean / _MEGA:.1f} MB")] if state else []
+    rows = []
+    if state:
+        rows.append(("bytes of a base", f"{state.mean / _MEGA:.1f} MB, mean of {state.count}"))
+    share = f", {record.mean / state.mean:.2f} of a base" if state else ""
+    text = f"{record.mean / _MEGA:.1f} MB, mean of {record.count}{share}"
+    return [*rows, ("bytes of a record", text)]
+
+
 def _restart_rows(report: Report) -> list[tuple[str, str]]:
+    replay = ", records replayed" if report.settings.strategy == "log" else ""
     names = {
         "again_s": "process start to training again",
         "imports_s": "  of that importing torch",
-        "restore_s": "  of that everstep's restore, verified",
+        "restore_s": f"  of that everstep's restore, verified{replay}",
     }
     found = {
         name: Spread.of(
