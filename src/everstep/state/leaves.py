@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -40,6 +41,7 @@ class Leaf:
         return self.tensor.stride()
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 → "bfloat16"."""
     return str(dtype).removeprefix("torch.")
