@@ -66,6 +66,7 @@ _CLIP = {
 CALLS = (
     {
         "optimizer": "optimizer",
+        "class": "torch.optim.adamw.AdamW",
         "sets": [
             {"lr": 0.25, "betas": _BETAS, "weight_decay": 0.1, "fused": None},
             {"lr": 0.25, "betas": _BETAS, "weight_decay": 0.0, "fused": None},

@@ -9,6 +9,7 @@ import pytest
 
 from everstep.cli.bench import command, floors, machine, plan, report
 from everstep.cli.bench.plan import Block, Facts
+from everstep.cli.strategies import STRATEGIES
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -28,6 +29,52 @@ def test_a_round_has_every_contender_at_every_interval_between_baselines() -> No
         assert blocks[0] == blocks[-1] == Block("none", 0)
         assert len(blocks) - len(saving) == 3
     assert plan.round_of(names, [1], 0) != plan.round_of(names, [1], 1)
+
+
+def test_a_log_has_blocks_of_bases_too() -> None:
+    blocks = plan.round_of(["none", "everstep", "everstep-log"], [2, 10], 0)
+    assert blocks.count(Block("everstep-log", 2, bases=True)) == 1
+    assert [block.name for block in blocks if block.bases] == ["everstep-log"]
+
+
+def test_only_and_strategy_choose_together() -> None:
+    assert plan.chosen(["everstep"]) == ["none", "plain", "everstep", "everstep-log"]
+    assert plan.chosen(["everstep"], ["full"]) == ["none", "plain", "everstep"]
+    assert plan.chosen(["dcp"], ["log"]) == ["none", "plain", "dcp"]
+    assert "everstep" not in plan.chosen([], ["log"])
+    assert "everstep-log" not in plan.PEERS
+    for words, strategies in (
+        ("all", ("full", "log")),
+        ("log", ("log",)),
+        ("log,full", STRATEGIES),
+    ):
+        assert arguments("--strategy", words).strategy == strategies
+    with pytest.raises(SystemExit):
+        arguments("--strategy", "spread")
+
+
+def test_what_a_recovery_should_cost_at_most() -> None:
+    restores = [{"records": count, "seconds": [1.0, 2.0, 9.0], "equal": True} for count in (1, 10)]
+    measured = {"base_s": [1.0], "record_s": [0.25, 0.25], "update_s": [0.25], "restores": restores}
+    measured |= {"cache": "drop_caches", "base_bytes": 3, "record_bytes": 1}
+    one, ten = report._recovery(measured)["restores"]
+    assert (one["at_most_s"], ten["at_most_s"]) == (1.5, 6.0)
+    assert one["over"] == pytest.approx(4 / 3)
+    assert report._recovery(None) is None
+
+
+def test_a_base_is_spread_over_the_steps_between() -> None:
+    def block(name: str, seconds: float, bases: bool = False) -> dict[str, Any]:
+        place = {"name": name, "every": int(name != "none"), "bases": bases}
+        return {**place, "seconds": seconds, "steps": 1, "finished_s": [1.0], "stall_s": [0.5]}
+
+    none, record = block("none", 1), block("everstep-log", 1.1)
+    blocks = [none, record, block("everstep-log", 1.6, bases=True), none]
+    raw = {"blocks": blocks, "settings": {"every": [1], "base_every": 10}}
+    found = report._bases(raw, "everstep-log")
+    assert found["slowdown"]["median"] == pytest.approx(0.6)
+    assert found["slowdown_with_bases"] == pytest.approx((0.6 + 9 * 0.1) / 10)
+    assert report._bases({**raw, "blocks": [none, record, none]}, "everstep-log") is None
 
 
 def test_a_block_holds_whole_intervals() -> None:
@@ -85,23 +132,39 @@ def test_a_tiny_run_reports_all_that_was_asked_for(
     monkeypatch.setitem(plan.CONTENDERS, "torchsnapshot", gone)
     args = arguments(
         *("--size", "tiny", "--rounds", "2", "--steps", "2", "--every", "1,2", "--tensors", "40"),
-        *("--only", "torch.save,dcp-async,torchsnapshot,everstep"),
+        *("--only", "torch.save,dcp-async,torchsnapshot,everstep", "--records", "1,3"),
         *("--json", str(tmp_path / "report.json"), "--picture", str(tmp_path / "report.png")),
         *("--store-root", str(tmp_path / "stores")),
     )
     assert command.run(args) == 0
     measured = json.loads((tmp_path / "report.json").read_text())
     assert measured["missing"] == {"torchsnapshot": "a library that nobody has"}
-    assert list(measured["contenders"]) == ["none", "plain", "torch.save", "dcp-async", "everstep"]
+    ours = ["everstep", "everstep-log"]
+    assert list(measured["contenders"]) == ["none", "plain", "torch.save", "dcp-async", *ours]
     for name, entry in measured["contenders"].items():
         assert entry["failed"] is None
         if name != "none":
             check_entry(entry)
+    check_log(measured)
     assert measured["tensors"]["tensors"] == 40
     assert len(measured["aims"]) >= 5
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert not list((tmp_path / "stores").iterdir())
     assert "missing, not measured: a library that nobody has" in capsys.readouterr().out
+
+
+def check_log(measured: dict[str, Any]) -> None:
+    """A log writes less for a step, and what it replays is equal."""
+    entries, recovery = measured["contenders"], measured["recovery"]
+    full, log = entries["everstep"], entries["everstep-log"]
+    assert full["bases"] is None
+    assert log["bases"]["slowdown"]["count"] == 2
+    assert log["alone"]["bytes"] < 0.5 * full["alone"]["bytes"]
+    assert [row["records"] for row in recovery["restores"]] == [1, 3]
+    assert all(row["equal"] for row in recovery["restores"])
+    assert all(row["seconds"]["count"] == 2 for row in recovery["restores"])
+    assert recovery["record_bytes"] < 0.5 * recovery["base_bytes"]
+    assert sum("log" in aim["aim"] or "record" in aim["aim"] for aim in measured["aims"]) >= 2
 
 
 def check_entry(entry: dict[str, Any]) -> None:
@@ -113,7 +176,7 @@ def check_entry(entry: dict[str, Any]) -> None:
         assert training["slowdown"]["count"] == 2
         assert training["memory_bytes"] > 50e6
     assert entry["alone"]["durable_s"]["median"] >= entry["alone"]["finished_s"]["median"]
-    assert entry["alone"]["bytes"] > 300_000
+    assert entry["alone"]["bytes"] > 100_000
     assert entry["restore"]["equal"]
     assert entry["restore"]["seconds"]["count"] == 2
 

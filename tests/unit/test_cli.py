@@ -17,6 +17,7 @@ from everstep.store import commit
 from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
 
+CALL = cli_store.CALLS[0]
 CAPTURED = pytest.CaptureFixture[str]
 
 
@@ -283,7 +284,7 @@ def test_show_of_a_log(logged: Path, capsys: CAPTURED) -> None:
     for expected in (
         "log of      step 10: 2 records to replay, 4.0 MiB, after a state of 6.7 MiB; 10.8 MiB in",
         "goes on     from step 11 of epoch 1, manifest ",
-        "calls       @0 optimizer    2 gradients, 2.0 MiB · 2 from before clipping, clip coef",
+        "calls       @0 optimizer    torch.optim.adamw.AdamW · 2 gradients, 2.0 MiB · 2 from bef",
         "@0 optimizer.1  lr 0.25 · betas (0.9, 0.95)",
         "hyperparameters 1 (4 B) · gradients 2 (2.0 MiB) · rng 1 (4.9 KiB)",
         "@0.model.wte.weight",
@@ -320,7 +321,9 @@ def test_show_of_a_log_whose_chain_is_broken(logged: Path, capsys: CAPTURED) -> 
     assert "goes on from it" in found["broken"]
 
 
-@pytest.mark.parametrize("calls", [({"optimizer": "o"},), (None,), ({"optimizer": 1, "sets": 2},)])
+@pytest.mark.parametrize(
+    "calls", [({"optimizer": "o"},), (None,), ({"class": 1, "optimizer": 1, "sets": 2},)]
+)
 def test_show_of_calls_that_are_none(tmp_path: Path, capsys: CAPTURED, calls: tuple) -> None:
     disk, identity = cli_store.begin(tmp_path)
     commit.claim_epoch(disk, None, 0)

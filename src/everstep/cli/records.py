@@ -46,10 +46,12 @@ def _call_facts(prefix: str, said: Mapping[str, Any], table: Table) -> dict[str,
     ]
     return {
         "optimizer": str(said["optimizer"]),
+        "class": str(said["class"]),
         "gradients": len(gradients),
         "gradient_bytes": sum(piece.size for entry in gradients for piece in entry.pieces),
         "clips": clips,
-        "strides": len(said.get("strides", {})),
+        "strides": sum(entry.strides is not None for entry in gradients),
+        "audited": "after" in said,
         "scaler": sorted(said.get("scaler", {})),
         "sets": [dict(values) for values in said["sets"]],
     }
@@ -80,7 +82,8 @@ def call_pairs(facts: Mapping[str, Any], is_only: bool) -> list[tuple[str, str]]
 
 def _call_text(call: Mapping[str, Any]) -> str:
     words = [
-        f"{wording.plural(call['gradients'], 'gradient')}, {wording.size(call['gradient_bytes'])}"
+        wording.clean(call["class"]),
+        f"{wording.plural(call['gradients'], 'gradient')}, {wording.size(call['gradient_bytes'])}",
     ]
     if clipped := sum(clip["gradients"] for clip in call["clips"]):
         how = " and ".join(
@@ -90,7 +93,9 @@ def _call_text(call: Mapping[str, Any]) -> str:
     else:
         words.append("as consumed, no clip coefficient kept")
     if call["strides"]:
-        words.append(f"{call['strides']:,} with strides of their own")
+        words.append(f"{call['strides']:,} not row-major in memory")
+    if call["audited"]:
+        words.append("digest of the result kept")
     if call["scaler"]:
         words.append(f"unscaled by the optimizer ({', '.join(map(wording.clean, call['scaler']))})")
     return " · ".join(words)

@@ -25,7 +25,9 @@ from everstep.cli.bench.plan import (
     BASELINE,
     CONTENDERS,
     FLOOR,
+    LOG,
     OURS,
+    PEERS,
     Block,
     chosen,
     missing,
@@ -33,13 +35,15 @@ from everstep.cli.bench.plan import (
     round_of,
     steps_of,
 )
+from everstep.cli.strategies import STRATEGIES, Strategy
 from everstep.errors import Unavailable
 
-LEAD_STEPS = 2
 _SETTLE_S = 0.3
 _TIMEOUT_S = 600.0
 _TENSORS_SAVES = 15
-_PLAIN_WIDTH = 128
+_PLAIN_WIDTH = 136
+_LEAD_STEPS_MAX = max(facts.lead_steps for facts in CONTENDERS.values())
+_SETTINGS = ("steps", "rounds", "size", "every", "strategy", "base_every", "tensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=3, help="blocks of each contender (%(default)s)")
     add("--size", choices=("25m", "tiny"), default="25m", help="parameters of the model")
     add("--every", type=_intervals, default=[1, 10], help="steps between saves (1,10)")
-    add("--only", type=_names, default=[], metavar="NAME,...", help=", ".join(CONTENDERS))
+    add("--only", type=_names, default=[], metavar="NAME,...", help=", ".join([*PEERS, OURS]))
+    add("--strategy", type=_strategies, default=STRATEGIES, help="full,log (default: all)")
+    add("--base-every", type=int, default=50, help="steps that share a base's cost (%(default)s)")
+    far = "records after a base, of which restores are timed (1,5,10,20)"
+    add("--records", type=_intervals, default=[1, 5, 10, 20], help=far)
     add("--tensors", type=int, default=10_000, help="in the model of small ones; 0: none")
     add("--text", metavar="FILE", help="what to train on (default: Python's own sources)")
     add("--store-root", type=Path, default=Path("runs"), metavar="DIR", help="where checkpoints go")
@@ -59,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, show, and write what was asked for."""
-    if args.steps < 1 or args.rounds < 1:
-        raise ValueError("--steps and --rounds must be positive")
-    names = chosen(args.only)
+    if args.steps < 1 or args.rounds < 1 or args.base_every < 1:
+        raise ValueError("--steps, --rounds and --base-every must be positive")
+    names = chosen(args.only, args.strategy)
     args.store_root.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="bench-", dir=args.store_root)).resolve()
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
@@ -91,11 +99,9 @@ class Bench:
         self._drivers: dict[tuple[str, int], Driver] = {}
         self.raw: dict[str, Any] = {
             "machine": describe(root),
-            "settings": {
-                key: getattr(args, key) for key in ("steps", "rounds", "size", "every", "tensors")
-            },
+            "settings": {key: getattr(args, key) for key in _SETTINGS},
             "versions": {name: version(CONTENDERS[name].distribution) for name in names},
-            "missing": missing(args.only),
+            "missing": missing(args.only, args.strategy),
             "failed": {},
             "blocks": [],
             "alone": [],
@@ -119,6 +125,9 @@ class Bench:
             if self._args.tensors and OURS in self._names:
                 self._tell(f"{self._args.tensors:,} tensors")
                 self._try(OURS, self._tensors)
+            if LOG in self._names:
+                self._tell(f"recovery after {', '.join(map(str, self._args.records))} records")
+                self._try(LOG, self._recovery)
         finally:
             for driver in self._drivers.values():
                 driver.stop()
@@ -129,7 +138,7 @@ class Bench:
         for name in self._names:
             self._tell(f"starting {CONTENDERS[name].label}")
             self._try(name, self._start_one)
-        needed = self.raw.get("state_bytes", 0) * (self._args.steps + LEAD_STEPS + 2)
+        needed = self.raw.get("state_bytes", 0) * (self._args.steps + _LEAD_STEPS_MAX + 2)
         if shutil.disk_usage(self._root).free < needed:
             raise Unavailable(
                 f"bench in {self._root}: {needed / 1e9:.1f} GB are needed for the saves of one "
@@ -137,7 +146,7 @@ class Bench:
             )
 
     def _start_one(self, name: str) -> None:
-        intervals = self._args.every if CONTENDERS[name].own_process_per_interval else [1]
+        intervals = self._args.every if CONTENDERS[name].is_ours else [1]
         for every in intervals:
             settings = {
                 "name": name,
@@ -156,12 +165,14 @@ class Bench:
                 self._try(name, self._alone, number)
 
     def _block(self, name: str, block: Block, number: int) -> None:
-        steps = steps_of(block, self._args.steps)
-        lead = LEAD_STEPS if block.every == 1 else 1
-        request = {"every": block.every, "steps": steps, "lead": lead}
+        facts = CONTENDERS[name]
+        steps = self._args.steps if block.bases else steps_of(block, self._args.steps)
+        lead = facts.lead_steps if block.every == 1 or name == LOG else 1
+        every = 1 if block.bases else block.every
+        request = {"every": every, "steps": steps, "lead": lead, "bases": block.bases}
         reply = self._driver(name, block.every).ask_watched("block", _TIMEOUT_S, **request)
-        place = {"round": number, "name": name, "every": block.every, "steps": steps}
-        self.raw["blocks"].append({**place, **reply})
+        place = {"round": number, "name": name, "every": block.every, "bases": block.bases}
+        self.raw["blocks"].append({**place, "steps": steps, **reply})
 
     def _alone(self, name: str, number: int) -> None:
         reply = self._driver(name).ask("alone", _TIMEOUT_S)
@@ -180,9 +191,13 @@ class Bench:
         request = {"count": self._args.tensors, "saves": _TENSORS_SAVES}
         self.raw["tensors"] = self._driver(name).ask("tensors", _TIMEOUT_S, **request)
 
+    def _recovery(self, name: str) -> None:
+        request = {"records": self._args.records, "rounds": self._args.rounds}
+        self.raw["recovery"] = self._driver(name).ask("recovery", _TIMEOUT_S, **request)
+
     def _driver(self, name: str, every: int = 0) -> Driver:
         """The process of a contender; for what is done once, that of its first interval."""
-        own = CONTENDERS[name].own_process_per_interval
+        own = CONTENDERS[name].is_ours
         return self._drivers[name, (every or self._args.every[0]) if own else 1]
 
     def _try(self, name: str, action: Callable[..., None], *rest: Any) -> None:
@@ -209,6 +224,13 @@ def _intervals(text: str) -> list[int]:
     if min(values) < 1 or len(set(values)) < len(values):
         raise ValueError(text)
     return values
+
+
+def _strategies(text: str) -> tuple[Strategy, ...]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names or set(names) - {*STRATEGIES, "all"}:
+        raise ValueError(text)
+    return tuple(name for name in STRATEGIES if name in names or "all" in names)
 
 
 def _names(text: str) -> list[str]:

@@ -12,14 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from everstep import Checkpointer, Keep, SaveHandle, Store
+from everstep import Checkpointer, Keep, SaveHandle, Store, clip_grad_norm_
 from everstep.cli.bench.floors import filled_buffer, page_multiple, plain_read
 from everstep.cli.bench.machine import await_end_of
+from everstep.cli.strategies import NO_BASE, Strategy
 from everstep.cli.workload import Run
 
 Finish = Callable[[], float]
@@ -28,6 +30,9 @@ Finish = Callable[[], float]
 
 class Contender(Protocol):
     """One way to save a run."""
+
+    def prepare(self) -> None:
+        """Before the first step of a block, off the clock."""
 
     def step(self, step: int, due: bool) -> Finish | None:
         """What a training loop calls after each update.
@@ -58,6 +63,9 @@ class Directory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    def prepare(self) -> None:
+        """Nothing to prepare."""
 
     def path(self, step: int) -> Path:
         """Where a step is saved."""
@@ -185,15 +193,30 @@ class _PlainWrite(Directory):
 
 
 class _Everstep:
-    """everstep.Checkpointer, `step` after each update; the two last are kept, its deletes count."""
+    """everstep.Checkpointer, `step` after each update; the two last are kept, its deletes count.
 
-    def __init__(self, run: Run, root: Path, every: int) -> None:
+    Of a log each block begins with a base, and no other comes: then its records are alike, and the
+    old ones are deleted.
+    """
+
+    def __init__(self, strategy: Strategy, run: Run, root: Path, every: int) -> None:
         self._root = root
+        self._strategy = strategy
+        self._wants_base = False
+        if strategy == "log":
+            run.clip = clip_grad_norm_
         self._checkpointer: Checkpointer | None = self._open(run, every)
         self._checkpointer.restore()
 
+    def prepare(self) -> None:
+        self._wants_base = self._strategy == "log"
+
     def step(self, step: int, due: bool) -> Finish | None:
         assert self._checkpointer is not None, "nothing is saved after a restore"
+        if self._wants_base:
+            self._wants_base = False
+            tagged = self._checkpointer.save(step, tag="base")  # what is tagged is a whole state
+            return lambda: _reached_local(tagged)
         handle = self._checkpointer.step(step)
         return (lambda: _reached_local(handle)) if handle else None
 
@@ -215,8 +238,15 @@ class _Everstep:
             await_end_of(str(self._root))
 
     def _open(self, run: Run, every: int) -> Checkpointer:
-        keep = Keep(last=2)
-        return Checkpointer(self._root, run.state(), every=every, keep=keep, under_pressure="wait")
+        return Checkpointer(
+            self._root,
+            run.state(),
+            every=every,
+            strategy=self._strategy,
+            base_every=NO_BASE if self._strategy == "log" else None,
+            keep=Keep(last=2),
+            under_pressure="wait",
+        )
 
 
 def _reached_local(handle: SaveHandle) -> float:
@@ -227,5 +257,6 @@ def _reached_local(handle: SaveHandle) -> float:
 OWN: dict[str, Maker] = {
     "none": _NoCheckpoints,
     "plain": _PlainWrite,
-    "everstep": _Everstep,
+    "everstep": partial(_Everstep, "full"),
+    "everstep-log": partial(_Everstep, "log"),
 }

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everstep.cli.bench.plan import BASELINE, FLOOR, OURS
+from everstep.cli.bench.plan import BASELINE, FLOOR, LOG, OURS
 from everstep.errors import Unsupported
 
-_OURS, _PEER, _FLOOR = "#1b9e77", "#7f8fa6", "#c9ced6"
+_OURS, _LOG, _PEER, _FLOOR = "#0b6e63", "#63c5a4", "#7f8fa6", "#c9ced6"
+_LIMIT = "#333333"
 Entry = dict[str, Any]
 Bar = tuple[float, float, float] | None
 
@@ -24,16 +25,20 @@ def draw(report: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     entries = {name: entry for name, entry in report["contenders"].items() if name != BASELINE}
-    figure, grid = pyplot.subplots(2, 3, figsize=(15, 7.5), sharey=True, layout="constrained")
+    figure, grid = pyplot.subplots(2, 4, figsize=(18, 7.5), layout="constrained")
     axes = grid.flatten()
     every = str(report["settings"]["every"][0])
     when = "every step" if every == "1" else f"every {every}th step"
     _bars(axes[0], entries, _slowdown(every), f"slowdown of the loop, {when} (%)")
     _bars(axes[1], entries, _stall(every), f"stall in the call, {when} (ms, log)", log=True)
     _bars(axes[2], entries, _memory(every), f"memory more, {when} (MiB)")
-    _bars(axes[3], entries, _durable, "until durable, by itself (s)", floor=True)
-    _bars(axes[4], entries, _restored, "restore, cold cache (s)", floor=True)
-    _last_panel(axes[5], report, entries)
+    _bars(axes[3], entries, _bytes, "bytes of a save (MB)")
+    _bars(axes[4], entries, _durable, "until durable, by itself (s)", floor=True)
+    _bars(axes[5], entries, _restored, "restore, cold cache (s)", floor=True)
+    _other_interval(axes[6], report, entries)
+    _recovery(axes[7], report["recovery"])
+    for index in (1, 2, 3, 5, 6):
+        axes[index].set_yticklabels([])
     figure.suptitle(_title(report), fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -60,7 +65,7 @@ def _bars(
         axes.errorbar(middle, row, xerr=whisker, color="#333333", lw=1, capsize=2)
         axes.annotate(
             f"{middle:.3g}", (max(middle, high), row), (4, 0), textcoords="offset points",
-            va="center", fontsize=8, fontweight="bold" if name == OURS else "normal",
+            va="center", fontsize=8, fontweight="bold" if name in (OURS, LOG) else "normal",
         )  # fmt: skip
     if floor and FLOOR in entries and (bar := value(entries[FLOOR])):
         axes.axvline(bar[0], color="#333333", lw=0.8, ls=":")
@@ -77,13 +82,38 @@ def _bars(
     axes.set_axisbelow(True)
 
 
-def _last_panel(axes: Any, report: dict[str, Any], entries: dict[str, Entry]) -> None:
+def _other_interval(axes: Any, report: dict[str, Any], entries: dict[str, Entry]) -> None:
     """The slowdown at the second interval, where there is one."""
     others = report["settings"]["every"][1:]
     if not others:
         axes.set_visible(False)
         return
     _bars(axes, entries, _slowdown(str(others[0])), f"slowdown, every {others[0]}th step (%)")
+
+
+def _recovery(axes: Any, recovery: dict[str, Any] | None) -> None:
+    """Restores of a log by their distance to the base, below the line that they should keep to."""
+    if recovery is None:
+        axes.set_visible(False)
+        return
+    rows = recovery["restores"]
+    counts = [row["records"] for row in rows]
+    seconds = [row["seconds"] for row in rows]
+    middle = [value["median"] for value in seconds]
+    whiskers = [
+        [value["median"] - value["min"] for value in seconds],
+        [value["max"] - value["median"] for value in seconds],
+    ]
+    limits = [recovery["base_s"]["median"], *(row["at_most_s"] for row in rows)]
+    axes.plot([0, *counts], limits, ":", color=_LIMIT, lw=1.2, label="base, reads, updates")
+    axes.errorbar(counts, middle, whiskers, fmt="o-", color=_LOG, capsize=2, label="restore")
+    axes.set_xlim(0)
+    axes.set_ylim(0)
+    axes.set_xlabel("records after the base", fontsize=9)
+    axes.set_title("restore of a log (s)", fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#eeeeee")
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def _slowdown(every: str) -> Callable[[Entry], Bar]:
@@ -104,6 +134,13 @@ def _memory(every: str) -> Callable[[Entry], Bar]:
     return value
 
 
+def _bytes(entry: Entry) -> Bar:
+    if not entry["alone"]:
+        return None
+    megabytes = entry["alone"]["bytes"] / 1e6
+    return megabytes, megabytes, megabytes
+
+
 def _durable(entry: Entry) -> Bar:
     return _bar(entry["alone"] and entry["alone"]["durable_s"])
 
@@ -119,7 +156,7 @@ def _bar(values: dict[str, float] | None, scale: float = 1) -> Bar:
 
 
 def _colour(name: str) -> str:
-    return {OURS: _OURS, FLOOR: _FLOOR}.get(name, _PEER)
+    return {OURS: _OURS, LOG: _LOG, FLOOR: _FLOOR}.get(name, _PEER)
 
 
 def _title(report: dict[str, Any]) -> str:

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TypeVar
 
+from everstep.cli.strategies import STRATEGIES, WARM_SAVES, Strategy
+
 BASELINE = "none"
 FLOOR = "plain"
 OURS = "everstep"
+LOG = "everstep-log"
 _BLOCKS_PER_BASELINE = 4
 _DCP_SYNCS = "fsyncs before its last buffers are flushed, and no directory"
 _DCP_STAGES = "staging buffers kept and filled by a thread, which is faster than its default"
@@ -23,12 +26,20 @@ class Facts:
     distribution: str = "torch"
     syncs: str = "nothing"
     note: str = ""
-    own_process_per_interval: bool = False
+    strategy: Strategy | None = None
+    warm_saves: int = 3
+    lead_steps: int = 2
+    saves_before_kept: int = 0
 
     @property
     def is_installed(self) -> bool:
         """Whether its library can be imported."""
         return find_spec(self.module) is not None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is everstep; then it has a process for each interval, an option of its own."""
+        return self.strategy is not None
 
     @property
     def is_durable(self) -> bool:
@@ -50,50 +61,80 @@ CONTENDERS = {
         "torch_checkpointing",
         note="use_direct_io=False, since its default fails on ext4",
     ),
-    OURS: Facts("everstep", "everstep", "everstep", "all", own_process_per_interval=True),
+    OURS: Facts("everstep", "everstep", "everstep", "all", strategy="full"),
+    LOG: Facts(
+        "everstep log",
+        "everstep",
+        "everstep",
+        "all",
+        note="figures are of records, after a base outside of what is timed; its restore is of a "
+        "base and two records",
+        strategy="log",
+        warm_saves=WARM_SAVES,
+        lead_steps=4,
+        saves_before_kept=2,
+    ),
 }
 
-PEERS = [name for name in CONTENDERS if name not in (BASELINE, FLOOR, OURS)]
+PEERS = [
+    name
+    for name, facts in CONTENDERS.items()
+    if name not in (BASELINE, FLOOR) and not facts.is_ours
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some steps in a row of one contender, with a save at every `every`-th; 0: never."""
+    """Some steps in a row of one contender, with a save at every `every`-th; 0: never. `bases`: of
+    a log, with a base at each step."""
 
     name: str
     every: int
+    bases: bool = False
 
 
-def chosen(only: Sequence[str]) -> list[str]:
+def chosen(only: Sequence[str], strategies: Sequence[Strategy] = STRATEGIES) -> list[str]:
     """Who runs: the baseline, the floor, and what was asked for (or all) and is installed."""
-    if unknown := set(only) - set(CONTENDERS):
-        raise ValueError(
-            f"unknown contenders {sorted(unknown)}; there are {', '.join([*PEERS, OURS])}"
-        )
-    names = [name for name in CONTENDERS if not only or name in (BASELINE, FLOOR, *only)]
-    return [name for name in names if CONTENDERS[name].is_installed]
+    return [name for name in _wanted(only, strategies) if CONTENDERS[name].is_installed]
 
 
-def missing(only: Sequence[str]) -> list[str]:
+def missing(only: Sequence[str], strategies: Sequence[Strategy] = STRATEGIES) -> list[str]:
     """The contenders that were asked for (all) and are not installed."""
-    return [
-        name
-        for name, facts in CONTENDERS.items()
-        if (not only or name in only) and not facts.is_installed
-    ]
+    return [name for name in _wanted(only, strategies) if not CONTENDERS[name].is_installed]
+
+
+def _wanted(only: Sequence[str], strategies: Sequence[Strategy]) -> list[str]:
+    """`only` holds everstep under one name; which of its strategies, the other says."""
+    if unknown := set(only) - {*CONTENDERS} | set(only) & {LOG}:
+        raise ValueError(
+            f"unknown contenders {sorted(unknown)}; there are {', '.join([*PEERS, OURS])} "
+            f"(with --strategy)"
+        )
+    names = []
+    for name, facts in CONTENDERS.items():
+        if facts.is_ours:
+            is_wanted = (not only or OURS in only) and facts.strategy in strategies
+        else:
+            is_wanted = not only or name in (BASELINE, FLOOR, *only)
+        if is_wanted:
+            names.append(name)
+    return names
 
 
 def round_of(names: Iterable[str], intervals: Sequence[int], number: int) -> list[Block]:
     """The blocks of a round: every contender at every interval, in an order that turns with the
     round's number, with the baseline first, last, and after every fourth block."""
     saving = [name for name in names if name != BASELINE]
-    turned = rotated(saving, number)
     baseline = Block(BASELINE, 0)
     blocks = [baseline]
-    pairs = [(name, every) for name in turned for every in rotated(list(intervals), number)]
-    for index, (name, every) in enumerate(pairs, start=1):
-        blocks.append(Block(name, every))
-        if index % _BLOCKS_PER_BASELINE == 0 and index < len(pairs):
+    due: list[Block] = []
+    for name in rotated(saving, number):
+        due += [Block(name, every) for every in rotated(list(intervals), number)]
+        if name == LOG:
+            due.append(Block(name, intervals[0], bases=True))
+    for index, block in enumerate(due, start=1):
+        blocks.append(block)
+        if index % _BLOCKS_PER_BASELINE == 0 and index < len(due):
             blocks.append(baseline)
     return [*blocks, baseline]
 

@@ -5,15 +5,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from everstep.cli.bench.plan import BASELINE, CONTENDERS, FLOOR, OURS, PEERS
+from everstep.cli.bench.plan import BASELINE, CONTENDERS, FLOOR, LOG, OURS, PEERS
 
-SCHEMA = 1
+SCHEMA = 2
 AIM_CALL_MS = 1.0
 AIM_SLOWDOWN = 0.10
 AIM_OF_BEST_PEER = 1 / 3
 AIM_DURABLE = 1.2
 AIM_RESTORE = 1.3
 AIM_BOOKKEEPING_MS = 20.0
+AIM_RECORD_BYTES = 0.37
+AIM_LOG_SLOWDOWN = 0.5
+AIM_RECOVERY = 1.0
 
 
 def summarise(raw: dict[str, Any]) -> dict[str, Any]:
@@ -33,6 +36,7 @@ def summarise(raw: dict[str, Any]) -> dict[str, Any]:
                 for every in ([0] if name == BASELINE else raw["settings"]["every"])
                 if _blocks(raw, name, every)
             },
+            "bases": _bases(raw, name),
             "alone": _alone(raw, name, facts.is_durable),
             "restore": _restore(raw, name),
         }
@@ -45,6 +49,7 @@ def summarise(raw: dict[str, Any]) -> dict[str, Any]:
         "contenders": entries,
         "missing": {name: CONTENDERS[name].label for name in raw["missing"]},
         "tensors": raw.get("tensors"),
+        "recovery": _recovery(raw.get("recovery")),
     }
     return {**report, "aims": _aims(report)}
 
@@ -66,11 +71,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def slowdowns(blocks: Sequence[dict[str, Any]], name: str, every: int) -> list[float]:
+def slowdowns(
+    blocks: Sequence[dict[str, Any]], name: str, every: int, bases: bool = False
+) -> list[float]:
     """One per block: its time per step over that of the baselines before and after it, less one."""
     found = []
     for index, block in enumerate(blocks):
-        if (block["name"], block["every"]) != (name, every):
+        if (block["name"], block["every"], block.get("bases", False)) != (name, every, bases):
             continue
         before = [b for b in blocks[:index] if b["name"] == BASELINE][-1:]
         after = [b for b in blocks[index + 1 :] if b["name"] == BASELINE][:1]
@@ -79,8 +86,10 @@ def slowdowns(blocks: Sequence[dict[str, Any]], name: str, every: int) -> list[f
     return found
 
 
-def _blocks(raw: dict[str, Any], name: str, every: int) -> list[dict[str, Any]]:
-    return [b for b in raw["blocks"] if (b["name"], b["every"]) == (name, every)]
+def _blocks(
+    raw: dict[str, Any], name: str, every: int, bases: bool = False
+) -> list[dict[str, Any]]:
+    return [b for b in raw["blocks"] if (b["name"], b["every"], b["bases"]) == (name, every, bases)]
 
 
 def _training(raw: dict[str, Any], name: str, every: int) -> dict[str, Any]:
@@ -99,6 +108,44 @@ def _training(raw: dict[str, Any], name: str, every: int) -> dict[str, Any]:
         "memory_bytes": peak,
         "memory_over_baseline_bytes": peak - baseline,
     }
+
+
+def _bases(raw: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Of a log: what a step with a base costs, and what that is when spread over many steps."""
+    every, apart = raw["settings"]["every"][0], raw["settings"]["base_every"]
+    blocks = _blocks(raw, name, every, bases=True)
+    if not blocks:
+        return None
+    slowdown = spread(slowdowns(raw["blocks"], name, every, bases=True))
+    records = spread(slowdowns(raw["blocks"], name, every))
+    mean = None
+    if slowdown and records:
+        mean = (slowdown["median"] + (apart - 1) * records["median"]) / apart
+    return {
+        "slowdown": slowdown,
+        "step_s": spread([block["seconds"] / block["steps"] for block in blocks]),
+        "finished_s": spread([value for block in blocks for value in block["finished_s"]]),
+        "stall_ms": spread([1000 * value for block in blocks for value in block["stall_s"]]),
+        "apart": apart,
+        "slowdown_with_bases": mean,
+    }
+
+
+def _recovery(measured: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Restores of a log beside what they should cost at most: the base, and for each record a read
+    and an update, as measured by themselves."""
+    if measured is None:
+        return None
+    parts = {key: spread(measured[key]) for key in ("base_s", "record_s", "update_s")}
+    base, record, update = (statistics.median(measured[key]) for key in parts)
+    rows = []
+    for row in measured["restores"]:
+        seconds, at_most = spread(row["seconds"]), base + row["records"] * (record + update)
+        assert seconds
+        over = seconds["median"] / at_most
+        rows.append({**row, "seconds": seconds, "at_most_s": at_most, "over": over})
+    kept = ("cache", "base_bytes", "record_bytes")
+    return {**{key: measured[key] for key in kept}, **parts, "restores": rows}
 
 
 def _alone(raw: dict[str, Any], name: str, is_durable: bool) -> dict[str, Any] | None:
@@ -158,7 +205,29 @@ def _aims(report: dict[str, Any]) -> list[dict[str, Any]]:
     if tensors := report["tensors"]:
         text = f"manifest and bookkeeping, {tensors['tensors']:,} tensors (ms)"
         add(text, AIM_BOOKKEEPING_MS, 1000 * tensors["bookkeeping_s"], "ms")
-    return aims
+    return aims + _log_aims(report)
+
+
+def _log_aims(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of the strategy `log`."""
+    full, log = report["contenders"].get(OURS), report["contenders"].get(LOG)
+    recovery = report["recovery"]
+    found: list[tuple[str, float, float]] = []
+    if full and log and full["alone"] and log["alone"]:
+        share = log["alone"]["bytes"] / full["alone"]["bytes"]
+        found.append(("bytes of a record / of a state, fp32", AIM_RECORD_BYTES, share))
+    if full and log and "1" in full["every"] and "1" in log["every"]:
+        slower, slow = (entry["every"]["1"]["slowdown"]["median"] for entry in (full, log))
+        if slower > 0:
+            text = "slowdown of the loop, a record / a state"
+            found.append((text, AIM_LOG_SLOWDOWN, slow / slower))
+    if recovery:
+        worst = max(row["over"] for row in recovery["restores"])
+        found.append(("restore of a log / base, reads and updates", AIM_RECOVERY, worst))
+    return [
+        {"aim": text, "limit": limit, "measured": value, "unit": "ratio", "met": value <= limit}
+        for text, limit, value in found
+    ]
 
 
 def best_peer(report: dict[str, Any]) -> tuple[str, float] | None:

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.bench.plan import BASELINE, FLOOR, OURS
+from everstep.cli.bench.plan import BASELINE, FLOOR, LOG, OURS
 
-_STYLES = {OURS: "bold green", BASELINE: "dim", FLOOR: "dim"}
+_STYLES = {OURS: "bold green", LOG: "bold green", BASELINE: "dim", FLOOR: "dim"}
 Report = dict[str, Any]
 
 
@@ -19,6 +19,8 @@ def show(report: Report, console: Console) -> None:
     for every in report["settings"]["every"]:
         console.print(_training_table(report, every))
     console.print(_single_table(report))
+    if recovery := report["recovery"]:
+        console.print(_recovery_table(recovery))
     if tensors := report["tensors"]:
         console.print(_tensors_line(tensors))
     if report["aims"]:
@@ -45,11 +47,14 @@ def _training_table(report: Report, every: int) -> Table:
     for column in ("stall in the call\nmedian, ms", "p99\nms", "step\ns", "slowdown\nmedian"):
         table.add_column(column, justify="right")
     table.add_column("min … max", justify="right", style="dim", no_wrap=True)
-    for column in ("until finished\ns", "memory more\nMiB"):
+    for column in ("until finished\ns", "memory more\nMiB", "MB a save"):
         table.add_column(column, justify="right")
     for name, entry in report["contenders"].items():
         if figures := entry["every"].get("0" if name == BASELINE else str(every)):
-            table.add_row(_label(name, entry), *_training_cells(figures))
+            size = f"{entry['alone']['bytes'] / 1e6:.1f}" if entry["alone"] else ""
+            table.add_row(_label(name, entry), *_training_cells(figures), size)
+            if entry["bases"] and every == report["settings"]["every"][0]:
+                table.add_row(*_base_cells(report, entry["bases"]), style="dim")
     return table
 
 
@@ -64,6 +69,36 @@ def _training_cells(figures: dict[str, Any]) -> list[str]:
         _seconds(figures["finished_s"]),
         f"{figures['memory_over_baseline_bytes'] / 2**20:+.0f}" if stall else "",
     ]
+
+
+def _base_cells(report: Report, bases: dict[str, Any]) -> list[str]:
+    """Of a log's steps with a base, which are apart from the others."""
+    recovery = report["recovery"]
+    figures = {**bases, "stall_ms": bases["stall_ms"] and {**bases["stall_ms"], "p99": 0.0}}
+    stall, _, *rest, _ = _training_cells({**figures, "memory_over_baseline_bytes": 0})
+    size = f"{recovery['base_bytes'] / 1e6:.1f}" if recovery else ""
+    return ["  its bases", stall, "", *rest, "", size]
+
+
+def _recovery_table(recovery: dict[str, Any]) -> Table:
+    title = (
+        f"Recovery of a log: a base of {recovery['base_bytes'] / 1e6:.1f} MB, records of "
+        f"{recovery['record_bytes'] / 1e6:.1f} MB"
+    )
+    table = _table(title)
+    for column in ("restore\nmedian, s", "min … max", "at most\ns", "/ at most"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in recovery["restores"]:
+        seconds = row["seconds"]
+        label = f"{row['records']} record{'' if row['records'] == 1 else 's'} after the base"
+        table.add_row(
+            Text(label + ("" if row["equal"] else " DIFFERS"), "" if row["equal"] else "bold red"),
+            f"{seconds['median']:.3f}",
+            f"{seconds['min']:.3f} … {seconds['max']:.3f}",
+            f"{row['at_most_s']:.3f}",
+            f"{row['over']:.2f}",
+        )
+    return table
 
 
 def _single_table(report: Report) -> Table:
@@ -129,12 +164,33 @@ def _remarks(report: Report) -> list[str]:
             cache = entry["restore"]["cache"]
             if not entry["restore"]["equal"]:
                 lines.append(f"{entry['label']}: what was restored DIFFERS from what was saved")
+    lines += _log_remarks(report)
     lines.append("* with an fsync of its files and directories made afterwards by the bench")
     lines.append(
         "slowdown: a block's time over that of the neighbouring blocks without checkpoints. "
         "memory: resident, with all its processes, more than without checkpoints. "
         f"restores: into a fresh run, {cache or 'no'} before each; every restored byte was compared"
     )
+    return lines
+
+
+def _log_remarks(report: Report) -> list[str]:
+    lines = []
+    log = report["contenders"].get(LOG)
+    if log and log["bases"] and log["bases"]["slowdown_with_bases"] is not None:
+        mean, apart = log["bases"]["slowdown_with_bases"], log["bases"]["apart"]
+        lines.append(f"{log['label']}: {100 * mean:+.1f} % with a base at every {apart}th step")
+    if recovery := report["recovery"]:
+        base, record, update = (
+            1000 * recovery[key]["median"] for key in ("base_s", "record_s", "update_s")
+        )
+        lines.append(
+            f"recovery, at most: {base:.0f} ms for the base, and for each record {record:.0f} ms "
+            f"to read it (verified, decoded) and {update:.0f} ms for an update, each measured by "
+            f"itself; {recovery['cache']} before each"
+        )
+        if not all(row["equal"] for row in recovery["restores"]):
+            lines.append(f"{LOG}: what was replayed DIFFERS from what was saved")
     return lines
 
 

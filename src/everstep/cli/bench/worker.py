@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import xxhash
-
 from everstep.cli import workload
-from everstep.cli.bench import tensors
+from everstep.cli.bench import recovery, tensors
+from everstep.cli.bench.checks import chill, digest
 from everstep.cli.bench.contenders import OWN, Contender, Finish, state_bytes, sync_directory
 from everstep.cli.bench.peers import PEERS
+from everstep.cli.bench.plan import CONTENDERS
 
 _RUN_STEPS = 1000
-_WARM_SAVES = 3
 
 
 @dataclass(slots=True)
@@ -62,18 +60,25 @@ class Worker:
         self._run.train_step()
         self._contender: Contender = {**OWN, **PEERS}[name](self._run, root, every)
         self._kept = 0
+        self._each_prepared = False
 
     def warm_up(self) -> dict[str, Any]:
         """Steps and saves off the clock: they fill buffers, start processes, build plans."""
+        saves = CONTENDERS[self._name].warm_saves
         if self._every == 1:
-            self.block(int(self._name != "none"), _WARM_SAVES, 0)
+            self.block(int(self._name != "none"), saves, 0)
         else:
-            for _ in range(_WARM_SAVES):
+            for _ in range(saves):
                 self._drop([self._save_alone()])
         return {"state_bytes": state_bytes(self._run)}
 
-    def block(self, every: int, steps: int, lead: int) -> dict[str, Any]:
-        """Train `lead` untimed and `steps` timed steps, saving where due; let the saves finish."""
+    def block(self, every: int, steps: int, lead: int, bases: bool = False) -> dict[str, Any]:
+        """Train `lead` untimed and `steps` timed steps, saving where due; let the saves finish.
+
+        `bases`: each save is prepared for, which makes a log write a base.
+        """
+        self._contender.prepare()
+        self._each_prepared = bases
         first = self._next_due(max(1, every), lead)
         early = [self._one(number, every) for number in range(first - lead, first)]
         began = time.perf_counter()
@@ -102,6 +107,9 @@ class Worker:
 
     def keep_one(self) -> dict[str, Any]:
         """Save a last time and keep it for the restores; its state is what they must give back."""
+        self._contender.prepare()
+        for _ in range(CONTENDERS[self._name].saves_before_kept):
+            self._drop([self._save_alone()])
         call = self._save_alone()
         reply = self._measured(call)
         self._kept, self._expected = call.step, digest(self._run)
@@ -122,12 +130,19 @@ class Worker:
         """The section about a model of many small tensors; see tensors.py."""
         return tensors.measure(self._root / "tensors", count, saves)
 
+    def recovery(self, records: list[int], rounds: int) -> dict[str, Any]:
+        """The section about restores far from their base; see recovery.py."""
+        root = self._root.parent / f"{self._root.name}-recovery"
+        return recovery.measure(root, self._text, self._size, records, rounds)
+
     def close(self) -> dict[str, Any]:
         """End the contender's processes."""
         self._contender.close()
         return {}
 
     def _one(self, number: int, every: int) -> Call:
+        if self._each_prepared:
+            self._contender.prepare()
         self._run.train_step()
         return self._call(number, bool(every) and number % every == 0)
 
@@ -169,34 +184,6 @@ class Worker:
         for call in calls:
             call.wait()
         self._contender.discard([call.step for call in calls])
-
-
-def digest(run: workload.Run) -> str:
-    """One digest of what must come back: model, optimizer, loader, torch's generator."""
-    hasher = xxhash.xxh3_128()
-    tensors = {**run.model.state_dict(), **run.loader.state_dict(), "rng": torch.get_rng_state()}
-    tensors.pop("batches_read")
-    for index, held in run.optimizer.state_dict()["state"].items():
-        tensors |= {f"{index}.{key}": value for key, value in sorted(held.items())}
-    for name, tensor in tensors.items():
-        hasher.update(name.encode())
-        hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return hasher.hexdigest()
-
-
-def chill(root: Path) -> str:
-    """Take the files under `root` out of the page cache; says how."""
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("1\n")
-    except OSError:
-        for path in root.rglob("*"):
-            if path.is_file():
-                fd = os.open(path, os.O_RDONLY)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(fd)
-        return "posix_fadvise"
-    return "drop_caches"
 
 
 def main() -> None:
