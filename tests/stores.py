@@ -90,8 +90,15 @@ class Trainer:
         self.writer.epoch, self.writer.parent = self.epoch, parent
         return self.epoch
 
-    def seal(self, step: int, tag: str | None = None, salt: int = 0, metrics: object = None) -> Job:
-        """Put the state of `step` into a slot."""
+    def seal(
+        self,
+        step: int,
+        tag: str | None = None,
+        salt: int = 0,
+        metrics: object = None,
+        follows: int | None = None,
+    ) -> Job:
+        """Put the state of `step` into a slot; or a record, which `follows` a step."""
         self.sequence += 1
         slot = self.sequence % self.arena.slot_count
         image = image_of(self.layout, {s.name: content(s, step + salt) for s in self.specs})
@@ -104,6 +111,8 @@ class Trainer:
             "metrics": metrics or {},
             "tag": tag,
         }
+        if follows is not None:
+            said["record"] = {"previous": follows, "calls": [{"optimizer": "optimizer"}]}
         descriptor = seal(said)
         record = Row(self.sequence, step, len(image), len(self.table), len(descriptor))
         self.arena.seal(slot, record, self.table, descriptor)
@@ -115,6 +124,10 @@ class Trainer:
     def save(self, step: int, tag: str | None = None, salt: int = 0) -> Outcome:
         """Commit the state of `step`; returns when it is durable."""
         return persist(self.writer, self.seal(step, tag, salt), lambda: None)
+
+    def record(self, step: int, follows: int) -> Outcome:
+        """Commit a record that leads from one step to another; returns when it is durable."""
+        return persist(self.writer, self.seal(step, follows=follows), lambda: None)
 
 
 def make_store(

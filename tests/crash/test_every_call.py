@@ -10,7 +10,7 @@ import pytest
 from faults import Fault, FaultySystem, Medium
 from sweep import Promises, sweep
 
-from everstep import Store, Unavailable
+from everstep import EverstepError, Store, Unavailable
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
@@ -86,6 +86,65 @@ def test_the_first_save_of_a_store(folder, fault):
         promises.checkpoints.add(CheckpointName(1, epoch))
 
     assert sweep(folder, lambda disk: Promises(), start, fault) > 40
+
+
+def _chain(disk: Disk) -> Promises:
+    """A state 1, records 2 and 3; a state 4 and a record 5."""
+    trainer = make_store(disk.root, [1], system=disk._system)
+    trainer.record(2, follows=1)
+    trainer.record(3, follows=2)
+    trainer.save(4)
+    trainer.record(5, follows=4)
+    return Promises({CheckpointName(step, 1) for step in range(1, 6)}, {1})
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_records(folder, fault):
+    """Two in a row: where the first fails, there is no second that follows it."""
+
+    def save(disk: Disk, promises: Promises) -> None:
+        trainer = Trainer(disk, epoch=1, parent=CheckpointName(5, 1))
+        for step in (6, 7):
+            try:
+                trainer.record(step, follows=step - 1)
+            except EverstepError:
+                if step == 6 and CheckpointName(6, 1) not in catalog.committed(disk):
+                    with pytest.raises(EverstepError):
+                        trainer.record(7, follows=6)
+                raise
+            promises.checkpoints.add(CheckpointName(step, 1))
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 1, 7)
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == 7
+
+    assert sweep(folder, _chain, save, fault, finish) > 40
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a record whose unlink was not synced comes back after its base was deleted for good",
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_retention_of_chains(folder, fault):
+    """What goes, goes from the end of its chain: a crash in between leaves no record alone."""
+    keep = Keep(last=2)
+
+    def prepare(disk: Disk) -> Promises:
+        promises = _chain(disk)
+        promises.checkpoints = {CheckpointName(4, 1), CheckpointName(5, 1)}
+        return promises
+
+    def apply(disk: Disk, promises: Promises) -> None:
+        retain.apply(disk, keep)
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 1, 5)
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == len(catalog.committed(disk)) == 2
+
+    assert sweep(folder, prepare, apply, fault, finish) > 6
 
 
 @pytest.mark.parametrize("fault", FAULTS)

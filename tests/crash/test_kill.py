@@ -27,8 +27,12 @@ class Run:
 
     begun: ClassVar[list["Run"]] = []
 
-    def __init__(self, store: Path, steps: int = STEPS, every: int = 1) -> None:
+    def __init__(
+        self, store: Path, steps: int = STEPS, every: int = 1, log: int | None = None
+    ) -> None:
+        """`log`: steps from base to base; None: whole states."""
         command = [sys.executable, str(TRAINER), str(store), str(steps), str(every)]
+        command += ["log", str(log)] if log else []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.begun.append(self)
         self.losses: dict[int, str] = {}
@@ -89,17 +93,29 @@ def check_against_uninterrupted(store: Path, losses: dict[int, str]) -> None:
     state = build()
     expected = {step: train_one_step(state).hex() for step in range(1, STEPS + 1)}
     assert losses == expected
-    final = everstep.Store(store).read(STEPS)
-    for name, tensor in state["model"].state_dict().items():
-        assert torch.equal(final[f"model.{name}"], tensor), name
-    assert torch.equal(final["rng.torch"], torch.get_rng_state())
+    generator = torch.get_rng_state()
+    final = build()
+    with everstep.Checkpointer(store, final) as checkpointer:
+        assert checkpointer.restore(STEPS) == STEPS
+    assert torch.equal(torch.get_rng_state(), generator)
+    check_equal(final["model"].state_dict(), state["model"].state_dict())
+    for one, other in zip(*(s["optimizer"].state.values() for s in (final, state)), strict=True):
+        check_equal(one, other)
 
 
-def die_and_go_on(store: Path, rng: random.Random, kills: int, keeper_too: bool) -> None:
+def check_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+def die_and_go_on(
+    store: Path, rng: random.Random, kills: int, keeper_too: bool, log: int | None = None
+) -> None:
     losses: dict[int, str] = {}
     previous = 0
     for kill in range(kills):
-        run = Run(store)
+        run = Run(store, log=log)
         assert previous - run.restored <= 1, (
             f"kill {kill}: {previous} was done, {run.restored} restored"
         )
@@ -116,7 +132,7 @@ def die_and_go_on(store: Path, rng: random.Random, kills: int, keeper_too: bool)
         losses.update(run.losses)
         # The step whose line was not printed any more may still have been taken.
         previous = max(run.last, run.restored)
-    run = Run(store)
+    run = Run(store, log=log)
     assert previous - run.restored <= 1
     run.finish()
     losses.update(run.losses)
@@ -128,15 +144,22 @@ def test_trainer_killed_at_random_moments(store):
     die_and_go_on(store, random.Random(seed()), kills=4, keeper_too=False)
 
 
+@pytest.mark.parametrize("base_every", [3, 50])
+def test_trainer_with_a_log_killed_at_random_moments(store, base_every):
+    die_and_go_on(store, random.Random(seed()), kills=4, keeper_too=False, log=base_every)
+
+
 @pytest.mark.slow
-def test_trainer_killed_very_often(store):
-    die_and_go_on(store, random.Random(seed()), kills=25, keeper_too=False)
+@pytest.mark.parametrize("log", [None, 4])
+def test_trainer_killed_very_often(store, log):
+    die_and_go_on(store, random.Random(seed()), kills=25, keeper_too=False, log=log)
 
 
-def test_keeper_killed_while_training(store):
+@pytest.mark.parametrize("log", [None, 7])
+def test_keeper_killed_while_training(store, log):
     """Training goes on, a new keeper takes over what was sealed, nothing is lost."""
     rng = random.Random(seed())
-    run = Run(store)
+    run = Run(store, log=log)
     for _ in range(3):
         run.read_steps(rng.randrange(1, 8))
         keeper = subprocess.run(
@@ -153,18 +176,19 @@ def test_keeper_killed_while_training(store):
     assert verdict.ok, verdict.problems
 
 
-def test_keeper_and_trainer_killed_one_after_the_other(store):
+@pytest.mark.parametrize("log", [None, 7])
+def test_keeper_and_trainer_killed_one_after_the_other(store, log):
     """With the keeper's memory gone too, what is on the disk must do: the loss may be larger than a
     step, the state is still one of the run's own, and the run ends bit-equal."""
     rng = random.Random(seed())
     losses: dict[int, str] = {}
     for _ in range(3):
-        run = Run(store)
+        run = Run(store, log=log)
         run.read_steps(rng.randrange(2, 12))
         os.kill(run.keeper, signal.SIGKILL)
         run.kill()
         losses.update(run.losses)
-    run = Run(store)
+    run = Run(store, log=log)
     run.finish()
     losses.update(run.losses)
     check_against_uninterrupted(store, losses)

@@ -1,6 +1,6 @@
 """A real training run in a process of its own, to be killed: prints one JSON line for each event.
 
-python trainer.py STORE STEPS EVERY
+python trainer.py STORE STEPS EVERY [STRATEGY [BASE_EVERY]]
 """
 
 import json
@@ -39,11 +39,19 @@ def tell(**event: object) -> None:
     print(json.dumps(event), flush=True)
 
 
-def main(store: str, steps: int, every: int) -> None:
+def main(
+    store: str, steps: int, every: int, strategy: str = "full", base_every: int | None = None
+) -> None:
     state = build()
     keep = everstep.Keep(last=3)
     with everstep.Checkpointer(
-        store, state, every=every, keep=keep, under_pressure="wait"
+        store,
+        state,
+        every=every,
+        strategy=strategy,
+        base_every=base_every,
+        keep=keep,
+        under_pressure="wait",
     ) as checkpointer:
         start = checkpointer.restore()
         tell(restored=start, keeper=checkpointer._client.keeper_pid)
@@ -55,4 +63,4 @@ def main(store: str, steps: int, every: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:5], *map(int, sys.argv[5:]))
