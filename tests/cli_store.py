@@ -1,5 +1,6 @@
 """Small stores for the tests of the command, written without torch, but with real packs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,13 @@ def save_log(disk: Disk, run: str, step: int, previous: CheckpointName, **more: 
         previous=Previous(previous.step, previous.epoch, digest),
         **more,
     )
+
+
+def make_whole(disk: Disk, name: CheckpointName) -> None:
+    """Put a whole state beside a log step, as `everstep materialize` does."""
+    part = _part(disk, name, SPECS, TABLE)
+    log = catalog.read_manifest(disk, name)
+    commit.publish_state(disk, replace(log, parts=(part,), records=(), previous=None), TABLE)
 
 
 def make_logged(path: Path) -> Disk:

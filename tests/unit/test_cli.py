@@ -16,6 +16,7 @@ from everstep.cli.chains import Chains, _Link
 from everstep.store import commit
 from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 
 CALL = cli_store.CALLS[0]
 CAPTURED = pytest.CaptureFixture[str]
@@ -269,6 +270,20 @@ def test_ls_json_tells_bases_and_records(logged: Path, capsys: CAPTURED) -> None
     assert (log["previous"]["step"], log["previous"]["epoch"]) == (11, 1)
     state = rows["00000014-0001"]
     assert (state["kind"], state["base"], state["previous"]) == ("state", None, None)
+
+
+def test_a_log_that_was_made_whole_needs_nothing_before_it(logged: Path, capsys: CAPTURED) -> None:
+    cli_store.make_whole(Disk(logged), CheckpointName(12, 1))
+    rows = {row["name"]: row for row in run_json(capsys, "ls", logged)["checkpoints"]}
+    assert rows["00000012-0001"]["base"] == {"step": 12, "epoch": 1}
+    assert rows["00000013-0001"]["base"] == {"step": 12, "epoch": 1}
+    assert (rows["00000012-0001"]["records"], rows["00000013-0001"]["records"]) == (0, 1)
+    run("ls", logged)
+    assert "log, whole" in capsys.readouterr().out
+    assert run("show", logged, "12") == 0
+    assert "made whole since, 6.7 MiB beside it" in capsys.readouterr().out
+    (logged / "checkpoints" / "00000010-0001" / "manifest.json").unlink()
+    assert run_json(capsys, "gc", logged)["orphans"] == ["00000011-0001"]
 
 
 def test_ls_of_a_log_whose_base_is_gone(logged: Path, capsys: CAPTURED) -> None:

@@ -20,7 +20,8 @@ WALK_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The state that a log goes back to, and how many records lie between."""
+    """The state that a log goes back to, and how many records lie between. A log that was made
+    whole (everstep materialize), exactly, is such a state."""
 
     base: CheckpointName
     records: int
@@ -30,6 +31,7 @@ class Origin:
 class _Link:
     behind: CheckpointName | None
     records: int
+    is_whole: bool = False
 
 
 class Chains:
@@ -44,7 +46,12 @@ class Chains:
         previous = manifest.previous
         behind = CheckpointName(previous.step, previous.epoch) if previous else None
         name = CheckpointName(manifest.step, manifest.epoch)
-        self._links[name] = _Link(behind, len(manifest.records))
+        is_whole = False
+        if behind:
+            with contextlib.suppress(EverstepError):  # a damaged one is as none
+                state = catalog.read_state(self._disk, name)
+                is_whole = state is not None and state.exact
+        self._links[name] = _Link(behind, len(manifest.records), is_whole)
 
     def origin(self, name: CheckpointName) -> Origin | None:
         """None for a state, and where the way back is broken, or longer than WALK_MAX."""
@@ -54,8 +61,10 @@ class Chains:
             link = self._link(here)
             if link is None:
                 return None
+            if link.is_whole or (link.behind is None and here != name):
+                return Origin(here, records)
             if link.behind is None:
-                return Origin(here, records) if here != name else None
+                return None
             records += link.records
             here = link.behind
         return None
@@ -63,7 +72,21 @@ class Chains:
     def cut_off(
         self, among: Collection[CheckpointName], is_end: Callable[[CheckpointName], bool]
     ) -> list[CheckpointName]:
-        """Those whose way back, themselves apart, leads to a checkpoint for which `is_end`."""
+        """Those that a restore rebuilds from a checkpoint, themselves apart, for which `is_end`."""
+        return self._leading_to(among, is_end, lambda link: link.is_whole)
+
+    def following(
+        self, among: Collection[CheckpointName], ends: Collection[CheckpointName]
+    ) -> list[CheckpointName]:
+        """Those that go on from one of `ends`, also where they were made whole since."""
+        return self._leading_to(among, ends.__contains__, lambda link: False)
+
+    def _leading_to(
+        self,
+        among: Collection[CheckpointName],
+        is_end: Callable[[CheckpointName], bool],
+        is_stop: Callable[[_Link], bool],
+    ) -> list[CheckpointName]:
         known: dict[CheckpointName, bool] = {}
         for name in sorted(among):
             path: list[CheckpointName] = []
@@ -72,7 +95,7 @@ class Chains:
                 known[here] = False
                 path.append(here)
                 link = self._link(here)
-                if link is None or link.behind is None:
+                if link is None or link.behind is None or is_stop(link):
                     break
                 here = link.behind
                 if found := is_end(here):

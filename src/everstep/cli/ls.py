@@ -182,11 +182,14 @@ def _cells(
 
 
 def _kind(listing: Listing, manifest: Manifest, is_left: bool) -> Cell:
-    """As "state", or "log of 120": the state to which its records are replayed."""
+    """As "state", or "log of 120": the state after which its records are replayed."""
     if manifest.previous is None:
         return Cell("state", "dim" if is_left else "bold")
-    origin = listing.chains.origin(CheckpointName(manifest.step, manifest.epoch))
-    return Cell(f"log of {origin.base.step}", "dim") if origin else Cell("log of ?", "bad")
+    name = CheckpointName(manifest.step, manifest.epoch)
+    origin = listing.chains.origin(name)
+    if origin is None:
+        return Cell("log of ?", "bad")
+    return Cell("log, whole" if origin.base == name else f"log of {origin.base.step}", "dim")
 
 
 def _to_json(listing: Listing) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from everstep.format.manifest import Manifest, Record, Table
 
 
 def chain_facts(chain: Sequence[Manifest]) -> dict[str, Any]:
-    """Of a log's chain, the state first: what a restore reads, and how many records it replays."""
+    """Of a log's chain, the state first: what a restore reads, and how many records it replays. It
+    is the state alone where the log was made whole."""
     base, *logs = chain
     return {
         "base": {"step": base.step, "epoch": base.epoch},
@@ -60,6 +61,8 @@ def _call_facts(prefix: str, said: Mapping[str, Any], table: Table) -> dict[str,
 def chain_text(facts: Mapping[str, Any], epoch: int) -> str:
     """As "step 120: 3 records to replay, 38.1 MiB, after a state of 286.1 MiB"."""
     base = facts["base"]
+    if not facts["records"]:
+        return f"nothing any more: made whole since, {wording.size(facts['base_bytes'])} beside it"
     branch = f" of epoch {base['epoch']}" if base["epoch"] != epoch else ""
     return (
         f"step {base['step']}{branch}: {wording.plural(facts['records'], 'record')} to replay, "

@@ -8,13 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from everstep import Checkpointer, Store, clip_grad_norm_
 from everstep.cli import workload
 from everstep.cli.bench.checks import chill, digest
 from everstep.cli.bench.machine import await_end_of
 from everstep.cli.strategies import NO_BASE
+from everstep.restore.apply import empty
 from everstep.restore.choose import Candidate
 from everstep.restore.load import load
 from everstep.store import catalog
@@ -84,13 +83,10 @@ def _read_record(root: Path, step: int) -> float:
     name = catalog.find(disk, step)
     (record,) = catalog.read_manifest(disk, name).records
     table = catalog.read_table(disk, record.part)
-    wanted = []
-    for entry in table.tensors.values():
-        empty = torch.empty(entry.spec.shape, dtype=getattr(torch, entry.spec.dtype))
-        wanted.append((entry, [empty]))
+    wanted = [(entry, [empty(entry)]) for entry in table.tensors.values()]
     began = time.perf_counter()
     with Candidate(name, disk).sources(record.part) as sources:
-        load(record.part, sources, wanted)
+        load(record.part, sources, wanted, table)
     return time.perf_counter() - began
 
 
