@@ -35,7 +35,7 @@ from everstep.state import clipping
 from everstep.state.objects import plain_json
 from everstep.state.optimizers import OptimizerState
 from everstep.state.topology import differences, topology
-from everstep.state.view import State
+from everstep.state.view import Collected, State
 from everstep.store.commit import open_store, set_tag
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
@@ -256,7 +256,7 @@ class Checkpointer:
     # ---- save ------------------------------------------------------------------------------
 
     def _save(self, step: int, tag: str | None, metrics: dict[str, Any]) -> SaveHandle:
-        if self._log and (last := self._log.current(step)):
+        if self._log and not metrics and (last := self._log.current(step, self._collect)):
             if tag is not None:  # the step is there; its name must not come before it
                 last.wait("local")
                 assert self._epoch is not None
@@ -273,15 +273,28 @@ class Checkpointer:
         self._begun = handle
         return handle
 
-    def _begin(self, handle: SaveHandle, tag: str | None, metrics: dict[str, Any]) -> None:
+    def _collect(self) -> Collected:
         for hook in self._hooks:
             hook.put_in_order()
         self._state.suspect(self._capture.torn)
         collected = self._state.collect()
         self.metrics.user_seconds = self._state.user_seconds
-        captured = Captured(collected)
+        return collected
+
+    def _begin(self, handle: SaveHandle, tag: str | None, metrics: dict[str, Any]) -> None:
+        captured = Captured(self._collect())
         if self._log:
-            captured = self._log.choose(handle.step, collected, tag is not None)
+            captured = self._log.choose(handle.step, captured.collected, tag is not None)
+        try:
+            self._capture_it(handle, captured, tag, metrics)
+        except BaseException:
+            if self._log:  # what was taken for the record is gone
+                self._log.end_chain()
+            raise
+
+    def _capture_it(
+        self, handle: SaveHandle, captured: Captured, tag: str | None, metrics: dict[str, Any]
+    ) -> None:
         collected, is_record = captured.collected, captured.record is not None
         plan = self._planners[is_record].plan(collected)
         waits = self._waits or self._preemption.requested

@@ -24,10 +24,6 @@ import everstep
 from everstep import Conflict, Mismatch, Store, Unavailable, Unsupported
 
 
-def bug(reason):
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def build(seed, kind=torch.optim.AdamW, **options):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 6))
@@ -158,7 +154,6 @@ with logged(sys.argv[1], state) as saver:
 """
 
 
-@bug("segmentation fault: the recorder's tripwire looks at memory that it does not keep alive")
 def test_freed_memory_is_not_looked_at(store):
     command = [sys.executable, "-c", FREED, str(store), str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -196,7 +191,6 @@ def test_python_numbers_as_optimizer_state(store):
     check_steps(store, build(2, Counting), frozen)
 
 
-@bug("python numbers in optimizer.state are not watched between calls")
 def test_python_numbers_in_optimizer_state_changed_by_hand(store):
     def change(state, step):
         if step == 5:
@@ -208,7 +202,6 @@ def test_python_numbers_in_optimizer_state_changed_by_hand(store):
     check_steps(store, build(2, Counting), frozen)
 
 
-@bug("what no optimizer owns alone is not watched: a parameter that was torn twice (max_norm)")
 def test_weights_that_forward_rewrites(store):
     def make(seed):
         torch.manual_seed(seed)
@@ -247,7 +240,6 @@ def test_three_surprises_end_the_log(store, caplog):
 # ---- gradients that change after the update ----------------------------------------------------
 
 
-@bug("a gradient held by reference is not looked at again before its copy begins")
 def test_gan_whose_second_backward_adds_to_the_first_gradients(store):
     def make(seed):
         torch.manual_seed(seed)
@@ -269,7 +261,6 @@ def test_gan_whose_second_backward_adds_to_the_first_gradients(store):
     check_steps(store, make(2), frozen)
 
 
-@bug("a gradient held by reference is not looked at again before its copy begins")
 @pytest.mark.parametrize("how", ["zero_grad", "mul_", "data"])
 def test_gradients_written_to_after_the_update(store, how):
     def step(state, number):
@@ -299,7 +290,6 @@ def test_gradients_written_to_after_the_save(store):
     check_steps(store, build(2), frozen)
 
 
-@bug("a gradient held by reference is not looked at again before its copy begins")
 def test_two_buffers_in_turn_and_several_updates_in_a_record(store):
     state, frozen = build(1, torch.optim.SGD), {}
     buffers = [[torch.zeros_like(p) for p in state["model"].parameters()] for _ in range(2)]
@@ -346,7 +336,6 @@ def test_gradients_that_are_views_of_one_buffer(store, detached):
     check_steps(store, build(2), frozen)
 
 
-@bug("strides of gradients with gaps are lost; sums, and even sums of products, depend on them")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
 def test_expanded_gradients(store, kind):
     def step(state, _):
@@ -380,7 +369,7 @@ def test_one_gradient_for_two_parameters(store, clip):
     "how",
     [
         "in place",
-        pytest.param("data", marks=bug("p.grad.data is written to after everstep.clip_grad_norm_")),
+        "data",
     ],
 )
 def test_gradients_changed_after_clipping(store, how):
@@ -475,7 +464,6 @@ def test_a_users_pre_hook_is_in_the_record(store, hook):
     check_steps(store, build(2), frozen)
 
 
-@bug("a pre-hook that was registered since the last save runs after ours, for one step")
 @pytest.mark.parametrize(
     ("hook", "at"), [(halve, 3), (replace_gradients, 3), (replace_gradients, 6)]
 )
@@ -508,7 +496,6 @@ class Nested(torch.optim.AdamW):
         return super().step(closure)
 
 
-@bug("hooks run twice where a subclass calls super().step(): such a log ends, wrongly explained")
 def test_a_subclass_that_calls_the_step_of_its_base(store):
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from now on that one runs hooks as well
     frozen = run_logged(store, build(1, Nested), train)
@@ -553,7 +540,6 @@ def test_a_closure_that_runs_once(store, kind):
     check_steps(store, build(2, kind), frozen)
 
 
-@bug("after one torn copy, gradients are recorded before the closure makes them")
 def test_a_closure_after_a_torn_copy(store):
     def step(state, number):
         if number == 2:
@@ -577,7 +563,6 @@ class Deaf(Plain):
         self.update()
 
 
-@bug("an update whose closure is never called is not in the record, and nobody tells")
 def test_a_closure_that_is_not_called(store):
     def step(state, _):
         state["optimizer"].zero_grad()
@@ -617,7 +602,6 @@ class Polyak(Plain):
         self.update(loss)
 
 
-@bug("an optimizer that needs its closure is recorded, and cannot be replayed: Corrupt at restore")
 def test_an_optimizer_that_needs_its_closures_loss(store):
     frozen = run_logged(store, build(1, Polyak), train_in_closure)
     check_steps(store, build(2, Polyak), frozen)
@@ -628,7 +612,6 @@ class Scaled(Plain):
         self.update(scale)
 
 
-@bug("arguments of step() other than the closure are not recorded")
 def test_arguments_of_step(store):
     def step(state, _):
         state["optimizer"].zero_grad()
@@ -648,7 +631,6 @@ class Refusing(Plain):
         self.update()
 
 
-@bug("an update that raised is in the record")
 def test_an_update_that_raises(store):
     def step(state, number):
         state["optimizer"].zero_grad()
@@ -672,7 +654,6 @@ class Noisy(Plain):
                 parameter.add_(parameter.grad + torch.randn_like(parameter), alpha=-group["lr"])
 
 
-@bug("an optimizer that draws random numbers is replayed with others")
 def test_an_optimizer_that_draws_random_numbers(store):
     frozen = run_logged(store, build(1, Noisy), train)
     check_steps(store, build(2, Noisy), frozen)
@@ -708,7 +689,6 @@ def test_frozen_weights_that_dominate(store):
     assert restore(store, state) == 1
 
 
-@bug("names that begin with @ are taken for the records' own")
 def test_a_name_that_begins_with_the_records_prefix(store):
     def make(seed):
         state = build(seed)
@@ -734,7 +714,6 @@ class Holder:
         self.best = state["best"].detach().clone()
 
 
-@bug("a parameter in somebody's state_dict comes back as memory that nobody filled")
 def test_a_parameter_in_a_state_dict(store):
     def make(seed):
         state = build(seed)
@@ -746,7 +725,6 @@ def test_a_parameter_in_a_state_dict(store):
     assert torch.equal(fresh["holder"].best, state["model"][0].weight)
 
 
-@bug("a name for a parameter that is new since the base is lost: Mismatch at restore")
 def test_a_parameter_that_gets_another_name(store):
     def step(state, number):
         train(state)
@@ -754,7 +732,10 @@ def test_a_parameter_that_gets_another_name(store):
             state["best"]["weight"] = state["model"][0].weight
 
     frozen = run_logged(store, {**build(1), "best": {"weight": None}}, step)
-    check_steps(store, {**build(2), "best": {"weight": None}}, frozen)
+    for step in Store(store).steps():
+        fresh = {**build(2), "best": {"weight": None}}
+        assert restore(store, fresh, step) == step
+        check_same(snapshot(fresh), frozen[step])
 
 
 class Buffer:
@@ -768,7 +749,6 @@ class Buffer:
         self.items = list(state["items"])
 
 
-@bug("a tensor of the base that is gone since is 'extra': Mismatch at restore")
 @pytest.mark.parametrize("kind", ["value", "stateful"])
 def test_a_tensor_that_goes(store, kind):
     def make(seed):
@@ -786,7 +766,6 @@ def test_a_tensor_that_goes(store, kind):
     check_steps(store, make(2), frozen)
 
 
-@bug("a tensor of the base that is gone since is 'extra': Mismatch at restore")
 def test_a_learning_rate_that_is_a_tensor_at_first(store):
     def make(seed):
         state = build(seed)
@@ -802,7 +781,6 @@ def test_a_learning_rate_that_is_a_tensor_at_first(store):
     check_steps(store, make(2), frozen)
 
 
-@bug("a hyperparameter that is gone since the base, or a record, comes back")
 def test_a_hyperparameter_that_goes(store):
     def step(state, number):
         train(state)
@@ -815,7 +793,6 @@ def test_a_hyperparameter_that_goes(store):
     check_steps(store, build(2), frozen)
 
 
-@bug("optimizer.step() raises: hyperparameters are encoded in the hook")
 def test_a_hyperparameter_that_cannot_be_stored(store):
     state = build(1)
     with pytest.raises(Unsupported), logged(store, state) as saver:  # noqa: PT012
@@ -898,7 +875,6 @@ def test_records_of_nothing(store):
     check_same(freeze(fresh), freeze(state))
 
 
-@bug("gradients are kept without bound while nobody saves")
 def test_memory_is_bounded_while_nobody_saves(store):
     state = build(1)
     with logged(store, state) as saver:
@@ -929,7 +905,6 @@ def test_the_same_step_again(store, strategy, tag):
     check_steps(store, build(2), frozen)
 
 
-@bug("what is new in the second save of a step is dropped, and nobody tells")
 @pytest.mark.parametrize("what", ["metrics", "value", "weights"])
 def test_something_new_at_the_same_step(store, what):
     state = {**build(1), "score": 0.0}
@@ -945,6 +920,8 @@ def test_something_new_at_the_same_step(store, what):
         try:
             saver.save(2, tag="best", metrics=metrics).wait("local")
         except Conflict:
+            train(state)
+            saver.step(3).wait("local")  # or the end of `with` would raise it again
             return
     fresh = {**build(2), "score": 0.0}
     assert restore(store, fresh, "best") == 2
@@ -952,7 +929,6 @@ def test_something_new_at_the_same_step(store, what):
     assert what != "metrics" or Store(store).manifest("best").metrics == metrics
 
 
-@bug("where no steps are recorded any more, another state is taken for the same save")
 def test_another_state_as_the_same_step_after_the_log_has_ended(store):
     state = build(1)
     with logged(store, state) as saver:
@@ -964,6 +940,7 @@ def test_another_state_as_the_same_step_after_the_log_has_ended(store):
         train(state)
         with pytest.raises(Conflict):
             saver.step(5).wait("local")
+        saver.step(6).wait("local")
 
 
 def test_another_state_as_the_same_step(store):
@@ -1024,7 +1001,6 @@ def test_a_state_that_does_not_fit_is_left_alone(store):
     check_same(freeze(other), before)
 
 
-@bug("a save that fails between taking the record and beginning the copy is forgotten by the chain")
 def test_no_memory_for_one_record(store, monkeypatch):
     state, frozen = build(1), {}
     with logged(store, state) as saver:

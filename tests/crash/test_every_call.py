@@ -122,10 +122,6 @@ def test_records(folder, fault):
     assert sweep(folder, _chain, save, fault, finish) > 40
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a record whose unlink was not synced comes back after its base was deleted for good",
-)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_retention_of_chains(folder, fault):
     """What goes, goes from the end of its chain: a crash in between leaves no record alone."""

@@ -5,6 +5,7 @@ because those after it may change weights. A closure is wrapped, so that holding
 after its backward (Lightning always passes one).
 """
 
+import sys
 import time
 from typing import Any
 
@@ -12,6 +13,8 @@ from everstep.capture.full import Full
 from everstep.capture.log import Log
 from everstep.handle import Metrics
 from everstep.state.optimizers import OptimizerState
+
+_FRAMES_MAX = 100
 
 
 class Hook:
@@ -22,20 +25,20 @@ class Hook:
     ) -> None:
         """`log`: None where nothing is to be noted."""
         self._state = optimizer
+        self._optimizer = optimizer.optimizer
         self._capture = capture
         self._log = log
         self._metrics = metrics
         self._writes_early = False
         self._began = 0.0
-        optimizer_ = optimizer.optimizer
-        self._before = optimizer_.register_step_pre_hook(self._before_step)
-        self._after = optimizer_.register_step_post_hook(self._after_step) if log else None
+        self._before = self._optimizer.register_step_pre_hook(self._before_step)
+        self._after = self._optimizer.register_step_post_hook(self._after_step) if log else None
 
     def put_in_order(self) -> None:
         """Others may have been registered since."""
-        optimizer = self._state.optimizer
-        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if next(reversed(before)) != self._before.id:
+        before = self._optimizer._optimizer_step_pre_hooks
+        after = self._optimizer._optimizer_step_post_hooks
+        if not self._is_last():
             before[self._before.id] = before.pop(self._before.id)
         if self._after and next(iter(after)) != self._after.id:
             others = [key for key in after if key != self._after.id]
@@ -47,17 +50,29 @@ class Hook:
         if self._after:
             self._after.remove()
 
+    def _is_last(self) -> bool:
+        return bool(next(reversed(self._optimizer._optimizer_step_pre_hooks)) == self._before.id)
+
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._log and self._log.is_recording and self._is_nested():
+            return None  # the outer call is the one that is noted
         myself, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
-        if self._writes_early or not callable(closure):
+        if not callable(closure):
             self._hold()
+            self._note(rest, kwargs)
             return None
+        if self._writes_early:
+            self._hold()
 
         def closure_then_hold() -> Any:
             loss = closure()  # forward and backward: the copies may go on meanwhile
             # Torn: it wrote before it called the closure (SAM does). Once is enough.
             self._writes_early |= not self._hold()
+            if rest:
+                self._note([_ClosureOf(loss), *rest[1:]], kwargs)
+            else:
+                self._note(rest, {**kwargs, "closure": _ClosureOf(loss)})
             return loss
 
         if rest:
@@ -67,13 +82,57 @@ class Hook:
     def _hold(self) -> bool:
         began = time.perf_counter()
         clean = self._capture.hold(self._state.index)
-        if self._log:
-            self._log.before_step(self._state)
-        self._began = time.perf_counter()
-        self._metrics.hold_seconds += self._began - began
-        self._metrics.stall_seconds += self._began - began
+        self._count(began)
         return clean
+
+    def _note(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        if self._log and self._log.is_recording:
+            began = time.perf_counter()
+            if not self._is_last():
+                self._log.refuse(f"a pre-hook of {self._state.name!r} was registered meanwhile")
+            self._log.before_step(self._state, *_arguments(args, kwargs))
+            self._count(began)
+        self._began = time.perf_counter()
+
+    def _count(self, began: float) -> None:
+        seconds = time.perf_counter() - began
+        self._metrics.hold_seconds += seconds
+        self._metrics.stall_seconds += seconds
 
     def _after_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._log
-        self._log.after_step(self._state, time.perf_counter() - self._began)
+        if self._log.is_recording and not self._is_nested():
+            self._log.after_step(self._state, time.perf_counter() - self._began)
+
+    def _is_nested(self) -> bool:
+        """Whether this step() is called from a step() of the same optimizer: torch runs the hooks
+        of a subclass that calls super().step() twice. The stack tells it even after an update that
+        raised, of which no post-hook tells."""
+        found, frame = 0, sys._getframe(1)
+        for _ in range(_FRAMES_MAX):
+            # torch.optim.Optimizer.profile_hook_step
+            if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is self._optimizer:
+                found += 1
+            if frame.f_back is None or found > 1:
+                break
+            frame = frame.f_back
+        return found > 1
+
+
+class _ClosureOf:
+    """Stands for a closure that was called: what it returned."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+
+def _arguments(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Of step(): values as they are, closures as {"closure": loss}."""
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, _ClosureOf):
+            return value
+        loss = value.loss
+        return {"closure": loss.detach() if hasattr(loss, "detach") else loss}
+
+    return [plain(value) for value in args], {key: plain(value) for key, value in kwargs.items()}

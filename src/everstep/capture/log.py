@@ -10,6 +10,7 @@ Source: LowDiff (SC 2025); the redo log of ARIES.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from everstep.capture.auto import Auto
 from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
+from everstep.format.manifest import is_own
 from everstep.handle import SaveHandle
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
@@ -29,6 +31,9 @@ RECORD_OWNER = -1
 """No optimizer: its tensors are copied lazily, and no update is held for them."""
 
 BREAKS_MAX = 3
+"""Surprises, after which whole states are saved for good; ..."""
+FORGIVEN_AFTER = 100
+"""... unless so many records came between them."""
 LOOSE_PART = 0.5
 RECOVERY_S = 10.0
 READ_BYTES_PER_S = 1e9
@@ -70,8 +75,10 @@ class Log:
         self._base_bytes = 0
         self._record_bytes = 0
         self._update_seconds = 0.0
+        self._base_aliases: dict[str, list[str]] = {}
         self._last: SaveHandle | None = None
-        self._breaks = 0
+        self._said: tuple[Any, Any] = (None, None)
+        self._breaks = self._recorded = 0
         self._counted: tuple[Walk, int] | None = None
 
     @property
@@ -79,16 +86,25 @@ class Log:
         """Whether steps are recorded. Not where this run has shown that a log does not fit it."""
         return self._breaks < BREAKS_MAX and (self._auto is None or self._auto.is_log)
 
-    def before_step(self, optimizer: OptimizerState) -> None:
-        """See Recorder."""
-        if self._base and self.is_on:
-            self._recorder.before_step(optimizer)
+    @property
+    def is_recording(self) -> bool:
+        """Whether optimizer calls are to be noted."""
+        return self._base is not None and self.is_on
+
+    def before_step(
+        self, optimizer: OptimizerState, args: list[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """See Recorder. Only while recording."""
+        self._recorder.before_step(optimizer, args, kwargs)
 
     def after_step(self, optimizer: OptimizerState, seconds: float) -> None:
-        """See Recorder. `seconds`: that the update took on the host."""
-        if self._base and self.is_on:
-            self._update_seconds = seconds
-            self._recorder.after_step(optimizer)
+        """See Recorder. `seconds`: that the update took on the host. Only while recording."""
+        self._update_seconds = seconds
+        self._recorder.after_step(optimizer)
+
+    def refuse(self, problem: str) -> None:
+        """See Recorder."""
+        self._recorder.refuse(problem)
 
     def distance(self) -> int:
         """Steps from one base to the next.
@@ -103,12 +119,15 @@ class Log:
         affordable = int(left / per_record) if per_record else BASE_EVERY_MIN
         return max(BASE_EVERY_MIN, min(BASE_EVERY_MAX, affordable))
 
-    def current(self, step: int) -> SaveHandle | None:
-        """The handle of the last save, if it is of this step and no update came after it."""
+    def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
+        """The handle of the last save, if it is of this step and of just this state."""
         last = self._last
-        if last is None or last.step != step or last.error is not None or self._recorder.pending:
+        if not self.is_recording or last is None or last.step != step or last.error is not None:
             return None
-        return last
+        collected = collect()
+        said = collected.objects, collected.hyperparameters
+        is_same = self._base is collected.walk and self._said == said and self._recorder.is_quiet
+        return last if is_same else None
 
     def choose(self, step: int, collected: Collected, wants_base: bool) -> Captured:
         """What to capture for `step`. Raises Unsupported where a log does not fit the state."""
@@ -134,8 +153,12 @@ class Log:
         """This is being captured."""
         size = sum(leaf.tensor.nbytes for leaf in captured.collected.walk.leaves)
         self._last = handle
+        self._said = captured.collected.objects, captured.collected.hyperparameters
         if captured.record is not None:
             self._record_bytes = size
+            self._recorded += 1
+            if self._recorded >= FORGIVEN_AFTER:
+                self._breaks = 0
             if self._auto:
                 self._auto.note_record(size)
             return
@@ -147,11 +170,8 @@ class Log:
         if not self.is_on:
             return
         self._base, self._base_step, self._base_bytes = walk, handle.step, size
-        owned: dict[int, list[Leaf]] = {}
-        for leaf in captured.collected.walk.leaves:
-            if leaf.owner is not None:
-                owned.setdefault(leaf.owner, []).append(leaf)
-        self._recorder.watch({owner: tuple(leaves) for owner, leaves in owned.items()})
+        self._base_aliases = _owned_aliases(captured.collected)
+        self._recorder.watch()
 
     def describe(self) -> dict[str, Any]:
         """What `everstep show` prints of the choice."""
@@ -180,11 +200,13 @@ class Log:
             and last.error is None
             and step > last.step
             and self._base is collected.walk
+            and self._base_aliases == _owned_aliases(collected)
             and step - self._base_step < self.distance()
         )
 
     def _break(self, error: Unsupported) -> None:
         self._breaks += 1
+        self._recorded = 0
         log.warning(
             "the log ends before step %s: %s. A whole state is saved instead%s",
             self._last_step + 1,
@@ -209,6 +231,8 @@ class Log:
     def _record(self, collected: Collected, tensors: dict[str, torch.Tensor]) -> Collected:
         """The record as a state of its own: gradients, and what no optimizer changes."""
         others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
+        if taken := [leaf.name for leaf in (*others, *collected.loose) if is_own(leaf.name)]:
+            raise Unsupported(f"recording: {taken[0]!r} is a name that records use. Rename it")
         loose, whole = sum(leaf.tensor.nbytes for leaf in others), self._base_bytes
         if loose > LOOSE_PART * whole:
             raise Unsupported(
@@ -225,3 +249,9 @@ class Log:
         return Collected(
             walk, collected.loose, aliases, collected.objects, collected.hyperparameters
         )
+
+
+def _owned_aliases(collected: Collected) -> dict[str, list[str]]:
+    """More names of what optimizers own: a record has none of it, so that only a base can say."""
+    owned = {leaf.name for leaf in collected.walk.leaves if leaf.owner is not None}
+    return {name: found for name, found in collected.aliases.items() if name in owned}

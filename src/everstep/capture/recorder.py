@@ -11,7 +11,7 @@ tripwire is armed after each call, and looked at before the next.
 Source: LowDiff (SC 2025), which copies eagerly and does not look.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
+from everstep.format.manifest import is_dense
 from everstep.state import clipping
-from everstep.state.leaves import Leaf
+from everstep.state.leaves import Leaf, sample
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerState
 
@@ -29,30 +30,59 @@ EAGER_RECORDS = 3
 """DDP's bucket views look fresh at step 2, and are used again from step 3 on."""
 
 PREFIX = "@"
-"""Of the names of a record's own tensors; nothing else in a state begins so."""
+"""Of the names of a record's own tensors: see format.manifest.is_own."""
+
+_UPDATES_MAX = 8
+_SLACK_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class _Held:
+    """A gradient that was noted, and how it was then."""
+
+    parameter: int
+    name: str
+    gradient: torch.Tensor
+    version: int
+    sample: bytes
+    is_copied: bool
+
+    def has_changed(self) -> bool:
+        """Whether it was written to since, as far as version and sample tell."""
+        return self.gradient._version != self.version or sample(self.gradient) != self.sample
 
 
 @dataclass(slots=True)
 class Call:
     """One optimizer call: tensors by their names in the record, and what is said of them."""
 
-    optimizer: str
+    optimizer: OptimizerState
+    at: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     said: dict[str, Any] = field(default_factory=dict)
-    gradients: list[tuple[str, torch.Tensor, int, bool]] = field(default_factory=list)
-    """Name, tensor, version before the update, whether it is held by reference."""
+    gradients: list[_Held] = field(default_factory=list)
+    generators: dict[str, torch.Tensor] = field(default_factory=dict)
     is_open: bool = True
     """Until the update is made."""
 
+    def sink(self, path: str, tensor: torch.Tensor) -> str:
+        """A TensorSink: hyperparameters that are tensors (lr on CUDA) change in place."""
+        name = f"{self.at}!{path}"
+        self.tensors[name] = tensor.detach().clone()
+        return name
+
 
 @dataclass(slots=True)
-class _Armed:
+class _Watched:
     """One optimizer's tensors of one walk, and how they were after its last call."""
 
     leaves: tuple[Leaf, ...]
     tensors: tuple[torch.Tensor, ...]
+    """Detached: they keep the memory that is looked at, whatever `.data` becomes."""
     places: list[tuple[int, int, int]]
     tripwire: Tripwire | None = None
+    digest: str | None = None
+    plain: Any = None
 
 
 class Recorder:
@@ -66,81 +96,109 @@ class Recorder:
             _check(optimizer)
         self._optimizers = optimizers
         self._audit = audit
-        self._digests: dict[int, str] = {}
         self.problem: str | None = None
         """Why what was noted since the last `take` is no record."""
         self._calls: list[Call] = []
         self._taken = 0
-        self._writes_gradients = False
-        self._seen: dict[int, StorageWeakRef] = {}
-        self._armed: dict[int, _Armed] = {}
         self._turn = 0
+        self._writers: set[str] = set()
+        """Optimizers that were seen to write to gradients."""
+        self._rewritten: set[int] = set()
+        """Parameters whose gradients were seen to be written to after the update."""
+        self._seen: dict[int, StorageWeakRef] = {}
+        self._watched: dict[int, _Watched] = {}
+        self._bytes_max = 0
+        self._has_shared = False
 
-    def watch(self, owned: Mapping[int, tuple[Leaf, ...]]) -> None:
-        """The optimizers' tensors from now on, by the optimizers' index; none of them was written
-        to since its optimizer's last call."""
-        self._armed = {
-            index: _Armed(leaves, tuple(leaf.tensor for leaf in leaves), sample_places(leaves))
-            for index, leaves in owned.items()
-        }
-        for index in self._armed:
-            self._arm(index)
+    def watch(self) -> None:
+        """The optimizers' tensors of now, from now on: none of them was written to since its
+        optimizer's last call."""
+        self._watched = {}
+        for optimizer in self._optimizers:
+            leaves = tuple(optimizer.tensors())
+            kept = tuple(leaf.tensor.detach() for leaf in leaves)
+            self._watched[optimizer.index] = _Watched(leaves, kept, sample_places(leaves))
+        parameters = [p for optimizer in self._optimizers for _, _, p, _ in optimizer.parameters()]
+        self._bytes_max = _UPDATES_MAX * sum(parameter.nbytes for parameter in parameters)
+        self._has_shared = len({id(parameter) for parameter in parameters}) < len(parameters)
+        for optimizer in self._optimizers:
+            self._arm(optimizer)
 
     @property
-    def pending(self) -> bool:
-        """Whether something was noted since the last `take`."""
-        return bool(self._calls) or self.problem is not None
+    def is_quiet(self) -> bool:
+        """Whether nothing was noted since the last `take`, and nothing has changed."""
+        return (
+            not self._calls
+            and self.problem is None
+            and all(map(self._is_untouched, self._optimizers))
+        )
 
     def reset(self) -> None:
         """Forget what was noted: the state is another one now."""
         self._calls.clear()
-        self._armed.clear()
-        self._digests.clear()
+        self._watched.clear()
         self.problem = None
 
-    def before_step(self, optimizer: OptimizerState) -> None:
-        """The gradients are final, the update comes next."""
+    def refuse(self, problem: str) -> None:
+        """What was noted since the last `take` is no record."""
+        self._calls.clear()
+        self.problem = self.problem or problem
+
+    def before_step(
+        self, optimizer: OptimizerState, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """The gradients are final, the update comes next. `args`, `kwargs`: of step(); a closure is
+        {"closure": what it returned}."""
         if self.problem or not self._is_untouched(optimizer):
             return
-        if self._calls and self._calls[-1].is_open:
-            self.problem = f"{optimizer.name!r} ran its closure more than once in a step"
+        if any(call.is_open for call in self._calls):
+            self.refuse(f"an update of {optimizer.name!r} raised, or ran its closure twice")
             return
-        call = Call(optimizer.name)
-        at = f"{PREFIX}{len(self._calls)}"
+        call = Call(optimizer, f"{PREFIX}{len(self._calls)}")
         kind = type(optimizer.optimizer)
-        call.said["optimizer"] = optimizer.name
-        call.said["class"] = f"{kind.__module__}.{kind.__qualname__}"
-        call.said["sets"] = optimizer.hyperparameters(_into(call, at))
-        scaler = _scaler_of(optimizer)
-        if scaler:
-            call.said["scaler"] = encode(scaler, "scaler", _into(call, at))
-        must_copy = bool(scaler) or self._writes_gradients or self._taken < EAGER_RECORDS
+        call.said |= {
+            "optimizer": optimizer.name,
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+        }
         try:
-            self._note_gradients(optimizer, call, at, must_copy)
+            call.said["sets"] = optimizer.hyperparameters(call.sink)
+            if args or kwargs:
+                call.said["arguments"] = encode([list(args), dict(kwargs)], "step", call.sink)
+            scaler = _scaler_of(optimizer)
+            if scaler:
+                call.said["scaler"] = encode(scaler, "scaler", call.sink)
+            self._note_gradients(call, must_copy=bool(scaler))
         except Unsupported as error:
-            self.problem = str(error)
+            self.refuse(str(error))
             return
+        call.generators = _generators()
         self._calls.append(call)
+        if sum(tensor.nbytes for call in self._calls for tensor in call.tensors.values()) > (
+            self._bytes_max + _SLACK_BYTES
+        ):
+            self.refuse(f"more than {_UPDATES_MAX} updates came without checkpointer.step()")
 
     def after_step(self, optimizer: OptimizerState) -> None:
         """The update is made, or enqueued."""
-        if self._calls and self._calls[-1].optimizer == optimizer.name:
-            for name, gradient, version, is_held in self._calls[-1].gradients:
-                if gradient._version != version:
-                    self._writes_gradients = True
-                    if is_held:
-                        self.problem = f"{optimizer.name!r} wrote to the gradient of {name!r}"
-            self._calls[-1].gradients.clear()
-            self._calls[-1].is_open = False
-        self._arm(optimizer.index)
-        if self._audit and self._calls:
-            self._calls[-1].said["after"] = self._digests[optimizer.index]
+        call = self._calls[-1] if self._calls else None
+        if call is None or not call.is_open or call.optimizer is not optimizer:
+            self.refuse(f"an update of {optimizer.name!r} did not call its closure")
+        else:
+            self._close(call)
+        for other in self._optimizers if self._has_shared else (optimizer,):
+            self._arm(other)
+        if call and self._audit and optimizer.index in self._watched:
+            call.said["after"] = self._watched[optimizer.index].digest
 
     def take(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors and the calls since the last `take`, which are forgotten here. Raises
         Unsupported where they are no record."""
         for optimizer in self._optimizers:
             self._is_untouched(optimizer)
+        for call in self._calls:
+            self._look_again(call)
+        if any(call.is_open for call in self._calls):
+            self.refuse("an update raised")
         calls, self._calls = self._calls, []
         problem, self.problem = self.problem, None
         if problem:
@@ -149,49 +207,85 @@ class Recorder:
         tensors = {name: tensor for call in calls for name, tensor in call.tensors.items()}
         return tensors, [call.said for call in calls]
 
-    def _arm(self, index: int) -> None:
-        if armed := self._armed.get(index):
+    def _close(self, call: Call) -> None:
+        """What the update did beside updating."""
+        call.is_open = False
+        optimizer = call.optimizer
+        for held in call.gradients:
+            if held.has_changed():
+                self._writers.add(optimizer.name)
+                if not held.is_copied:
+                    self.refuse(f"{optimizer.name!r} wrote to the gradient of {held.name!r}")
+                held.version, held.sample = held.gradient._version, sample(held.gradient)
+        after = _generators()
+        if drawn := [key for key, state in call.generators.items() if not state.equal(after[key])]:
+            before = {key: call.generators[key] for key in drawn}
+            call.said["generators"] = encode(before, "generators", call.sink)
+        call.generators = {}
+
+    def _look_again(self, call: Call) -> None:
+        """Whether a gradient was written to after its update (a second backward that adds to it,
+        zero_grad(set_to_none=False)): such a one is copied from the next time on."""
+        for held in call.gradients:
+            if held.has_changed():
+                self._rewritten.add(held.parameter)
+                if not held.is_copied:
+                    self.refuse(f"the gradient of {held.name!r} was written to after the update")
+        call.gradients.clear()
+
+    def _arm(self, optimizer: OptimizerState) -> None:
+        if watched := self._watched.get(optimizer.index):
             self._turn += 1
-            armed.tripwire = Tripwire(armed.leaves, armed.tensors, armed.places, self._turn)
-        if self._audit:
-            self._digests[index] = self._optimizers[index].digest()
+            watched.tripwire = Tripwire(watched.leaves, watched.tensors, watched.places, self._turn)
+            watched.digest = optimizer.digest() if self._audit else None
+            watched.plain = optimizer.plain()
 
     def _is_untouched(self, optimizer: OptimizerState) -> bool:
-        """Whether its tensors are as its last call left them; else that is the problem."""
-        armed = self._armed.get(optimizer.index)
-        changed = armed.tripwire.changed() if armed and armed.tripwire else []
-        known = self._digests.get(optimizer.index)
-        if known and not changed and known != optimizer.digest():
+        """Whether its state is as its last call left it; else that is the problem."""
+        watched = self._watched.get(optimizer.index)
+        if watched is None or watched.tripwire is None:
+            return True
+        changed = watched.tripwire.changed()
+        changed += [
+            leaf.name
+            for leaf, known in zip(watched.leaves, watched.tensors, strict=True)
+            if leaf.tensor.data_ptr() != known.data_ptr()
+        ]
+        if not changed and watched.plain != optimizer.plain():
+            changed = [f"a number in the state of {optimizer.name}"]
+        if not changed and self._audit and watched.digest != optimizer.digest():
             changed = [f"a tensor of {optimizer.name}"]
-        if changed and not self.problem:
-            self.problem = (
+        if changed:
+            self.refuse(
                 f"{', '.join(map(repr, changed[:5]))} changed between two calls of "
                 f"{optimizer.name!r}, by something else than the optimizer, which no replay repeats"
             )
         return not changed
 
-    def _note_gradients(
-        self, optimizer: OptimizerState, call: Call, at: str, must_copy: bool
-    ) -> None:
+    def _note_gradients(self, call: Call, must_copy: bool) -> None:
         clips: dict[tuple[int, bool], dict[str, Any]] = {}
-        parameters = [parameter for _, _, parameter, _ in optimizer.parameters()]
-        for _, name, parameter, _ in optimizer.parameters():
+        rows = [(name, parameter) for _, name, parameter, _ in call.optimizer.parameters()]
+        must_copy |= self._taken < EAGER_RECORDS or call.optimizer.name in self._writers
+        for name, parameter in rows:
             gradient = parameter.grad
             if gradient is None:
                 continue
             _check_gradient(name, gradient)
-            key = f"{at}.{name}"
-            clipped = clipping.raw_gradient(parameter)
-            if clipped:
+            key = f"{call.at}.{name}"
+            if clipped := clipping.raw_gradient(parameter):
                 call.tensors[key] = clipped.raw  # nobody else writes to it
-                _note_clip(clips, clipped, name, call, at)
+                _note_clip(clips, clipped, name, call)
             else:
-                is_held = not must_copy and self._is_fresh(parameter, gradient)
+                copies = must_copy or not self._is_fresh(parameter, gradient)
                 kept = gradient.detach()
-                call.tensors[key] = kept if is_held else kept.clone()
-                call.gradients.append((name, gradient, gradient._version, is_held))
+                call.tensors[key] = kept.clone() if copies else kept
+                call.gradients.append(
+                    _Held(
+                        id(parameter), name, gradient, gradient._version, sample(gradient), copies
+                    )
+                )
             self._seen[id(parameter)] = StorageWeakRef(gradient.untyped_storage())
-        clipping.release(parameters)
+        clipping.release(parameter for _, parameter in rows)
         if clips:
             call.said["clips"] = list(clips.values())
 
@@ -199,8 +293,20 @@ class Recorder:
         storage = gradient.untyped_storage()
         if gradient._is_view() or storage.nbytes() != gradient.nbytes:
             return False
+        if id(parameter) in self._rewritten:
+            return False
         seen = self._seen.get(id(parameter))
         return seen is None or seen.expired() or seen.cdata != storage._cdata
+
+
+def _generators() -> dict[str, torch.Tensor]:
+    """The states of torch's generators, to see whether an update draws from them."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states |= {
+            f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())
+        }
+    return states
 
 
 def _note_clip(
@@ -208,26 +314,13 @@ def _note_clip(
     clipped: clipping.Clipped,
     name: str,
     call: Call,
-    at: str,
 ) -> None:
     """Gradients that were clipped together share a coefficient."""
     group = (id(clipped.coefficient), clipped.foreach)
     if group not in clips:
-        key = f"{at}!clip.{len(clips)}"
-        call.tensors[key] = clipped.coefficient.detach().clone()
+        key = call.sink(f"clip.{len(clips)}", clipped.coefficient)
         clips[group] = {"coefficient": key, "foreach": clipped.foreach, "names": []}
     clips[group]["names"].append(name)
-
-
-def _into(call: Call, at: str) -> Callable[[str, torch.Tensor], str]:
-    """A TensorSink: hyperparameters that are tensors (lr on CUDA) change in place."""
-
-    def sink(path: str, tensor: torch.Tensor) -> str:
-        name = f"{at}!{path}"
-        call.tensors[name] = tensor.detach().clone()
-        return name
-
-    return sink
 
 
 def _scaler_of(optimizer: OptimizerState) -> dict[str, torch.Tensor] | None:
@@ -248,6 +341,12 @@ def _check(optimizer: OptimizerState) -> None:
 def _check_gradient(name: str, gradient: torch.Tensor) -> None:
     if gradient.layout is not torch.strided:
         raise Unsupported(f"the gradient of {name!r} is sparse. Use strategy='full'")
+    dense = is_dense(gradient.shape, gradient.stride())
+    if not dense:
+        raise Unsupported(
+            f"the gradient of {name!r} has gaps or overlaps in memory (an expanded tensor?), on "
+            f"which sums depend"
+        )
     if type(gradient) is not torch.Tensor:
         raise Unsupported(
             f"the gradient of {name!r} is a {type(gradient).__name__}. Use strategy='full'"

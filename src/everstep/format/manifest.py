@@ -17,6 +17,7 @@ from everstep.format.document import FORMAT_VERSION, digest_of, seal, unseal
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Layout, Piece, Spec, chunks
 
+_OWN = re.compile(r"@\d+[.!]")
 _SAFE_PATH = re.compile(r"(?!.*\.\.)[\w.-]+(/[\w.-]+)*")
 
 
@@ -270,6 +271,12 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _malformed(path, error) from error
+
+
+def is_own(name: str) -> bool:
+    """Whether a tensor of a record is the record's own ("@0.weight", "@0!lr"), and not one of the
+    state."""
+    return _OWN.match(name) is not None
 
 
 def extents(table: Table) -> list[Extent]:

@@ -406,7 +406,7 @@ class Client:
         if status is None:
             process.kill()
             process.wait()
-        if status:
+        if status and status > 0:  # one that was killed is started again, see _attach
             raise Unavailable(self._cannot_start(f"it ended at once with status {status}"))
 
     def _open_log(self, path: Path) -> int:

@@ -38,25 +38,35 @@ class Loaded:
 
 def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     """Bring parameters and optimizer state from before this record to after it; blocks as long as
-    the optimizers do. Gradients are None afterwards. Raises Corrupt, Mismatch, and what the
-    optimizers raise."""
+    the optimizers do. Gradients are None afterwards, and torch's generators as some update left
+    them. Raises Corrupt, Mismatch, and what the optimizers raise."""
     for number, said in enumerate(record.calls):
         try:
             state = _find(record, said, optimizers)
-            scaler = _set(record, f"@{number}", said, state)
+            call = _prepare(record, f"@{number}", said, state)
             after = said.get("after")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise Corrupt(
                 f"replaying step {record.step}: its documents are whole, but not what a record is "
                 f"stored as: {error!r}"
             ) from error
-        _step(state, scaler)
+        _step(state, call)
         if after not in (None, state.digest()):
             raise Corrupt(
                 f"replaying step {record.step}: {state.name!r} came to other bytes than the run "
                 f"had after this step (audit='full'). Its state depends on something that no "
                 f"record holds, or torch and processor are others now"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call had beside gradients and hyperparameters."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    scaler: dict[str, torch.Tensor]
+    generators: dict[str, torch.Tensor]
 
 
 def _find(
@@ -75,10 +85,8 @@ def _find(
     return state
 
 
-def _set(
-    record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerState
-) -> dict[str, torch.Tensor]:
-    """Gradients and hyperparameters as they were. Returns what a GradScaler had handed over."""
+def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerState) -> _Call:
+    """Set gradients and hyperparameters as they were."""
 
     def tensor(name: str, _: str = "") -> torch.Tensor:
         return record.tensors[name]
@@ -95,21 +103,39 @@ def _set(
     for index, values in sets.items():
         decoded = {key: decode(value, tensor) for key, value in values.items()}
         install(state.optimizer.param_groups[index], decoded)
+        state.prune(index, decoded)
     for clip in said.get("clips", ()):
         _clip(clip, parameters, record)
-    scaler: dict[str, torch.Tensor] = decode(said.get("scaler", {}), tensor)
-    return scaler
+    args, kwargs = decode(said.get("arguments", [[], {}]), tensor)
+    return _Call(
+        [_closure(value) for value in args],
+        {key: _closure(value) for key, value in kwargs.items()},
+        decode(said.get("scaler", {}), tensor),
+        decode(said.get("generators", {}), tensor),
+    )
 
 
-def _step(state: OptimizerState, scaler: Mapping[str, torch.Tensor]) -> None:
+def _closure(value: Any) -> Any:
+    """An argument of step(); a closure that returns what the one of then did."""
+    if isinstance(value, dict) and value.keys() == {"closure"}:
+        return lambda: value["closure"]
+    return value
+
+
+def _step(state: OptimizerState, call: _Call) -> None:
     optimizer = state.optimizer
+    for device, generator in call.generators.items():
+        if device == "cpu":
+            torch.set_rng_state(generator)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(generator, device)
     with _without_hooks(optimizer):
-        for key, value in scaler.items():
+        for key, value in call.scaler.items():
             setattr(optimizer, key, value)
         try:
-            optimizer.step()
+            optimizer.step(*call.args, **call.kwargs)
         finally:
-            for key in scaler:
+            for key in call.scaler:
                 delattr(optimizer, key)
             for _, _, parameter, _ in state.parameters():
                 parameter.grad = None

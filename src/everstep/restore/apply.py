@@ -5,15 +5,16 @@ Nothing of the user's is changed before everything has been found to fit.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from everstep.errors import Unsupported
-from everstep.format.manifest import Manifest, Record, Table, TensorEntry
+from everstep.format.manifest import Manifest, Record, Table, TensorEntry, is_own
 from everstep.replay.redo import Loaded, redo
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import load
@@ -22,9 +23,6 @@ from everstep.state.topology import differences
 from everstep.state.view import State
 
 log = logging.getLogger("everstep")
-
-OWN = "@"
-"""How the names of a record's own tensors begin."""
 
 
 def apply(
@@ -49,15 +47,18 @@ def apply(
             f"records since step {base.manifest.step}, which take the whole state. Restore all of "
             f"it, or only={only} of step {base.manifest.step}"
         )
+    optimized = {name for table in base.tables for name in _owned(table.optimizers)}
     placement = _place(
-        state, Saved.of(base.manifest, base.tables), state.tensor_parts if logs else only
+        state,
+        Saved.of(base.manifest, base.tables),
+        state.parts_of(optimized) if logs else only,
     )
     placement.check(base.manifest.step, candidate.disk.root)
     if not logs:
         _fill(candidate, base, placement)
         placement.finish()
         return base.manifest
-    saved = _saved_after(base, logs[-1])
+    saved = _saved_after(base, logs[-1], optimized)
     _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
     _fill(candidate, base, placement)
     placement.finish()
@@ -71,7 +72,12 @@ def apply(
         redo(loaded, optimizers)
     rest = _place(state, saved, None)
     _fill(candidate, logs[-1], rest)
+    _fill_from_live(rest, state.live_tensors(), logs[-1])
     rest.finish()
+    for name, optimizer in optimizers.items():
+        for index, values in enumerate(logs[-1].manifest.hyperparameters[name]):
+            if index < len(optimizer.optimizer.param_groups):
+                optimizer.prune(index, values)
     return logs[-1].manifest
 
 
@@ -93,13 +99,41 @@ def _fill(candidate: Candidate, described: Described, placement: Placement) -> N
             load(part, sources, here, table)
 
 
-def _saved_after(base: Described, last: Described) -> Saved:
-    """What the state has after the last record: the base's tensors, but those that the record
-    brings itself, and the record's objects."""
+def _owned(optimizers: Mapping[str, Any]) -> Iterator[str]:
+    """The names of what optimizers change, as a piece table tells it."""
+    for optimizer, table in optimizers.items():
+        yield from table["groups"]
+        for parameter, keys in table["state"].items():
+            yield from (f"{optimizer}.{parameter}.{key}" for key in keys)
+
+
+def _saved_after(base: Described, last: Described, optimized: Set[str]) -> Saved:
+    """What the state has after the last record: of the base what optimizers change, by all its
+    names, and all else as the record has it."""
     before = Saved.of(base.manifest, base.tables)
     after = Saved.of(last.manifest, last.tables)
-    own = {name: entry for name, entry in after.tensors.items() if not name.startswith(OWN)}
-    return replace(after, tensors={**before.tensors, **own})
+    kept = {
+        name: entry
+        for name, entry in before.tensors.items()
+        if not optimized.isdisjoint((entry.spec.name, *entry.aliases))
+    }
+    own = {name: entry for name, entry in after.tensors.items() if not is_own(name)}
+    return replace(after, tensors={**kept, **own})
+
+
+def _fill_from_live(
+    placement: Placement, live: Mapping[str, torch.Tensor], last: Described
+) -> None:
+    """Where an object refers to what an optimizer changes: it gets what the replay came to."""
+    own = {name for table in last.tables for name in table.tensors}
+    with torch.no_grad():
+        for name, (entry, tensors) in placement.destinations.items():
+            source = next((live[key] for key in (name, *entry.aliases) if key in live), None)
+            if name in own or source is None:
+                continue
+            for tensor in tensors:
+                if tensor is not source:
+                    tensor.copy_(source)
 
 
 def prefetched(
@@ -127,7 +161,7 @@ def _load(
 ) -> Loaded:
     wanted: list[tuple[TensorEntry, list[torch.Tensor]]] = []
     for name, entry in table.tensors.items():
-        if name.startswith(OWN):
+        if is_own(name):
             device = devices.get(name.partition(".")[2], torch.device("cpu"))
             wanted.append((entry, [empty(entry, device)]))
     with candidate.sources(record.part) as sources:

@@ -14,10 +14,10 @@ import torch
 import xxhash
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.format.manifest import Manifest, Part, decode_table, encode_table, extents
+from everstep.format.manifest import Manifest, Part, decode_table, encode_table, extents, is_own
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.replay.redo import redo
-from everstep.restore.apply import OWN, empty, prefetched
+from everstep.restore.apply import empty, prefetched
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import load
 from everstep.state.objects import decode
@@ -63,7 +63,7 @@ def _tensors_of(candidate: Candidate, described: Described) -> dict[str, torch.T
     for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
         wanted = []
         for key, entry in table.tensors.items():
-            if key.startswith(OWN):
+            if is_own(key):
                 continue
             found[key] = empty(entry)
             wanted.append((entry, [found[key]]))

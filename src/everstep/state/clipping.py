@@ -31,6 +31,8 @@ from torch.nn import utils as torch_clipping
 from torch.utils._foreach_utils import _device_has_foreach_support
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from everstep.state.leaves import sample
+
 # Where the tensor behind `p.grad` may be replaced. On CUDA it may be a graph's static memory.
 _REPLACED_ON = frozenset({"cpu"})
 
@@ -57,6 +59,7 @@ class _Entry:
     gradient: TensorWeakRef
     version: int
     raw_version: int
+    sample: bytes
 
 
 _entries: MutableMapping[Tensor, _Entry] = WeakIdKeyDictionary()
@@ -118,9 +121,9 @@ def clip_grad_norm_(
 def raw_gradient(parameter: Tensor) -> Clipped | None:
     """What `parameter.grad` was before clipping; None unless it is still what clipping made.
 
-    Still: the same tensor object at the same version. So None after an edit in place, another
-    gradient, a new backward or `release`. What goes around version counters (`p.grad.data`,
-    NumPy) is not seen: a recorder has to compare bytes if it must know.
+    Still: the same tensor object at the same version, and on a CPU with the same bytes in a small
+    sample, since some edits (`p.grad.data`, NumPy) go around version counters. So None after an
+    edit in place, another gradient, a new backward or `release`.
 
     For the optimizer's step pre-hook; call `release` when done. Does not block or synchronise.
     """
@@ -129,7 +132,8 @@ def raw_gradient(parameter: Tensor) -> Clipped | None:
     if entry is None or gradient is None or entry.gradient() is not gradient:
         return None
     raw_changed = entry.clipped.raw._version != entry.raw_version
-    return None if raw_changed or gradient._version != entry.version else entry.clipped
+    changed = gradient._version != entry.version or sample(gradient) != entry.sample
+    return None if raw_changed or changed else entry.clipped
 
 
 def release(parameters: Iterable[Tensor]) -> None:
@@ -204,7 +208,11 @@ def _keep(owner: Tensor, clipped: Clipped) -> None:
     gradient = owner.grad
     assert gradient is not None
     _entries[owner] = _Entry(
-        clipped, TensorWeakRef(gradient), gradient._version, clipped.raw._version
+        clipped,
+        TensorWeakRef(gradient),
+        gradient._version,
+        clipped.raw._version,
+        sample(gradient),
     )
 
 

@@ -1,5 +1,6 @@
 """Leaves: the tensors of a state under their names."""
 
+import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +16,7 @@ from everstep.format.manifest import is_dense
 from everstep.format.packs import Spec
 
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+_SAMPLE_BYTES = 64
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -45,6 +47,16 @@ class Leaf:
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 → "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def sample(tensor: torch.Tensor) -> bytes:
+    """A few bytes from the middle of a dense CPU tensor, to see whether it was written to; none of
+    others, where it would cost a synchronisation."""
+    size = tensor.nbytes
+    if tensor.device.type != "cpu" or not size or tensor.is_conj() or tensor.is_neg():
+        return b""
+    count = min(size, _SAMPLE_BYTES)
+    return ctypes.string_at(tensor.data_ptr() + (size - count) // 2, count)
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:

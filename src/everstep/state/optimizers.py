@@ -44,6 +44,12 @@ class OptimizerState:
                 name = known or f"{self.name}.param_groups.{index}.params.{position}"
                 yield index, name, parameter, known is not None
 
+    def prune(self, index: int, values: Mapping[str, Any]) -> None:
+        """Take out of a group what a replay brought into it, and `values` do not have any more."""
+        group = self.optimizer.param_groups[index]
+        for key in set(group) - set(values) - set(_STRUCTURE) - set(self.optimizer.defaults):
+            del group[key]
+
     def digest(self) -> str:
         """XXH3-128 of all bytes of its parameters and their state tensors, in a fixed order. Waits
         for the device, and copies from it."""
@@ -55,6 +61,21 @@ class OptimizerState:
                     flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
                     digest.update(flat.numpy().data)
         return digest.hexdigest()
+
+    def tensors(self) -> Iterator[Leaf]:
+        """Its parameters and their state tensors, whoever else may have them."""
+        for _, name, parameter, _ in self.parameters():
+            yield Leaf(name, parameter, self.index)
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield Leaf(f"{self.name}.{name}.{key}", value, self.index)
+
+    def plain(self) -> Any:
+        """What its state holds beside tensors, to be compared; None where its class has methods of
+        its own for that."""
+        if self._has_own_methods:
+            return None
+        return repr([value for _, state, key in self._plain if (value := state.get(key))])
 
     def leaves(self, guard: Guard) -> list[Leaf]:
         """State tensors, and parameters that no module holds."""

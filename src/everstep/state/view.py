@@ -139,11 +139,23 @@ class State:
         """The optimizers, by their index."""
         return [entry for entry in self._entries if isinstance(entry, OptimizerState)]
 
-    @property
-    def tensor_parts(self) -> list[str]:
-        """The names of the parts that a replay needs: optimizers, and what may hold parameters."""
-        kinds = (ModuleState, OptimizerState, ValueState)
-        return [entry.name for entry in self._entries if isinstance(entry, kinds)]
+    def parts_of(self, names: Iterable[str]) -> list[str]:
+        """The optimizers, and the parts in which these tensors are."""
+        heads = tuple(names)
+        return [
+            entry.name
+            for entry in self._entries
+            if isinstance(entry, OptimizerState)
+            or any(name == entry.name or name.startswith(f"{entry.name}.") for name in heads)
+        ]
+
+    def live_tensors(self) -> dict[str, torch.Tensor]:
+        """The state's own tensors, by all their names."""
+        walk = self._walk_anew()
+        found = {leaf.name: leaf.tensor for leaf in walk.leaves}
+        for name, others in walk.aliases.items():
+            found |= dict.fromkeys(others, found[name])
+        return found
 
     def collect(self) -> Collected:
         """The state at this moment, by reference: tensors are not copied here, objects are."""

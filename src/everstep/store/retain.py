@@ -128,6 +128,7 @@ def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
         if name in doomed:
             disk.delete(names.tag_path(tag))
     freed = 0
+    _settle_absent(disk, set(catalog.committed(disk)), catalog.newest_epoch(disk))
     for name in sorted(doomed, reverse=True):  # a log before what it goes on from
         if disk.size(names.state_path(name)) is not None:
             disk.delete(names.state_path(name))

@@ -102,7 +102,7 @@ class Store:
         for name, manifest in manifests:
             for size, problem in self._verify(manifest):
                 done += size
-                if problem:
+                if problem and self._is_there(name):  # else it was deleted meanwhile
                     problems.setdefault(str(name), []).append(problem)
                 if progress:
                     progress(done, total)
@@ -135,6 +135,9 @@ class Store:
     def gc(self) -> tuple[int, int]:
         """Delete files that no checkpoint reaches: what failed left. Returns (files, bytes)."""
         return retain.sweep(self._disk)
+
+    def _is_there(self, name: CheckpointName) -> bool:
+        return self._disk.size(names.manifest_path(name)) is not None
 
     def _no_state(self, manifest: Manifest) -> str:
         """Why a log cannot be read, and what can."""
