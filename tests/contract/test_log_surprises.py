@@ -1017,3 +1017,12 @@ def test_no_memory_for_one_record(store, monkeypatch):
             frozen[step] = snapshot(state)
     check_steps(store, build(2), frozen)
     assert kinds(store) == "brrbrrr"
+
+
+def test_another_optimizer_changes_nothing(store):
+    run_logged(store, build(1), train, steps=4)
+    other = build(2, torch.optim.Adam)
+    before = freeze(other)
+    with checkpointer(store, other) as restorer, pytest.raises(Mismatch, match="AdamW"):
+        restorer.restore(4)
+    check_same(freeze(other), before)

@@ -331,7 +331,8 @@ def check_follows(manifest: Manifest, name: object) -> None:
         and not manifest.parts
         and steps == sorted(set(steps))
         and steps[-1:] == [manifest.step]
-        and (previous.step, previous.epoch) < (steps[0], manifest.epoch + 1)
+        and previous.step < steps[0]
+        and previous.epoch <= manifest.epoch
     )
     if not is_state and not is_log:
         raise Corrupt(f"reading the manifest of {name}: it is neither a state nor a log of one")

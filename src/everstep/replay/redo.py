@@ -42,7 +42,7 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     them. Raises Corrupt, Mismatch, and what the optimizers raise."""
     for number, said in enumerate(record.calls):
         try:
-            state = _find(record, said, optimizers)
+            state = find(record.step, said, optimizers)
             call = _prepare(record, f"@{number}", said, state)
             after = said.get("after")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -69,18 +69,18 @@ class _Call:
     generators: dict[str, torch.Tensor]
 
 
-def _find(
-    record: Loaded, said: Mapping[str, Any], optimizers: Mapping[str, OptimizerState]
+def find(
+    step: int, said: Mapping[str, Any], optimizers: Mapping[str, OptimizerState]
 ) -> OptimizerState:
-    """The optimizer that was called."""
+    """The optimizer of a call. Raises Mismatch where it is not there, or of another class."""
     state = optimizers.get(said["optimizer"])
     if state is None:
-        raise Mismatch(f"replaying step {record.step}: the state has no {said['optimizer']!r}")
+        raise Mismatch(f"replaying step {step}: the state has no {said['optimizer']!r}")
     kind = f"{type(state.optimizer).__module__}.{type(state.optimizer).__qualname__}"
     if kind != said["class"]:
         raise Mismatch(
-            f"replaying step {record.step}: {state.name!r} is a {kind} now, it was a "
-            f"{said['class']}. Build the state as it was"
+            f"replaying step {step}: {state.name!r} is a {kind} now, it was a {said['class']}. "
+            f"Build the state as it was"
         )
     return state
 

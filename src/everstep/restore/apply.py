@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from everstep.errors import Unsupported
+from everstep.errors import Corrupt, Unsupported
 from everstep.format.manifest import Manifest, Record, Table, TensorEntry, is_own
-from everstep.replay.redo import Loaded, redo
+from everstep.replay.redo import Loaded, find, redo
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import load
+from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
 from everstep.state.topology import differences
 from everstep.state.view import State
@@ -58,11 +59,12 @@ def apply(
         _fill(candidate, base, placement)
         placement.finish()
         return base.manifest
+    optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
+    _check_calls(logs, optimizers)
     saved = _saved_after(base, logs[-1], optimized)
     _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
     _fill(candidate, base, placement)
     placement.finish()
-    optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
     devices = {
         name: parameter.device
         for optimizer in optimizers.values()
@@ -79,6 +81,17 @@ def apply(
             if index < len(optimizer.optimizer.param_groups):
                 optimizer.prune(index, values)
     return logs[-1].manifest
+
+
+def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerState]) -> None:
+    """Raises Mismatch where an optimizer that was called is not there, or is another."""
+    for described in logs:
+        for record in described.manifest.records:
+            for call in record.calls:
+                try:
+                    find(record.step, call, optimizers)
+                except (KeyError, TypeError) as error:
+                    raise Corrupt(f"reading the record of step {record.step}: {error!r}") from error
 
 
 def _place(state: State, saved: Saved, only: list[str] | None) -> Placement:

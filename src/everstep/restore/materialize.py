@@ -29,6 +29,8 @@ from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")
 
+_THREADS_MAX = 1024
+
 
 def materialize(disk: Disk, name: CheckpointName) -> Manifest:
     """Make the state of a log step whole, durably; blocks. Returns the state's manifest.
@@ -45,8 +47,14 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
     tensors = _tensors_of(candidate, base)
     optimizers = _rebuild(base, logs, tensors, disk)
     devices = {parameter: torch.device("cpu") for parameter in tensors}
-    for loaded in prefetched(candidate, logs, devices):
-        redo(loaded, optimizers)
+    threads = torch.get_num_threads()
+    recorded = logs[-1].manifest.topology.get("threads", threads)
+    try:
+        for loaded in prefetched(candidate, logs, devices):
+            torch.set_num_threads(recorded if recorded in range(1, _THREADS_MAX) else threads)
+            redo(loaded, optimizers)
+    finally:
+        torch.set_num_threads(threads)
     for optimizer in optimizers.values():
         for _, parameter_name, parameter, _ in optimizer.parameters():
             for key, value in optimizer.optimizer.state.get(parameter, {}).items():
@@ -154,7 +162,7 @@ def _write(
     strides = {key: entry.strides for key, entry in entries.items() if entry.strides is not None}
     table = encode_table(layout, aliases, on, last.tables[-1].optimizers, strides)
     image = _image(layout, tensors)
-    differing = differences(last.manifest.topology)
+    differing = differences({**last.manifest.topology, "threads": torch.get_num_threads()})
     exact = not differing and all(device == "cpu" for device in on.values())
     with disk.locked(exclusive=False):  # no gc comes between the files and what names them
         starts = pack_starts(pack.size for pack in layout.packs)
