@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.format.document import seal
-from everstep.format.manifest import encode_table
 from everstep.format.packs import Layout, Spec, lay_out
+from everstep.format.tables import encode_table
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena, Row
 from everstep.keeper.arrival import ALL

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import stores
 from everstep.format.document import seal
-from everstep.format.manifest import encode_table
 from everstep.format.packs import lay_out
+from everstep.format.tables import encode_table
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena, Row, SlotState  # noqa: F401 - for the scripts
 from everstep.keeper.client import Client

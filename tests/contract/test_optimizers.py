@@ -6,8 +6,8 @@ from runs import bits, check_same, checkpointer, freeze, restore, round_trip, sa
 from torch import nn
 
 from everstep import Mismatch
-from everstep.format.manifest import TensorEntry
 from everstep.format.packs import Spec
+from everstep.format.tables import TensorEntry
 from everstep.state.optimizers import _counts_on_device, _device
 from everstep.state.placement import Saved
 

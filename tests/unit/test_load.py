@@ -5,8 +5,9 @@ import torch
 import xxhash
 
 from everstep import Corrupt
-from everstep.format.manifest import FileLink, Part, TensorEntry
+from everstep.format.manifest import Part
 from everstep.format.packs import Spec, lay_out
+from everstep.format.tables import FileLink, TensorEntry
 from everstep.restore import load as load_module
 from everstep.restore.load import MemorySource, load
 from stores import content, image_of

@@ -11,17 +11,15 @@ from everstep import Corrupt, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import seal
 from everstep.format.manifest import (
-    FileLink,
     Manifest,
     Part,
     check_table,
     content_of,
     decode_manifest,
-    decode_table,
     encode_manifest,
-    encode_table,
 )
 from everstep.format.packs import lay_out
+from everstep.format.tables import FileLink, decode_table, encode_table
 from stores import MIXED
 
 LAYOUT = lay_out(MIXED)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from everstep import Unsupported
 from everstep.format import packs
 from everstep.format.dtypes import ITEM_SIZES, carried_as
-from everstep.format.manifest import decode_table, encode_table, extents
 from everstep.format.packs import Spec, chunks, lay_out, pack_starts
+from everstep.format.tables import decode_table, encode_table, extents
 from stores import content, image_of
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ import torch
 from everstep.capture.auto import Auto
 from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
-from everstep.format.manifest import is_own
+from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState

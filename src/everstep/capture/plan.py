@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import Unsupported
-from everstep.format.manifest import encode_table
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
+from everstep.format.tables import encode_table
 from everstep.state.view import Collected, Walk
 
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
-from everstep.format.manifest import is_dense
+from everstep.format.tables import is_dense
 from everstep.state import clipping
 from everstep.state.leaves import Leaf, sample
 from everstep.state.objects import encode

@@ -8,7 +8,8 @@ from typing import Any
 
 from everstep.cli import wording
 from everstep.errors import Corrupt
-from everstep.format.manifest import Manifest, Record, Table
+from everstep.format.manifest import Manifest, Record
+from everstep.format.tables import Table
 
 
 def chain_facts(chain: Sequence[Manifest]) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from everstep.cli.records import call_pairs, chain_facts, chain_text, record_fac
 from everstep.cli.render import Cell, Column, Screen, align
 from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
-from everstep.format.manifest import Manifest, Part, Table, TensorEntry
+from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Piece, chunk_count
+from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.store import Store
@@ -180,7 +181,7 @@ def _holdings(shown: Shown) -> str:
 def _kind_of(name: str) -> str:
     """The first name of a tensor; of a record's own ones, what they are."""
     first = name.partition(".")[0]
-    if not first.startswith("@"):
+    if not is_own(name):
         return first
     return "hyperparameters" if "!" in first else "gradients"
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.format.manifest import Extent, Table, extents
 from everstep.format.packs import PAGE_BYTES, chunk_count
+from everstep.format.tables import Extent, Table, extents
 
 ENTRY = "__packed__"
 HEADER_BYTES = PAGE_BYTES

@@ -9,9 +9,10 @@ from functools import lru_cache
 import xxhash
 
 from everstep.errors import Corrupt
-from everstep.format.manifest import Extent, FileLink, Part, Table, decode_table, extents
+from everstep.format.manifest import Part
 from everstep.format.packed import Chunk, raw_chunks
 from everstep.format.packs import pack_starts
+from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
 from everstep.keeper.arena import Row
 from everstep.keeper.arrival import Arrival
 from everstep.keeper.job import Job, Writer

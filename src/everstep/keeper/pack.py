@@ -15,9 +15,9 @@ from secrets import token_hex
 
 from everstep.codecs import planes
 from everstep.format.document import digest_of
-from everstep.format.manifest import FileLink
 from everstep.format.packed import HEADER_BYTES, Chunk, header
 from everstep.format.packs import PAGE_BYTES, round_up
+from everstep.format.tables import FileLink
 from everstep.keeper.arrival import Arrival
 from everstep.store import names
 from everstep.store.names import CheckpointName

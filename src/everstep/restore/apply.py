@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.format.manifest import Manifest, Record, Table, TensorEntry, is_own
+from everstep.format.manifest import Manifest, Record
+from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay.redo import Loaded, find, redo
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import load

@@ -8,16 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from everstep.errors import EverstepError
-from everstep.format.manifest import (
-    FileLink,
-    Manifest,
-    Part,
-    Table,
-    check_table,
-    decode_manifest,
-    decode_table,
-)
+from everstep.format.manifest import Manifest, Part, check_table, decode_manifest
 from everstep.format.packs import pack_starts
+from everstep.format.tables import FileLink, Table, decode_table
 from everstep.keeper.arena import Arena, SlotState
 from everstep.restore.load import MemorySource, Source
 from everstep.store import catalog

@@ -18,8 +18,9 @@ import torch
 
 from everstep.codecs.planes import decode_into
 from everstep.errors import Corrupt, EverstepError, Mismatch
-from everstep.format.manifest import Part, Table, TensorEntry
+from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
+from everstep.format.tables import Table, TensorEntry
 from everstep.restore.plan import Span, Target, plan
 from everstep.store.read import check_chunk
 

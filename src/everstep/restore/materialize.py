@@ -14,8 +14,9 @@ import torch
 import xxhash
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.format.manifest import Manifest, Part, decode_table, encode_table, extents, is_own
+from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
+from everstep.format.tables import decode_table, encode_table, extents, is_own
 from everstep.replay.redo import redo
 from everstep.restore.apply import empty, prefetched
 from everstep.restore.choose import Candidate, Described

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.format.manifest import Part, Table, TensorEntry
+from everstep.format.manifest import Part
 from everstep.format.packed import places
 from everstep.format.packs import ALIGNED_FROM_BYTES, CHUNK_BYTES, PAGE_BYTES, chunks, round_up
+from everstep.format.tables import Table, TensorEntry
 
 
 @dataclass(frozen=True, slots=True)

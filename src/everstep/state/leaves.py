@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from everstep.errors import Unsupported
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.format.manifest import is_dense
 from everstep.format.packs import Spec
+from everstep.format.tables import is_dense
 
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 _SAMPLE_BYTES = 64

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from everstep.errors import Mismatch
-from everstep.format.manifest import Manifest, Table, TensorEntry
+from everstep.format.manifest import Manifest
+from everstep.format.tables import Table, TensorEntry
 from everstep.state.leaves import dtype_name
 from everstep.state.objects import decode
 

@@ -5,15 +5,8 @@ from typing import Any
 
 from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.document import digest_of, unseal
-from everstep.format.manifest import (
-    Manifest,
-    Part,
-    Table,
-    check_follows,
-    check_table,
-    decode_manifest,
-    decode_table,
-)
+from everstep.format.manifest import Manifest, Part, check_follows, check_table, decode_manifest
+from everstep.format.tables import Table, decode_table
 from everstep.store import names
 from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName

@@ -18,7 +18,8 @@ from typing import Any
 
 from everstep.errors import Conflict, Corrupt, Missing
 from everstep.format.document import FORMAT_VERSION, digest_of, seal, unseal
-from everstep.format.manifest import FileLink, Manifest, content_of, encode_manifest
+from everstep.format.manifest import Manifest, content_of, encode_manifest
+from everstep.format.tables import FileLink
 from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk

@@ -6,9 +6,10 @@ from dataclasses import replace
 import xxhash
 
 from everstep.errors import Corrupt, Missing
-from everstep.format.manifest import Extent, FileLink, Part, Table, extents
+from everstep.format.manifest import Part
 from everstep.format.packed import HEADER_BYTES, places
 from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX, Piece, chunks
+from everstep.format.tables import Extent, FileLink, Table, extents
 from everstep.tiers.disk import Disk, DiskReader, Reader
 
 

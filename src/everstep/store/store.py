@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
 from everstep.format.document import unseal
-from everstep.format.manifest import Manifest, Table
+from everstep.format.manifest import Manifest
+from everstep.format.tables import Table
 from everstep.store import catalog, names, read, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk

@@ -7,8 +7,9 @@ import torch
 
 from everstep.errors import Missing
 from everstep.format.boxes import Box
-from everstep.format.manifest import Manifest, Part, Table, TensorEntry
+from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Piece
+from everstep.format.tables import Table, TensorEntry
 from everstep.store.read import open_pack, read_piece
 from everstep.tiers.disk import Disk, DiskReader
 
