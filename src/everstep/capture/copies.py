@@ -25,7 +25,7 @@ log = logging.getLogger("everstep")
 MOVERS = min(4, len(os.sched_getaffinity(0)))
 """Threads that share large copies on the CPU."""
 
-_SHARE_BYTES = 4 << 20
+_SHARE_BYTES = 16 << 20
 _FIRST_BYTES = 8 << 20
 _GROUP_BYTES = 64 << 20
 _MESSAGES_MAX = 15
