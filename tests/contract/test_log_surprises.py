@@ -21,7 +21,7 @@ from runs import (
 from torch import nn
 
 import everstep
-from everstep import Conflict, Mismatch, Store, Unavailable, Unsupported
+from everstep import Conflict, EverstepError, Mismatch, Store, Unavailable, Unsupported
 
 
 def build(seed, kind=torch.optim.AdamW, **options):
@@ -1026,3 +1026,41 @@ def test_another_optimizer_changes_nothing(store):
     with checkpointer(store, other) as restorer, pytest.raises(Mismatch, match="AdamW"):
         restorer.restore(4)
     check_same(freeze(other), before)
+
+
+def test_complex128(store):
+    """Items of 16 bytes: planes are cut at 8."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        weight = nn.Parameter(torch.randn(9000, dtype=torch.complex128))
+        return {"weight": weight, "optimizer": torch.optim.Adam([weight])}
+
+    def step(state, _):
+        state["optimizer"].zero_grad()
+        noise = torch.randn(9000, dtype=torch.complex64).to(torch.complex128)  # zeros to be dropped
+        (state["weight"] * noise).real.sum().backward()
+        state["optimizer"].step()
+
+    frozen = run_logged(store, make(1), step)
+    assert kinds(store) == "brrrrrrr"
+    check_steps(store, make(2), frozen)
+
+
+def test_steps_that_begin_again_without_a_restore(store):
+    """The names are taken: nothing may be told to be saved that is not."""
+    state = build(1)
+    with logged(store, state, base_every=100) as saver:
+        for step in (1, 2, 3):
+            train(state)
+            saver.step(step).wait("local")
+        for step in (1, 2, 3):
+            train(state)
+            with pytest.raises(EverstepError):
+                saver.step(step).wait("local")
+        train(state)
+        saver.step(4).wait("local")
+        last = snapshot(state)
+    fresh = build(2)
+    assert restore(store, fresh) == 4
+    check_same(snapshot(fresh), last)

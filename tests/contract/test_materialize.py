@@ -172,3 +172,13 @@ def test_the_second_reader_refuses_logs(store):
     read_independently(store, 1)
     with pytest.raises((Damaged, KeyError)):
         read_independently(store, 5)
+
+
+def test_a_state_of_another_step_is_refused(store):
+    fill(store)
+    materialize(Disk(store), CheckpointName(3, 1))
+    there = store / "checkpoints" / "00000003-0001" / "state.json"
+    (store / "checkpoints" / "00000006-0001" / "state.json").write_bytes(there.read_bytes())
+    assert not Store(store).verify().ok
+    with pytest.raises(Corrupt, match="not the whole state of 00000006-0001"):
+        Store(store).read(6)

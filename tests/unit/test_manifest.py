@@ -151,3 +151,13 @@ def test_whole_boxes():
     assert Box.whole(()).count == 1
     assert Box.whole(()).intersect(Box.whole(())) == Box.whole(())
     assert Box.whole((0, 3)).intersect(Box.whole((0, 3))) == Box.whole((0, 3))
+
+
+def test_pieces_cover_their_tensor():
+    """Or nobody would fill what memory was taken for."""
+    value = json.loads(TABLE)
+    value.pop("digest")
+    value["tensors"][0]["pieces"] = []
+    value["tensors"][0]["shape"] = [1 << 40]
+    with pytest.raises(Corrupt, match="do not cover"):
+        decode_table(seal(value), "a table")

@@ -43,13 +43,18 @@ class Place:
     size: int
 
 
+def plane_count(dtype: str) -> int:
+    """Into how many byte planes an item goes; complex128 counts as two."""
+    return min(8, ITEM_SIZES[dtype])
+
+
 def raw_chunks(table: Table) -> list[Chunk]:
     """The chunks of a table's pieces, in the order in which a packed part has them. None where it
     cannot be packed: then it has several packs."""
     if len(table.packs) != 1:
         return []
     item_sizes = {
-        piece.digest + number: ITEM_SIZES[entry.spec.dtype]
+        piece.digest + number: plane_count(entry.spec.dtype)
         for entry in table.tensors.values()
         for piece in entry.pieces
         for number in range(chunk_count(piece.size))

@@ -7,6 +7,7 @@ that all manifests with the same layout share.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -224,6 +225,8 @@ def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
                 f"a piece of tensor {spec.name!r} has {piece.size} bytes, "
                 f"its box needs another number"
             )
+    if sum(piece.box.count for piece in pieces) != prod(spec.shape):
+        raise ValueError(f"the pieces of tensor {spec.name!r} do not cover it")
     aliases = tuple(row.get("aliases", ()))
     return TensorEntry(spec, pieces, aliases, str(row["device"]), _strides(row, spec))
 

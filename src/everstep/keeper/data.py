@@ -56,6 +56,7 @@ class Data:
             for start, size in zip(pack_starts(sizes), sizes, strict=True)
         ]
         self._packed: Packed | None = None
+        self._waited = 0.0
         self._entropy = writer.speed.is_slow
         self._packs_it = is_record and pays(
             self._image, self._parsed.chunks, self._arrival, self._entropy
@@ -80,9 +81,16 @@ class Data:
             )
             self.links, seconds = (self._packed.link,), self._packed.seconds
         else:
-            self.links = commit.write_packs(writer.disk, name, self._packs, self._arrival.wait)
-        seconds = time.monotonic() - began if seconds is None else seconds
+            self.links = commit.write_packs(writer.disk, name, self._packs, self._await)
+        if seconds is None:
+            seconds = time.monotonic() - began - self._waited
         writer.speed.note(sum(link.size for link in self.links), seconds)
+
+    def _await(self, count: int) -> None:
+        """For the copy, whose time is not the disk's."""
+        began = time.monotonic()
+        self._arrival.wait(count)
+        self._waited += time.monotonic() - began
 
     def part(self, step: int) -> Part | None:
         """What the manifest says of them, written or not; blocks until all is digested. None for a

@@ -9,7 +9,9 @@ from typing import Any
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of, unseal
 from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
+from everstep.format.tables import FileLink
 from everstep.keeper.arena import SUBMITTED, Arena, Row, SlotState
+from everstep.keeper.arrival import ALL
 from everstep.keeper.data import Data
 from everstep.keeper.job import Job, Outcome, Writer
 from everstep.store import catalog, commit, names, retain
@@ -48,15 +50,17 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
             manifest = _with_part(manifest, calls, part)
             document = encode_manifest(manifest)
             arena.put_manifest(slot, row, document)
+        else:
+            job.arrival.wait(ALL)  # the trainer still fills the slot
         _ask(job, announce_written)  # also before a failure: memory must not offer a torn copy
         if failure:
             raise failure
         if not existing:
             commit.publish(writer.disk, manifest, document, [data.document])
-        elif part:
+        elif calls is None:
             arena.put_manifest(slot, row, _existing(writer.disk, manifest))
-        # Else a packed record, whose trainer lost its keeper after the commit: in an epoch nobody
-        # else can have written it.
+        else:
+            _check_same_record(writer.disk, manifest, calls, commit.table_link(data.document))
     except BaseException:
         commit.discard_packs(writer.disk, name, data.links)
         raise
@@ -93,6 +97,24 @@ def _existing(disk: Disk, manifest: Manifest) -> bytes:
     if not commit.find_same(disk, manifest):
         raise Conflict(f"saving step {manifest.step}: {name} was deleted at the same time")
     return disk.read(names.manifest_path(name))
+
+
+def _check_same_record(disk: Disk, manifest: Manifest, calls: list[Any], table: FileLink) -> None:
+    """Whether the step is on the disk as just this record: its keeper died after the commit. Not by
+    digests: another keeper may have packed it in another way. Raises Conflict where it differs."""
+    name = CheckpointName(manifest.step, manifest.epoch)
+    found = catalog.read_manifest(disk, name)
+    is_same = (
+        [(list(record.calls), record.part.table) for record in found.records] == [(calls, table)]
+        and found.previous == manifest.previous
+        and (found.objects, found.hyperparameters) == (manifest.objects, manifest.hyperparameters)
+    )
+    if not is_same or not disk.holds(names.manifest_path(name)):
+        raise Conflict(
+            f"saving step {manifest.step} to {disk.root}: this step is saved already with other "
+            f"content. A step is written once: save under the next step, or restore() before you "
+            f"begin again"
+        )
 
 
 def apply_retention(writer: Writer) -> None:

@@ -45,7 +45,14 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
             state = find(record.step, said, optimizers)
             call = _prepare(record, f"@{number}", said, state)
             after = said.get("after")
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            RuntimeError,
+        ) as error:  # torch raises RuntimeError for a gradient that does not fit its parameter
             raise Corrupt(
                 f"replaying step {record.step}: its documents are whole, but not what a record is "
                 f"stored as: {error!r}"

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
-from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import Part
-from everstep.format.packed import places
+from everstep.format.packed import places, plane_count
 from everstep.format.packs import ALIGNED_FROM_BYTES, CHUNK_BYTES, PAGE_BYTES, chunks, round_up
 from everstep.format.tables import Table, TensorEntry
 
@@ -55,7 +54,7 @@ def plan(entries: Iterable[TensorEntry], part: Part, table: Table | None = None)
                     f"({piece.codec}), which takes a newer everstep"
                 )
             targets = by_pack.setdefault(piece.pack, [])
-            item_size = ITEM_SIZES[entry.spec.dtype]
+            item_size = plane_count(entry.spec.dtype)
             for index, (start, raw) in enumerate(chunks(piece.size)):
                 digest = piece.digest + index
                 at, size = piece.offset + start, raw

@@ -109,9 +109,12 @@ def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
     """The whole state that was made of a log step; None where there is none. Raises Corrupt."""
     path = names.state_path(name)
     try:
-        return decode_manifest(disk.read(path), disk.root / path)
+        found = decode_manifest(disk.read(path), disk.root / path)
     except Missing:
         return None
+    if (found.step, found.epoch) != name or found.previous or found.records or not found.parts:
+        raise Corrupt(f"reading {disk.root / path}: it is not the whole state of {name}")
+    return found
 
 
 def _whole(disk: Disk, manifest: Manifest) -> Manifest:
