@@ -31,7 +31,6 @@ from everstep.preemption import Preemption
 from everstep.restore.apply import apply
 from everstep.restore.choose import Candidate, Held, candidates, find_held
 from everstep.saves import Saves, Skipped
-from everstep.state import clipping
 from everstep.state.objects import plain_json
 from everstep.state.optimizers import OptimizerState
 from everstep.state.topology import differences, topology
@@ -110,8 +109,6 @@ class Checkpointer:
             Hook(optimizer, self._capture, self._log, self.metrics)
             for optimizer in self._state.optimizers
         ]
-        if self._log:
-            clipping.attach()
         self._preemption = Preemption(self._is_saved, lambda: self.wait("local", _CLOSE_S))
         self._preemption.install()
         _close_in_children(self)
@@ -227,7 +224,7 @@ class Checkpointer:
             for hook in self._hooks:
                 hook.remove()
             if self._log:
-                clipping.detach()
+                self._log.close()
             self._capture.close()
             self._client.close()
             if not self._saves.pending:  # else something is still being copied

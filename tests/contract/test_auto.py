@@ -7,6 +7,7 @@ from torch import nn
 from everstep import Checkpointer, Store
 from everstep.capture import auto
 from everstep.capture.auto import Auto
+from everstep.state import clipping
 
 
 def run_of(seed, optimizer=torch.optim.AdamW):
@@ -35,10 +36,13 @@ def test_it_goes_over_to_a_log_and_every_step_is_exact(store, monkeypatch, caplo
     monkeypatch.setattr(auto, "SAVES_MIN", 5)
     state, expected = run_of(1), {}
     with Checkpointer(store, state, strategy="auto", under_pressure="wait") as checkpointer:
+        assert not clipping._recorders  # which would cost memory for nothing
         for step in range(1, 21):
             train(state)
             checkpointer.step(step)
             expected[step] = frozen(state)
+        assert clipping._recorders
+    assert not clipping._recorders
     opened = Store(store)
     logs = [step for step in opened.steps() if opened.manifest(step).previous]
     assert opened.steps() == list(range(1, 21))

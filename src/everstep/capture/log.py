@@ -21,6 +21,7 @@ from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
+from everstep.state import clipping
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
@@ -79,6 +80,7 @@ class Log:
         self._last: SaveHandle | None = None
         self._said: tuple[Any, Any] = (None, None)
         self._breaks = self._recorded = 0
+        self._keeps_raw = False
         self._counted: tuple[Walk, int] | None = None
 
     @property
@@ -167,6 +169,7 @@ class Log:
             self._auto.note_state(size, self._gradient_bytes(walk))
         self._recorder.reset()
         self._base = None
+        self._keep_raw()
         if not self.is_on:
             return
         self._base, self._base_step, self._base_bytes = walk, handle.step, size
@@ -182,6 +185,11 @@ class Log:
             chosen["auto"] = self._auto.figures()
         return chosen
 
+    def close(self) -> None:
+        """Record nothing any more."""
+        self._breaks = BREAKS_MAX
+        self._keep_raw()
+
     def end_chain(self) -> None:
         """Nothing can follow what was captured last: the next is a base."""
         self._base = self._last = None
@@ -191,6 +199,12 @@ class Log:
     def _last_step(self) -> int:
         assert self._last is not None
         return self._last.step
+
+    def _keep_raw(self) -> None:
+        """Let clip_grad_norm_ keep what it clips, which takes memory, only while there is a log."""
+        if self.is_on != self._keeps_raw:
+            self._keeps_raw = self.is_on
+            (clipping.attach if self._keeps_raw else clipping.detach)()
 
     def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
         last = self._last
