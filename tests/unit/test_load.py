@@ -9,7 +9,7 @@ from everstep.format.manifest import Part
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import FileLink, TensorEntry
 from everstep.restore import load as load_module
-from everstep.restore.load import MemorySource, load
+from everstep.restore.load import Loader, MemorySource
 from stores import content, image_of
 
 
@@ -31,7 +31,8 @@ def test_memory_that_changes_after_the_check(monkeypatch):
     monkeypatch.setattr(load_module, "check_chunk", check_and_overwrite)
     tensor = torch.zeros(5000)
     destinations = [(TensorEntry(spec, layout.pieces), [tensor])]
-    load(part, [[source]], destinations)
-    assert tensor.numpy().tobytes() == expected
-    with pytest.raises(Corrupt):
-        load(part, [[source]], destinations)
+    with Loader() as loader:
+        loader.load(part, [[source]], destinations)
+        assert tensor.numpy().tobytes() == expected
+        with pytest.raises(Corrupt):
+            loader.load(part, [[source]], destinations)

@@ -35,6 +35,7 @@ from everstep.format.packs import PAGE_BYTES, round_up
 _MAGIC = b"everstep arena 1"
 _HEAD = struct.Struct("<16sQQQQ")  # magic, slot count, documents capacity, image capacity, reserved
 _ROW = struct.Struct("<QQQQQQ")  # sequence, step, image, table, descriptor, digest
+_SEQUENCE = struct.Struct("<Q")
 _MANIFEST_SIZE = struct.Struct("<Q")
 _ROW_STRIDE = 128
 _MANIFEST_SIZE_AT = 64
@@ -176,7 +177,7 @@ class Arena:
             )
         at = self._slot_at(slot)
         end = at + len(table)
-        if self.memory[at:end] != table:
+        if bytes(self.memory[at:end]) != table:  # a view would be compared item by item
             self.memory[at:end] = table
         self.memory[end : end + len(descriptor)] = descriptor
         sizes = (row.image_size, row.table_size, row.descriptor_size)
@@ -232,11 +233,11 @@ class Arena:
 
     def newest_complete(self) -> int | None:
         """The slot with the newest whole state, which must not be overwritten yet."""
-        best: tuple[int, int] | None = None
-        for slot in range(self.slot_count):
-            if self.state(slot) in COMPLETE and (row := self.row(slot)):
-                best = max(best or (0, -1), (row.sequence, slot))
-        return best[1] if best else None
+        newest_first = sorted(range(self.slot_count), key=self._sequence_at, reverse=True)
+        for slot in newest_first:  # so that one row is verified, and not all
+            if self.state(slot) in COMPLETE and self.row(slot):
+                return slot
+        return None
 
     def close(self) -> None:
         """Close the descriptor; the mapping goes when nothing refers to it any more."""
@@ -246,6 +247,10 @@ class Arena:
 
     def __del__(self) -> None:
         self.close()
+
+    def _sequence_at(self, slot: int) -> int:
+        (sequence,) = _SEQUENCE.unpack_from(self._map, self._row_at(slot))
+        return int(sequence)
 
     def _row_at(self, slot: int) -> int:
         assert 0 <= slot < self.slot_count

@@ -18,7 +18,7 @@ from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay.redo import Loaded, find, redo
 from everstep.restore.choose import Candidate, Described
-from everstep.restore.load import load
+from everstep.restore.load import Loader
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
 from everstep.state.topology import differences
@@ -56,25 +56,39 @@ def apply(
         state.parts_of(optimized) if logs else only,
     )
     placement.check(base.manifest.step, candidate.disk.root)
-    if not logs:
-        _fill(candidate, base, placement)
-        placement.finish()
-        return base.manifest
+    with Loader() as loader:
+        if not logs:
+            _fill(candidate, base, placement, loader)
+            placement.finish()
+            return base.manifest
+        return _replay(candidate, base, logs, state, placement, optimized, loader)
+
+
+def _replay(
+    candidate: Candidate,
+    base: Described,
+    logs: Sequence[Described],
+    state: State,
+    placement: Placement,
+    optimized: Set[str],
+    loader: Loader,
+) -> Manifest:
+    """The base first, for which `placement` is ready, then its log. Returns the last manifest."""
     optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
     _check_calls(logs, optimizers)
     saved = _saved_after(base, logs[-1], optimized)
     _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
-    _fill(candidate, base, placement)
+    _fill(candidate, base, placement, loader)
     placement.finish()
     devices = {
         name: parameter.device
         for optimizer in optimizers.values()
         for _, name, parameter, _ in optimizer.parameters()
     }
-    for loaded in prefetched(candidate, logs, devices):
+    for loaded in prefetched(candidate, logs, devices, loader):
         redo(loaded, optimizers)
     rest = _place(state, saved, None)
-    _fill(candidate, logs[-1], rest)
+    _fill(candidate, logs[-1], rest, loader)
     _fill_from_live(rest, state.live_tensors(), logs[-1])
     rest.finish()
     for name, optimizer in optimizers.items():
@@ -101,7 +115,7 @@ def _place(state: State, saved: Saved, only: list[str] | None) -> Placement:
     return placement
 
 
-def _fill(candidate: Candidate, described: Described, placement: Placement) -> None:
+def _fill(candidate: Candidate, described: Described, placement: Placement, loader: Loader) -> None:
     """Load what the checkpoint has of its own; what it does not have is there already."""
     for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
         here = [
@@ -110,7 +124,7 @@ def _fill(candidate: Candidate, described: Described, placement: Placement) -> N
             if table.tensors.get(name) is entry
         ]
         with candidate.sources(part) as sources:
-            load(part, sources, here, table)
+            loader.load(part, sources, here, table)
 
 
 def _owned(optimizers: Mapping[str, Any]) -> Iterator[str]:
@@ -151,7 +165,10 @@ def _fill_from_live(
 
 
 def prefetched(
-    candidate: Candidate, logs: Sequence[Described], devices: dict[str, torch.device]
+    candidate: Candidate,
+    logs: Sequence[Described],
+    devices: dict[str, torch.device],
+    loader: Loader,
 ) -> Iterator[Loaded]:
     """The records in order, each read and verified while the one before it is replayed. `devices`:
     of the parameters, to which their gradients go."""
@@ -161,17 +178,21 @@ def prefetched(
         for row in zip(described.manifest.records, described.tables, strict=True)
     ]
     with ThreadPoolExecutor(1, "everstep-records") as reader:
-        futures = [reader.submit(_load, candidate, *records[0], devices)]
+        futures = [reader.submit(_load, candidate, *records[0], devices, loader)]
         for _, following in pairwise(records):
             current = futures.pop()
             loaded = current.result()
-            futures.append(reader.submit(_load, candidate, *following, devices))
+            futures.append(reader.submit(_load, candidate, *following, devices, loader))
             yield loaded
         yield futures.pop().result()
 
 
 def _load(
-    candidate: Candidate, record: Record, table: Table, devices: dict[str, torch.device]
+    candidate: Candidate,
+    record: Record,
+    table: Table,
+    devices: dict[str, torch.device],
+    loader: Loader,
 ) -> Loaded:
     wanted: list[tuple[TensorEntry, list[torch.Tensor]]] = []
     for name, entry in table.tensors.items():
@@ -179,7 +200,7 @@ def _load(
             device = devices.get(name.partition(".")[2], torch.device("cpu"))
             wanted.append((entry, [empty(entry, device)]))
     with candidate.sources(record.part) as sources:
-        load(record.part, sources, wanted, table)
+        loader.load(record.part, sources, wanted, table)
     tensors = {entry.spec.name: found[0] for entry, found in wanted}
     groups = {name: found["groups"] for name, found in table.optimizers.items()}
     return Loaded(record.step, record.calls, tensors, groups)

@@ -20,7 +20,7 @@ from everstep.format.tables import decode_table, encode_table, extents, is_own
 from everstep.replay.redo import redo
 from everstep.restore.apply import empty, prefetched
 from everstep.restore.choose import Candidate, Described
-from everstep.restore.load import load
+from everstep.restore.load import Loader
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
 from everstep.state.topology import differences
@@ -45,28 +45,31 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
     base, *logs = candidate.describe()
     if not logs:
         raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
-    tensors = _tensors_of(candidate, base)
-    optimizers = _rebuild(base, logs, tensors, disk)
-    devices = {parameter: torch.device("cpu") for parameter in tensors}
-    threads = torch.get_num_threads()
-    recorded = logs[-1].manifest.topology.get("threads", threads)
-    try:
-        for loaded in prefetched(candidate, logs, devices):
-            torch.set_num_threads(recorded if recorded in range(1, _THREADS_MAX) else threads)
-            redo(loaded, optimizers)
-    finally:
-        torch.set_num_threads(threads)
+    last = logs[-1]
+    with Loader() as loader:
+        tensors = _tensors_of(candidate, base, loader)
+        optimizers = _rebuild(base, logs, tensors, disk)
+        devices = {parameter: torch.device("cpu") for parameter in tensors}
+        threads = torch.get_num_threads()
+        recorded = last.manifest.topology.get("threads", threads)
+        try:
+            for loaded in prefetched(candidate, logs, devices, loader):
+                torch.set_num_threads(recorded if recorded in range(1, _THREADS_MAX) else threads)
+                redo(loaded, optimizers)
+        finally:
+            torch.set_num_threads(threads)
+        own = _tensors_of(candidate, last, loader)
     for optimizer in optimizers.values():
         for _, parameter_name, parameter, _ in optimizer.parameters():
             for key, value in optimizer.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{optimizer.name}.{parameter_name}.{key}"] = value
-    last = logs[-1]
-    tensors |= _tensors_of(candidate, last)
-    return _write(disk, name, base, last, tensors)
+    return _write(disk, name, base, last, tensors | own)
 
 
-def _tensors_of(candidate: Candidate, described: Described) -> dict[str, torch.Tensor]:
+def _tensors_of(
+    candidate: Candidate, described: Described, loader: Loader
+) -> dict[str, torch.Tensor]:
     """The tensors that a checkpoint brings itself, on the CPU; no gradients."""
     found: dict[str, torch.Tensor] = {}
     for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
@@ -77,7 +80,7 @@ def _tensors_of(candidate: Candidate, described: Described) -> dict[str, torch.T
             found[key] = empty(entry)
             wanted.append((entry, [found[key]]))
         with candidate.sources(part) as sources:
-            load(part, sources, wanted, table)
+            loader.load(part, sources, wanted, table)
     return found
 
 

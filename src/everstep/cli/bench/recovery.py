@@ -15,7 +15,7 @@ from everstep.cli.bench.machine import await_end_of
 from everstep.cli.strategies import NO_BASE
 from everstep.restore.apply import empty
 from everstep.restore.choose import Candidate
-from everstep.restore.load import load
+from everstep.restore.load import Loader
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 
@@ -85,8 +85,8 @@ def _read_record(root: Path, step: int) -> float:
     table = catalog.read_table(disk, record.part)
     wanted = [(entry, [empty(entry)]) for entry in table.tensors.values()]
     began = time.perf_counter()
-    with Candidate(name, disk).sources(record.part) as sources:
-        load(record.part, sources, wanted, table)
+    with Loader() as loader, Candidate(name, disk).sources(record.part) as sources:
+        loader.load(record.part, sources, wanted, table)
     return time.perf_counter() - began
 
 
