@@ -21,8 +21,10 @@ from everstep.capture.auto import Auto
 from everstep.capture.full import Capture, Full, row_of
 from everstep.capture.hooks import Hook
 from everstep.capture.log import Captured, Log
+from everstep.capture.pace import Pace
 from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool, Slot
+from everstep.capture.spread import Spread
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import Arena, SlotState
@@ -54,8 +56,9 @@ class Checkpointer:
         state: dict[str, Any],
         *,
         every: int = 1,
-        strategy: Literal["full", "log", "auto"] = "full",
+        strategy: Literal["full", "spread", "log", "auto"] = "full",
         base_every: int | None = None,
+        window: int | None = None,
         audit: Literal["sample", "full"] = "sample",
         keep: Keep | None = None,
         memory_budget: int | None = None,
@@ -67,6 +70,9 @@ class Checkpointer:
         store: a directory. state: names to nn.Module, Optimizer, anything with state_dict and
         load_state_dict, generators, tensors, or nested dicts and lists of values and tensors.
         every: step() saves each step that is a multiple of it. strategy: "full" saves whole states;
+        "spread" copies one over several steps before the due one (`window`; None: by how fast this
+        run copies), with the gradients that bring its pieces to that step, from which restore()
+        replays;
         "log" a whole state now and then (base_every steps apart; None: by what a recovery would
         take), and for every step between a record of the gradients that led there, from which
         restore() replays; "auto" begins as "full", and goes over to "log" and back by what either
@@ -78,15 +84,19 @@ class Checkpointer:
         when no memory is free: be skipped, or wait. rng: capture python's, numpy's and torch's
         generators. Raises ValueError, TypeError, Unavailable.
         """
-        _check_arguments(every, strategy, base_every, audit, memory_budget, under_pressure)
+        _check_arguments(every, strategy, base_every, window, audit, memory_budget, under_pressure)
         self.state = state
         self.metrics = Metrics()
         self._every = every
         self._waits = under_pressure == "wait"
         self._state = State(state, rng)
-        self._log: Log | None = None
+        pace = Pace()
+        self._log: Log | Spread | None = None
         if strategy == "log":
             self._log = Log(self._state.optimizers, base_every, audit == "full")
+        elif strategy == "spread":
+            optimizers = self._state.optimizers
+            self._log = Spread(optimizers, every, pace, window, audit == "full")
         elif strategy == "auto":
             self._log = _log_or_none(self._state.optimizers, base_every, audit == "full", every)
         self._disk = Disk(Path(store).absolute())
@@ -95,10 +105,10 @@ class Checkpointer:
         self._client = Client(self._disk.root, keep, self._saves.on_event)
         self._pool = Pool(self._client, memory_budget)
         self._saves.attach(self._client, self._pool)
-        self._planners = {False: Planner(), True: Planner()}
+        self._planners: dict[object, Planner] = {}
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
-        self._capture = Full(self._announce, self._seal, self._saves.on_capture_failure)
+        self._capture = Full(self._announce, self._seal, self._saves.on_capture_failure, pace)
         self._pool.on_release = self._capture.devices.unpin
         self._parent: CheckpointName | None = None
         self._epoch: int | None = None
@@ -121,9 +131,9 @@ class Checkpointer:
         _check_step(step)
         self._last_step = step
         due = step % self._every == 0 or self._preemption.requested
-        if not due and not (self._log and self._log.is_on):
+        if not due and not (self._log and self._log.wants(step)):
             return None
-        handle = self.save(step)  # a log has a record of every step
+        handle = self._timed_save(step, asked=self._preemption.requested)
         return handle if due else None
 
     def save(
@@ -135,19 +145,11 @@ class Checkpointer:
         torch's), kept in the manifest. Raises ValueError and Unsupported for what cannot be saved;
         what fails later is on the handle.
         """
-        began = time.perf_counter()
-        self._check_open()
-        _check_step(step)
         if tag is not None:
             tag_path(tag)
         figures = plain_json(metrics or {}, "metrics")
-        self._last_step = step
-        try:
-            handle = self._save(step, tag, figures)
-        finally:
-            self.metrics.add_stall(time.perf_counter() - began)
-        if self._preemption.ends_process:
-            self._preemption.end()
+        handle = self._timed_save(step, tag, figures, asked=True)
+        assert handle
         return handle
 
     def restore(
@@ -252,7 +254,31 @@ class Checkpointer:
 
     # ---- save ------------------------------------------------------------------------------
 
-    def _save(self, step: int, tag: str | None, metrics: dict[str, Any]) -> SaveHandle:
+    def _timed_save(
+        self,
+        step: int,
+        tag: str | None = None,
+        metrics: dict[str, Any] | None = None,
+        *,
+        asked: bool,
+    ) -> SaveHandle | None:
+        """`asked`: by the user, or by the system; else by a step that is due, or recorded. None
+        where there was nothing to be captured."""
+        began = time.perf_counter()
+        self._check_open()
+        _check_step(step)
+        self._last_step = step
+        try:
+            handle = self._save(step, tag, metrics or {}, asked)
+        finally:
+            self.metrics.add_stall(time.perf_counter() - began)
+        if self._preemption.ends_process:
+            self._preemption.end()
+        return handle
+
+    def _save(
+        self, step: int, tag: str | None, metrics: dict[str, Any], asked: bool
+    ) -> SaveHandle | None:
         if self._log and not metrics and (last := self._log.current(step, self._collect)):
             if tag is not None:  # the step is there; its name must not come before it
                 last.wait("local")
@@ -261,12 +287,16 @@ class Checkpointer:
             return last
         handle = self._saves.new(step)
         try:
-            self._begin(handle, tag, metrics)
+            captured = self._begin(handle, tag, metrics, asked)
         except Unavailable as error:
             self._saves.fail(handle, error)
         except BaseException as error:
             handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
             raise
+        else:
+            if not captured or not captured.commits:
+                self._saves.forget_newest()
+                return None
         self._begun = handle
         return handle
 
@@ -278,22 +308,30 @@ class Checkpointer:
         self.metrics.user_seconds = self._state.user_seconds
         return collected
 
-    def _begin(self, handle: SaveHandle, tag: str | None, metrics: dict[str, Any]) -> None:
-        captured = Captured(self._collect())
-        if self._log:
-            captured = self._log.choose(handle.step, captured.collected, tag is not None)
+    def _begin(
+        self, handle: SaveHandle, tag: str | None, metrics: dict[str, Any], asked: bool
+    ) -> Captured | None:
+        """None where there is nothing to be captured."""
+        captured: Captured | None = Captured(self._collect())
+        if self._log and captured:
+            captured = self._log.choose(
+                handle.step, captured.collected, asked=asked, tagged=tag is not None
+            )
+        if captured is None:
+            return None
         try:
             self._capture_it(handle, captured, tag, metrics)
         except BaseException:
             if self._log:  # what was taken for the record is gone
                 self._log.end_chain()
             raise
+        return captured
 
     def _capture_it(
         self, handle: SaveHandle, captured: Captured, tag: str | None, metrics: dict[str, Any]
     ) -> None:
-        collected, is_record = captured.collected, captured.record is not None
-        plan = self._planners[is_record].plan(collected)
+        collected = captured.collected
+        plan = self._planner(captured).plan(collected)
         waits = self._waits or self._preemption.requested
         slot = self._pool.acquire(plan, self._descriptor_size, waits)
         if slot is None:
@@ -314,6 +352,11 @@ class Checkpointer:
         self._saves.begin(capture, handle)
         self._capture.go_on(capture)
 
+    def _planner(self, captured: Captured) -> Planner:
+        """One for each thing that comes again: states, records, the n-th shares of windows."""
+        kind = captured.record is not None, len(captured.share["steps"]) if captured.share else 0
+        return self._planners.setdefault(kind, Planner())
+
     def _describe(
         self, captured: Captured, tag: str | None, metrics: dict[str, Any]
     ) -> dict[str, Any]:
@@ -331,6 +374,7 @@ class Checkpointer:
             "metrics": metrics,
             "tag": tag,
             "record": captured.record,
+            "share": captured.share,
         }
 
     def _announce(self, capture: Capture) -> Callable[[int], None] | None:
@@ -424,18 +468,21 @@ def _check_arguments(
     every: int,
     strategy: str,
     base_every: int | None,
+    window: int | None,
     audit: str,
     budget: int | None,
     under_pressure: str,
 ) -> None:
     if type(every) is not int or every < 1:
         raise ValueError(f"every must be a positive number of steps, not {every!r}")
-    if strategy not in ("full", "log", "auto"):
-        raise ValueError(f"strategy must be 'full', 'log' or 'auto', not {strategy!r}")
+    if strategy not in ("full", "spread", "log", "auto"):
+        raise ValueError(f"strategy must be 'full', 'spread', 'log' or 'auto', not {strategy!r}")
     if audit not in ("sample", "full"):
         raise ValueError(f"audit must be 'sample' or 'full', not {audit!r}")
     if base_every is not None and (type(base_every) is not int or base_every < 1):
         raise ValueError(f"base_every must be a positive number of steps, not {base_every!r}")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"window must be a positive number of steps, not {window!r}")
     if under_pressure not in ("skip", "wait"):
         raise ValueError(f"under_pressure must be 'skip' or 'wait', not {under_pressure!r}")
     if budget is not None and (type(budget) is not int or budget < 1):

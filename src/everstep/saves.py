@@ -32,6 +32,7 @@ class Saves:
 
     def __init__(self, metrics: Metrics) -> None:
         self.newest: SaveHandle | None = None
+        self._before: SaveHandle | None = None
         self._metrics = metrics
         self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
         self._torn: dict[int, str] = {}
@@ -42,9 +43,14 @@ class Saves:
 
     def new(self, step: int) -> SaveHandle:
         """A handle, which is the newest from now on."""
-        self.newest = SaveHandle(step)
+        self._before, self.newest = self.newest, SaveHandle(step)
         self._metrics.saves += 1
         return self.newest
+
+    def forget_newest(self) -> None:
+        """It is no save: nothing was captured, or a share of a later checkpoint."""
+        self.newest = self._before
+        self._metrics.saves -= 1
 
     def begin(self, capture: Capture, handle: SaveHandle) -> None:
         """The capture is about to be copied."""
@@ -104,7 +110,8 @@ class Saves:
             self._pool.retire_old()
 
     def _on_commit(self, capture: Capture, handle: SaveHandle, message: Message) -> None:
-        self._metrics.commits += 1
+        is_part = bool(message.get("is_part"))  # of a later checkpoint, with which it is committed
+        self._metrics.commits += not is_part
         self._metrics.bytes_written += message["bytes"]
         error = Unavailable(message["warning"]) if message.get("warning") else None
         if error:  # durable, but not tagged

@@ -11,6 +11,7 @@ Source: DataStates-LLM (arXiv 2406.10707), with the tripwire and the eager copie
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
+from everstep.capture.pace import Pace
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.capture.tripwire import Tripwire, describe, sample_places
@@ -101,13 +103,17 @@ class Full:
         announce: Callable[[Capture], Callable[[int], None] | None],
         seal: Callable[[Capture], None],
         fail: Callable[[Capture, EverstepError, bool], None],
+        pace: Pace,
     ) -> None:
         """`announce` is called in the copying thread when the copies begin; it returns whom to tell
         how much of the image has arrived, or None where nobody is to be told. `seal` when all is
-        copied; `fail` where that went wrong, and whether the keeper has to free the slot."""
+        copied; `fail` where that went wrong, and whether the keeper has to free the slot. `pace` is
+        told how fast all this goes."""
         self._announce = announce
         self._seal = seal
         self._fail = fail
+        self._pace = pace
+        self._called: float | None = None
         self._queue: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
         self._open: list[Capture] = []
         self._is_sealing = True
@@ -178,6 +184,7 @@ class Full:
     def go_on(self, capture: Capture) -> None:
         """Let the copying thread make the lazy copies."""
         self._last = capture
+        self._called = time.monotonic()
         self._open = [older for older in self._open if not older.is_checked()]
         if any(owner >= 0 for owner in capture.owned):  # else no update will be held for it
             self._open.append(capture)
@@ -191,6 +198,9 @@ class Full:
         for the rest.
         """
         clean = True
+        if self._called is not None:
+            self._pace.note_overlap(time.monotonic() - self._called)
+            self._called = None
         for capture in self._open:
             owned = capture.owned.get(owner)
             if owned is None or owned.checked:
@@ -265,7 +275,7 @@ class Full:
         capture.sealed.set()
 
     def _copy(self, capture: Capture) -> None:
-        slot = capture.slot
+        began, slot = time.monotonic(), capture.slot
         tell = self._announce(capture) or (lambda count: None)
         starts = [start for owned in capture.owned.values() for start in owned.batch.starts()]
         starts += [start for _, start in capture.eager]
@@ -280,6 +290,7 @@ class Full:
         for event, start in landings:
             event.synchronize()
             progress.arrived(start)
+        self._pace.note_copy(capture.plan.layout.size, time.monotonic() - began)
         if problem := capture.problem:
             raise Unsupported(problem)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from everstep.capture.full import Full
 from everstep.capture.log import Log
+from everstep.capture.spread import Spread
 from everstep.handle import Metrics
 from everstep.state.optimizers import OptimizerState
 
@@ -21,7 +22,11 @@ class Hook:
     """The pre-hook and post-hook on one optimizer. Trainer's thread."""
 
     def __init__(
-        self, optimizer: OptimizerState, capture: Full, log: Log | None, metrics: Metrics
+        self,
+        optimizer: OptimizerState,
+        capture: Full,
+        log: Log | Spread | None,
+        metrics: Metrics,
     ) -> None:
         """`log`: None where nothing is to be noted."""
         self._state = optimizer

@@ -43,10 +43,17 @@ BASE_EVERY_MIN, BASE_EVERY_MAX = 10, 1000
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What is to be captured for a step: a whole state, or the record that leads to it."""
+    """What is to be captured for a step: a whole state; or the record that leads to it; or a share
+    of a window (keeper/window.py), which is some pieces and the record for those before."""
 
     collected: Collected
     record: dict[str, Any] | None = None
+    share: dict[str, Any] | None = None
+
+    @property
+    def commits(self) -> bool:
+        """Whether it is a checkpoint, and not only a share of a later one."""
+        return self.share is None or self.share["ends"]
 
 
 class Log:
@@ -131,11 +138,20 @@ class Log:
         is_same = self._base is collected.walk and self._said == said and self._recorder.is_quiet
         return last if is_same else None
 
-    def choose(self, step: int, collected: Collected, wants_base: bool) -> Captured:
-        """What to capture for `step`. Raises Unsupported where a log does not fit the state."""
+    def wants(self, step: int) -> bool:
+        """Whether this step, which is not due, is recorded all the same."""
+        del step
+        return self.is_on
+
+    def choose(
+        self, step: int, collected: Collected, *, asked: bool = False, tagged: bool = False
+    ) -> Captured:
+        """What to capture for `step`. `asked`: by save(), not by step(). `tagged`: what has a name
+        is a whole state. Raises Unsupported where a log does not fit the state."""
+        del asked
         if self._auto:
             self._auto.decide(self.distance())
-        if not self.is_on or not self._is_record(step, collected, wants_base):
+        if not self.is_on or not self._is_record(step, collected, tagged):
             return Captured(collected)
         try:
             tensors, calls = self._recorder.take()

@@ -11,7 +11,7 @@ tripwire is armed after each call, and looked at before the next.
 Source: LowDiff (SC 2025), which copies eagerly and does not look.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,8 @@ class Recorder:
             _check(optimizer)
         self._optimizers = optimizers
         self._audit = audit
+        self.only: Set[str] | None = None
+        """Names of the parameters whose gradients are noted; None: of all."""
         self.problem: str | None = None
         """Why what was noted since the last `take` is no record."""
         self._calls: list[Call] = []
@@ -268,7 +270,7 @@ class Recorder:
         must_copy |= self._taken < EAGER_RECORDS or call.optimizer.name in self._writers
         for name, parameter in rows:
             gradient = parameter.grad
-            if gradient is None:
+            if gradient is None or (self.only is not None and name not in self.only):
                 continue
             _check_gradient(name, gradient)
             key = f"{call.at}.{name}"

@@ -27,6 +27,11 @@ class Part:
     steps: int
     stored: tuple[int, ...] | None = None
 
+    @property
+    def size(self) -> int:
+        """Bytes of its packs."""
+        return sum(pack.size for pack in self.packs)
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -52,7 +57,9 @@ class Previous:
 class Manifest:
     """One committed checkpoint. `objects`, `hyperparameters`: tagged JSON (docs/format.md).
 
-    Either it has parts; or it has records, and stands for the state of `previous` after them.
+    It has parts: a state. Or it has records, and stands for the state of `previous` after them. Or
+    it has both, and no `previous`: its parts are of several steps (`Part.steps`), and the records
+    bring each of them to the last one.
     """
 
     step: int
@@ -73,8 +80,17 @@ class Manifest:
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
-        """Those of the state, and of the records."""
-        return (*self.parts, *(record.part for record in self.records))
+        """Those of the state, and of the records; one that is both, once."""
+        own = set(map(id, self.parts))
+        return (
+            *self.parts,
+            *(record.part for record in self.records if id(record.part) not in own),
+        )
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether its parts have to be brought to one step."""
+        return bool(self.parts and self.records)
 
     @property
     def files(self) -> tuple[FileLink, ...]:
@@ -84,7 +100,7 @@ class Manifest:
     @property
     def size(self) -> int:
         """Bytes of its packs."""
-        return sum(pack.size for part in self.all_parts for pack in part.packs)
+        return sum(part.size for part in self.all_parts)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -106,7 +122,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "parts": [_part_to_json(part) for part in manifest.parts],
             "previous": asdict(previous) if previous else None,
             "records": [
-                {"step": record.step, "calls": record.calls, "part": _part_to_json(record.part)}
+                {
+                    "step": record.step,
+                    "calls": record.calls,
+                    "part": _own_index(manifest, record)
+                    if manifest.parts
+                    else _part_to_json(record.part),
+                }
                 for record in manifest.records
             ],
             "hyperparameters": manifest.hyperparameters,
@@ -119,12 +141,13 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
     """Parse and check a manifest; raises Corrupt, or Unsupported for another format version."""
     value = unseal(data, path)
     try:
+        parts = tuple(_part_from_json(part) for part in value["parts"])
         return Manifest(
             step=natural(value["step"]),
             epoch=natural(value["epoch"]),
             run=value["run"],
             created=value["created"],
-            parts=tuple(_part_from_json(part) for part in value["parts"]),
+            parts=parts,
             objects=value["objects"],
             hyperparameters=value["hyperparameters"],
             parent=value["parent"],
@@ -137,13 +160,13 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
                 Record(
                     natural(record["step"]),
                     tuple(record["calls"]),
-                    _part_from_json(record["part"]),
+                    parts[natural(record["part"])] if parts else _part_from_json(record["part"]),
                 )
                 for record in value["records"]
             ),
             previous=_previous_from_json(value.get("previous")),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise malformed(path, error) from error
 
 
@@ -175,7 +198,14 @@ def check_follows(manifest: Manifest, name: object) -> None:
     """Raises Corrupt for a manifest that is neither a state nor records that follow one."""
     steps = [record.step for record in manifest.records]
     previous = manifest.previous
-    is_state = bool(manifest.parts) and not steps and previous is None
+    is_state = (
+        bool(manifest.parts)
+        and previous is None
+        and steps == sorted(set(steps))
+        and steps[-1:] in ([], [manifest.step])
+        and all(part.steps <= manifest.step for part in manifest.parts)
+        and all(part.steps == manifest.step or steps for part in manifest.parts)
+    )
     is_log = (
         previous is not None
         and not manifest.parts
@@ -192,6 +222,11 @@ def content_of(part: Part) -> str:
     """What a part holds, as one digest: equal for equal tables and bytes, wherever they lie (and
     in the same encoding)."""
     return digest_of("".join((part.table.digest or "", *part.digests)).encode())
+
+
+def _own_index(manifest: Manifest, record: Record) -> int:
+    """Of the part that holds the record beside its pieces."""
+    return next(i for i, part in enumerate(manifest.parts) if part is record.part)
 
 
 def _part_to_json(part: Part) -> dict[str, Any]:

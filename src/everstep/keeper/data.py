@@ -84,7 +84,12 @@ class Data:
             self.links = commit.write_packs(writer.disk, name, self._packs, self._await)
         if seconds is None:
             seconds = time.monotonic() - began - self._waited
-        writer.speed.note(sum(link.size for link in self.links), seconds)
+        writer.speed.note(self.size, seconds)
+
+    @property
+    def size(self) -> int:
+        """Bytes written."""
+        return sum(link.size for link in self.links)
 
     def _await(self, count: int) -> None:
         """For the copy, whose time is not the disk's."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from everstep.keeper.arena import Arena
 from everstep.keeper.arrival import Arrival
 from everstep.keeper.pack import Speed
+from everstep.keeper.window import Window
 from everstep.store import retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -45,6 +46,7 @@ class Writer:
     run: str | None = None
     cache: retain.NeedsCache = field(default_factory=dict)
     speed: Speed = field(default_factory=Speed)
+    window: Window = field(default_factory=Window)
     hasher: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")
     )
@@ -52,8 +54,10 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a commit cost: bytes written, seconds until durable. `warning`: what failed after it."""
+    """What a commit cost: bytes written, seconds until durable. `warning`: what failed after it.
+    `is_part`: durable, but committed by a later one."""
 
     bytes: int
     seconds: float
     warning: str | None = None
+    is_part: bool = False

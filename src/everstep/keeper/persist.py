@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from everstep.keeper.arena import SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.arrival import ALL
 from everstep.keeper.data import Data
 from everstep.keeper.job import Job, Outcome, Writer
+from everstep.keeper.window import Share
 from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -32,43 +33,88 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     row = arena.row(slot)
     if row is None:
         raise Corrupt(f"reading slot {slot} of the arena: its row is not whole")
-    manifest, calls = _describe(writer, arena, slot, row)
+    manifest, calls, share = _describe(writer, arena, slot, row)
     name = CheckpointName(manifest.step, manifest.epoch)
+    for stale in writer.window.begin(share):
+        commit.discard_packs(writer.disk, name, stale.packs)
     data = Data(writer, job, row, is_record=calls is not None)
-    existing = False
     failure: EverstepError | None = None
     try:
-        try:
-            existing = writer.disk.size(names.manifest_path(name)) is not None
-            commit.check_epoch(writer.disk, manifest.epoch, manifest.step)
-            if not existing:
-                data.write(name)
-        except EverstepError as error:
-            failure = error  # with its manifest beside it, memory can still be restored from
-        document = b""
-        if part := data.part(manifest.step):
-            manifest = _with_part(manifest, calls, part)
-            document = encode_manifest(manifest)
-            arena.put_manifest(slot, row, document)
-        else:
+        existing, failure = _write(writer, name, share, data)
+        part = data.part(manifest.step)
+        if part is None:
             job.arrival.wait(ALL)  # the trainer still fills the slot
+        elif share is None:
+            manifest = _with_part(manifest, calls, part)
+            arena.put_manifest(slot, row, encode_manifest(manifest))
         _ask(job, announce_written)  # also before a failure: memory must not offer a torn copy
         if failure:
             raise failure
-        if not existing:
-            commit.publish(writer.disk, manifest, document, [data.document])
-        elif calls is None:
-            arena.put_manifest(slot, row, _existing(writer.disk, manifest))
+        if share and part and not existing:
+            manifest = writer.window.add(share, part, bytes(data.document), manifest)
+            if not share.ends:
+                return Outcome(data.size, time.monotonic() - began, is_part=True)
+        if existing:
+            _settle(writer.disk, manifest, calls, share, data, job)
         else:
-            _check_same_record(writer.disk, manifest, calls, commit.table_link(data.document))
+            _publish(writer, manifest, data)
     except BaseException:
         commit.discard_packs(writer.disk, name, data.links)
         raise
     finally:
         failure = None  # its traceback holds this frame, and so the arena's memory
-    writer.parent, writer.parent_digest = name, None if existing else digest_of(document)
-    size = sum(link.size for link in data.links)
-    return Outcome(size, time.monotonic() - began, _set_tag(writer, manifest))
+    writer.window.clear()
+    digest = None if existing else digest_of(encode_manifest(manifest))
+    writer.parent, writer.parent_digest = name, digest
+    return Outcome(data.size, time.monotonic() - began, _set_tag(writer, manifest))
+
+
+def _write(
+    writer: Writer, name: CheckpointName, share: Share | None, data: Data
+) -> tuple[bool, EverstepError | None]:
+    """Whether it was committed before, else write the data; and what went wrong: with its manifest
+    beside it, memory can be restored from all the same."""
+    existing = False
+    try:
+        existing = _is_there(writer, name, share)
+        commit.check_epoch(writer.disk, name.epoch, name.step)
+        if not existing:
+            data.write(name)
+    except EverstepError as error:
+        return existing, error
+    return existing, None
+
+
+def _publish(writer: Writer, manifest: Manifest, data: Data) -> None:
+    tables: Sequence[bytes | memoryview] = writer.window.documents or [data.document]
+    commit.publish(writer.disk, manifest, encode_manifest(manifest), tables)
+
+
+def _is_there(writer: Writer, name: CheckpointName, share: Share | None) -> bool:
+    """Whether it was committed before. Raises Unavailable where it cannot be, as something that it
+    needs is lost."""
+    found = writer.disk.size(names.manifest_path(name)) is not None
+    if share and not (found and share.ends):
+        writer.window.check(share)
+        return False
+    return found
+
+
+def _settle(
+    disk: Disk,
+    manifest: Manifest,
+    calls: list[Any] | None,
+    share: Share | None,
+    data: Data,
+    job: Job,
+) -> None:
+    """It was committed before: its keeper died then. Raises Conflict where that is another."""
+    if share:
+        _check_same_window(disk, manifest, share, commit.table_link(data.document))
+    elif calls is not None:
+        _check_same_record(disk, manifest, calls, commit.table_link(data.document))
+    elif row := job.arena.row(job.slot):
+        job.arena.put_manifest(job.slot, row, _existing(disk, manifest))
 
 
 def _set_tag(writer: Writer, manifest: Manifest) -> str | None:
@@ -110,11 +156,27 @@ def _check_same_record(disk: Disk, manifest: Manifest, calls: list[Any], table: 
         and (found.objects, found.hyperparameters) == (manifest.objects, manifest.hyperparameters)
     )
     if not is_same or not disk.holds(names.manifest_path(name)):
-        raise Conflict(
-            f"saving step {manifest.step} to {disk.root}: this step is saved already with other "
-            f"content. A step is written once: save under the next step, or restore() before you "
-            f"begin again"
-        )
+        raise _is_other(disk, manifest.step)
+
+
+def _check_same_window(disk: Disk, manifest: Manifest, share: Share, table: FileLink) -> None:
+    """Whether the step is on the disk as the end of just this window: see _check_same_record."""
+    name = CheckpointName(manifest.step, manifest.epoch)
+    found = catalog.read_manifest(disk, name)
+    is_same = (
+        tuple(part.steps for part in found.parts) == share.steps
+        and found.parts[-1].table == table
+        and (found.objects, found.hyperparameters) == (manifest.objects, manifest.hyperparameters)
+    )
+    if not is_same or not disk.holds(names.manifest_path(name)):
+        raise _is_other(disk, manifest.step)
+
+
+def _is_other(disk: Disk, step: int) -> Conflict:
+    return Conflict(
+        f"saving step {step} to {disk.root}: this step is saved already with other content. A step "
+        f"is written once: save under the next step, or restore() before you begin again"
+    )
 
 
 def apply_retention(writer: Writer) -> None:
@@ -129,9 +191,9 @@ def apply_retention(writer: Writer) -> None:
 
 def _describe(
     writer: Writer, arena: Arena, slot: int, row: Row
-) -> tuple[Manifest, list[Any] | None]:
-    """The manifest as far as it is known before the data is written; and the optimizer calls, where
-    it is a record and no state."""
+) -> tuple[Manifest, list[Any] | None, Share | None]:
+    """The manifest as far as it is known before the data is written; the optimizer calls, where it
+    is a record and no state; and what it adds to a window, where it is a part of one."""
     said = unseal(arena.descriptor(slot, row), "a descriptor in the arena")
     assert writer.epoch is not None, "a trainer claims its epoch before it seals"
     parent: dict[str, Any] | None = writer.parent and writer.parent._asdict()
@@ -152,7 +214,7 @@ def _describe(
         tag=said["tag"],
         previous=_previous(writer, record["previous"]) if record else None,
     )
-    return manifest, record["calls"] if record else None
+    return manifest, record["calls"] if record else None, Share.of(said.get("share"))
 
 
 def _previous(writer: Writer, step: int) -> Previous:

@@ -340,15 +340,17 @@ class Session:
         self.tell(message | {"message": text[:_TEXT_MAX]})
 
     def _done(self, job: Job, outcome: Outcome) -> None:
-        self.committed += 1
         self._finish(job, SlotState.DONE)
         message = {
             "type": "local",
             "sequence": job.sequence,
             "warning": (outcome.warning or "")[:_TEXT_MAX],
+            "is_part": outcome.is_part,
         }
         self.tell(message | {"bytes": outcome.bytes, "seconds": outcome.seconds})
-        apply_retention(self.writer)
+        if not outcome.is_part:
+            self.committed += 1
+            apply_retention(self.writer)
 
     def _finish(self, job: Job, state: SlotState) -> None:
         with self._lock:

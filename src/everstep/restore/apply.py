@@ -36,32 +36,38 @@ def apply(
     for a part of a log, and for a log whose replay might not be exact where it must be.
     """
     base, *logs = candidate.describe()
-    differing = {text for described in logs for text in differences(described.manifest.topology)}
+    replayed = [base, *logs] if base.manifest.is_spread else logs
+    differing = {
+        text for described in replayed for text in differences(described.manifest.topology)
+    }
     if must_be_exact and differing:
         raise Unsupported(
             f"restoring step {candidate.name.step} exactly: it has to be replayed from step "
-            f"{base.manifest.step}, and was recorded under {'; '.join(sorted(differing))}. Restore "
+            f"{_first_step(base)}, and was recorded under {'; '.join(sorted(differing))}. Restore "
             f"it there, or with exact='allow'"
         )
-    if logs and only is not None:
+    if replayed and only is not None:
+        elsewhere = (
+            "" if base.manifest.is_spread else f", or only={only} of step {base.manifest.step}"
+        )
         raise Unsupported(
-            f"restoring only={only} of step {candidate.name.step}: it is stored as the redo "
-            f"records since step {base.manifest.step}, which take the whole state. Restore all of "
-            f"it, or only={only} of step {base.manifest.step}"
+            f"restoring only={only} of step {candidate.name.step}: it is stored with the redo "
+            f"records since step {_first_step(base)}, which take the whole state. Restore all of "
+            f"it, or make it whole first (everstep materialize {candidate.name.step}){elsewhere}"
         )
     optimized = {name for table in base.tables for name in _owned(table.optimizers)}
     placement = _place(
         state,
         Saved.of(base.manifest, base.tables),
-        state.parts_of(optimized) if logs else only,
+        state.parts_of(optimized) if replayed else only,
     )
     placement.check(base.manifest.step, candidate.disk.root)
     with Loader() as loader:
-        if not logs:
+        if not replayed:
             _fill(candidate, base, placement, loader)
             placement.finish()
             return base.manifest
-        return _replay(candidate, base, logs, state, placement, optimized, loader)
+        return _replay(candidate, base, replayed, state, placement, optimized, loader)
 
 
 def _replay(
@@ -73,7 +79,8 @@ def _replay(
     optimized: Set[str],
     loader: Loader,
 ) -> Manifest:
-    """The base first, for which `placement` is ready, then its log. Returns the last manifest."""
+    """The base first, for which `placement` is ready, then the records: its own, where it is spread
+    over several steps, and its log's. Returns the last manifest."""
     optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
     _check_calls(logs, optimizers)
     saved = _saved_after(base, logs[-1], optimized)
@@ -88,8 +95,8 @@ def _replay(
     for loaded in prefetched(candidate, logs, devices, loader):
         redo(loaded, optimizers)
     rest = _place(state, saved, None)
-    _fill(candidate, logs[-1], rest, loader)
-    _fill_from_live(rest, state.live_tensors(), logs[-1])
+    _fill(candidate, logs[-1], rest, loader, optimized)
+    _fill_from_live(rest, state.live_tensors(), logs[-1], optimized)
     rest.finish()
     for name, optimizer in optimizers.items():
         for index, values in enumerate(logs[-1].manifest.hyperparameters[name]):
@@ -109,19 +116,30 @@ def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerSt
                     raise Corrupt(f"reading the record of step {record.step}: {error!r}") from error
 
 
+def _first_step(base: Described) -> int:
+    """Of what has to be there before anything is replayed."""
+    return min(part.steps for part in base.manifest.parts)
+
+
 def _place(state: State, saved: Saved, only: list[str] | None) -> Placement:
     placement = Placement(saved)
     state.prepare(placement, only)
     return placement
 
 
-def _fill(candidate: Candidate, described: Described, placement: Placement, loader: Loader) -> None:
-    """Load what the checkpoint has of its own; what it does not have is there already."""
+def _fill(
+    candidate: Candidate,
+    described: Described,
+    placement: Placement,
+    loader: Loader,
+    but: Set[str] = frozenset(),
+) -> None:
+    """Load what the checkpoint has of its own, but for those names; the rest is there already."""
     for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
         here = [
             (entry, tensors)
             for name, (entry, tensors) in placement.destinations.items()
-            if table.tensors.get(name) is entry
+            if table.tensors.get(name) is entry and but.isdisjoint((name, *entry.aliases))
         ]
         with candidate.sources(part) as sources:
             loader.load(part, sources, here, table)
@@ -150,10 +168,15 @@ def _saved_after(base: Described, last: Described, optimized: Set[str]) -> Saved
 
 
 def _fill_from_live(
-    placement: Placement, live: Mapping[str, torch.Tensor], last: Described
+    placement: Placement, live: Mapping[str, torch.Tensor], last: Described, optimized: Set[str]
 ) -> None:
     """Where an object refers to what an optimizer changes: it gets what the replay came to."""
-    own = {name for table in last.tables for name in table.tensors}
+    own = {
+        name
+        for table in last.tables
+        for name, entry in table.tensors.items()
+        if optimized.isdisjoint((name, *entry.aliases))
+    }
     with torch.no_grad():
         for name, (entry, tensors) in placement.destinations.items():
             source = next((live[key] for key in (name, *entry.aliases) if key in live), None)
@@ -172,11 +195,7 @@ def prefetched(
 ) -> Iterator[Loaded]:
     """The records in order, each read and verified while the one before it is replayed. `devices`:
     of the parameters, to which their gradients go."""
-    records = [
-        row
-        for described in logs
-        for row in zip(described.manifest.records, described.tables, strict=True)
-    ]
+    records = [row for described in logs for row in described.records]
     with ThreadPoolExecutor(1, "everstep-records") as reader:
         futures = [reader.submit(_load, candidate, *records[0], devices, loader)]
         for _, following in pairwise(records):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from everstep.errors import EverstepError
-from everstep.format.manifest import Manifest, Part, check_table, decode_manifest
+from everstep.format.manifest import Manifest, Part, Record, check_table, decode_manifest
 from everstep.format.packs import pack_starts
 from everstep.format.tables import FileLink, Table, decode_table
 from everstep.keeper.arena import Arena, SlotState
@@ -42,6 +42,12 @@ class Described:
 
     manifest: Manifest
     tables: list[Table]
+
+    @property
+    def records(self) -> list[tuple[Record, Table]]:
+        """Each with the table of its part."""
+        tables = {id(p): t for p, t in zip(self.manifest.all_parts, self.tables, strict=True)}
+        return [(record, tables[id(record.part)]) for record in self.manifest.records]
 
 
 @dataclass(slots=True)

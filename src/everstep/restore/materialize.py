@@ -43,6 +43,8 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
         return made
     candidate = Candidate(name, disk)
     base, *logs = candidate.describe()
+    if base.manifest.is_spread:
+        logs.insert(0, base)
     if not logs:
         raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
     last = logs[-1]
@@ -58,7 +60,7 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
                 redo(loaded, optimizers)
         finally:
             torch.set_num_threads(threads)
-        own = _tensors_of(candidate, last, loader)
+        own = {} if last is base else _tensors_of(candidate, last, loader)
     for optimizer in optimizers.values():
         for _, parameter_name, parameter, _ in optimizer.parameters():
             for key, value in optimizer.optimizer.state.get(parameter, {}).items():

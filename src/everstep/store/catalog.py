@@ -118,8 +118,9 @@ def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
 
 
 def _whole(disk: Disk, manifest: Manifest) -> Manifest:
-    """A log step as the exact state that was made of it, where one was: nothing is before it."""
-    if manifest.previous is None:
+    """A step that takes a replay as the exact state that was made of it, where one was: nothing is
+    before it."""
+    if not manifest.records:
         return manifest
     try:
         found = read_state(disk, CheckpointName(manifest.step, manifest.epoch))

@@ -57,10 +57,12 @@ def superfluous(disk: Disk, keep: Keep) -> list[CheckpointName]:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a checkpoint needs: its data files, and the checkpoint that its log goes on from."""
+    """What a checkpoint needs: its data files, and the checkpoint that its log goes on from.
+    `takes_replay`: a whole state may have been made of it since."""
 
     files: frozenset[str]
     previous: CheckpointName | None
+    takes_replay: bool
 
 
 NeedsCache = dict[CheckpointName, Needs]
@@ -218,6 +220,7 @@ def _needs(disk: Disk, name: CheckpointName, cache: NeedsCache) -> Needs:
         cache[name] = Needs(
             frozenset(link.path for link in manifest.files),
             CheckpointName(behind.step, behind.epoch) if behind else None,
+            bool(manifest.records),
         )
     return cache[name]
 
@@ -231,7 +234,9 @@ def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: NeedsCa
     for name in checkpoints:
         try:
             needs = _needs(disk, name, cache)
-            needed |= needs.files | (_state_files(disk, name) if needs.previous else frozenset())
+            needed |= needs.files | (
+                _state_files(disk, name) if needs.takes_replay else frozenset()
+            )
         except Corrupt as error:
             raise Corrupt(
                 f"{error}. Nothing more is deleted while it is unknown which files this checkpoint "

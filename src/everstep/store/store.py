@@ -123,7 +123,7 @@ class Store:
 
         name = catalog.find(self._disk, step)
         manifest = catalog.read_manifest(self._disk, name)
-        if manifest.previous:
+        if manifest.records:
             if (state := catalog.read_state(self._disk, name)) is None:
                 raise Unsupported(self._no_state(manifest))
             manifest = state
@@ -147,7 +147,7 @@ class Store:
         after = (
             other.step
             for other in catalog.lineage(self._disk)
-            if other.step > name.step and not catalog.read_manifest(self._disk, other).previous
+            if other.step > name.step and not catalog.read_manifest(self._disk, other).records
         )
         nearest = [f"{step}" for step in (behind, next(after, None)) if step is not None]
         return (
@@ -184,7 +184,7 @@ class Store:
             yield 0, str(error)
         parts = manifest.all_parts
         try:
-            if manifest.previous and (state := catalog.read_state(self._disk, name)):
+            if manifest.records and (state := catalog.read_state(self._disk, name)):
                 parts += state.all_parts
         except EverstepError as error:
             yield 0, str(error)

@@ -1,0 +1,318 @@
+"""The strategy `spread`: a state copied over several steps, and brought to the last one by what
+the optimizers consumed meanwhile.
+
+    step              117          118          119          120 (due)
+    copied            pieces 1     pieces 2     pieces 3     the rest, and what no optimizer owns
+    recorded                       of 1         of 1, 2      of 1 to 3
+    committed                                                one checkpoint, of step 120
+
+A piece is a parameter with all of its optimizer state, the largest first. A gradient is kept only
+for pieces that are copied already. Where one step's forward and backward are long enough for the
+whole state, or gradients would cost more than they save, the window is one step: then it is `full`.
+Source: GoCkpt (multi-step overlapped checkpoints); fuzzy checkpoints of ARIES.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from everstep.capture.log import RECORD_OWNER, Captured
+from everstep.capture.pace import Pace, choose_window
+from everstep.capture.recorder import Recorder
+from everstep.errors import Unsupported
+from everstep.format.tables import is_own
+from everstep.handle import SaveHandle
+from everstep.state import clipping
+from everstep.state.leaves import Leaf
+from everstep.state.optimizers import OptimizerState
+from everstep.state.view import Collected, Walk
+
+log = logging.getLogger("everstep")
+
+
+@dataclass(slots=True)
+class _Window:
+    """One checkpoint on its way."""
+
+    walk: Walk
+    due: int
+    groups: list[list[str]]
+    """Names of parameters, by the step of the window at which they are copied; those that are in
+    none come last."""
+    steps: list[int] = field(default_factory=list)
+    handles: list[SaveHandle] = field(default_factory=list)
+    copied: set[str] = field(default_factory=set)
+    """Names of parameters."""
+    leaves: set[int] = field(default_factory=set)
+    """What was copied with them, by id()."""
+
+
+class Spread:
+    """Decides at each step what is copied. For the thread that trains."""
+
+    def __init__(
+        self,
+        optimizers: list[OptimizerState],
+        every: int,
+        pace: Pace,
+        window: int | None = None,
+        audit: bool = False,
+    ) -> None:
+        """`every`: the steps that are due are its multiples. `window`: steps of one; None: chosen
+        by `pace`. `audit`: see Recorder."""
+        self._optimizers = optimizers
+        self._every = every
+        self._pace = pace
+        self._fixed = window
+        self._window: _Window | None = None
+        self._last: SaveHandle | None = None
+        self._last_walk: Walk | None = None
+        self._said: tuple[Any, Any] = (None, None)
+        self._sizes: tuple[Walk, int, int] | None = None
+        self._broken_due: int | None = None
+        self._keeps_raw = False
+        self.refusal = _why_not(optimizers)
+        """Why windows have one step in this run."""
+        self._recorder = Recorder([] if self.refusal else optimizers, audit)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether optimizer calls are to be noted."""
+        return self._window is not None and bool(self._window.steps)
+
+    def before_step(
+        self, optimizer: OptimizerState, args: list[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """See Recorder. Only while recording."""
+        self._recorder.before_step(optimizer, args, kwargs)
+
+    def after_step(self, optimizer: OptimizerState, seconds: float) -> None:
+        """See Recorder. Only while recording."""
+        del seconds
+        self._recorder.after_step(optimizer)
+
+    def refuse(self, problem: str) -> None:
+        """See Recorder."""
+        self._recorder.refuse(problem)
+
+    def wants(self, step: int) -> bool:
+        """Whether something of the next checkpoint is to be copied at this step, which is not due
+        itself."""
+        due = -(-step // self._every) * self._every
+        if self._window and self._window.due != due:  # no step() came at the due step
+            self._forget()
+        if self._window:
+            return True
+        return due != self._broken_due and step > due - self.size()
+
+    def size(self) -> int:
+        """Steps of the next window."""
+        if self.refusal or self._sizes is None:
+            return 1
+        if self._fixed is not None:
+            return min(self._fixed, self._every)
+        _, state, gradients = self._sizes
+        return choose_window(state, gradients, self._pace, self._every)
+
+    def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
+        """The handle of the last checkpoint, if it is of this step and of just this state."""
+        last = self._last
+        if self._window or last is None or last.step != step or last.error is not None:
+            return None
+        collected = collect()
+        said = collected.objects, collected.hyperparameters
+        is_same = self._last_walk is collected.walk and self._said == said
+        return last if is_same and self._recorder.is_quiet else None
+
+    def choose(
+        self, step: int, collected: Collected, *, asked: bool = False, tagged: bool = False
+    ) -> Captured | None:
+        """What to capture for `step`; None where it is nothing. `asked`, `tagged`: by save(), which
+        wants a whole state now."""
+        self._measure(collected.walk)
+        is_due = step % self._every == 0
+        if asked or tagged or (self._window is None and is_due):
+            self._forget()
+            return Captured(collected)
+        try:
+            return self._share(step, collected, is_due)
+        except Unsupported as error:
+            log.warning(
+                "the checkpoint of step %s cannot be spread over the steps before it: %s. A whole "
+                "state is saved instead",
+                -(-step // self._every) * self._every,
+                error,
+            )
+            self.end_chain()
+            return Captured(collected) if is_due else None
+
+    def begun(self, captured: Captured, handle: SaveHandle) -> None:
+        """This is being captured."""
+        window = self._window
+        if window and not (captured.share and captured.share["ends"]):
+            window.handles.append(handle)
+            return
+        self._forget()
+        self._last = handle if captured.share else None
+        self._last_walk = self._sizes[0] if self._sizes else None
+        self._said = captured.collected.objects, captured.collected.hyperparameters
+        if captured.share:
+            self._recorder.watch()
+
+    def describe(self) -> dict[str, Any]:
+        """What `everstep show` prints of the choice."""
+        size = self.size()
+        chosen: dict[str, Any] = {"strategy": "spread" if size > 1 else "full", "window": size}
+        if self.refusal:
+            chosen["reason"] = self.refusal
+        return {**chosen, **self._pace.describe()}
+
+    def close(self) -> None:
+        """Record nothing any more."""
+        self._forget()
+
+    def end_chain(self) -> None:
+        """What was copied so far is worth nothing: at the due step a whole state is saved."""
+        if self._window:
+            self._broken_due = self._window.due
+        self._forget()
+        self._last = None
+
+    def _forget(self) -> None:
+        self._window = None
+        self._recorder.reset()
+        self._recorder.only = None
+        self._keep_raw(False)
+
+    def _keep_raw(self, wanted: bool) -> None:
+        """Let clip_grad_norm_ keep what it clips, only while that is recorded."""
+        if wanted != self._keeps_raw:
+            self._keeps_raw = wanted
+            (clipping.attach if wanted else clipping.detach)()
+
+    def _measure(self, walk: Walk) -> None:
+        """Bytes of a state, and of the gradients of all parameters; once for each walk."""
+        if self._sizes is None or self._sizes[0] is not walk:
+            state = sum(leaf.tensor.nbytes for leaf in walk.leaves)
+            parameters = {
+                id(parameter): parameter.nbytes
+                for optimizer in self._optimizers
+                for _, _, parameter, _ in optimizer.parameters()
+                if parameter.requires_grad
+            }
+            self._sizes = walk, state, sum(parameters.values())
+
+    def _share(self, step: int, collected: Collected, is_due: bool) -> Captured:
+        """This step's part of the window, which begins here where none is open."""
+        window = self._window or self._open(step, collected)
+        calls: list[Any] | None = None
+        tensors: dict[str, torch.Tensor] = {}
+        if window.steps:
+            self._check(window, step, collected)
+            tensors, calls = self._recorder.take()
+            for call in calls if not is_due else ():
+                call.pop("after", None)  # it is of all parameters, some of which come later
+        self._window = window
+        leaves = tuple(self._take_leaves(window, collected.walk, is_due))
+        record = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
+        window.steps.append(step)
+        share = {"steps": list(window.steps), "calls": calls, "ends": is_due}
+        if calls is None:
+            self._recorder.reset()
+            self._recorder.watch()
+            self._keep_raw(True)
+        self._recorder.only = window.copied
+        return Captured(_part_of(collected, (*record, *leaves), is_due), share=share)
+
+    def _open(self, step: int, collected: Collected) -> _Window:
+        if taken := [leaf.name for leaf in collected.walk.leaves if is_own(leaf.name)]:
+            raise Unsupported(f"{taken[0]!r} is a name that records use")
+        if plain := [o.name for o in self._optimizers if o.plain() != "[]"]:
+            raise Unsupported(f"{plain[0]!r} keeps numbers that are no tensors in its state")
+        due = -(-step // self._every) * self._every
+        groups = _groups(self._units(collected.walk), due - step + 1)
+        return _Window(collected.walk, due, groups)
+
+    def _check(self, window: _Window, step: int, collected: Collected) -> None:
+        for handle in window.handles:
+            if handle.error is not None:
+                raise Unsupported(f"what was copied at step {handle.step} was not saved")
+        if collected.walk is not window.walk:
+            raise Unsupported("the state has other tensors than at the window's begin")
+        if step <= window.steps[-1] or step > window.due:
+            raise Unsupported(f"step {step} came after step {window.steps[-1]}")
+
+    def _units(self, walk: Walk) -> dict[str, list[Leaf]]:
+        """By parameter name: the parameter and all its optimizer state, where nobody else writes
+        to any of it."""
+        owned = {id(leaf.tensor): leaf for leaf in walk.leaves if leaf.owner is not None}
+        units = {}
+        for optimizer in self._optimizers:
+            for _, name, parameter, _ in optimizer.parameters():
+                state = optimizer.optimizer.state.get(parameter, {})
+                members = (parameter, *(v for v in state.values() if isinstance(v, torch.Tensor)))
+                if all(id(member) in owned for member in members):
+                    units[name] = [owned[id(member)] for member in members]
+        return units
+
+    def _take_leaves(self, window: _Window, walk: Walk, is_due: bool) -> Iterator[Leaf]:
+        """What is copied at this step."""
+        if is_due:
+            yield from (leaf for leaf in walk.leaves if id(leaf.tensor) not in window.leaves)
+            return
+        index = len(window.steps)
+        units = self._units(walk)
+        for name in window.groups[index] if index < len(window.groups) else ():
+            window.copied.add(name)
+            window.leaves.update(id(leaf.tensor) for leaf in units[name])
+            yield from units[name]
+
+
+def _groups(units: dict[str, list[Leaf]], steps: int) -> list[list[str]]:
+    """The parameters, the largest first, in as many groups of about equal bytes; without the last,
+    which takes what is left."""
+    sizes = {name: sum(leaf.tensor.nbytes for leaf in unit) for name, unit in units.items()}
+    share = sum(sizes.values()) / steps
+    groups: list[list[str]] = [[]]
+    taken = 0
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        if taken >= share * len(groups):
+            groups.append([])
+        groups[-1].append(name)
+        taken += sizes[name]
+    return groups[: steps - 1]
+
+
+def _part_of(collected: Collected, leaves: tuple[Leaf, ...], is_last: bool) -> Collected:
+    """Those leaves as a state of their own; with all that is no leaf, if it is the last."""
+    names = {id(leaf.tensor): leaf.name for leaf in leaves}
+    loose = collected.loose if is_last else ()
+    kept = {leaf.name for leaf in (*leaves, *loose)}
+    aliases = {name: found for name, found in collected.aliases.items() if name in kept}
+    walk = Walk(leaves, names, {}, collected.walk.optimizers)
+    if not is_last:
+        return Collected(walk, (), aliases, {}, {})
+    return Collected(walk, loose, aliases, collected.objects, collected.hyperparameters)
+
+
+def _why_not(optimizers: list[OptimizerState]) -> str | None:
+    """Why these must be copied at one step; None where parameters may be at several.
+
+    Replay steps a part of the parameters. That is known to be exact for torch's own optimizers,
+    which treat each parameter by itself, and not for a class that nobody knows.
+    """
+    if not optimizers:
+        return "the state has no optimizer"
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        kind = type(optimizer.optimizer)
+        if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
+            return f"{optimizer.name!r} is a {kind.__qualname__}, which may couple parameters"
+        for _, name, parameter, _ in optimizer.parameters():
+            if id(parameter) in seen:
+                return f"{name!r} has two optimizers"
+            seen.add(id(parameter))
+    return None

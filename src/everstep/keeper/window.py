@@ -1,0 +1,75 @@
+"""The parts of a spread checkpoint: written step by step, committed by the last of them."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from everstep.errors import Corrupt, Unavailable
+from everstep.format.manifest import Manifest, Part, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one step of a window adds: pieces, and what the optimizers consumed in this step for
+    the pieces before (None at the first). `steps`: of the window so far, this one last. `ends`:
+    whether it commits."""
+
+    steps: tuple[int, ...]
+    calls: tuple[Any, ...] | None
+    ends: bool
+
+    @classmethod
+    def of(cls, said: Any) -> "Share | None":
+        """From a descriptor; None for one that is no part of a window. Raises Corrupt."""
+        if said is None:
+            return None
+        try:
+            calls = said["calls"]
+            steps = tuple(int(step) for step in said["steps"])
+            return cls(steps, None if calls is None else tuple(calls), bool(said["ends"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Corrupt(f"reading a descriptor in the arena: {error!r}") from error
+
+
+@dataclass(slots=True)
+class Window:
+    """What is durable of the window under way. It lives in the keeper's memory only: where the
+    keeper dies, the checkpoint fails, and the trainer saves a whole state next. For the session's
+    thread."""
+
+    steps: tuple[int, ...] = ()
+    parts: list[Part] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    documents: list[bytes] = field(default_factory=list)
+    """The parts' piece tables."""
+
+    def begin(self, share: Share | None) -> list[Part]:
+        """The next job belongs to this window, or to none. Returns the parts of another one, of
+        which nothing will come any more."""
+        if share and self.steps and share.steps[0] == self.steps[0]:
+            return []
+        stale = self.parts
+        self.clear()
+        return stale
+
+    def check(self, share: Share) -> None:
+        """Raises Unavailable where a step before this one was lost on the way."""
+        if self.steps != share.steps[:-1]:
+            raise Unavailable(
+                f"saving step {share.steps[-1]}: the parts of the steps {list(share.steps[:-1])} "
+                f"belong to it, and only those of {list(self.steps)} were written. The next "
+                f"checkpoint is a whole state"
+            )
+
+    def add(self, share: Share, part: Part, document: bytes, manifest: Manifest) -> Manifest:
+        """The part is durable. Returns the manifest with all parts and records so far."""
+        self.steps = share.steps
+        self.parts.append(part)
+        self.documents.append(document)
+        if share.calls is not None:
+            self.records.append(Record(share.steps[-1], share.calls, part))
+        return replace(manifest, parts=tuple(self.parts), records=tuple(self.records))
+
+    def clear(self) -> None:
+        """Nothing is under way."""
+        self.steps = ()
+        self.parts, self.records, self.documents = [], [], []

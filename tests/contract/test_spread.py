@@ -1,0 +1,310 @@
+"""strategy="spread" against chance: windows of several steps, each of which comes back byte for
+byte as the state of its last one."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import check_same, checkpointer, difference, freeze, snapshot
+from test_log import Places, _check, _steps, build, fast, possible
+from torch import nn
+
+import everstep
+from everstep import Store, Unsupported
+from everstep.cli.main import main
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
+
+
+@settings(fast, max_examples=30)
+@given(plan=possible, every=st.integers(2, 5), window=st.integers(2, 5))
+def test_every_checkpoint_comes_back(plan, every, window):
+    last = 3 * every
+    with Places() as places:
+        store = places.new()
+        state = build(plan, plan.seed)
+        options = {"strategy": "spread", "window": window, "every": every}
+        with checkpointer(store, state, **options) as saver:
+            losses, frozen = _steps(plan, state, range(1, last + 1), saver)
+        assert Store(store).steps() == list(range(every, last + 1, every))
+        assert Store(store).verify().ok
+        fresh = build(plan, plan.seed + 1)
+        with checkpointer(store, fresh) as restorer:
+            for step in range(last, 0, -every):
+                assert restorer.restore(step) == step
+                found = difference(snapshot(fresh), frozen[step], f"step {step}")
+                assert found is None, f"{plan}: {found}"
+            assert restorer.restore(every) == every
+            _check(plan, fresh, frozen, every)
+            if plan.set_to_none:
+                again, ends = _steps(plan, fresh, range(every + 1, last + 1))
+                assert again == {step: losses[step] for step in again}, plan
+                assert difference(ends[last], frozen[last]) is None
+
+
+class Net(nn.Module):
+    """Six matrices of different sizes, and a buffer that forward mutates."""
+
+    def __init__(self):
+        super().__init__()
+        widths = (12, 40, 8, 64, 6, 32, 4)
+        pairs = itertools.pairwise(widths)
+        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in pairs))
+        self.norm = nn.BatchNorm1d(12)
+
+    def forward(self, x):
+        return self.layers(self.norm(x))
+
+
+def make(seed, kind=torch.optim.AdamW, **options):
+    torch.manual_seed(seed)
+    model = Net()
+    return {"model": model, "optimizer": kind(model.parameters(), lr=0.01, **options)}
+
+
+def train(state):
+    state["optimizer"].zero_grad()
+    state["model"](torch.randn(5, 12)).square().mean().backward()
+    everstep.clip_grad_norm_(state["model"].parameters(), 0.5)
+    state["optimizer"].step()
+
+
+def run(saver, state, steps, frozen=None):
+    """Train and save; the frozen state of each step that was due."""
+    frozen = {} if frozen is None else frozen
+    for step in steps:
+        train(state)
+        if saver.step(step):
+            frozen[step] = freeze(state)
+    return frozen
+
+
+SPREAD = {"strategy": "spread", "every": 4, "window": 3}
+
+
+def test_pieces_are_copied_over_the_window_and_gradients_only_for_them(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        run(saver, state, range(1, 9))
+    first, second = (Store(store).manifest(step) for step in (4, 8))
+    assert (len(first.parts), first.records) == (1, ())
+    assert [part.steps for part in second.parts] == [6, 7, 8]
+    assert [record.step for record in second.records] == [7, 8]
+    tables = Store(store).tables(second)
+    pieces = [{name for name in table.tensors if name[0] != "@"} for table in tables]
+    assert not pieces[0] & pieces[1]
+    assert not (pieces[0] | pieces[1]) & pieces[2]
+    assert set.union(*pieces) == set(Store(store).tables(first)[0].tensors)
+    copied = set()
+    for table, own in zip(tables, pieces, strict=True):
+        recorded = {name.partition(".")[2] for name in table.tensors if name.startswith("@0.")}
+        assert recorded == {name for name in copied if not name.startswith("optimizer.")}
+        for name in own - copied:  # a parameter comes with all of its state
+            if name.startswith("model.layers") or name == "model.norm.weight":
+                assert {f"optimizer.{name}.{key}" for key in ("step", "exp_avg")} <= own
+        copied |= own
+
+
+def test_it_is_read_when_it_was_made_whole(store, capsys):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        frozen = run(saver, state, range(1, 9))
+        live = {name: value.clone() for name, value in state["model"].state_dict().items()}
+    with pytest.raises(Unsupported, match="everstep materialize 8"):
+        Store(store).read(8)
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        with pytest.raises(Unsupported, match="materialize"):
+            restorer.restore(8, only="model")
+        assert main(["materialize", str(store), "8"]) == 0
+        read = Store(store).read(8)
+        assert all(torch.equal(read[f"model.{name}"], value) for name, value in live.items())
+        restorer.restore(8, only="model")
+        assert restorer.restore(8) == 8
+    check_same(freeze(other), frozen[8])
+    assert Store(store).verify().ok
+    Store(store).delete(8)
+    Store(store).delete(4)
+    assert not list((store / "data").glob("*.safetensors"))
+    capsys.readouterr()
+
+
+def test_the_same_step_again(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        run(saver, state, range(1, 9))
+        handle = saver.save(8, tag="best")
+        handle.wait("local")
+        train(state)
+        with pytest.raises(everstep.Conflict):
+            saver.save(8).wait("local")
+        saver.save(9).wait("local")
+    store = Store(store)
+    assert store.manifest("best").is_spread
+    assert not store.manifest(9).is_spread
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "weight"])
+def test_a_change_behind_the_optimizer_ends_the_window(store, name, caplog):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        frozen = run(saver, state, range(1, 7))
+        saver.wait()
+        weight = state["model"].layers[0].weight
+        changed = weight if name == "weight" else state["optimizer"].state[weight][name]
+        with torch.no_grad():
+            changed.mul_(0.5)
+        with caplog.at_level(logging.WARNING, "everstep"):
+            run(saver, state, range(7, 13), frozen)
+    assert "cannot be spread" in caplog.text
+    assert "layers.0.weight" in caplog.text
+    assert [Store(store).manifest(step).is_spread for step in (4, 8, 12)] == [False, False, True]
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        for step in (8, 12):
+            restorer.restore(step)
+            check_same(freeze(other), frozen[step])
+
+
+def test_another_walk_ends_the_window(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        run(saver, state, range(1, 7))
+        state["model"].extra = nn.Linear(2, 2)
+        state["optimizer"].add_param_group({"params": state["model"].extra.parameters()})
+        frozen = run(saver, state, range(7, 9))
+    assert not Store(store).manifest(8).is_spread
+    other = make(2)
+    other["model"].extra = nn.Linear(2, 2)
+    other["optimizer"].add_param_group({"params": other["model"].extra.parameters()})
+    with checkpointer(store, other) as restorer:
+        assert restorer.restore() == 8
+    check_same(freeze(other), frozen[8])
+
+
+def test_going_back_within_a_window(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        frozen = run(saver, state, range(1, 8))
+        assert saver.restore() == 4
+        check_same(freeze(state), frozen[4])
+        run(saver, state, range(5, 9), frozen)
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        assert restorer.restore() == 8
+    check_same(freeze(other), frozen[8])
+
+
+class Coupled(torch.optim.SGD):
+    """A user's own: nobody knows whether its parameters can be stepped one by one."""
+
+
+@pytest.mark.parametrize("kind", [Coupled, torch.optim.LBFGS])
+def test_what_may_couple_parameters_is_copied_at_one_step(store, kind):
+    state = make(1, kind)
+    with checkpointer(store, state, **SPREAD) as saver:
+        for step in range(1, 9):
+            loss = lambda: state["model"](torch.ones(5, 12)).square().mean()  # noqa: E731
+
+            def closure(loss=loss):
+                state["optimizer"].zero_grad()
+                value = loss()
+                value.backward()
+                return value
+
+            state["optimizer"].step(closure)
+            saver.step(step)
+    manifest = Store(store).manifest(8)
+    assert not manifest.is_spread
+    assert "may couple" in manifest.capture["reason"]
+
+
+class Looking(nn.Module):
+    """Shares memory with what an optimizer updates."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.register_buffer("view", weight.detach()[:3])
+
+
+def test_what_is_shared_or_without_state_comes_last(store):
+    state = make(1)
+    state["model"].layers[2].weight.requires_grad_(False)  # never updated: no state
+    state["other"] = Looking(state["model"].layers[1].weight)
+    with checkpointer(store, state, **SPREAD) as saver:
+        frozen = run(saver, state, range(1, 9))
+    manifest = Store(store).manifest(8)
+    last = Store(store).tables(manifest)[-1].tensors
+    assert manifest.is_spread
+    assert {"model.layers.1.weight", "other.view"} <= last.keys()
+    assert "optimizer.model.layers.1.weight.exp_avg" in last
+    other = make(2)
+    other["model"].layers[2].weight.requires_grad_(False)
+    other["other"] = Looking(other["model"].layers[1].weight)
+    with checkpointer(store, other) as restorer:
+        assert restorer.restore() == 8
+    check_same(freeze(other), frozen[8])
+
+
+def test_steps_that_are_told_only_when_due_are_saved_whole(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        for step in range(1, 9):
+            train(state)
+            if step % 4 == 0:
+                saver.step(step)
+    assert [Store(store).manifest(step).is_spread for step in (4, 8)] == [False, False]
+
+
+def test_what_is_left_of_a_window_is_swept(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        run(saver, state, range(1, 8))  # the window of step 8 has two of its three steps
+        saver.wait()
+    with checkpointer(store, make(2), **SPREAD) as saver:
+        assert saver.restore() == 4
+        saver.save(5).wait("local")
+    assert Store(store).verify().ok
+    Store(store).gc()
+    assert len(list((store / "data").glob("*.safetensors"))) == 2
+
+
+def test_audit_looks_at_all_bytes_at_the_end(store):
+    state = make(1)
+    with checkpointer(store, state, audit="full", **SPREAD) as saver:
+        frozen = run(saver, state, range(1, 13))
+    audited = ["after" in record.calls[0] for record in Store(store).manifest(12).records]
+    assert audited == [False, True]
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        assert restorer.restore() == 12
+    check_same(freeze(other), frozen[12])
+
+
+def test_retention_keeps_what_a_spread_checkpoint_needs(store):
+    state = make(1)
+    with checkpointer(store, state, keep=everstep.Keep(last=2), **SPREAD) as saver:
+        frozen = run(saver, state, range(1, 25))
+    assert Store(store).steps() == [20, 24]
+    assert Store(store).verify().ok
+    assert len(list((store / "data").glob("*.safetensors"))) == 6
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        for step in (20, 24):
+            restorer.restore(step)
+            check_same(freeze(other), frozen[step])
+
+
+def test_a_window_has_steps(store):
+    with pytest.raises(ValueError, match="window"):
+        checkpointer(store, make(1), strategy="spread", window=0)
+
+
+def test_a_window_is_no_longer_than_the_way_to_the_due_step(store):
+    state = make(1)
+    with checkpointer(store, state, **{**SPREAD, "every": 2, "window": 5}) as saver:
+        run(saver, state, range(1, 5))
+    assert Store(store).manifest(4).is_spread
