@@ -9,16 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepers import (
-    Process,
-    Trainer,
-    arenas_mapped,
-    crash,
-    descriptors,
-    ended,
-    socket_of,
-    until,
-)
+from keepers import Process, Trainer, arenas_mapped, crash, descriptors, ended, socket_of, until
 
 from everstep import Checkpointer, Store, Unavailable
 from everstep.keeper import home

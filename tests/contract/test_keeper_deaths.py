@@ -11,15 +11,7 @@ import threading
 
 import pytest
 import torch
-from keepers import (
-    Process,
-    Trainer,
-    arenas_mapped,
-    crash,
-    descriptors,
-    ended,
-    until,
-)
+from keepers import Process, Trainer, arenas_mapped, crash, descriptors, ended, until
 
 import stores
 from everstep import Checkpointer, Store, Unavailable

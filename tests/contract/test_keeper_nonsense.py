@@ -5,15 +5,7 @@ import os
 import signal
 
 import pytest
-from keepers import (
-    Process,
-    Trainer,
-    crash,
-    descriptors,
-    ended,
-    socket_of,
-    until,
-)
+from keepers import Process, Trainer, crash, descriptors, ended, socket_of, until
 
 from everstep import Store
 from everstep.keeper import wire
