@@ -11,7 +11,7 @@ import stores
 from everstep import Checkpointer, Store
 from everstep.keeper.arena import SlotState
 from everstep.keeper.arrival import ALL, Arrival
-from everstep.tiers.disk import EXTENT_BYTES
+from everstep.tiers.files import EXTENT_BYTES
 
 LARGE = (*stores.SMALL, stores.Spec("large", "float32", (6 * EXTENT_BYTES // 4,)))
 HALF = 3 * EXTENT_BYTES

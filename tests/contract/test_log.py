@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from logs import Plain
 from runs import checkpointer, difference, end_keeper, freeze, kinds, snapshot
 from torch import nn
 
@@ -24,22 +25,16 @@ from everstep import Store
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
 
-class Momentum(torch.optim.Optimizer):
+class Momentum(Plain):
     """A user's own: a counter that is a python number, and a shared one that belongs to none."""
 
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-
-    def step(self, closure=None):
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        with torch.no_grad():
-            self.state["calls"] = {"count": self.state.get("calls", {"count": 0})["count"] + 1}
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group["lr"])
+    @torch.no_grad()
+    def update(self):
+        self.state["calls"] = {"count": self.state.get("calls", {"count": 0})["count"] + 1}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group["lr"])
 
     def _update(self, parameter, rate):
         entry = self.state[parameter]

@@ -6,10 +6,10 @@ import random
 import signal
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from keepers import ended, until
+from logs import build, train
 from runs import (
     check_same,
     check_steps,
@@ -21,24 +21,11 @@ from runs import (
     snapshot,
 )
 from test_bad_disk import fill, small  # noqa: F401 - a fixture
-from torch import nn
 
 from everstep import Conflict, Corrupt, Keep, Store, Unavailable
 from everstep.store import retain
 from everstep.tiers.disk import Disk
 from stores import files_of, packs_of
-
-
-def build(seed, width=40):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 6))
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
-
-
-def train(state, step=0):
-    state["optimizer"].zero_grad()
-    state["model"](torch.randn(8, 6)).square().mean().backward()
-    state["optimizer"].step()
 
 
 def files_behind(store, step):

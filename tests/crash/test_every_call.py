@@ -4,6 +4,7 @@ import os
 import random
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from everstep import EverstepError, Store, Unavailable
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
-from everstep.tiers import disk as disk_module
+from everstep.tiers import files
 from everstep.tiers.disk import Disk
 from stores import Trainer, files_of, go_on, make_store, packs_of
 
@@ -34,7 +35,7 @@ def folder(tmp_path):
 @pytest.fixture(autouse=True)
 def _small_extents(monkeypatch):
     """Several extents in flight also for a pack of two pages."""
-    monkeypatch.setattr(disk_module, "EXTENT_BYTES", 4096)
+    monkeypatch.setattr(files, "EXTENT_BYTES", 4096)
 
 
 def _two_checkpoints(disk: Disk) -> Promises:
@@ -122,6 +123,13 @@ def test_records(folder, fault):
     assert sweep(folder, _chain, save, fault, finish) > 40
 
 
+def _leave_only(disk: Disk, parent: int, count: int) -> None:
+    """A sweep by the next epoch leaves so many checkpoints, and no pack but theirs."""
+    commit.claim_epoch(disk, parent, 5)
+    retain.sweep(disk)
+    assert len(packs_of(disk.root)) == len(catalog.committed(disk)) == count
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_retention_of_chains(folder, fault):
     """What goes, goes from the end of its chain: a crash in between leaves no record alone."""
@@ -135,11 +143,7 @@ def test_retention_of_chains(folder, fault):
     def apply(disk: Disk, promises: Promises) -> None:
         retain.apply(disk, keep)
 
-    def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 1, 5)
-        retain.sweep(disk)
-        assert len(packs_of(disk.root)) == len(catalog.committed(disk)) == 2
-
+    finish = partial(_leave_only, parent=1, count=2)
     assert sweep(folder, prepare, apply, fault, finish) > 6
 
 
@@ -166,11 +170,7 @@ def test_retention(folder, fault):
         promises.checkpoints = set(catalog.committed(disk)) - set(retain.superfluous(disk, keep))
         return promises
 
-    def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 2, 5)
-        retain.sweep(disk)
-        assert len(packs_of(disk.root)) == len(catalog.committed(disk)) == 5
-
+    finish = partial(_leave_only, parent=2, count=5)
     assert sweep(folder, prepare, apply, fault, finish) > 6
 
 

@@ -16,6 +16,7 @@ import pytest
 from everstep import Corrupt, Missing, Store, Unavailable, Unsupported
 from everstep.store import commit
 from everstep.tiers import disk as disk_module
+from everstep.tiers import files
 from everstep.tiers.disk import Disk
 from everstep.tiers.system import System
 from stores import make_store
@@ -110,7 +111,7 @@ def test_large_writes_go_in_extents(tmp_path):
 
 def test_no_extent_is_written_after_an_error(tmp_path, monkeypatch):
     """The descriptor's number may be another file's by then."""
-    monkeypatch.setattr(disk_module, "EXTENT_BYTES", 4096)
+    monkeypatch.setattr(files, "EXTENT_BYTES", 4096)
     first_failed, late = threading.Event(), []
 
     class OneFails(System):

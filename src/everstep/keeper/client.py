@@ -14,8 +14,6 @@ import os
 import queue
 import secrets
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,14 +22,13 @@ from pathlib import Path
 from everstep.errors import KINDS, Corrupt, Unavailable
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
-from everstep.keeper.home import LOG_BYTES_MAX
 from everstep.keeper.process import IDLE_S
+from everstep.keeper.spawn import START_S, cannot_start, spawn
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
 
 log = logging.getLogger("everstep")
 
-_START_S = 20.0
 _GREETING_S = 5.0
 _REPLY_S = 3600.0
 _PATIENCE_S = 30.0
@@ -283,7 +280,7 @@ class Client:
         if is_full and self._deaths[-1] - self._deaths[0] < _DEATHS_S:
             self._deaths.clear()
             self._give_up_for_now(
-                self._cannot_start(f"{_DEATHS_MAX} were lost in {_DEATHS_S:.0f} s")
+                cannot_start(self._store, f"{_DEATHS_MAX} were lost in {_DEATHS_S:.0f} s")
             )
             self._stop.wait(_PAUSE_S_MAX)
         while not self._stop.is_set():
@@ -320,11 +317,11 @@ class Client:
             self._lost = None
             self._announce({"type": "found"})
 
-    # ---- starting --------------------------------------------------------------------------
+    # ---- attaching -------------------------------------------------------------------------
 
     def _attach(self) -> socket.socket:
         """Connect, and start keepers until one answers. Raises Unavailable."""
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + START_S
         reason: object = "no answer"
         pause = 0.005
         while time.monotonic() < deadline and not self._stop.is_set():
@@ -333,7 +330,7 @@ class Client:
                 connection = wire.connect(endpoint.with_suffix(".sock"))
             except OSError as error:
                 reason = error
-                self._spawn(endpoint)
+                spawn(self._store, self._idle_s, self._stop)
             else:
                 reason = self._greet(connection)
                 if reason is None:
@@ -342,7 +339,7 @@ class Client:
             if self._stop.wait(pause):
                 break
             pause = min(2 * pause, 0.2)
-        raise Unavailable(self._cannot_start(reason))
+        raise Unavailable(cannot_start(self._store, reason))
 
     def _greet(self, connection: socket.socket) -> str | None:
         """Attach over a new connection; None, or why it was refused."""
@@ -371,56 +368,3 @@ class Client:
             )
         self.keeper_pid = received[0]["pid"]
         return None
-
-    def _spawn(self, endpoint: Path) -> None:
-        """Start a keeper, and wait until it listens (or another does). Raises Unavailable.
-
-        It gets a session and stdio of its own, and is no child: nobody who waits for the trainer's
-        pipes or children waits for the keeper, and no signal to the trainer's group reaches it.
-        """
-        source = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        options = ["--idle-s", str(self._idle_s), "--detach"]
-        output = self._open_log(endpoint.with_suffix(".log"))
-        try:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *("-P", "-m", "everstep.keeper", os.path.realpath(self._store), *options),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd="/",
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise Unavailable(self._cannot_start(error)) from error
-        finally:
-            os.close(output)
-        deadline = time.monotonic() + _START_S
-        while (status := process.poll()) is None and not self._stop.wait(0.002):
-            if time.monotonic() > deadline:
-                break
-        if status is None:
-            process.kill()
-            process.wait()
-        if status and status > 0:  # one that was killed is started again, see _attach
-            raise Unavailable(self._cannot_start(f"it ended at once with status {status}"))
-
-    def _open_log(self, path: Path) -> int:
-        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        try:
-            if path.exists() and path.stat().st_size > LOG_BYTES_MAX:
-                flags |= os.O_TRUNC
-            return os.open(path, flags, 0o600)
-        except OSError as error:  # a keeper without a log is better than none
-            log.warning("the keeper's log %s: %s", path, error.strerror)
-            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-
-    def _cannot_start(self, reason: object) -> str:
-        text = f"starting the keeper of {self._store}: {reason}"
-        with contextlib.suppress(Unavailable):
-            text += f". Its log is {wire.endpoint(self._store).with_suffix('.log')}"
-        return text

@@ -21,7 +21,8 @@ from everstep.format.tables import FileLink
 from everstep.keeper.arrival import Arrival
 from everstep.store import names
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk, NewFile
+from everstep.tiers.disk import Disk
+from everstep.tiers.files import NewFile
 
 SMALL_BYTES = 64 << 10
 BUFFER_BYTES = 8 << 20

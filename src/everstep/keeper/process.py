@@ -9,15 +9,11 @@ finished, its arena stays as the memory tier until a successor adopts it or comm
 most one orphan's arena is kept.
 """
 
-import argparse
 import gc
 import logging
 import os
-import resource
 import selectors
-import signal
 import socket
-import sys
 import time
 
 from everstep.keeper import wire
@@ -353,53 +349,3 @@ def _epoch(session: Session) -> int:
 def _close(fds: list[int]) -> None:
     while fds:
         os.close(fds.pop())
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run a keeper for a store; returns at once where one is running."""
-    parser = argparse.ArgumentParser(prog="everstep.keeper", description=__doc__)
-    parser.add_argument("store")
-    parser.add_argument("--idle-s", type=float, default=IDLE_S)
-    parser.add_argument(
-        "--detach", action="store_true", help="return when it runs, in a process of its own"
-    )
-    chosen = parser.parse_args(arguments)
-    home = Home.take(wire.endpoint(chosen.store))
-    if home is None:
-        return 0
-    if chosen.detach:
-        _detach(home)
-    _prepare_process()
-    keeper = Keeper(chosen.store, home, chosen.idle_s)
-    signal.signal(signal.SIGTERM, lambda *_: keeper.leave_when_free())
-    try:
-        keeper.run()
-    finally:
-        home.leave()
-    return 0
-
-
-def _detach(home: Home) -> None:
-    """Go on in a child; this process ends as soon as the child is the one that listens."""
-    reading, writing = os.pipe()
-    if os.fork():
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    os.close(reading)
-    home.move_in()
-    os.close(writing)
-
-
-def _prepare_process() -> None:
-    """What must not depend on the trainer that happened to start it."""
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr
-    )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -10,7 +10,8 @@ from everstep.format.manifest import Part
 from everstep.format.packed import HEADER_BYTES, places
 from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX, Piece, chunks
 from everstep.format.tables import Extent, FileLink, Table, extents
-from everstep.tiers.disk import Disk, DiskReader, Reader
+from everstep.tiers.disk import Disk
+from everstep.tiers.files import DiskReader, Reader
 
 
 def check_chunk(view: memoryview, digest: str, where: str) -> None:

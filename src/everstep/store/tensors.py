@@ -11,7 +11,8 @@ from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Piece
 from everstep.format.tables import Table, TensorEntry
 from everstep.store.read import open_pack, read_piece
-from everstep.tiers.disk import Disk, DiskReader
+from everstep.tiers.disk import Disk
+from everstep.tiers.files import DiskReader
 
 
 def read_tensors(

@@ -1,0 +1,237 @@
+"""One file on a disk: how a new one is filled, and how one is read.
+
+Direct I/O where file system, size and memory allow it: what is written once and read once is kept
+out of the page cache. Nothing here makes a directory entry durable; `Disk` does.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+from everstep.errors import Corrupt, Unavailable
+from everstep.tiers.system import System
+
+EXTENT_BYTES = 8 << 20
+WRITES_IN_FLIGHT = 2
+_PAGE_BYTES = 4096
+_CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+Await = Callable[[int], None]
+"""Blocks until data up to that offset may be read."""
+
+
+class Reader(Protocol):
+    """An open file of a tier."""
+
+    size: int
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`; for any thread.
+
+        Raises Corrupt where the file is short or the medium cannot read it, else Unavailable.
+        """
+
+    def close(self) -> None:
+        """Release it."""
+
+
+class FileWriter:
+    """Writes whole new files, by threads of its own. Thread-safe; errors are OSError."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def write(self, name: str, data: Sequence[memoryview], await_bytes: Await) -> None:
+        """Create the file `name` of `data`; blocks until its bytes are durable. See Disk.write."""
+        if all(_is_aligned(view) for view in data):
+            fd = _create_direct(self._system, name)
+            if fd is not None:
+                if self._fill_directly(fd, data, await_bytes):
+                    return
+                self._system.unlink(name)
+        self.write_buffered(name, data, await_bytes)
+
+    def write_buffered(
+        self, name: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
+    ) -> None:
+        """The same through the page cache, in this thread."""
+        fd = self._system.open(name, _CREATE)
+        try:
+            for view, offset in _extents(data):
+                await_bytes(offset + len(view))
+                _write_all(self._system, fd, view, offset)
+            self._system.fsync(fd)
+        finally:
+            self._system.close(fd)
+
+    def _fill_directly(self, fd: int, data: Sequence[memoryview], await_bytes: Await) -> bool:
+        """False where the file system opened the file for direct I/O, but refuses to do it."""
+        try:
+            self._allocate(fd, sum(map(len, data)))
+            self._write_extents(fd, data, await_bytes)
+            self._system.fsync(fd)
+        except OSError as error:
+            if error.errno in _NO_DIRECT:
+                return False
+            raise
+        finally:
+            self._system.close(fd)
+        return True
+
+    def _write_extents(self, fd: int, data: Sequence[memoryview], await_bytes: Await) -> None:
+        """Several at a time. At the first error the others are waited for: once the descriptor is
+        closed, its number may be another file's, and a late write would go there.
+
+        The threads that write serve all who use this tier, so that only this one may wait for data.
+        """
+        pool = self._executor()
+        futures: list[Future[None]] = []
+        done = 0
+        try:
+            for extent, offset in _extents(data):
+                await_bytes(offset + len(extent))
+                while done < len(futures) and futures[done].done():
+                    futures[done].result()  # a full disk is told before all has arrived
+                    done += 1
+                futures.append(pool.submit(_write_all, self._system, fd, extent, offset))
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+        failed = [future for future in futures if not future.cancelled() and future.exception()]
+        for future in failed:
+            future.result()
+
+    def _allocate(self, fd: int, size: int) -> None:
+        try:
+            self._system.allocate(fd, size)
+        except OSError as error:
+            if error.errno not in (*_NO_DIRECT, errno.ENOSYS):
+                raise
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(WRITES_IN_FLIGHT, "everstep-write")
+            return self._pool
+
+
+class NewFile:
+    """A file in the making: see Disk.new_file. For one thread."""
+
+    def __init__(self, system: System, name: str) -> None:
+        self._system = system
+        fd = _create_direct(system, name)
+        self._fd = system.open(name, _CREATE) if fd is None else fd
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write whole pages, from page-aligned memory, at a multiple of a page. Raises OSError."""
+        try:
+            _write_all(self._system, self._fd, view, offset)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            fcntl.fcntl(
+                self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT
+            )
+            _write_all(self._system, self._fd, view, offset)
+
+    def sync(self) -> None:
+        """Make the bytes durable."""
+        self._system.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._system.close(fd)
+
+
+class DiskReader:
+    """An open file. `read_into` is thread-safe."""
+
+    def __init__(self, name: str, direct: bool = False) -> None:
+        self._name = name
+        self._direct_fd = -1
+        self._fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+        self.size = os.fstat(self._fd).st_size
+        if direct:
+            with contextlib.suppress(OSError):  # the page cache serves
+                self._direct_fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with the bytes from `offset`; direct where both are page-aligned."""
+        fd = self._fd
+        if self._direct_fd >= 0 and offset % _PAGE_BYTES == 0 and _is_aligned(view):
+            fd = self._direct_fd
+        while len(view):
+            try:
+                count = os.preadv(fd, [view], offset)
+            except OSError as error:
+                if fd == self._direct_fd and error.errno in _NO_DIRECT:
+                    fd = self._fd
+                    continue
+                where = f"reading {self._name} at byte {offset}: {error.strerror}"
+                if error.errno == errno.EIO:  # for good: an older checkpoint may serve
+                    raise Corrupt(f"{where}. The medium cannot read it any more") from error
+                raise Unavailable(where) from error
+            if count == 0:
+                raise Corrupt(
+                    f"reading {self._name}: it ends at byte {offset}, {len(view)} bytes before the "
+                    f"end of what the manifest names. The file was cut short"
+                )
+            view, offset = view[count:], offset + count
+            if count % _PAGE_BYTES:
+                fd = self._fd
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct_fd = -1
+
+
+def _create_direct(system: System, name: str) -> int | None:
+    """Create a file for direct I/O; None where the file system has none, and then no file."""
+    try:
+        return system.open(name, _CREATE | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+        with contextlib.suppress(OSError):  # some refuse only after they have made it
+            system.unlink(name)
+        return None
+
+
+def _write_all(system: System, fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = system.pwrite(fd, view, offset)
+        if count <= 0:
+            raise OSError(errno.EIO, "the write made no progress")
+        view, offset = view[count:], offset + count
+
+
+def _extents(data: Sequence[memoryview]) -> Iterator[tuple[memoryview, int]]:
+    offset = 0
+    for view in data:
+        for at in range(0, len(view), EXTENT_BYTES):
+            extent = view[at : at + EXTENT_BYTES]
+            yield extent, offset + at
+        offset += len(view)
+
+
+def _is_aligned(view: memoryview) -> bool:
+    if len(view) % _PAGE_BYTES or view.readonly or not len(view):
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % _PAGE_BYTES == 0

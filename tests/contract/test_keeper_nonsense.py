@@ -1,0 +1,193 @@
+"""The keeper serves on, whatever strangers and trainers say to it or do not say."""
+
+import json
+import os
+import signal
+
+import pytest
+from keepers import Process, Trainer, crash, descriptors, ended, socket_of, until
+
+from everstep import Store
+from everstep.keeper import wire
+
+HELLO = {"type": "attach", "id": -1, "protocol": wire.PROTOCOL, "keep": None, "epoch": None}
+HELLO |= {"parent": None}
+
+
+def _stranger(store, hello=None):
+    connection = wire.connect(socket_of(store))
+    connection.settimeout(60)
+    if hello is not None:
+        connection.send(hello if isinstance(hello, bytes) else json.dumps(hello).encode())
+    return connection
+
+
+def _is_dropped(connection):
+    with connection:
+        try:
+            while connection.recv(1 << 16):
+                pass
+        except ConnectionResetError:
+            pass
+    return True
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        b"",
+        b"nonsense",
+        b"[]",
+        {"type": "claim"},
+        {"type": "attach"},
+        {**HELLO, "keep": {"last": 0}},
+        {**HELLO, "keep": {"x": 1}},
+        {**HELLO, "keep": 5},
+        {**HELLO, "epoch": "x"},
+        {**HELLO, "epoch": -1},
+        {**HELLO, "parent": [1]},
+        {**HELLO, "parent": 5},
+        {**HELLO, "parent": ["a", "b"]},
+        {key: value for key, value in HELLO.items() if key != "id"} | {"token": []},
+    ],
+    ids=str,
+)
+def test_strangers_that_talk_nonsense(store, hello):
+    with Trainer(store) as trainer:
+        connection = _stranger(store, hello)
+        if hello == {key: value for key, value in HELLO.items() if key != "id"} | {"token": []}:
+            assert wire.receive(connection)[0]["type"] == "attached"
+            connection.close()
+        else:
+            assert _is_dropped(connection)
+        trainer.start().save(1)
+
+
+def _pipe():
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
+def _memfd(size, content=b"", seals=0):
+    import fcntl
+
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.pwrite(fd, content, 0)
+    os.ftruncate(fd, size)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 7)
+    return fd
+
+
+ARENA = {"type": "arena", "arena": "k"}
+NONSENSE = {
+    "unknown": ({"type": "dance"}, None),
+    "no arena": (ARENA, None),
+    "a pipe": (ARENA, _pipe),
+    "a file": (ARENA, lambda: os.open("/etc/passwd", os.O_RDONLY)),
+    "a directory": (ARENA, lambda: os.open("/", os.O_RDONLY)),
+    "memory that can shrink": (ARENA, lambda: _memfd(2 << 20, b"everstep arena 1")),
+    "no arena in it": (ARENA, lambda: _memfd(2 << 20, b"x", seals=7)),
+    "empty memory": (ARENA, lambda: _memfd(0, seals=7)),
+    "more memory than there is": (ARENA, lambda: _memfd(1 << 50, seals=7)),
+    "a long key": ({**ARENA, "arena": "k" * 1000}, lambda: _memfd(2 << 20, seals=7)),
+    "a key that is none": ({**ARENA, "arena": []}, lambda: _memfd(2 << 20, seals=7)),
+    "a job of nothing": ({"type": "job"}, None),
+    "a job of a list": ({"type": "job", "arena": []}, None),
+    "an answer to nothing": ({"type": "confirm"}, None),
+    "an answer of a list": ({"type": "confirm", "sequence": [], "problem": 5}, None),
+    "an id that is none": ({"type": "settle", "id": "x" * 60000}, None),
+    "no id": ({"type": "settle"}, None),
+    "adopting a list": ({"type": "adopt", "id": 1, "arena": []}, None),
+    "a descriptor too many": ({"type": "dance"}, _pipe),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_trainers_that_talk_nonsense(store, case):
+    message, make = NONSENSE[case]
+    with Trainer(store) as trainer:
+        trainer.start().save(1)
+        before = descriptors(trainer.keeper)
+        connection = _stranger(store, HELLO)
+        assert wire.receive(connection)[0]["type"] == "attached"
+        fds = [make()] if make else None
+        wire.send(connection, message, fds)
+        assert _is_dropped(connection)
+        trainer.save(2)
+        until(lambda: len(descriptors(trainer.keeper)) <= len(before), "nothing is left open")
+        for fd in fds or ():
+            os.close(fd)
+
+
+def test_nonsense_in_a_claim_does_not_reach_the_store(store):
+    with Trainer(store) as trainer:
+        trainer.start()
+        for parent, fork in (("x", 0), (None, -1), (None, 1.5), ([], {})):
+            message = {"type": "claim", "parent": parent, "fork": fork}
+            reply, _ = trainer.client._request(message)
+            assert "the keeper failed" in reply["message"]
+        trainer.save(1)
+    assert len(list((store / "epochs").iterdir())) == 1
+
+
+def test_whoever_says_nothing_or_reads_nothing_holds_nobody_up(store):
+    with Trainer(store) as trainer:
+        trainer.start()
+        silent = _stranger(store)
+        deaf = _stranger(store, HELLO)
+        deaf.setblocking(False)
+        until(lambda: _send_until_dropped(deaf), "one that does not read is dropped")
+        for step in range(1, 4):
+            trainer.save(step)
+        assert _is_dropped(silent)
+        deaf.close()
+
+
+def _send_until_dropped(connection):
+    try:
+        wire.send(connection, {"type": "adopt", "id": 1, "arena": "none"})
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def test_another_trainers_arena_is_not_taken(store):
+    with Trainer(store) as trainer:
+        trainer.start().save(1)
+        thief = _stranger(store, HELLO)
+        assert wire.receive(thief)[0]["type"] == "attached"
+        wire.send(thief, {"type": "arena", "arena": "mine"}, [trainer.arena.fd])
+        assert _is_dropped(thief)
+        trainer.save(2)
+
+
+def test_another_protocol_is_refused_and_an_unused_keeper_makes_way(store):
+    with Trainer(store) as trainer:
+        keeper = trainer.keeper
+        with _stranger(store, {**HELLO, "protocol": 99}) as connection:
+            assert wire.receive(connection)[0] == {"type": "refused", "protocol": wire.PROTOCOL}
+        trainer.start().save(1)
+        assert trainer.keeper == keeper
+    crash(store, "said = trainer.start().save(2)")
+    with _stranger(store, {**HELLO, "protocol": 99}) as connection:
+        assert wire.receive(connection)[0]["type"] == "refused"
+    assert ended(keeper)
+    assert Store(store).steps() == [2]
+
+
+def test_a_trainer_that_is_stopped_holds_up_nobody_else(store):
+    process = Process(
+        store,
+        "trainer.start(); trainer.confirms = False\n"
+        "trainer.expect('written', trainer.seal(1)); print(1, flush=True); sys.stdin.read()",
+    )
+    process.read()
+    os.kill(process.pid, signal.SIGSTOP)
+    with Trainer(store) as other:
+        assert other.client.settle() == []
+        other.start().save(2)
+    process.kill()

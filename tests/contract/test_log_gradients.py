@@ -1,0 +1,190 @@
+"""strategy="log" and gradients that are shared, reused, changed late, or of unusual kinds: a record
+holds what the optimizer consumed."""
+
+from functools import partial
+
+import pytest
+import torch
+from logs import backward, build, check_run, durable, train
+from runs import check_steps, logged, snapshot
+from torch import nn
+
+import everstep
+
+
+def test_gan_whose_second_backward_adds_to_the_first_gradients(store):
+    def make(seed):
+        torch.manual_seed(seed)
+        maker, judge = nn.Linear(6, 6), nn.Linear(6, 1)
+        optimizers = [torch.optim.Adam(model.parameters()) for model in (maker, judge)]
+        return {"maker": maker, "judge": judge, "optimizers": optimizers}
+
+    def step(state, _):
+        maker, judge = state["maker"], state["judge"]
+        inputs = torch.randn(8, 6)
+        state["optimizers"][1].zero_grad()
+        (judge(inputs) - judge(maker(inputs).detach())).square().mean().backward()
+        state["optimizers"][1].step()
+        state["optimizers"][0].zero_grad()
+        judge(maker(inputs)).square().mean().backward()
+        state["optimizers"][0].step()
+
+    check_run(store, make, step)
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "mul_", "data"])
+def test_gradients_written_to_after_the_update(store, how):
+    def step(state, number):
+        train(state)
+        if number < 5:
+            return
+        if how == "zero_grad":
+            state["optimizer"].zero_grad(set_to_none=False)
+        for parameter in state["model"].parameters():
+            if how == "mul_":
+                parameter.grad.mul_(0.5)
+            elif how == "data":
+                parameter.grad.data.mul_(0.5)
+
+    check_run(store, build, step)
+
+
+def test_gradients_written_to_after_the_save(store):
+    def step(state, number):
+        if number > 4:
+            state["optimizer"].zero_grad(set_to_none=False)
+        train(state)
+
+    check_run(store, build, step, "brrrrrrr", each=durable)
+
+
+def test_two_buffers_in_turn_and_several_updates_in_a_record(store):
+    state, frozen = build(1, torch.optim.SGD), {}
+    buffers = [[torch.zeros_like(p) for p in state["model"].parameters()] for _ in range(2)]
+    with logged(store, state) as saver:
+        for step in range(1, 31):
+            for parameter, buffer in zip(
+                state["model"].parameters(), buffers[step % 2], strict=True
+            ):
+                parameter.grad = buffer.zero_()
+            backward(state)
+            state["optimizer"].step()
+            if step % 3 == 0:
+                saver.save(step).wait("local")
+                frozen[step] = snapshot(state)
+    check_steps(store, build(2, torch.optim.SGD), frozen)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_gradients_that_are_views_of_one_buffer(store, detached):
+    """As DDP's buckets are."""
+
+    buffer = torch.zeros(sum(p.numel() for p in build(1)["model"].parameters()))
+
+    def step(state, _):
+        buffer.zero_()
+        at = 0
+        for parameter in state["model"].parameters():
+            view = buffer[at : at + parameter.numel()].view_as(parameter)
+            parameter.grad = view.data if detached else view
+            at += parameter.numel()
+        backward(state)
+        state["optimizer"].step()
+
+    check_run(store, build, step, "brrrrrrr")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
+def test_expanded_gradients(store, kind):
+    def step(state, _):
+        for parameter in state["model"].parameters():
+            parameter.grad = torch.randn(()).expand_as(parameter)
+        state["optimizer"].step()
+
+    check_run(store, partial(build, kind=kind), step)
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, everstep.clip_grad_norm_])
+def test_one_gradient_for_two_parameters(store, clip):
+    def make(seed):
+        torch.manual_seed(seed)
+        parameters = [nn.Parameter(torch.randn(20)) for _ in range(2)]
+        return {"parameters": parameters, "optimizer": torch.optim.AdamW(parameters)}
+
+    def step(state, _):
+        first, second = state["parameters"]
+        first.grad = second.grad = torch.randn(20)
+        clip([first, second], 0.1)
+        state["optimizer"].step()
+
+    check_run(store, make, step, "brrrrrrr")
+
+
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_gradients_changed_after_clipping(store, how):
+    def step(state, _):
+        state["optimizer"].zero_grad()
+        backward(state)
+        everstep.clip_grad_norm_(state["model"].parameters(), 0.01)
+        for parameter in state["model"].parameters():
+            (parameter.grad if how == "in place" else parameter.grad.data).clamp_(-1e-4, 1e-4)
+        state["optimizer"].step()
+
+    check_run(store, build, step, "brrrrrrr")
+
+
+def weight_of(size, dtype, seed, kind=torch.optim.Adam, **options):
+    """One parameter, and its optimizer."""
+    torch.manual_seed(seed)
+    weight = nn.Parameter(torch.randn(size, dtype=dtype))
+    return {"weight": weight, "optimizer": kind([weight], **options)}
+
+
+def test_complex_gradients_that_are_lazily_conjugated(store):
+    def step(state, _):
+        state["optimizer"].zero_grad()
+        (state["weight"].conj() * torch.randn(50, dtype=torch.complex64)).real.sum().backward()
+        state["weight"].grad = state["weight"].grad.conj()
+        state["optimizer"].step()
+
+    check_run(store, partial(weight_of, 50, torch.complex64), step, "brrrrrrr")
+
+
+def test_complex128(store):
+    """Items of 16 bytes: planes are cut at 8."""
+
+    def step(state, _):
+        state["optimizer"].zero_grad()
+        noise = torch.randn(9000, dtype=torch.complex64).to(torch.complex128)  # zeros to be dropped
+        (state["weight"] * noise).real.sum().backward()
+        state["optimizer"].step()
+
+    check_run(store, partial(weight_of, 9000, torch.complex128), step, "brrrrrrr")
+
+
+def test_gradients_of_another_dtype(store):
+    def make(seed):
+        state = weight_of(20, torch.bfloat16, seed, torch.optim.SGD, lr=0.1)
+        state["weight"].grad_dtype = torch.float32
+        return state
+
+    def step(state, _):
+        state["weight"].grad = torch.randn(20)
+        state["optimizer"].step()
+
+    check_run(store, make, step, "brrrrrrr")
+
+
+def test_sparse_gradients(store, caplog):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Embedding(9, 6, sparse=True)
+        return {"model": model, "optimizer": torch.optim.SparseAdam(model.parameters())}
+
+    def step(state, _):
+        state["optimizer"].zero_grad()
+        state["model"](torch.randint(9, (4,))).square().mean().backward()
+        state["optimizer"].step()
+
+    check_run(store, make, step, "bbbbbbbb")
+    assert "sparse. Use strategy='full'" in caplog.text

@@ -1,0 +1,175 @@
+"""strategy="log" and states that change their form: other parameters, tensors, hyperparameters and
+names. What cannot be logged at all is refused with advice."""
+
+import pytest
+import torch
+from logs import build, check_run, train
+from runs import check_same, kinds, logged, restore, run_logged, snapshot
+from torch import nn
+
+from everstep import Store, Unsupported
+
+
+def test_no_optimizer(store):
+    with pytest.raises(Unsupported, match="Use strategy='full'"):
+        logged(store, {"model": nn.Linear(2, 2)})
+
+
+def test_frozen_weights_that_dominate(store):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 6))
+    model[0].requires_grad_(False)
+    state = {"model": model, "optimizer": torch.optim.SGD([model[1].bias], lr=0.1)}
+    with pytest.raises(Unsupported, match="Use strategy='full'"), logged(store, state) as saver:  # noqa: PT012
+        train(state)
+        saver.step(1).wait("local")
+        train(state)
+        saver.step(2)
+    assert restore(store, state) == 1
+
+
+def test_a_name_that_begins_with_the_records_prefix(store):
+    def make(seed):
+        state = build(seed)
+        return {"@model": state["model"], "optimizer": state["optimizer"]}
+
+    def step(state, _):
+        train({"model": state["@model"], "optimizer": state["optimizer"]})
+
+    check_run(store, make, step)
+
+
+class Holder:
+    """Its state_dict names a parameter of somebody else."""
+
+    def __init__(self, model):
+        self.model, self.best = model, None
+
+    def state_dict(self):
+        return {"best": self.model[0].weight}
+
+    def load_state_dict(self, state):
+        self.best = state["best"].detach().clone()
+
+
+def test_a_parameter_in_a_state_dict(store):
+    def make(seed):
+        state = build(seed)
+        return {**state, "holder": Holder(state["model"])}
+
+    state, fresh = make(1), make(2)
+    run_logged(store, state, train)
+    assert restore(store, fresh) == 8
+    assert torch.equal(fresh["holder"].best, state["model"][0].weight)
+
+
+def test_a_parameter_that_gets_another_name(store):
+    def step(state, number):
+        train(state)
+        if number == 4:
+            state["best"]["weight"] = state["model"][0].weight
+
+    frozen = run_logged(store, {**build(1), "best": {"weight": None}}, step)
+    for step in Store(store).steps():
+        fresh = {**build(2), "best": {"weight": None}}
+        assert restore(store, fresh, step) == step
+        check_same(snapshot(fresh), frozen[step])
+
+
+class Buffer:
+    def __init__(self):
+        self.items = []
+
+    def state_dict(self):
+        return {"items": list(self.items)}
+
+    def load_state_dict(self, state):
+        self.items = list(state["items"])
+
+
+@pytest.mark.parametrize("kind", ["value", "stateful"])
+def test_a_tensor_that_goes(store, kind):
+    def make(seed):
+        return {**build(seed), "buffer": Buffer() if kind == "stateful" else {"items": []}}
+
+    def step(state, number):
+        train(state)
+        items = [torch.full((2,), float(number))] if number < 4 else []
+        if kind == "stateful":
+            state["buffer"].items = items
+        else:
+            state["buffer"]["items"] = items
+
+    check_run(store, make, step)
+
+
+def test_a_learning_rate_that_is_a_tensor_at_first(store):
+    def make(seed):
+        state = build(seed)
+        state["optimizer"].param_groups[0]["lr"] = torch.tensor(0.01)
+        return state
+
+    def step(state, number):
+        train(state)
+        if number == 4:
+            state["optimizer"].param_groups[0]["lr"] = 0.02
+
+    check_run(store, make, step)
+
+
+def test_a_hyperparameter_that_goes(store):
+    def step(state, number):
+        train(state)
+        if number == 3:
+            state["optimizer"].param_groups[0]["note"] = 1
+        if number == 5:
+            del state["optimizer"].param_groups[0]["note"]
+
+    check_run(store, build, step)
+
+
+def test_a_hyperparameter_that_cannot_be_stored(store):
+    state = build(1)
+    with pytest.raises(Unsupported), logged(store, state) as saver:  # noqa: PT012
+        train(state)
+        saver.save(1)
+        state["optimizer"].param_groups[0]["function"] = len
+        try:
+            train(state)
+        except Unsupported:
+            pytest.fail("raised in optimizer.step()")
+        saver.save(2)  # as with `full`
+
+
+def test_new_parameters_and_new_state_are_a_base(store):
+    def step(state, number):
+        if number == 3:
+            extra = nn.Linear(6, 6)
+            state["model"].append(extra)
+            state["optimizer"].add_param_group({"params": extra.parameters(), "lr": 0.1})
+        if number == 6:
+            state["optimizer"].load_state_dict(state["optimizer"].state_dict())
+        train(state)
+
+    frozen = run_logged(store, build(1), step)
+    assert kinds(store) == "brbrrbrr"
+    fresh = build(2)
+    assert restore(store, fresh, 2) == 2
+    check_same(snapshot(fresh), frozen[2])
+    step(fresh, 3)
+    for number in (3, 5, 6, 8):
+        restore(store, fresh, number)
+        check_same(snapshot(fresh), frozen[number])
+
+
+def test_parameters_of_two_optimizers(store):
+    def make(seed):
+        state = build(seed)
+        second = torch.optim.SGD(state["model"].parameters(), lr=0.1, momentum=0.9)
+        return {**state, "second": second}
+
+    def step(state, _):
+        train(state)
+        state["second"].step()
+
+    check_run(store, make, step, "brrrrrrr")

@@ -1,0 +1,218 @@
+"""strategy="log" and steps that are asked for in odd ways: again, with a tag, in part, from the
+beginning, into a state that does not fit."""
+
+import pytest
+import torch
+from logs import build, train, write
+from runs import (
+    check_same,
+    check_steps,
+    checkpointer,
+    freeze,
+    kinds,
+    logged,
+    restore,
+    run_logged,
+    snapshot,
+)
+from torch import nn
+
+from everstep import Conflict, EverstepError, Mismatch, Store, Unavailable, Unsupported
+
+
+def test_several_updates_in_a_record_and_none(store):
+    state, frozen = build(1), {}
+    with logged(store, state) as saver:
+        for step in range(1, 15):
+            if step not in (8, 9):
+                train(state)
+            if step in (1, 2, 5, 8, 9, 14):
+                saver.save(step)
+                frozen[step] = snapshot(state)
+    assert kinds(store) == "brrrrr"
+    assert check_steps(store, build(2), frozen) == [1, 2, 5, 8, 9, 14]
+
+
+def test_records_of_nothing(store):
+    model = nn.Linear(3, 3)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    with logged(store, state, rng=False) as saver:
+        for step in range(1, 5):
+            saver.step(step).wait("local")
+    assert kinds(store) == "brrr"
+    fresh = {"model": nn.Linear(3, 3)}
+    fresh["optimizer"] = torch.optim.SGD(fresh["model"].parameters())
+    assert restore(store, fresh) == 4
+    check_same(freeze(fresh), freeze(state))
+
+
+def test_memory_is_bounded_while_nobody_saves(store):
+    state = build(1)
+    with logged(store, state) as saver:
+        train(state)
+        saver.save(1).wait("local")
+        for _ in range(100):
+            train(state)
+        calls = saver._log._recorder._calls
+        kept = sum(tensor.nbytes for call in calls for tensor in call.tensors.values())
+        assert kept <= 4 * sum(p.nbytes for p in state["model"].parameters())
+        saver.save(2)
+
+
+@pytest.mark.parametrize("strategy", ["full", "log"])
+@pytest.mark.parametrize("tag", [None, "best"])
+def test_the_same_step_again(store, strategy, tag):
+    """As after each epoch: step(100) in the loop, save(100, tag="best") after it."""
+    state, frozen = build(1), {}
+    with checkpointer(store, state, strategy=strategy) as saver:
+        for step in range(1, 5):
+            train(state)
+            saver.step(step)
+            frozen[step] = snapshot(state)
+            if step == 3:
+                saver.save(step, tag=tag).wait("local")
+    if tag:
+        assert Store(store).manifest(tag).step == 3
+    check_steps(store, build(2), frozen)
+
+
+@pytest.mark.parametrize("what", ["metrics", "value", "weights"])
+def test_something_new_at_the_same_step(store, what):
+    state = {**build(1), "score": 0.0}
+    with logged(store, state) as saver:
+        for step in (1, 2):
+            train(state)
+            saver.step(step).wait("local")
+        metrics = {"loss": 1.0} if what == "metrics" else None
+        if what == "value":
+            state["score"] = 1.0
+        if what == "weights":
+            write(state, "in place")
+        try:
+            saver.save(2, tag="best", metrics=metrics).wait("local")
+        except Conflict:
+            train(state)
+            saver.step(3).wait("local")  # or the end of `with` would raise it again
+            return
+    fresh = {**build(2), "score": 0.0}
+    assert restore(store, fresh, "best") == 2
+    check_same(freeze(fresh), freeze(state))
+    assert what != "metrics" or Store(store).manifest("best").metrics == metrics
+
+
+def test_another_state_as_the_same_step_after_the_log_has_ended(store):
+    state = build(1)
+    with logged(store, state) as saver:
+        for step in range(1, 6):
+            if step > 1:
+                write(state, "in place")
+            train(state)
+            saver.step(step).wait("local")
+        train(state)
+        with pytest.raises(Conflict):
+            saver.step(5).wait("local")
+        saver.step(6).wait("local")
+
+
+def test_another_state_as_the_same_step(store):
+    state, frozen = build(1), {}
+    with logged(store, state) as saver:
+        for step in (1, 2, 3):
+            train(state)
+            saver.step(step).wait("local")
+            frozen[step] = snapshot(state)
+        train(state)
+        with pytest.raises(Conflict):
+            saver.step(3).wait("local")
+        train(state)
+        saver.step(4).wait("local")
+        frozen[4] = snapshot(state)
+    assert kinds(store) == "brrb"
+    check_steps(store, build(2), frozen)
+
+
+def test_a_tag_makes_a_base(store):
+    state, frozen = build(1), {}
+    with logged(store, state) as saver:
+        for step in range(1, 7):
+            train(state)
+            saver.save(step, tag="good" if step == 4 else None)
+            frozen[step] = snapshot(state)
+    assert kinds(store) == "brrbrr"
+    assert Store(store).manifest("good").step == 4
+    assert Store(store).read("good")["model.0.weight"].shape == (40, 6)
+    check_steps(store, build(2), frozen)
+
+
+def test_parts_and_tensors_of_a_logged_step(store):
+    state = build(1)
+    run_logged(store, state, train, steps=7, base_every=5)
+    assert kinds(store) == "brrrrbr"
+    fresh = build(2)
+    before = freeze(fresh)
+    with checkpointer(store, fresh) as restorer:
+        with pytest.raises(Unsupported, match="of step 1"):
+            restorer.restore(3, only="model")
+        check_same(freeze(fresh), before)
+        assert restorer.restore(6, only="model") == 6
+    with pytest.raises(Unsupported, match="nearest to it: 1 and 6"):
+        Store(store).read(3)
+    with pytest.raises(Unsupported, match="nearest to it: 6"):
+        Store(store).read()
+    assert Store(store).read(6)
+
+
+def test_a_state_that_does_not_fit_is_left_alone(store):
+    run_logged(store, build(1), train, steps=4)
+    other = build(2, torch.optim.SGD, momentum=0.9)
+    other["model"] = nn.Linear(6, 7)
+    before = freeze(other)
+    with checkpointer(store, other) as restorer, pytest.raises(Mismatch):
+        restorer.restore()
+    check_same(freeze(other), before)
+
+
+def test_no_memory_for_one_record(store, monkeypatch):
+    state, frozen = build(1), {}
+    with logged(store, state) as saver:
+        for step in range(1, 9):
+            train(state)
+            with monkeypatch.context() as patch:
+                if step == 4:
+
+                    def fail(*_):
+                        raise Unavailable("no memory")
+
+                    patch.setattr(saver._pool, "acquire", fail)
+                saver.save(step)
+            frozen[step] = snapshot(state)
+    check_steps(store, build(2), frozen)
+    assert kinds(store) == "brrbrrr"
+
+
+def test_another_optimizer_changes_nothing(store):
+    run_logged(store, build(1), train, steps=4)
+    other = build(2, torch.optim.Adam)
+    before = freeze(other)
+    with checkpointer(store, other) as restorer, pytest.raises(Mismatch, match="AdamW"):
+        restorer.restore(4)
+    check_same(freeze(other), before)
+
+
+def test_steps_that_begin_again_without_a_restore(store):
+    """The names are taken: nothing may be told to be saved that is not."""
+    state = build(1)
+    with logged(store, state, base_every=100) as saver:
+        for step in (1, 2, 3):
+            train(state)
+            saver.step(step).wait("local")
+        for step in (1, 2, 3):
+            train(state)
+            with pytest.raises(EverstepError):
+                saver.step(step).wait("local")
+        train(state)
+        saver.step(4).wait("local")
+        last = snapshot(state)
+    fresh = build(2)
+    assert restore(store, fresh) == 4
+    check_same(snapshot(fresh), last)

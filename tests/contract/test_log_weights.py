@@ -1,0 +1,151 @@
+"""strategy="log" where somebody else than the optimizer writes to weights or optimizer state: the
+chain ends, a whole state is saved instead, and that is told."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from logs import WRITES, Plain, build, check_run, durable, train, write
+from runs import check_steps, logged, snapshot
+from torch import nn
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "numpy"])
+def test_weights_changed_between_update_and_save(store, caplog, how):
+    def change(state, step):
+        train(state)
+        if step == 5:
+            write(state, how)
+
+    check_run(store, build, change, "brrrbrrr")
+    assert "'model.0.weight' changed" in caplog.text
+
+
+def test_weights_swapped_between_update_and_save(store):
+    def change(state, step):
+        train(state)
+        if step == 5:
+            write(state, "swap")
+
+    check_run(store, build, change, "brrrbrrr")
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("at", [1, 5])
+def test_weights_changed_between_save_and_update(store, caplog, how, at):
+    def change(state, step):
+        if step == at + 1:
+            write(state, how)
+        train(state)
+
+    saved = "bbrrrrrr" if at == 1 else "brrrrbrr"
+    check_run(store, build, change, saved, each=durable)
+    assert how == "swap" or "'model.0.weight' changed" in caplog.text
+
+
+def test_few_elements_changed_around_the_version_counter(store, caplog):
+    """A sample of bytes does not see it; audit="full" does."""
+
+    def change(state, step):
+        if step == 4:
+            state["model"][0].weight.data.clamp_(-0.4, 0.4)
+        train(state)
+
+    check_run(store, build, change, "brrbrrrr", each=durable, audit="full")
+    assert "changed between two calls" in caplog.text
+
+
+FREED = """
+import sys; sys.path[:0] = sys.argv[2:]
+import torch
+from runs import logged
+from torch import nn
+model = nn.Linear(4096, 4096)  # its weight is mapped for itself: unmapped when it is freed
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = {"model": model, "optimizer": optimizer}
+with logged(sys.argv[1], state) as saver:
+    for step in range(1, 7):
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.randn(2, 4096)).square().mean().backward()
+        optimizer.step()
+        saver.step(step).wait("local")
+        if step == 5:
+            model.weight.data = model.weight.data * 0.5
+"""
+
+
+def test_freed_memory_is_not_looked_at(store):
+    command = [sys.executable, "-c", FREED, str(store), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_optimizer_state_changed_by_hand(store, caplog):
+    def change(state, step):
+        if step == 5:
+            for entry in state["optimizer"].state.values():
+                entry["exp_avg"].zero_()
+        train(state)
+
+    check_run(store, build, change, "brrrbrrr", each=durable)
+    assert ".exp_avg' changed" in caplog.text
+
+
+class Counting(Plain):
+    """Its state is a python number."""
+
+    @torch.no_grad()
+    def update(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                entry = self.state[parameter]
+                entry["count"] = entry.get("count", 0) + 1
+                parameter.add_(parameter.grad, alpha=-group["lr"] / entry["count"])
+
+
+def test_python_numbers_as_optimizer_state(store):
+    check_run(store, partial(build, kind=Counting), train, "brrrrrrr")
+
+
+def test_python_numbers_in_optimizer_state_changed_by_hand(store):
+    def change(state, step):
+        if step == 5:
+            for entry in state["optimizer"].state.values():
+                entry["count"] = 0
+        train(state)
+
+    check_run(store, partial(build, kind=Counting), change)
+
+
+def test_weights_that_forward_rewrites(store):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"embed": nn.Embedding(9, 6, max_norm=0.5), "head": nn.Linear(6, 60)})
+        optimizer = torch.optim.Adam(model.parameters(), lr=1.0, weight_decay=0.1)
+        return {"model": model, "optimizer": optimizer}
+
+    state, frozen = make(1), {}
+    embed, head = state["model"]["embed"], state["model"]["head"]
+    with logged(store, state) as saver:
+        for _ in range(2):  # as two torn copies do
+            saver._state.suspect(["model.embed.weight"])
+        for number in range(1, 9):
+            state["optimizer"].zero_grad()
+            head(embed(torch.arange(9))).square().mean().backward()
+            state["optimizer"].step()
+            saver.save(number)
+            frozen[number] = snapshot(state)
+    check_steps(store, make(2), frozen)
+
+
+def test_three_surprises_end_the_log(store, caplog):
+    def change(state, step):
+        if step % 3 == 0:
+            write(state, "in place")
+        train(state)
+
+    check_run(store, build, change, "brbrrbrrbbbb", steps=12, each=durable)
+    assert "from now on" in caplog.text
