@@ -44,6 +44,8 @@ from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")
 
+Strategy = Log | Spread | Auto
+
 _CLOSE_S = 600.0
 
 
@@ -69,16 +71,19 @@ class Checkpointer:
 
         store: a directory. state: names to nn.Module, Optimizer, anything with state_dict and
         load_state_dict, generators, tensors, or nested dicts and lists of values and tensors.
-        every: step() saves each step that is a multiple of it. strategy: "full" saves whole states;
-        "spread" copies one over several steps before the due one (`window`; None: by how fast this
-        run copies), with the gradients that bring its pieces to that step, from which restore()
-        replays;
-        "log" a whole state now and then (base_every steps apart; None: by what a recovery would
-        take), and for every step between a record of the gradients that led there, from which
-        restore() replays; "auto" begins as "full", and goes over to "log" and back by what either
-        was seen to cost. audit: how a log makes sure that nothing but the optimizers changes their
-        tensors: by a sample of bytes at each step, or by all of them ("full": a pass over the whole
-        state before and after each update, and again at replay). keep: retention, None for all.
+        every: step() saves each step that is a multiple of it. strategy: how.
+
+            "full"    whole states
+            "spread"  a whole state, copied over several steps (`window` many; None: by how fast
+                      this run copies) up to the due one, with the gradients that bring its pieces
+                      to that step: restore() replays them
+            "log"     a whole state now and then (`base_every` steps apart; None: by what a recovery
+                      would take), and of every step between the gradients that led there
+            "auto"    begins as "spread", and goes over to "log" and back by what is measured
+
+        audit: how records make sure that nothing but the optimizers changes their tensors: by a
+        sample of bytes at each step, or by all of them ("full": a pass over the whole state before
+        and after each update, and again at replay). keep: retention, None for all.
         memory_budget: bytes of host memory for captures, at least two states; None: three states
         where they fit into half of the available memory, else two. under_pressure: what a save does
         when no memory is free: be skipped, or wait. rng: capture python's, numpy's and torch's
@@ -91,14 +96,9 @@ class Checkpointer:
         self._waits = under_pressure == "wait"
         self._state = State(state, rng)
         pace = Pace()
-        self._log: Log | Spread | None = None
-        if strategy == "log":
-            self._log = Log(self._state.optimizers, base_every, audit == "full")
-        elif strategy == "spread":
-            optimizers = self._state.optimizers
-            self._log = Spread(optimizers, every, pace, window, audit == "full")
-        elif strategy == "auto":
-            self._log = _log_or_none(self._state.optimizers, base_every, audit == "full", every)
+        self._log = _strategy(
+            strategy, self._state.optimizers, every, base_every, window, audit == "full", pace
+        )
         self._disk = Disk(Path(store).absolute())
         open_store(self._disk)
         self._saves = Saves(self.metrics)
@@ -453,15 +453,24 @@ class Checkpointer:
             raise ValueError("this Checkpointer is closed; make a new one")
 
 
-def _log_or_none(
-    optimizers: list[OptimizerState], base_every: int | None, audit: bool, every: int
-) -> Log | None:
-    """For strategy "auto": where no log is possible, there is nothing to choose."""
-    try:
-        return Log(optimizers, base_every, audit, Auto(every))
-    except Unsupported as error:
-        log.info("strategy auto stays full: %s", error)
+def _strategy(
+    name: str,
+    optimizers: list[OptimizerState],
+    every: int,
+    base_every: int | None,
+    window: int | None,
+    audit: bool,
+    pace: Pace,
+) -> Strategy | None:
+    """None for whole states: then there is nothing to decide."""
+    if name == "full":
         return None
+    if name == "log":
+        return Log(optimizers, base_every, audit)
+    spread = Spread(optimizers, every, pace, window, audit)
+    if name == "spread":
+        return spread
+    return Auto(lambda: Log(optimizers, base_every, audit), spread, every)
 
 
 def _check_arguments(

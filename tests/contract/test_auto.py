@@ -6,7 +6,7 @@ from torch import nn
 
 from everstep import Checkpointer, Store
 from everstep.capture import auto
-from everstep.capture.auto import Auto
+from everstep.capture.auto import Balance
 from everstep.state import clipping
 
 
@@ -66,7 +66,7 @@ def test_it_goes_over_to_a_log_and_every_step_is_exact(store, monkeypatch, caplo
     [(1, 300, 100, True), (3, 300, 100, False), (2, 300, 100, False), (2, 300, 40, True)],
 )
 def test_it_compares_bytes_per_step(every, state, record, is_log):
-    chosen = Auto(every)
+    chosen = Balance(every)
     for _ in range(auto.SAVES_MIN):
         assert not chosen.decide(100)
         chosen.note_state(state, record)
@@ -74,7 +74,7 @@ def test_it_compares_bytes_per_step(every, state, record, is_log):
 
 
 def test_it_goes_back_only_when_the_log_is_clearly_dearer():
-    chosen = Auto(1)
+    chosen = Balance(1)
     for _ in range(auto.SAVES_MIN):
         chosen.note_state(300, 100)
     assert chosen.decide(1000)
@@ -115,3 +115,37 @@ def test_frozen_weights_keep_it_full(store, monkeypatch):
     opened = Store(store)
     assert not any(opened.manifest(step).previous for step in opened.steps())
     assert "belong to no optimizer" in opened.manifest(7).capture["auto"]["reason"]
+
+
+def test_it_leaves_a_log_for_good_where_steps_take_longer():
+    chosen = Balance(1)
+    for _ in range(auto.SAVES_MIN):
+        chosen.note_step(1.0)
+        chosen.note_state(300, 100)
+    assert chosen.decide(100)
+    for _ in range(auto.SAVES_MIN):
+        assert chosen.decide(100)
+        chosen.note_step(1.2)
+        chosen.note_record(100)
+    assert not chosen.decide(100)
+    assert "1.20 times as long" in chosen.reason
+    for _ in range(2 * auto.SAVES_MIN):
+        chosen.note_state(300, 100)
+        assert not chosen.decide(100)
+
+
+def test_until_then_it_spreads(store):
+    state = run_of(1)
+    options = {"strategy": "auto", "every": 3, "window": 2, "under_pressure": "wait"}
+    with Checkpointer(store, state, **options) as checkpointer:
+        for step in range(1, 7):
+            train(state)
+            checkpointer.step(step)
+        expected = frozen(state)
+    assert [Store(store).manifest(step).is_spread for step in (3, 6)] == [False, True]
+    assert Store(store).manifest(6).capture["strategy"] == "spread"
+    fresh = run_of(2)
+    with Checkpointer(store, fresh) as restorer:
+        assert restorer.restore() == 6
+    for found, wanted in zip(frozen(fresh), expected, strict=True):
+        assert torch.equal(found, wanted)

@@ -1,27 +1,40 @@
-"""The strategy `auto`: `full` or `log`, by what was measured, and the reason in words.
+"""The strategy `auto`: `log`, or `spread` (which is `full` where one step is enough), by what was
+measured, and the reason in words.
 
-It starts as `full`. What counts is the bytes that leave the device and reach the disk for each
-step, as the time of a save goes with them: a state every `every` steps, or a record of every step
-and a base now and then. It changes only when enough saves were seen and the other is much
-cheaper, and goes back when what it hoped for did not come.
+It starts with whole states. What a save costs goes with its bytes, so that a log is begun where
+records and bases have much fewer of them for each step than states; it is ended where that did not
+come true, and where steps turned out to take longer than they did with whole states.
 """
 
 import logging
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
+
+from everstep.capture.log import BREAKS_MAX, Captured, Log
+from everstep.capture.spread import Spread
+from everstep.errors import Unsupported
+from everstep.handle import SaveHandle
+from everstep.state.optimizers import OptimizerState
+from everstep.state.view import Collected
 
 log = logging.getLogger("everstep")
 
 SAVES_MIN = 50
 CHEAPER = 0.6
-"""A log is begun where it takes less than this part of what full states do, ..."""
+"""A log is begun where it takes less than this part of the bytes of whole states, ..."""
 DEARER = 0.8
-"""... and ended where it takes more than this."""
+"""... and ended where it takes more than this, ..."""
+SLOWER = 1.15
+"""... or where steps take longer by this factor than they did with whole states."""
 
 
 @dataclass(slots=True)
-class Auto:
-    """Chooses between whole states and a log. For the thread that trains."""
+class Balance:
+    """What was measured, and which way it tips."""
 
     every: int
     is_log: bool = False
@@ -30,6 +43,9 @@ class Auto:
     _state_bytes: int = 0
     _record_bytes: float = 0.0
     _refusal: str | None = None
+    _seconds: dict[bool, deque[float]] = field(
+        default_factory=lambda: {False: deque(maxlen=200), True: deque(maxlen=200)}
+    )
 
     def refuse(self, why: str) -> None:
         """A log does not fit this run."""
@@ -49,6 +65,10 @@ class Auto:
         self._record_bytes += 0.2 * (size - self._record_bytes)
         self._seen += 1
 
+    def note_step(self, seconds: float) -> None:
+        """From one step() to the next, in which all that saving takes from training shows."""
+        self._seconds[self.is_log].append(seconds)
+
     def decide(self, distance: int) -> bool:
         """Whether the next is part of a log. `distance`: from one base to the next."""
         if self._refusal or self._seen < SAVES_MIN or not self._state_bytes:
@@ -64,6 +84,8 @@ class Auto:
             self._switch(True, f"log: {figures}")
         elif self.is_log and part > DEARER:
             self._switch(False, f"full: {figures}")
+        elif self.is_log and (slower := self._slower()) > SLOWER:
+            self.refuse(f"steps took {slower:.2f} times as long with a log; {figures}")
         elif not self.is_log:
             self.reason = f"full: {figures}"
         return self.is_log
@@ -75,7 +97,19 @@ class Auto:
             "saves_seen": self._seen,
             "state_bytes": self._state_bytes,
             "record_bytes": round(self._record_bytes),
+            **{
+                f"step_seconds_{name}": round(median(self._seconds[is_log]), 6)
+                for name, is_log in (("full", False), ("log", True))
+                if self._seconds[is_log]
+            },
         }
+
+    def _slower(self) -> float:
+        """How much longer a step takes with a log; 1 while too few were seen."""
+        with_log, without = self._seconds[True], self._seconds[False]
+        if min(len(with_log), len(without)) < SAVES_MIN:
+            return 1.0
+        return median(with_log) / median(without)
 
     def _switch(self, is_log: bool, reason: str) -> None:
         self._seen = 0
@@ -83,3 +117,107 @@ class Auto:
         if is_log != self.is_log:
             log.warning("strategy auto goes to %s", reason)
         self.is_log = is_log
+
+
+class Auto:
+    """Hands each step to the strategy that is chosen. For the thread that trains."""
+
+    def __init__(self, make_log: Callable[[], Log], spread: Spread, every: int) -> None:
+        """`make_log` may raise Unsupported: then there is nothing to choose."""
+        self._spread = spread
+        self._balance = Balance(every)
+        self._log: Log | None = None
+        self._called: float | None = None
+        try:
+            self._log = make_log()
+        except Unsupported as error:
+            self._balance.refuse(str(error))
+
+    @property
+    def _active(self) -> Log | Spread:
+        return self._log if self._log and self._balance.is_log else self._spread
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether optimizer calls are to be noted."""
+        return self._active.is_recording
+
+    def before_step(
+        self, optimizer: OptimizerState, args: list[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """See Recorder. Only while recording."""
+        self._active.before_step(optimizer, args, kwargs)
+
+    def after_step(self, optimizer: OptimizerState, seconds: float) -> None:
+        """See Recorder. Only while recording."""
+        self._active.after_step(optimizer, seconds)
+
+    def refuse(self, problem: str) -> None:
+        """See Recorder."""
+        self._active.refuse(problem)
+
+    def wants(self, step: int) -> bool:
+        """Whether something of this step, which is not due, is captured all the same."""
+        self._note_call()
+        return self._active.wants(step)
+
+    def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
+        """The handle of the last save, if it is of this step and of just this state."""
+        return self._active.current(step, collect)
+
+    def choose(
+        self, step: int, collected: Collected, *, asked: bool = False, tagged: bool = False
+    ) -> Captured | None:
+        """What to capture for `step`; None where it is nothing."""
+        if not asked and step % self._balance.every == 0:
+            self._note_call()
+        self._decide()
+        try:
+            return self._active.choose(step, collected, asked=asked, tagged=tagged)
+        except Unsupported as error:
+            if self._active is not self._log:
+                raise
+            self._leave_log(str(error))
+            return Captured(collected)
+
+    def begun(self, captured: Captured, handle: SaveHandle) -> None:
+        """This is being captured."""
+        if captured.record is not None:
+            leaves = captured.collected.walk.leaves
+            self._balance.note_record(sum(leaf.tensor.nbytes for leaf in leaves))
+        elif captured.commits and self._active is self._spread:
+            self._balance.note_state(*self._spread.sizes)
+        self._active.begun(captured, handle)
+        if self._log and not self._log.is_on and self._balance.is_log:
+            self._leave_log(f"a log was wrong {BREAKS_MAX} times, as the warnings say")
+
+    def describe(self) -> dict[str, Any]:
+        """What `everstep show` prints of the choice."""
+        return {**self._active.describe(), "auto": self._balance.figures()}
+
+    def end_chain(self) -> None:
+        """Nothing can follow what was captured last."""
+        self._active.end_chain()
+
+    def close(self) -> None:
+        """Record nothing any more."""
+        for strategy in (self._log, self._spread):
+            if strategy:
+                strategy.close()
+
+    def _decide(self) -> None:
+        was_log = self._balance.is_log
+        if self._log and self._balance.decide(self._log.distance()) != was_log:
+            (self._log if was_log else self._spread).pause()
+
+    def _leave_log(self, why: str) -> None:
+        assert self._log
+        self._log.pause()
+        self._balance.refuse(why)
+
+    def _note_call(self) -> None:
+        """A step came."""
+        now = time.monotonic()
+        if self._called is not None:
+            self._balance.note_step(now - self._called)
+        self._called = now

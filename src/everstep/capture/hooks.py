@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+from everstep.capture.auto import Auto
 from everstep.capture.full import Full
 from everstep.capture.log import Log
 from everstep.capture.spread import Spread
@@ -25,7 +26,7 @@ class Hook:
         self,
         optimizer: OptimizerState,
         capture: Full,
-        log: Log | Spread | None,
+        log: Log | Spread | Auto | None,
         metrics: Metrics,
     ) -> None:
         """`log`: None where nothing is to be noted."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from everstep.capture.auto import Auto
 from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
@@ -64,11 +63,9 @@ class Log:
         optimizers: list[OptimizerState],
         base_every: int | None,
         audit: bool = False,
-        auto: Auto | None = None,
     ) -> None:
         """`base_every`: steps from one base to the next; None: chosen, see `distance`. `audit`: see
-        Recorder. `auto`: who decides between a log and whole states; None: a log. Raises
-        Unsupported for optimizers that a log cannot replay."""
+        Recorder. Raises Unsupported for optimizers that a log cannot replay."""
         if not optimizers:
             raise Unsupported(
                 "strategy='log' records what optimizers consume, and the state has none. "
@@ -76,7 +73,6 @@ class Log:
             )
         self._recorder = Recorder(optimizers, audit)
         self._optimizers = optimizers
-        self._auto = auto
         self._base_every = base_every
         self._base: Walk | None = None
         self._base_step = 0
@@ -88,12 +84,11 @@ class Log:
         self._said: tuple[Any, Any] = (None, None)
         self._breaks = self._recorded = 0
         self._keeps_raw = False
-        self._counted: tuple[Walk, int] | None = None
 
     @property
     def is_on(self) -> bool:
         """Whether steps are recorded. Not where this run has shown that a log does not fit it."""
-        return self._breaks < BREAKS_MAX and (self._auto is None or self._auto.is_log)
+        return self._breaks < BREAKS_MAX
 
     @property
     def is_recording(self) -> bool:
@@ -149,8 +144,6 @@ class Log:
         """What to capture for `step`. `asked`: by save(), not by step(). `tagged`: what has a name
         is a whole state. Raises Unsupported where a log does not fit the state."""
         del asked
-        if self._auto:
-            self._auto.decide(self.distance())
         if not self.is_on or not self._is_record(step, collected, tagged):
             return Captured(collected)
         try:
@@ -158,13 +151,7 @@ class Log:
         except Unsupported as error:
             self._break(error)
             return Captured(collected)
-        try:
-            record = self._record(collected, tensors)
-        except Unsupported as error:
-            if not self._auto:
-                raise
-            self._auto.refuse(str(error))
-            return Captured(collected)
+        record = self._record(collected, tensors)
         return Captured(record, {"previous": self._last_step, "calls": calls})
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
@@ -177,15 +164,11 @@ class Log:
             self._recorded += 1
             if self._recorded >= FORGIVEN_AFTER:
                 self._breaks = 0
-            if self._auto:
-                self._auto.note_record(size)
             return
         walk = captured.collected.walk
-        if self._auto:
-            self._auto.note_state(size, self._gradient_bytes(walk))
         self._recorder.reset()
         self._base = None
-        self._keep_raw()
+        self._keep_raw(self.is_on)
         if not self.is_on:
             return
         self._base, self._base_step, self._base_bytes = walk, handle.step, size
@@ -197,14 +180,17 @@ class Log:
         chosen: dict[str, Any] = {"strategy": "log" if self.is_on else "full"}
         if self.is_on:
             chosen["base_every"] = self.distance()
-        if self._auto:
-            chosen["auto"] = self._auto.figures()
         return chosen
 
     def close(self) -> None:
         """Record nothing any more."""
         self._breaks = BREAKS_MAX
-        self._keep_raw()
+        self.pause()
+
+    def pause(self) -> None:
+        """Another strategy takes over for a while."""
+        self.end_chain()
+        self._keep_raw(False)
 
     def end_chain(self) -> None:
         """Nothing can follow what was captured last: the next is a base."""
@@ -216,10 +202,10 @@ class Log:
         assert self._last is not None
         return self._last.step
 
-    def _keep_raw(self) -> None:
+    def _keep_raw(self, wanted: bool) -> None:
         """Let clip_grad_norm_ keep what it clips, which takes memory, only while there is a log."""
-        if self.is_on != self._keeps_raw:
-            self._keeps_raw = self.is_on
+        if wanted != self._keeps_raw:
+            self._keeps_raw = wanted
             (clipping.attach if self._keeps_raw else clipping.detach)()
 
     def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
@@ -243,20 +229,6 @@ class Log:
             error,
             "" if self._breaks < BREAKS_MAX else ", and from now on",
         )
-        if self._auto and self._breaks >= BREAKS_MAX:
-            self._auto.refuse(str(error))
-
-    def _gradient_bytes(self, walk: Walk) -> int:
-        """What a record's gradients would take; counted once for each walk."""
-        if self._counted is None or self._counted[0] is not walk:
-            found = {
-                id(parameter): parameter.nbytes
-                for optimizer in self._optimizers
-                for _, _, parameter, _ in optimizer.parameters()
-                if parameter.requires_grad
-            }
-            self._counted = walk, sum(found.values())
-        return self._counted[1]
 
     def _record(self, collected: Collected, tensors: dict[str, torch.Tensor]) -> Collected:
         """The record as a state of its own: gradients, and what no optimizer changes."""

@@ -170,9 +170,16 @@ class Spread:
             chosen["reason"] = self.refusal
         return {**chosen, **self._pace.describe()}
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of the state and of its gradients, as last seen."""
+        return self._sizes[1:] if self._sizes else (0, 0)
+
     def close(self) -> None:
         """Record nothing any more."""
         self._forget()
+
+    pause = close
 
     def end_chain(self) -> None:
         """What was copied so far is worth nothing: at the due step a whole state is saved."""
