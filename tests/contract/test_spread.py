@@ -6,10 +6,11 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from keepers import until
 from runs import check_same, checkpointer, difference, freeze, snapshot
-from test_log import Places, _check, _steps, build, fast, possible
+from test_log import Places, Plan, _check, _steps, build, fast, possible
 from torch import nn
 
 import everstep
@@ -20,6 +21,26 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
 
 @settings(fast, max_examples=30)
+@example(
+    plan=Plan(
+        optimizers=("AdamW fused",),
+        dtype=torch.float16,
+        micro=1,
+        clip="torch",
+        scaler=False,
+        autocast=False,
+        scheduler="steps",
+        schedule_first=False,
+        set_to_none=False,  # a gradient that comes late, in memory that is used again
+        tensor_rate=False,
+        closure=True,
+        base_every=4,
+        every=1,
+        seed=224,
+    ),
+    every=5,
+    window=5,
+)
 @given(plan=possible, every=st.integers(2, 5), window=st.integers(2, 5))
 def test_every_checkpoint_comes_back(plan, every, window):
     last = 3 * every
@@ -288,9 +309,9 @@ def test_retention_keeps_what_a_spread_checkpoint_needs(store):
     state = make(1)
     with checkpointer(store, state, keep=everstep.Keep(last=2), **SPREAD) as saver:
         frozen = run(saver, state, range(1, 25))
-    assert Store(store).steps() == [20, 24]
+    until(lambda: Store(store).steps() == [20, 24], "the keeper deletes what is not kept")
     assert Store(store).verify().ok
-    assert len(list((store / "data").glob("*.safetensors"))) == 6
+    until(lambda: len(list((store / "data").glob("*.safetensors"))) == 6, "and its files")
     other = make(2)
     with checkpointer(store, other) as restorer:
         for step in (20, 24):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from everstep.state import clipping
-from everstep.state.clipping import clip_grad_norm_, raw_gradient, release, scale
+from everstep.state.clipping import clip_grad_norm_, raw_gradient, release, scale, scale_in_place
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INFINITY, NAN = float("inf"), float("nan")
@@ -304,6 +304,9 @@ def test_scale_is_multiplying_in_place(values, factor, dtype, wide, foreach):
     for mine, theirs in zip(scale(raw, coefficient, foreach), expected, strict=True):
         assert_same(mine, theirs)
     assert [bits(tensor) for tensor in raw] == untouched
+    scale_in_place(raw, coefficient, foreach)
+    for mine, theirs in zip(raw, expected, strict=True):
+        assert_same(mine, theirs)
 
 
 def test_scale_of_nothing():

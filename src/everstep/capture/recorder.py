@@ -11,6 +11,7 @@ tripwire is armed after each call, and looked at before the next.
 Source: LowDiff (SC 2025), which copies eagerly and does not look.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,8 @@ from everstep.state.leaves import Leaf, sample
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerState
 
-EAGER_RECORDS = 3
-"""DDP's bucket views look fresh at step 2, and are used again from step 3 on."""
+EAGER_TIMES = 3
+"""Of each parameter: DDP's bucket views look fresh at step 2, and are reused from step 3 on."""
 
 PREFIX = "@"
 """Of the names of a record's own tensors: see format.manifest.is_own."""
@@ -101,7 +102,8 @@ class Recorder:
         self.problem: str | None = None
         """Why what was noted since the last `take` is no record."""
         self._calls: list[Call] = []
-        self._taken = 0
+        self._noted: Counter[int] = Counter()
+        """How often each parameter had a gradient."""
         self._turn = 0
         self._writers: set[str] = set()
         """Optimizers that were seen to write to gradients."""
@@ -205,7 +207,6 @@ class Recorder:
         problem, self.problem = self.problem, None
         if problem:
             raise Unsupported(problem)
-        self._taken += 1
         tensors = {name: tensor for call in calls for name, tensor in call.tensors.items()}
         return tensors, [call.said for call in calls]
 
@@ -267,13 +268,14 @@ class Recorder:
     def _note_gradients(self, call: Call, must_copy: bool) -> None:
         clips: dict[tuple[int, bool], dict[str, Any]] = {}
         rows = [(name, parameter) for _, name, parameter, _ in call.optimizer.parameters()]
-        must_copy |= self._taken < EAGER_RECORDS or call.optimizer.name in self._writers
+        must_copy |= call.optimizer.name in self._writers
         for name, parameter in rows:
             gradient = parameter.grad
             if gradient is None or (self.only is not None and name not in self.only):
                 continue
             _check_gradient(name, gradient)
             key = f"{call.at}.{name}"
+            self._noted[id(parameter)] += 1
             if clipped := clipping.raw_gradient(parameter):
                 call.tensors[key] = clipped.raw  # nobody else writes to it
                 _note_clip(clips, clipped, name, call)
@@ -295,7 +297,7 @@ class Recorder:
         storage = gradient.untyped_storage()
         if gradient._is_view() or storage.nbytes() != gradient.nbytes:
             return False
-        if id(parameter) in self._rewritten:
+        if id(parameter) in self._rewritten or self._noted[id(parameter)] <= EAGER_TIMES:
             return False
         seen = self._seen.get(id(parameter))
         return seen is None or seen.expired() or seen.cdata != storage._cdata

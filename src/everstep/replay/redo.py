@@ -150,12 +150,9 @@ def _step(state: OptimizerState, call: _Call) -> None:
 
 def _clip(clip: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], record: Loaded) -> None:
     """As it was clipped then."""
-    chosen = [parameters[name] for name in clip["names"]]
-    raw = [parameter.grad for parameter in chosen if parameter.grad is not None]
-    coefficient = record.tensors[clip["coefficient"]]
-    scaled = clipping.scale(raw, coefficient, clip["foreach"])
-    for parameter, gradient in zip(chosen, scaled, strict=True):
-        parameter.grad = gradient
+    found = [parameters[name].grad for name in clip["names"]]
+    raw = [gradient for gradient in found if gradient is not None]
+    clipping.scale_in_place(raw, record.tensors[clip["coefficient"]], clip["foreach"])
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay.redo import Loaded, find, redo
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
+from everstep.restore.slabs import Slabs, dtype_of
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
 from everstep.state.topology import differences
@@ -196,13 +197,19 @@ def prefetched(
     """The records in order, each read and verified while the one before it is replayed. `devices`:
     of the parameters, to which their gradients go."""
     records = [row for described in logs for row in described.records]
+    slabs = Slabs()
+
+    def load(record: Record, table: Table) -> Loaded:
+        return _load(candidate, record, table, devices, loader, slabs)
+
     with ThreadPoolExecutor(1, "everstep-records") as reader:
-        futures = [reader.submit(_load, candidate, *records[0], devices, loader)]
+        futures = [reader.submit(load, *records[0])]
         for _, following in pairwise(records):
             current = futures.pop()
             loaded = current.result()
-            futures.append(reader.submit(_load, candidate, *following, devices, loader))
+            futures.append(reader.submit(load, *following))
             yield loaded
+            del current, loaded  # and with them the gradients' memory, which the next takes
         yield futures.pop().result()
 
 
@@ -212,12 +219,19 @@ def _load(
     table: Table,
     devices: dict[str, torch.device],
     loader: Loader,
+    slabs: Slabs,
 ) -> Loaded:
+    on_cpu: list[TensorEntry] = []
     wanted: list[tuple[TensorEntry, list[torch.Tensor]]] = []
     for name, entry in table.tensors.items():
-        if is_own(name):
-            device = devices.get(name.partition(".")[2], torch.device("cpu"))
+        if not is_own(name):
+            continue
+        device = devices.get(name.partition(".")[2], torch.device("cpu"))
+        if device.type == "cpu":
+            on_cpu.append(entry)
+        else:
             wanted.append((entry, [empty(entry, device)]))
+    wanted += zip(on_cpu, ([tensor] for tensor in slabs.tensors(on_cpu)), strict=True)
     with candidate.sources(record.part) as sources:
         loader.load(record.part, sources, wanted, table)
     tensors = {entry.spec.name: found[0] for entry, found in wanted}
@@ -227,7 +241,7 @@ def _load(
 
 def empty(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
     """A new tensor as that one was, but for its elements."""
-    dtype: torch.dtype = getattr(torch, entry.spec.dtype)
+    shape, dtype = entry.spec.shape, dtype_of(entry)
     if entry.strides is None:
-        return torch.empty(entry.spec.shape, dtype=dtype, device=device)
-    return torch.empty_strided(entry.spec.shape, entry.strides, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, entry.strides, dtype=dtype, device=device)

@@ -167,6 +167,19 @@ def scale(raw: Sequence[Tensor], coefficient: Tensor, foreach: bool) -> list[Ten
     return scaled
 
 
+def scale_in_place(raw: Sequence[Tensor], coefficient: Tensor, foreach: bool) -> None:
+    """As `scale`, where nobody needs `raw` any more: to the same bytes, without new memory."""
+    with torch.no_grad():
+        for indices in _groups(raw):
+            group = [raw[index] for index in indices]
+            factor = coefficient.to(group[0].device)
+            if foreach:
+                torch._foreach_mul_(group, factor)
+            else:
+                for gradient in group:
+                    gradient.mul_(factor)
+
+
 def _clip_and_keep(
     owners: list[Tensor],
     max_norm: float,

@@ -1,0 +1,67 @@
+"""Memory for one record after another: made once, because the first touch of new memory takes
+longer than all else that is done with a gradient on the CPU."""
+
+import math
+import mmap
+import sys
+from collections.abc import Iterable
+
+import torch
+
+from everstep.format.tables import TensorEntry
+
+_ALIGN = 64
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_UNUSED = 2
+"""References to a slab that nobody uses: of the one who asks, and of getrefcount itself."""
+
+
+class Slabs:
+    """Regions in which CPU tensors are placed. For one thread."""
+
+    def __init__(self) -> None:
+        self._slabs: list[memoryview] = []
+
+    def tensors(self, entries: Iterable[TensorEntry]) -> list[torch.Tensor]:
+        """New tensors as those were, but for their elements; on the CPU.
+
+        Their memory is used again when none of them, and nothing that shares memory with them, is
+        left: each storage holds a reference to its slab (torch.frombuffer).
+        """
+        chosen = list(entries)
+        starts, end = [], 0
+        for entry in chosen:
+            starts.append(end)
+            size = math.prod(entry.spec.shape) * dtype_of(entry).itemsize
+            end += -(-size // _ALIGN) * _ALIGN
+        slab = self._slab(end)
+        return [_place(entry, slab, start) for entry, start in zip(chosen, starts, strict=True)]
+
+    def _slab(self, size: int) -> memoryview:
+        kept, self._slabs = self._slabs, []
+        found = None
+        while kept:
+            slab = kept.pop()
+            is_free = sys.getrefcount(slab) == _UNUSED
+            if is_free and found is None and len(slab) >= size:
+                found = slab
+            if slab is found or not is_free:
+                self._slabs.append(slab)
+        if found is None:
+            found = memoryview(mmap.mmap(-1, max(size, 1), flags=_PRIVATE))
+            self._slabs.append(found)
+        return found
+
+
+def dtype_of(entry: TensorEntry) -> torch.dtype:
+    """As torch names it."""
+    found: torch.dtype = getattr(torch, entry.spec.dtype)
+    return found
+
+
+def _place(entry: TensorEntry, slab: memoryview, start: int) -> torch.Tensor:
+    shape = entry.spec.shape
+    if not math.prod(shape):  # which frombuffer refuses
+        return torch.empty(shape, dtype=dtype_of(entry))
+    flat = torch.frombuffer(slab, dtype=dtype_of(entry), count=math.prod(shape), offset=start)
+    return flat.view(shape) if entry.strides is None else flat.as_strided(shape, entry.strides)
