@@ -466,11 +466,11 @@ def _strategy(
     if name == "full":
         return None
     if name == "log":
-        return Log(optimizers, base_every, audit)
+        return Log(optimizers, base_every, audit, pace, window)
     spread = Spread(optimizers, every, pace, window, audit)
     if name == "spread":
         return spread
-    return Auto(lambda: Log(optimizers, base_every, audit), spread, every)
+    return Auto(lambda: Log(optimizers, base_every, audit, pace, window), spread, every)
 
 
 def _check_arguments(

@@ -1,6 +1,7 @@
 """strategy="spread" against chance: windows of several steps, each of which comes back byte for
 byte as the state of its last one."""
 
+import contextlib
 import itertools
 import logging
 
@@ -9,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from keepers import until
-from runs import check_same, checkpointer, difference, freeze, snapshot
+from runs import check_same, checkpointer, difference, end_keeper, freeze, snapshot
 from test_log import Places, Plan, _check, _steps, build, fast, possible
 from torch import nn
 
@@ -329,3 +330,110 @@ def test_a_window_is_no_longer_than_the_way_to_the_due_step(store):
     with checkpointer(store, state, **{**SPREAD, "every": 2, "window": 5}) as saver:
         run(saver, state, range(1, 5))
     assert Store(store).manifest(4).is_spread
+
+
+@settings(fast, max_examples=20)
+@given(plan=possible, base_every=st.integers(2, 6), window=st.integers(2, 4))
+def test_bases_of_a_log_are_spread_too(plan, base_every, window):
+    """Every step of the log comes back, whichever base it goes back to; and goes on."""
+    last = 12
+    with Places() as places:
+        store = places.new()
+        state = build(plan, plan.seed)
+        options = {"strategy": "log", "window": window, "base_every": base_every}
+        with checkpointer(store, state, **options) as saver:
+            _, frozen = _steps(plan, state, range(1, last + 1), saver)
+        assert Store(store).steps() == list(range(1, last + 1))
+        assert Store(store).verify().ok
+        fresh = build(plan, plan.seed + 1)
+        with checkpointer(store, fresh) as restorer:
+            for step in range(last, 0, -1):
+                assert restorer.restore(step) == step
+                found = difference(snapshot(fresh), frozen[step], f"step {step}")
+                assert found is None, f"{plan}: {found}"
+
+
+def logged(store, state, **options):
+    return checkpointer(store, state, strategy="log", base_every=4, window=3, **options)
+
+
+def bases(store):
+    """The steps that have a base beside their record, and the steps of its parts."""
+    names = [path.parent.name for path in (store / "checkpoints").glob("*/state.json")]
+    chains = {int(name.split("-")[0]): Store(store).chain(name)[0] for name in names}
+    return {step: [part.steps for part in base.parts] for step, base in sorted(chains.items())}
+
+
+def test_a_logs_base_has_its_pieces_from_the_last_records(store):
+    state = make(1)
+    with logged(store, state) as saver:
+        frozen = run(saver, state, range(1, 12))
+    assert bases(store) == {5: [3, 4, 5], 9: [7, 8, 9]}
+    assert [len(Store(store).chain(step)) for step in (4, 5, 6, 11)] == [4, 1, 2, 3]
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        for step in range(1, 12):
+            restorer.restore(step)
+            check_same(freeze(other), frozen[step])
+        restorer.restore(9)
+        run(restorer, other, range(10, 12))
+    assert Store(store).verify().ok
+
+
+def test_a_logs_spread_base_is_made_whole(store, capsys):
+    state = make(1)
+    with logged(store, state) as saver:
+        run(saver, state, range(1, 7))
+    for step in (5, 6):
+        assert main(["materialize", str(store), str(step)]) == 0
+        Store(store).read(step)
+    live = state["model"].state_dict()
+    read = Store(store).read(6)
+    assert all(torch.equal(read[f"model.{name}"], value) for name, value in live.items())
+    assert Store(store).verify().ok
+    capsys.readouterr()
+
+
+def test_audit_of_a_log_with_spread_bases(store):
+    state = make(1)
+    with logged(store, state, audit="full") as saver:
+        frozen = run(saver, state, range(1, 9))
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        for step in (5, 7, 8):
+            restorer.restore(step)
+            check_same(freeze(other), frozen[step])
+
+
+def test_a_log_whose_keeper_dies_within_a_window(store):
+    state = make(1)
+    with logged(store, state) as saver:
+        frozen = run(saver, state, range(1, 5))
+        saver.wait()
+        end_keeper(store)
+        run(saver, state, range(5, 15), frozen)
+        saver.wait()
+    assert Store(store).verify().ok
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        for step in Store(store).steps():
+            restorer.restore(step)
+            check_same(freeze(other), frozen[step])
+    assert 14 in Store(store).steps()
+
+
+def test_a_window_whose_keeper_dies(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        frozen = run(saver, state, range(1, 7))
+        end_keeper(store)
+        run(saver, state, range(7, 13), frozen)
+        with contextlib.suppress(everstep.EverstepError):
+            saver.wait()
+    assert Store(store).verify().ok
+    assert {4, 12} <= set(Store(store).steps())
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        for step in Store(store).steps():
+            restorer.restore(step)
+            check_same(freeze(other), frozen[step])

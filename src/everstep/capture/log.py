@@ -3,6 +3,9 @@
     step          100     101     102    ...    150     151
     on the disk   base ◀─ record ◀─ record ◀─ ... ◀─ record   base ◀─ ...
 
+A base is copied at one step where forward and backward are long enough for it, else piece by piece
+with the last records before it (pieces.py).
+
 A crash loses at most the step in flight, at the cost of the gradients' bytes instead of the
 state's. The chain ends, and a base begins another, where a record failed, where the state has other
 tensors than at the base, and where somebody else than an optimizer changed its tensors.
@@ -16,6 +19,8 @@ from typing import Any
 
 import torch
 
+from everstep.capture.pace import Pace, choose_window
+from everstep.capture.pieces import Pieces, plain_numbers, why_not
 from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
@@ -52,7 +57,7 @@ class Captured:
     @property
     def commits(self) -> bool:
         """Whether it is a checkpoint, and not only a share of a later one."""
-        return self.share is None or self.share["ends"]
+        return self.record is not None or self.share is None or self.share["ends"]
 
 
 class Log:
@@ -63,9 +68,12 @@ class Log:
         optimizers: list[OptimizerState],
         base_every: int | None,
         audit: bool = False,
+        pace: Pace | None = None,
+        window: int | None = None,
     ) -> None:
         """`base_every`: steps from one base to the next; None: chosen, see `distance`. `audit`: see
-        Recorder. Raises Unsupported for optimizers that a log cannot replay."""
+        Recorder. `window`: steps over which a base is spread; None: chosen by `pace`. Raises
+        Unsupported for optimizers that a log cannot replay."""
         if not optimizers:
             raise Unsupported(
                 "strategy='log' records what optimizers consume, and the state has none. "
@@ -83,6 +91,11 @@ class Log:
         self._last: SaveHandle | None = None
         self._said: tuple[Any, Any] = (None, None)
         self._breaks = self._recorded = 0
+        self._pace = pace or Pace()
+        self._window = window
+        self._pieces: Pieces | None = None
+        self._base_due = 0
+        self._is_whole_only = why_not(optimizers) is not None
         self._keeps_raw = False
 
     @property
@@ -151,27 +164,31 @@ class Log:
         except Unsupported as error:
             self._break(error)
             return Captured(collected)
-        record = self._record(collected, tensors)
-        return Captured(record, {"previous": self._last_step, "calls": calls})
+        pieces, share = self._share(step, collected.walk)
+        record = self._record(collected, tensors, pieces)
+        return Captured(record, {"previous": self._last_step, "calls": calls}, share)
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """This is being captured."""
-        size = sum(leaf.tensor.nbytes for leaf in captured.collected.walk.leaves)
+        leaves = captured.collected.walk.leaves
         self._last = handle
         self._said = captured.collected.objects, captured.collected.hyperparameters
         if captured.record is not None:
-            self._record_bytes = size
+            self._record_bytes = sum(leaf.tensor.nbytes for leaf in leaves if is_own(leaf.name))
+            if captured.share and captured.share["ends"]:
+                self._base_step, self._pieces = handle.step, None
             self._recorded += 1
             if self._recorded >= FORGIVEN_AFTER:
                 self._breaks = 0
             return
         walk = captured.collected.walk
         self._recorder.reset()
-        self._base = None
+        self._base = self._pieces = None
         self._keep_raw(self.is_on)
         if not self.is_on:
             return
-        self._base, self._base_step, self._base_bytes = walk, handle.step, size
+        self._base, self._base_step = walk, handle.step
+        self._base_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
         self._base_aliases = _owned_aliases(captured.collected)
         self._recorder.watch()
 
@@ -194,7 +211,7 @@ class Log:
 
     def end_chain(self) -> None:
         """Nothing can follow what was captured last: the next is a base."""
-        self._base = self._last = None
+        self._base = self._last = self._pieces = None
         self._recorder.reset()
 
     @property
@@ -217,8 +234,30 @@ class Log:
             and step > last.step
             and self._base is collected.walk
             and self._base_aliases == _owned_aliases(collected)
-            and step - self._base_step < self.distance()
+            and (self._pieces is not None or step - self._base_step < self.distance())
         )
+
+    def _share(self, step: int, walk: Walk) -> tuple[tuple[Leaf, ...], dict[str, Any] | None]:
+        """What of the next base is copied with this record. It is spread over the last steps before
+        it is due: the records that bring its pieces to one step are there anyway."""
+        if self._pieces is None:
+            distance = self.distance()
+            size = min(self._window_size(), distance)
+            if size == 1 or step - self._base_step <= distance - size:
+                return (), None
+            self._pieces = Pieces.of(self._optimizers, walk, size)
+            self._base_due = self._base_step + distance
+        ends = step >= self._base_due
+        owned = [leaf for leaf in self._pieces.take(step, ends) if leaf.owner is not None]
+        share = {"steps": list(self._pieces.steps), "calls": None, "ends": ends}
+        return tuple(owned), share
+
+    def _window_size(self) -> int:
+        if self._is_whole_only or plain_numbers(self._optimizers):
+            return 1
+        if self._window is not None:
+            return self._window
+        return choose_window(self._base_bytes, 0, self._pace, BASE_EVERY_MIN)
 
     def _break(self, error: Unsupported) -> None:
         self._breaks += 1
@@ -230,8 +269,11 @@ class Log:
             "" if self._breaks < BREAKS_MAX else ", and from now on",
         )
 
-    def _record(self, collected: Collected, tensors: dict[str, torch.Tensor]) -> Collected:
-        """The record as a state of its own: gradients, and what no optimizer changes."""
+    def _record(
+        self, collected: Collected, tensors: dict[str, torch.Tensor], pieces: tuple[Leaf, ...]
+    ) -> Collected:
+        """The record as a state of its own: gradients, and what no optimizer changes; and pieces of
+        the next base."""
         others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
         if taken := [leaf.name for leaf in (*others, *collected.loose) if is_own(leaf.name)]:
             raise Unsupported(f"recording: {taken[0]!r} is a name that records use. Rename it")
@@ -243,9 +285,9 @@ class Log:
                 f"strategy='full'"
             )
         recorded = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
-        leaves = (*recorded, *others)
+        leaves = (*recorded, *pieces, *others)
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
-        kept = {leaf.name for leaf in (*others, *collected.loose)}
+        kept = {leaf.name for leaf in (*pieces, *others, *collected.loose)}
         aliases = {name: found for name, found in collected.aliases.items() if name in kept}
         walk = Walk(leaves, names, {}, collected.walk.optimizers)
         return Collected(

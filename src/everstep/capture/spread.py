@@ -13,7 +13,7 @@ Source: GoCkpt (multi-step overlapped checkpoints); fuzzy checkpoints of ARIES.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from everstep.capture.log import RECORD_OWNER, Captured
 from everstep.capture.pace import Pace, choose_window
+from everstep.capture.pieces import Pieces, plain_numbers, why_not
 from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
@@ -37,17 +38,9 @@ log = logging.getLogger("everstep")
 class _Window:
     """One checkpoint on its way."""
 
-    walk: Walk
     due: int
-    groups: list[list[str]]
-    """Names of parameters, by the step of the window at which they are copied; those that are in
-    none come last."""
-    steps: list[int] = field(default_factory=list)
+    pieces: Pieces
     handles: list[SaveHandle] = field(default_factory=list)
-    copied: set[str] = field(default_factory=set)
-    """Names of parameters."""
-    leaves: set[int] = field(default_factory=set)
-    """What was copied with them, by id()."""
 
 
 class Spread:
@@ -74,14 +67,14 @@ class Spread:
         self._sizes: tuple[Walk, int, int] | None = None
         self._broken_due: int | None = None
         self._keeps_raw = False
-        self.refusal = _why_not(optimizers)
+        self.refusal = why_not(optimizers)
         """Why windows have one step in this run."""
         self._recorder = Recorder([] if self.refusal else optimizers, audit)
 
     @property
     def is_recording(self) -> bool:
         """Whether optimizer calls are to be noted."""
-        return self._window is not None and bool(self._window.steps)
+        return self._window is not None and bool(self._window.pieces.steps)
 
     def before_step(
         self, optimizer: OptimizerState, args: list[Any], kwargs: dict[str, Any]
@@ -215,82 +208,41 @@ class Spread:
     def _share(self, step: int, collected: Collected, is_due: bool) -> Captured:
         """This step's part of the window, which begins here where none is open."""
         window = self._window or self._open(step, collected)
+        pieces = window.pieces
         calls: list[Any] | None = None
         tensors: dict[str, torch.Tensor] = {}
-        if window.steps:
+        if pieces.steps:
             self._check(window, step, collected)
             tensors, calls = self._recorder.take()
             for call in calls if not is_due else ():
                 call.pop("after", None)  # it is of all parameters, some of which come later
         self._window = window
-        leaves = tuple(self._take_leaves(window, collected.walk, is_due))
+        leaves = tuple(pieces.take(step, is_due))
         record = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
-        window.steps.append(step)
-        share = {"steps": list(window.steps), "calls": calls, "ends": is_due}
+        share = {"steps": list(pieces.steps), "calls": calls, "ends": is_due}
         if calls is None:
             self._recorder.reset()
             self._recorder.watch()
             self._keep_raw(True)
-        self._recorder.only = window.copied
+        self._recorder.only = pieces.copied
         return Captured(_part_of(collected, (*record, *leaves), is_due), share=share)
 
     def _open(self, step: int, collected: Collected) -> _Window:
         if taken := [leaf.name for leaf in collected.walk.leaves if is_own(leaf.name)]:
             raise Unsupported(f"{taken[0]!r} is a name that records use")
-        if plain := [o.name for o in self._optimizers if o.plain() != "[]"]:
-            raise Unsupported(f"{plain[0]!r} keeps numbers that are no tensors in its state")
+        if problem := plain_numbers(self._optimizers):
+            raise Unsupported(problem)
         due = -(-step // self._every) * self._every
-        groups = _groups(self._units(collected.walk), due - step + 1)
-        return _Window(collected.walk, due, groups)
+        return _Window(due, Pieces.of(self._optimizers, collected.walk, due - step + 1))
 
     def _check(self, window: _Window, step: int, collected: Collected) -> None:
         for handle in window.handles:
             if handle.error is not None:
                 raise Unsupported(f"what was copied at step {handle.step} was not saved")
-        if collected.walk is not window.walk:
+        if collected.walk is not window.pieces.walk:
             raise Unsupported("the state has other tensors than at the window's begin")
-        if step <= window.steps[-1] or step > window.due:
-            raise Unsupported(f"step {step} came after step {window.steps[-1]}")
-
-    def _units(self, walk: Walk) -> dict[str, list[Leaf]]:
-        """By parameter name: the parameter and all its optimizer state, where nobody else writes
-        to any of it."""
-        owned = {id(leaf.tensor): leaf for leaf in walk.leaves if leaf.owner is not None}
-        units = {}
-        for optimizer in self._optimizers:
-            for _, name, parameter, _ in optimizer.parameters():
-                state = optimizer.optimizer.state.get(parameter, {})
-                members = (parameter, *(v for v in state.values() if isinstance(v, torch.Tensor)))
-                if all(id(member) in owned for member in members):
-                    units[name] = [owned[id(member)] for member in members]
-        return units
-
-    def _take_leaves(self, window: _Window, walk: Walk, is_due: bool) -> Iterator[Leaf]:
-        """What is copied at this step."""
-        if is_due:
-            yield from (leaf for leaf in walk.leaves if id(leaf.tensor) not in window.leaves)
-            return
-        index = len(window.steps)
-        units = self._units(walk)
-        for name in window.groups[index] if index < len(window.groups) else ():
-            window.copied.add(name)
-            window.leaves.update(id(leaf.tensor) for leaf in units[name])
-            yield from units[name]
-
-
-def _groups(units: dict[str, list[Leaf]], steps: int) -> list[list[str]]:
-    """The parameters, the largest first, in as many groups of about equal bytes; without the last,
-    which takes what is left."""
-    sizes = {name: sum(leaf.tensor.nbytes for leaf in unit) for name, unit in units.items()}
-    share = sum(sizes.values()) / steps
-    groups: list[list[str]] = [[]]
-    taken = 0
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        if taken >= share * len(groups):
-            groups.append([])
-        groups[-1].append(name)
-        taken += sizes[name]
-    return groups[: steps - 1]
+        if step <= window.pieces.steps[-1] or step > window.due:
+            raise Unsupported(f"step {step} came after step {window.pieces.steps[-1]}")
 
 
 def _part_of(collected: Collected, leaves: tuple[Leaf, ...], is_last: bool) -> Collected:
@@ -303,23 +255,3 @@ def _part_of(collected: Collected, leaves: tuple[Leaf, ...], is_last: bool) -> C
     if not is_last:
         return Collected(walk, (), aliases, {}, {})
     return Collected(walk, loose, aliases, collected.objects, collected.hyperparameters)
-
-
-def _why_not(optimizers: list[OptimizerState]) -> str | None:
-    """Why these must be copied at one step; None where parameters may be at several.
-
-    Replay steps a part of the parameters. That is known to be exact for torch's own optimizers,
-    which treat each parameter by itself, and not for a class that nobody knows.
-    """
-    if not optimizers:
-        return "the state has no optimizer"
-    seen: set[int] = set()
-    for optimizer in optimizers:
-        kind = type(optimizer.optimizer)
-        if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
-            return f"{optimizer.name!r} is a {kind.__qualname__}, which may couple parameters"
-        for _, name, parameter, _ in optimizer.parameters():
-            if id(parameter) in seen:
-                return f"{name!r} has two optimizers"
-            seen.add(id(parameter))
-    return None

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +35,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         raise Corrupt(f"reading slot {slot} of the arena: its row is not whole")
     manifest, calls, share = _describe(writer, arena, slot, row)
     name = CheckpointName(manifest.step, manifest.epoch)
-    for stale in writer.window.begin(share):
-        commit.discard_packs(writer.disk, name, stale.packs)
+    pieces, share = _begin_window(writer, name, share, calls)
     data = Data(writer, job, row, is_record=calls is not None)
     failure: EverstepError | None = None
     try:
@@ -57,16 +56,38 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         if existing:
             _settle(writer.disk, manifest, calls, share, data, job)
         else:
-            _publish(writer, manifest, data)
+            tables = writer.window.documents if share else [data.document]
+            commit.publish(writer.disk, manifest, encode_manifest(manifest), tables)
     except BaseException:
-        commit.discard_packs(writer.disk, name, data.links)
+        commit.discard_packs(writer.disk, name, data.links + writer.window.end(share))
         raise
     finally:
         failure = None  # its traceback holds this frame, and so the arena's memory
-    writer.window.clear()
+    warning = _set_tag(writer, manifest)
+    warning = _extend_base(writer, None if existing else pieces, manifest, data) or warning
     digest = None if existing else digest_of(encode_manifest(manifest))
     writer.parent, writer.parent_digest = name, digest
-    return Outcome(data.size, time.monotonic() - began, _set_tag(writer, manifest))
+    return Outcome(data.size, time.monotonic() - began, warning)
+
+
+def _extend_base(writer: Writer, share: Share | None, manifest: Manifest, data: Data) -> str | None:
+    """A record with pieces of the next base (`share`): with the last of them the base is put beside
+    the record. Returns what went wrong."""
+    if share is None:
+        writer.window.clear()
+        return None
+    (record,) = manifest.records
+    first = len(share.steps) == 1  # its pieces are of after this record
+    added = replace(share, calls=None if first else record.calls)
+    try:
+        writer.window.check(added)
+        base = writer.window.add(added, record.part, bytes(data.document), manifest)
+        if share.ends:
+            commit.publish_base(writer.disk, replace(base, previous=None, tag=None))
+            writer.window.clear()
+    except EverstepError as error:
+        return f"step {manifest.step} is saved, but no base beside it: {error}"
+    return None
 
 
 def _write(
@@ -85,9 +106,14 @@ def _write(
     return existing, None
 
 
-def _publish(writer: Writer, manifest: Manifest, data: Data) -> None:
-    tables: Sequence[bytes | memoryview] = writer.window.documents or [data.document]
-    commit.publish(writer.disk, manifest, encode_manifest(manifest), tables)
+def _begin_window(
+    writer: Writer, name: CheckpointName, share: Share | None, calls: list[Any] | None
+) -> tuple[Share | None, Share | None]:
+    """What a record, or what a spread checkpoint, has of a window. Of a window that another one
+    follows, nothing was published: its files are deleted."""
+    for stale in writer.window.begin(share, is_log=calls is not None):
+        commit.discard_packs(writer.disk, name, stale.packs)
+    return (None, share) if calls is None else (share, None)
 
 
 def _is_there(writer: Writer, name: CheckpointName, share: Share | None) -> bool:

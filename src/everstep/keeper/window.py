@@ -5,6 +5,7 @@ from typing import Any
 
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
+from everstep.format.tables import FileLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,17 @@ class Window:
     records: list[Record] = field(default_factory=list)
     documents: list[bytes] = field(default_factory=list)
     """The parts' piece tables."""
+    is_log: bool = False
+    """Whether the parts are records, too, which are checkpoints of their own."""
 
-    def begin(self, share: Share | None) -> list[Part]:
+    def begin(self, share: Share | None, *, is_log: bool) -> list[Part]:
         """The next job belongs to this window, or to none. Returns the parts of another one, of
         which nothing will come any more."""
         if share and self.steps and share.steps[0] == self.steps[0]:
             return []
-        stale = self.parts
+        stale = [] if self.is_log else self.parts
         self.clear()
+        self.is_log = is_log
         return stale
 
     def check(self, share: Share) -> None:
@@ -68,6 +72,14 @@ class Window:
         if share.calls is not None:
             self.records.append(Record(share.steps[-1], share.calls, part))
         return replace(manifest, parts=tuple(self.parts), records=tuple(self.records))
+
+    def end(self, share: Share | None) -> tuple[FileLink, ...]:
+        """The job failed. Where it was to publish: the files of the steps before it."""
+        if share is None or not share.ends:
+            return ()
+        links = tuple(link for part in self.parts for link in part.packs)
+        self.clear()
+        return links
 
     def clear(self) -> None:
         """Nothing is under way."""

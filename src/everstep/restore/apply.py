@@ -117,6 +117,19 @@ def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerSt
                     raise Corrupt(f"reading the record of step {record.step}: {error!r}") from error
 
 
+def _steps_of(base: Described) -> dict[str, int]:
+    """Where a base is spread: the step of each tensor in it."""
+    if not base.manifest.is_spread:
+        return {}
+    return {
+        name: part.steps
+        for part, table in zip(base.manifest.parts, base.tables, strict=True)
+        for entry in table.tensors.values()
+        for name in (entry.spec.name, *entry.aliases)
+        if not is_own(name)
+    }
+
+
 def _first_step(base: Described) -> int:
     """Of what has to be there before anything is replayed."""
     return min(part.steps for part in base.manifest.parts)
@@ -194,13 +207,18 @@ def prefetched(
     devices: dict[str, torch.device],
     loader: Loader,
 ) -> Iterator[Loaded]:
-    """The records in order, each read and verified while the one before it is replayed. `devices`:
-    of the parameters, to which their gradients go."""
+    """The records in order, each read and verified while the one before it is replayed; of the
+    first, if it is a base that is spread, those that bring its pieces together. `devices`: of the
+    parameters, to which their gradients go."""
     records = [row for described in logs for row in described.records]
     slabs = Slabs()
+    base = logs[0]
+    since = _steps_of(base)
 
     def load(record: Record, table: Table) -> Loaded:
-        return _load(candidate, record, table, devices, loader, slabs)
+        ahead = {name for name, step in since.items() if step >= record.step}
+        loaded = _load(candidate, record, table, devices, loader, slabs, ahead)
+        return replace(loaded, is_whole=not ahead or record.step >= base.manifest.step)
 
     with ThreadPoolExecutor(1, "everstep-records") as reader:
         futures = [reader.submit(load, *records[0])]
@@ -220,13 +238,16 @@ def _load(
     devices: dict[str, torch.device],
     loader: Loader,
     slabs: Slabs,
+    ahead: Set[str],
 ) -> Loaded:
+    """`ahead`: parameters that are of this step, or of a later one, already."""
     on_cpu: list[TensorEntry] = []
     wanted: list[tuple[TensorEntry, list[torch.Tensor]]] = []
     for name, entry in table.tensors.items():
-        if not is_own(name):
+        head, _, parameter = name.partition(".")
+        if not is_own(name) or ("!" not in head and parameter in ahead):
             continue
-        device = devices.get(name.partition(".")[2], torch.device("cpu"))
+        device = devices.get(parameter, torch.device("cpu"))
         if device.type == "cpu":
             on_cpu.append(entry)
         else:

@@ -39,7 +39,8 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
     Takes memory for the state, twice. Raises Missing, Corrupt, Unsupported (an optimizer that is
     not torch's own, or a step that is a state already).
     """
-    if made := catalog.read_state(disk, name):
+    made = catalog.read_state(disk, name)
+    if made and not made.is_spread:
         return made
     candidate = Candidate(name, disk)
     base, *logs = candidate.describe()

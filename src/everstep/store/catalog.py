@@ -106,13 +106,15 @@ def check_previous(disk: Disk, manifest: Manifest) -> Manifest | None:
 
 
 def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
-    """The whole state that was made of a log step; None where there is none. Raises Corrupt."""
+    """The state beside a log step, which was made of it, or is a base that ended there; None where
+    there is none. Raises Corrupt."""
     path = names.state_path(name)
     try:
         found = decode_manifest(disk.read(path), disk.root / path)
     except Missing:
         return None
-    if (found.step, found.epoch) != name or found.previous or found.records or not found.parts:
+    check_follows(found, name)
+    if (found.step, found.epoch) != name or not found.parts:
         raise Corrupt(f"reading {disk.root / path}: it is not the whole state of {name}")
     return found
 

@@ -176,14 +176,30 @@ def publish(
 
 def publish_state(disk: Disk, manifest: Manifest, table: bytes) -> None:
     """Put the whole state of a log step beside its manifest. Its packs must be durable, and the
-    caller holds the store. One that is there already stays: it is the same. Raises Missing where
-    the step was deleted."""
+    caller holds the store. One that is there already stays, as it is the same, unless it was spread
+    over several steps. Raises Missing where the step was deleted."""
     name = CheckpointName(manifest.step, manifest.epoch)
     if not disk.holds(names.manifest_path(name)):
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
     write_table(disk, table)
-    if not disk.create(names.state_path(name), encode_manifest(manifest)):
+    document = encode_manifest(manifest)
+    if disk.create(names.state_path(name), document):
+        return
+    found = catalog.read_state(disk, name)
+    if found and found.is_spread:
+        disk.replace(names.state_path(name), document)
+    else:
         discard_packs(disk, name, manifest.parts[0].packs)
+
+
+def publish_base(disk: Disk, manifest: Manifest) -> None:
+    """Put the base that a log step ends beside its manifest: its parts are those of records that
+    are there. Raises Missing where the step was deleted."""
+    name = CheckpointName(manifest.step, manifest.epoch)
+    with disk.locked(exclusive=False):
+        if not disk.holds(names.manifest_path(name)):
+            raise Missing(f"saving the base of {name} of {disk.root}: it was deleted meanwhile")
+        disk.create(names.state_path(name), encode_manifest(manifest))
 
 
 def set_tag(disk: Disk, tag: str, name: CheckpointName) -> None:

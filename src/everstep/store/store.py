@@ -124,7 +124,8 @@ class Store:
         name = catalog.find(self._disk, step)
         manifest = catalog.read_manifest(self._disk, name)
         if manifest.records:
-            if (state := catalog.read_state(self._disk, name)) is None:
+            state = catalog.read_state(self._disk, name)
+            if state is None or state.records:
                 raise Unsupported(self._no_state(manifest))
             manifest = state
         return read_tensors(self._disk, manifest, self.tables(manifest), names)
