@@ -97,8 +97,11 @@ class Trainer:
         salt: int = 0,
         metrics: object = None,
         follows: int | None = None,
+        window: tuple[int, ...] = (),
+        ends: bool = False,
     ) -> Job:
-        """Put the state of `step` into a slot; or a record, which `follows` a step."""
+        """Put the state of `step` into a slot; or a record, which `follows` a step. `window`: the
+        steps so far over which a state is spread, which `ends` here."""
         self.sequence += 1
         slot = self.sequence % self.arena.slot_count
         image = image_of(self.layout, {s.name: content(s, step + salt) for s in self.specs})
@@ -113,6 +116,9 @@ class Trainer:
         }
         if follows is not None:
             said["record"] = {"previous": follows, "calls": [{"optimizer": "optimizer"}]}
+        if window:
+            calls = [{"optimizer": "optimizer"}] if len(window) > 1 else None
+            said["share"] = {"steps": list(window), "calls": calls, "ends": ends}
         descriptor = seal(said)
         record = Row(self.sequence, step, len(image), len(self.table), len(descriptor))
         self.arena.seal(slot, record, self.table, descriptor)
@@ -125,9 +131,19 @@ class Trainer:
         """Commit the state of `step`; returns when it is durable."""
         return persist(self.writer, self.seal(step, tag, salt), lambda: None)
 
-    def record(self, step: int, follows: int) -> Outcome:
+    def record(
+        self, step: int, follows: int, window: tuple[int, ...] = (), ends: bool = False
+    ) -> Outcome:
         """Commit a record that leads from one step to another; returns when it is durable."""
-        return persist(self.writer, self.seal(step, follows=follows), lambda: None)
+        job = self.seal(step, follows=follows, window=window, ends=ends)
+        return persist(self.writer, job, lambda: None)
+
+    def spread(self, steps: tuple[int, ...]) -> Outcome:
+        """Commit a state that is spread over these steps."""
+        for index, step in enumerate(steps):
+            job = self.seal(step, window=steps[: index + 1], ends=step == steps[-1])
+            outcome = persist(self.writer, job, lambda: None)
+        return outcome
 
 
 def make_store(

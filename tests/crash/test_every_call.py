@@ -123,6 +123,51 @@ def test_records(folder, fault):
     assert sweep(folder, _chain, save, fault, finish) > 40
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_state_that_is_spread(folder, fault):
+    """It is there with its last step, or not at all; nothing is left of a window that failed."""
+
+    def save(disk: Disk, promises: Promises) -> None:
+        trainer = Trainer(disk, epoch=1, parent=CheckpointName(2, 1))
+        trainer.spread((3, 4, 5))
+        promises.checkpoints.add(CheckpointName(5, 1))
+        assert [part.steps for part in Store(disk.root).manifest(5).parts] == [3, 4, 5]
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 1, 5)
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == 5
+        assert Store(disk.root).verify().ok
+
+    assert sweep(folder, _two_checkpoints, save, fault, finish) > 40
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_base_that_is_spread_over_records(folder, fault):
+    """The records are there whatever becomes of the base; and the base, where nothing failed."""
+    made = []
+
+    def save(disk: Disk, promises: Promises) -> None:
+        trainer = Trainer(disk, epoch=1, parent=CheckpointName(5, 1))
+        for step in (6, 7):
+            window = tuple(range(6, step + 1))
+            outcome = trainer.record(step, step - 1, window, ends=step == 7)
+            promises.checkpoints.add(CheckpointName(step, 1))
+        made.append(catalog.read_state(disk, CheckpointName(7, 1)) is not None)
+        assert made[-1] or outcome.warning or fault is not None
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 1, 7)
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == 7
+        assert Store(disk.root).verify().ok
+        if catalog.read_state(disk, CheckpointName(7, 1)):
+            assert len(Store(disk.root).chain(7)) == 1
+
+    assert sweep(folder, _chain, save, fault, finish) > 40
+    assert True in made
+
+
 def _leave_only(disk: Disk, parent: int, count: int) -> None:
     """A sweep by the next epoch leaves so many checkpoints, and no pack but theirs."""
     commit.claim_epoch(disk, parent, 5)
