@@ -192,7 +192,7 @@ class Checkpointer:
                 failure = error
                 continue
             if from_store is None:
-                self._parent, self._epoch = candidate.name, None
+                self._parent, self._epoch = candidate.origin, None
             self._last_step = candidate.name.step
             self.metrics.restore_seconds = time.perf_counter() - began
             return candidate.name.step
@@ -392,7 +392,7 @@ class Checkpointer:
         """All is copied: hand it to the keeper. Sealing thread."""
         self._client.ensure()
         if self._epoch is None:
-            self._epoch = self._client.claim(self._parent)
+            self._claim()
         if (handle := self._saves.handle_of(capture)) is None:
             raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
         slot: Slot = capture.slot
@@ -400,6 +400,14 @@ class Checkpointer:
         slot.arena.seal(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
         handle.advance("captured")
         self._client.submit(slot.key)
+
+    def _claim(self) -> None:
+        """Where that fails (a full disk) the state is sealed all the same: the keeper says what is
+        wrong, and holds it in memory."""
+        try:
+            self._epoch = self._client.claim(self._parent)
+        except Unavailable:
+            self._client.ensure()
 
     # ---- restore ---------------------------------------------------------------------------
 
