@@ -14,6 +14,7 @@ import logging
 import os
 import selectors
 import socket
+import sys
 import time
 
 from everstep.keeper import wire
