@@ -1,6 +1,8 @@
 """A second reader of the format, written from docs/format.md alone: it must never import everstep.
 
 python tests/independent_reader.py STORE [STEP]      verifies and lists a checkpoint
+
+It cannot replay: of a log it checks the chain, and reads the records.
 """
 
 import json
@@ -11,6 +13,7 @@ import sys
 from pathlib import Path
 
 import xxhash
+import zstandard
 from safetensors import safe_open
 
 CHUNK = 4 << 20
@@ -83,6 +86,8 @@ def read_part(store: Path, part: dict) -> dict[str, tuple[str, tuple[int, ...], 
     raw = inside(store, link["path"]).read_bytes()
     need((len(raw), hexdigest(raw)) == (link["size"], link["digest"]), f"{link['path']}: digest")
     table = document(store / link["path"])
+    if "stored" in part:
+        return read_packed(store, part, table)
     files = [inside(store, pack["path"]) for pack in part["packs"]]
     data = [path.read_bytes() for path in files]
     used: list[int] = []
@@ -100,23 +105,15 @@ def read_part(store: Path, part: dict) -> dict[str, tuple[str, tuple[int, ...], 
         need(len(data[number]) == pack["size"] == part["packs"][number]["size"], "pack size")
         need(pack["size"] % PAGE == 0 and pack["header"] % PAGE == 0, "pack alignment")
         check(number, 0, pack["header"], pack["digest"])
+    for _, number, at, size, index in chunks(table):
+        check(number, at, size, index)
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for row in table["tensors"]:
-        (piece,) = row["pieces"]  # version 1 as written today: every tensor whole
-        need(piece["codec"] == "raw", "codec")
-        need(not any(piece["offsets"]) and piece["lengths"] == row["shape"], "box")
-        number, at, size = piece["pack"], piece["at"], piece["size"]
-        for index, start in enumerate(range(0, max(size, 1), CHUNK)):
-            check(number, at + start, min(CHUNK, size - start), piece["digest"] + index)
-        item = AS_BYTES.get(row["dtype"]) or ITEM[PLAIN[row["dtype"]]]
-        need(size == item * math.prod(row["shape"]), f"{row['name']}: size")
-        need(at % (PAGE if size >= 1 << 20 else item) == 0, f"{row['name']}: alignment")
+        piece = row["pieces"][0]
+        start, end = piece["at"], piece["at"] + piece["size"]
         for name in (row["name"], *row.get("aliases", ())):
-            tensors[name] = (row["dtype"], tuple(row["shape"]), data[number][at : at + size])
-    need(
-        [row["name"] for row in table["tensors"]] == sorted(r["name"] for r in table["tensors"]),
-        "order",
-    )
+            found = data[piece["pack"]][start:end]
+            tensors[name] = (row["dtype"], tuple(row["shape"]), found)
     need(sorted(used) == list(range(len(part["digests"]))), "digests that cover nothing")
     for raw, seen, path in zip(data, covered, files, strict=True):
         need(
@@ -125,6 +122,69 @@ def read_part(store: Path, part: dict) -> dict[str, tuple[str, tuple[int, ...], 
         )
         check_header(path, raw, table)
     return tensors
+
+
+def chunks(table: dict) -> list[tuple[str, int, int, int, int]]:
+    """Of each piece: tensor, pack, offset, size, index of the digest; in the order of the file."""
+    found = []
+    names = [row["name"] for row in table["tensors"]]
+    need(names == sorted(names), "order")
+    for row in table["tensors"]:
+        (piece,) = row["pieces"]  # version 1 as written today: every tensor whole
+        need(piece["codec"] == "raw", "codec")
+        need(not any(piece["offsets"]) and piece["lengths"] == row["shape"], "box")
+        at, size = piece["at"], piece["size"]
+        item = AS_BYTES.get(row["dtype"]) or ITEM[PLAIN[row["dtype"]]]
+        need(size == item * math.prod(row["shape"]), f"{row['name']}: size")
+        need(at % (PAGE if size >= 1 << 20 else item) == 0, f"{row['name']}: alignment")
+        for index, start in enumerate(range(0, max(size, 1), CHUNK), piece["digest"]):
+            chunk = (row["name"], piece["pack"], at + start, min(CHUNK, size - start), index)
+            found.append(chunk)
+    return sorted(found, key=lambda chunk: (chunk[1], chunk[2], chunk[3]))
+
+
+def read_packed(store: Path, part: dict, table: dict) -> dict[str, tuple]:
+    (pack,), (raw_pack,) = part["packs"], table["packs"]
+    raw = inside(store, pack["path"]).read_bytes()
+    need(len(raw) == pack["size"] and len(raw) % PAGE == 0, "pack size")
+    need(part["stored"][raw_pack["digest"]] == PAGE, "packed header")
+    need(hexdigest(raw[:PAGE]) == part["digests"][raw_pack["digest"]], "packed header")
+    with safe_open(inside(store, pack["path"]), "np") as file:
+        need(list(file.keys()) == ["__packed__"], "packed entry")
+    content: dict[str, bytes] = {row["name"]: b"" for row in table["tensors"]}
+    at, used = PAGE, [raw_pack["digest"]]
+    for name, _, _, size, index in chunks(table):
+        stored = part["stored"][index]
+        need(at + stored <= len(raw), f"{name}: too short")
+        chunk = raw[at : at + stored]
+        need(hexdigest(chunk) == part["digests"][index], f"{name}: {stored} bytes at {at}")
+        content[name] += chunk if stored == size else from_planes(chunk, size)
+        at += stored
+        used.append(index)
+    need(not any(raw[at:]) and len(raw) - at < PAGE, "packed padding")
+    need(sorted(used) == list(range(len(part["digests"]))), "digests that cover nothing")
+    return {
+        name: (row["dtype"], tuple(row["shape"]), content[row["name"]])
+        for row in table["tensors"]
+        for name in (row["name"], *row.get("aliases", ()))
+    }
+
+
+def from_planes(chunk: bytes, size: int) -> bytes:
+    magic, item, zero, raw_size = struct.unpack("<2sBBI", chunk[:8])
+    need((magic, zero, raw_size) == (b"P1", 0, size), "header of byte planes")
+    count, at = size // item, 8 + 4 * item
+    found = bytearray(size)
+    for plane, stored in enumerate(struct.unpack(f"<{item}I", chunk[8:at])):
+        data = chunk[at : at + stored]
+        if stored not in (0, count):
+            data = zstandard.ZstdDecompressor().decompress(data)
+        need(len(data) == (count if stored else 0), f"plane {plane}")
+        found[plane : item * count : item] = data or bytes(count)
+        at += stored
+    found[item * count :] = chunk[at:]
+    need(len(found) == size, "tail of byte planes")
+    return bytes(found)
 
 
 def check_header(path: Path, raw: bytes, table: dict) -> None:
@@ -159,8 +219,31 @@ def read(store: Path, step: int | None = None) -> tuple[dict, dict]:
     return manifest, tensors
 
 
+def read_log(store: Path, step: int | None = None) -> list[tuple[dict, dict]]:
+    """What a step is rebuilt from: (manifest, verified tensors) of the state, then of each log. A
+    record's are its gradients, and what no optimizer owns."""
+    line = dict(lineage(store))
+    step = max(line) if step is None else step
+    found: list[tuple[dict, dict]] = []
+    path, digest = checkpoints(store)[step, line[step]], None
+    while path:
+        need(digest in (None, hexdigest(path.read_bytes())), f"{path}: not what the log follows")
+        manifest = document(path)
+        previous, records = manifest.get("previous"), manifest["records"]
+        need(bool(previous) == bool(records) != bool(manifest["parts"]), f"{path}: kind")
+        parts = manifest["parts"] or [record["part"] for record in records]
+        tensors: dict[str, tuple] = {}
+        for part in parts:
+            tensors |= read_part(store, part)
+        found.append((manifest, tensors))
+        path = previous and checkpoints(store)[previous["step"], previous["epoch"]]
+        digest = previous and previous["digest"]
+        need(not previous or previous["step"] < records[0]["step"] <= manifest["step"], "steps")
+    return found[::-1]
+
+
 if __name__ == "__main__":
-    found, contents = read(Path(sys.argv[1]), *map(int, sys.argv[2:3]))
+    *_, (found, contents) = read_log(Path(sys.argv[1]), *map(int, sys.argv[2:3]))
     print(f"step {found['step']}, epoch {found['epoch']}: every byte is as it was written")
     for name, (dtype, shape, data) in sorted(contents.items()):
         print(f"  {name}  {dtype}{list(shape)}  {len(data)} bytes")

@@ -26,7 +26,7 @@ from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool, Slot
 from everstep.capture.spread import Spread
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
-from everstep.handle import Metrics, SaveHandle
+from everstep.handle import Metrics, SaveHandle, check_level
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.client import Client
 from everstep.preemption import Preemption
@@ -90,6 +90,8 @@ class Checkpointer:
         generators. Raises ValueError, TypeError, Unavailable.
         """
         _check_arguments(every, strategy, base_every, window, audit, memory_budget, under_pressure)
+        if keep is not None and not isinstance(keep, Keep):
+            raise TypeError(f"keep must be an everstep.Keep, not {keep!r}")
         self.state = state
         self.metrics = Metrics()
         self._every = every
@@ -147,6 +149,8 @@ class Checkpointer:
         """
         if tag is not None:
             tag_path(tag)
+        if metrics is not None and not isinstance(metrics, dict):
+            raise ValueError(f"metrics must be a dict, not {metrics!r}")
         figures = plain_json(metrics or {}, "metrics")
         handle = self._timed_save(step, tag, figures, asked=True)
         assert handle
@@ -174,6 +178,8 @@ class Checkpointer:
         self._check_open()
         with contextlib.suppress(EverstepError):  # told before, and no reason not to restore
             self.wait()
+        if not (step is None or type(step) in (int, str)):
+            raise ValueError(f"step must be a step, a tag or 'step-epoch', not {step!r}")
         if exact not in ("allow", "require"):
             raise ValueError(f"exact must be 'allow' or 'require', not {exact!r}")
         chosen = [only] if isinstance(only, str) else only
@@ -192,7 +198,7 @@ class Checkpointer:
                 failure = error
                 continue
             if from_store is None:
-                self._parent, self._epoch = candidate.name, None
+                self._parent, self._epoch = candidate.origin, None
             self._last_step = candidate.name.step
             self.metrics.restore_seconds = time.perf_counter() - began
             return candidate.name.step
@@ -210,6 +216,7 @@ class Checkpointer:
 
         Raises the newest save's error where it was lost, TimeoutError after `timeout` seconds.
         """
+        check_level(level)
         self._saves.wait(level, timeout)
 
     def close(self) -> None:
@@ -392,7 +399,7 @@ class Checkpointer:
         """All is copied: hand it to the keeper. Sealing thread."""
         self._client.ensure()
         if self._epoch is None:
-            self._epoch = self._client.claim(self._parent)
+            self._claim()
         if (handle := self._saves.handle_of(capture)) is None:
             raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
         slot: Slot = capture.slot
@@ -400,6 +407,14 @@ class Checkpointer:
         slot.arena.seal(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
         handle.advance("captured")
         self._client.submit(slot.key)
+
+    def _claim(self) -> None:
+        """Where that fails (a full disk) the state is sealed all the same: the keeper says what is
+        wrong, and holds it in memory."""
+        try:
+            self._epoch = self._client.claim(self._parent)
+        except Unavailable:
+            self._client.ensure()
 
     # ---- restore ---------------------------------------------------------------------------
 

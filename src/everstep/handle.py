@@ -34,8 +34,7 @@ class SaveHandle:
     def wait(self, level: str = "local", timeout: float | None = None) -> None:
         """Block until `level` is reached. Raises the save's error, or TimeoutError after `timeout`
         seconds."""
-        if level not in LEVELS[:3]:
-            raise ValueError(f"level must be one of {LEVELS[:3]}, not {level!r}")
+        check_level(level)
         with self._changed:
             reached = self._changed.wait_for(
                 lambda: self.error is not None or self._has(level), timeout
@@ -79,6 +78,12 @@ class SaveHandle:
     def __repr__(self) -> str:
         outcome = f"error={self.error!r}" if self.error else f"level={self.level!r}"
         return f"SaveHandle(step={self.step}, {outcome})"
+
+
+def check_level(level: str) -> None:
+    """Raises ValueError for one that nothing reaches."""
+    if level not in LEVELS[:3]:
+        raise ValueError(f"level must be one of {LEVELS[:3]}, not {level!r}")
 
 
 @dataclass(slots=True)

@@ -134,6 +134,78 @@ def test_what_no_disk_took_is_restored_from_the_keepers_memory(small, caplog):
     assert Store(store).steps() == [1, 4]
 
 
+UNCLAIMED = """
+import os, signal, sys
+sys.path[:0] = sys.argv[3:]
+from test_bad_disk import build, fill
+from runs import checkpointer, supervised
+from pathlib import Path
+import pytest
+from everstep import Unavailable
+state = build(1)
+saver = checkpointer(sys.argv[1], state, every=1)
+start = saver.restore()
+assert start == int(sys.argv[2])
+filler = fill(Path(sys.argv[1]).parent)
+for step in (start + 1, start + 2):
+    supervised(state)
+    with pytest.raises(Unavailable, match="No space left"):
+        saver.step(step).wait("local")
+filler.unlink()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_disk_that_was_full_from_the_first_save_on(small, before):
+    """Then no epoch can be claimed, to which a checkpoint would belong; memory has the state."""
+    store = small / "store"
+    path = str(Path(__file__).parent)
+    expected = build(1)
+    if before:
+        with checkpointer(store, expected) as saver:
+            supervised(expected)
+            saver.step(1).wait("local")
+    died = subprocess.run([sys.executable, "-c", UNCLAIMED, str(store), str(before), path])
+    assert died.returncode == -9
+    if not before:
+        torch.manual_seed(1)
+        expected = build(1)
+    for _ in range(2):
+        supervised(expected)
+    assert Store(store).steps() == [1][:before]
+    fresh = build(2)
+    with checkpointer(store, fresh) as restorer:
+        assert restorer.restore() == before + 2
+        check_same(freeze(fresh), freeze(expected))
+        supervised(fresh)
+        restorer.step(before + 3).wait("local")
+        frozen = freeze(fresh)
+    assert Store(store).steps() == [*[1][:before], before + 3]
+    assert Store(store).verify().ok
+    assert restore(store, build(3)) == before + 3
+    other = build(3)
+    assert restore(store, other) == before + 3
+    check_same(freeze(other), frozen)
+
+
+def test_memory_without_an_epoch_is_not_taken_for_that_of_another_run(small):
+    """Who goes on from elsewhere claims the number that the state in memory was to have."""
+    store = small / "store"
+    path = str(Path(__file__).parent)
+    died = subprocess.run([sys.executable, "-c", UNCLAIMED, str(store), "0", path])
+    assert died.returncode == -9
+    torch.manual_seed(7)
+    other = build(7)
+    with checkpointer(store, other) as saver:  # does not restore
+        saver.step(1).wait("local")
+        frozen = freeze(other)
+        fresh = build(2)
+        with checkpointer(store, fresh) as restorer:
+            assert restorer.restore() == 1
+            check_same(freeze(fresh), frozen)
+
+
 def test_a_path_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable, match="file/store"):

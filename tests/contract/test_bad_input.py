@@ -182,6 +182,12 @@ def test_wrong_arguments(store, options):
     assert not store.exists()
 
 
+def test_retention_is_no_number(store):
+    with pytest.raises(TypeError, match=r"keep must be an everstep\.Keep"):
+        Checkpointer(store, {"x": 1}, keep=3)
+    assert not store.exists()
+
+
 def test_wrong_states_and_steps(store):
     for state in ([nn.Linear(1, 1)], {1: "x"}):
         with pytest.raises(TypeError, match="names to models"):
@@ -194,11 +200,18 @@ def test_wrong_states_and_steps(store):
         for step in (-1, 1.0, "1", True, None):
             with pytest.raises(ValueError, match="step must be"):
                 saver.step(step)
-        for tag in ("", "12", "a/b", "../x"):
+        for tag in ("", "12", "a/b", "../x", 12):
             with pytest.raises(ValueError, match="cannot be a tag"):
                 saver.save(1, tag=tag)
         with pytest.raises(ValueError, match="level must be"):
+            saver.wait("remote")
+        with pytest.raises(ValueError, match="metrics must be a dict"):
+            saver.save(1, metrics=[1])
+        with pytest.raises(ValueError, match="level must be"):
             saver.save(1).wait("remote")
+        for reference in (1.0, True, b"1"):
+            with pytest.raises(ValueError, match="step must be"):
+                saver.restore(reference)
         for reference in (3, "best", "1-7"):
             with pytest.raises(Missing):
                 saver.restore(reference)

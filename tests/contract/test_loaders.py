@@ -78,6 +78,81 @@ def test_stateful_data_loader(store, kind, workers):
         assert drawn(second["loader"]) == rest
 
 
+@pytest.mark.parametrize("cut", [4, 6, 7])  # 6: after an epoch's last batch
+@pytest.mark.parametrize(
+    ("workers", "given"), [(0, "none"), (0, "one"), (0, "saved twice"), (2, "one"), (2, "none")]
+)
+def test_the_epochs_after_a_resume(store, workers, given, cut):
+    """torchdata draws the seed of its workers and the order once more when it resumes."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def build(seed):
+        torch.manual_seed(seed)
+        generator = None if given == "none" else torch.Generator().manual_seed(seed)
+        loader = torchdata.StatefulDataLoader(
+            Numbers(12), batch_size=2, shuffle=True, num_workers=workers, generator=generator
+        )
+        return {"loader": loader} | ({"generator": generator} if given == "saved twice" else {})
+
+    def run(state, done, save):
+        """Batches up to the 19th: the order, what the data set draws, and what the trainer does."""
+        drawn = []
+        while done < 19:
+            for batch in state["loader"]:
+                done += 1
+                drawn.append((bits(batch[:, 0]), bits(batch[:, 1]), torch.rand(1).item()))
+                save(done)
+                if done == 19:
+                    break
+        return drawn
+
+    first = build(1)
+    with checkpointer(store, first) as saver:
+        expected = run(first, 0, saver.save)[cut:]
+    second = build(2)
+    with checkpointer(store, second) as restorer:
+        assert restorer.restore(cut) == cut
+        found = run(second, cut, lambda step: None)
+    if workers:  # torchdata does not save their generators: exact from the next epoch on
+        for drawn in (expected, found):
+            drawn[: -cut % 6] = [(order, None, mine) for order, _, mine in drawn[: -cut % 6]]
+    assert found == expected
+
+
+def test_an_epoch_that_is_set_after_the_resume_counts(store):
+    """The iterator is made when the loop begins, and not by restore()."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    sampler_kind = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+
+    def build():
+        sampler = sampler_kind.StatefulDistributedSampler(Numbers(16), 2, 0)
+        loader = torchdata.StatefulDataLoader(
+            Numbers(16), batch_size=2, num_workers=2, sampler=sampler
+        )
+        return sampler, {"loader": loader}
+
+    sampler, state = build()
+    with checkpointer(store, state) as saver:
+        sampler.set_epoch(3)
+        batches = iter(state["loader"])
+        next(batches)
+        saver.save(1)
+        rest = [bits(batch[:, 0]) for batch in batches]
+    assert len(rest) == 3
+    sampler, state = build()
+    with checkpointer(store, state) as restorer:
+        assert restorer.restore() == 1
+        sampler.set_epoch(3)
+        assert [bits(batch[:, 0]) for batch in state["loader"]] == rest
+
+
+def test_a_sampler_that_cannot_resume_is_told(store, caplog):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    sampler = torch.utils.data.RandomSampler(Numbers(4))
+    with checkpointer(store, {"loader": torchdata.StatefulDataLoader(Numbers(4), sampler=sampler)}):
+        assert "cannot resume torch's RandomSampler" in caplog.text
+
+
 class Slow(nn.Module):
     """Enough parameters for a copy that takes a while."""
 

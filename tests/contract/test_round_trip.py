@@ -1,6 +1,7 @@
 """What a module may hold comes back bit for bit, and training goes on with equal bits."""
 
 import copy
+import os
 import re
 
 import pytest
@@ -113,6 +114,24 @@ def build_tied(seed, tied=True):
     torch.manual_seed(seed)
     model = Tied(tied)
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+
+def test_a_relative_path_stays_what_it_was(tmp_path, monkeypatch):
+    """Also when the program goes to another directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/läufe ⚡ 1\n", os.fsdecode(b"runs/\xff")):
+        state = {"x": torch.tensor(1.0)}
+        with checkpointer(name, state) as saver:
+            saver.save(1).wait("local")
+            opened = Store(name)
+            (tmp_path / "elsewhere").mkdir(exist_ok=True)
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            saver.save(2)
+        assert opened.steps() == [1, 2]
+        assert opened.verify().ok
+        assert not os.listdir(".")
+        monkeypatch.chdir(tmp_path)
+        assert restore(name, state) == 2
 
 
 def test_tied_weights_and_batch_norm(store):

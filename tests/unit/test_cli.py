@@ -488,6 +488,16 @@ def test_a_reader_that_leaves_early_is_no_error(store: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_without_stdout_the_exit_code_tells(store: Path) -> None:
+    command = 'exec "$0" -c "$1" ls "$2" >&-'
+    code = "import sys; from everstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    for path, expected in ((store, 0), (store / "missing", 1)):
+        words = ["sh", "-c", command, sys.executable, code, str(path)]
+        done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == expected
+        assert "Traceback" not in done.stderr
+
+
 def test_what_a_store_holds_cannot_steer_the_terminal(tmp_path: Path, capsys: CAPTURED) -> None:
     disk, identity = cli_store.begin(tmp_path)
     commit.claim_epoch(disk, None, 0)

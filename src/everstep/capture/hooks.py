@@ -2,12 +2,16 @@
 
 Ours is the last pre-hook, because those before it may change gradients, and the first post-hook,
 because those after it may change weights. A closure is wrapped, so that holding and noting happen
-after its backward (Lightning always passes one).
+after its backward (Lightning always passes one). A step() that is compiled calls them as they are:
+what they do is no part of the update, and must not be traced.
 """
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from everstep.capture.auto import Auto
 from everstep.capture.full import Full
@@ -37,11 +41,15 @@ class Hook:
         self._metrics = metrics
         self._writes_early = False
         self._began = 0.0
+        self._is_outside = False
+        self._is_compiled = False
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
         self._after = self._optimizer.register_step_post_hook(self._after_step) if log else None
+        self._leave_compiled()
 
     def put_in_order(self) -> None:
         """Others may have been registered since."""
+        self._leave_compiled()
         before = self._optimizer._optimizer_step_pre_hooks
         after = self._optimizer._optimizer_step_post_hooks
         if not self._is_last():
@@ -55,6 +63,24 @@ class Hook:
         self._before.remove()
         if self._after:
             self._after.remove()
+
+    def _leave_compiled(self) -> None:
+        """Before the first save a hook does nothing, so that this comes in time; importing what
+        compiles takes seconds, and most runs never need it."""
+        if self._is_outside or "torch._dynamo" not in sys.modules:
+            return
+        self._is_outside = True
+        before: Callable[..., Any] = torch.compiler.disable(self._before_step)
+        after: Callable[..., Any] = torch.compiler.disable(self._after_step)
+
+        def traced(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if torch.compiler.is_compiling():
+                self._is_compiled = True
+            return before(optimizer, args, kwargs)
+
+        self._optimizer._optimizer_step_pre_hooks[self._before.id] = traced
+        if self._after:
+            self._optimizer._optimizer_step_post_hooks[self._after.id] = after
 
     def _is_last(self) -> bool:
         return bool(next(reversed(self._optimizer._optimizer_step_pre_hooks)) == self._before.id)
@@ -96,6 +122,8 @@ class Hook:
             began = time.perf_counter()
             if not self._is_last():
                 self._log.refuse(f"a pre-hook of {self._state.name!r} was registered meanwhile")
+            if self._is_compiled:  # its last bits are others than those of the plain update
+                self._log.refuse(f"the step() of {self._state.name!r} is compiled")
             self._log.before_step(self._state, *_arguments(args, kwargs))
             self._count(began)
         self._began = time.perf_counter()

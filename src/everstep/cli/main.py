@@ -31,6 +31,8 @@ _INTERRUPTED, _BROKEN_PIPE = 130, 141
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line `arguments` (default: the process's own) and return its exit code."""
     words = sys.argv[1:] if arguments is None else arguments
+    if sys.stdout is None:  # closed by who started it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without these characters is no error
     try:

@@ -44,6 +44,8 @@ class Writer:
     parent: CheckpointName | None = None
     parent_digest: str | None = None
     run: str | None = None
+    unclaimed: str | None = None
+    """Why it could not claim an epoch (a full disk): what it saves is in memory only."""
     cache: retain.NeedsCache = field(default_factory=dict)
     speed: Speed = field(default_factory=Speed)
     window: Window = field(default_factory=Window)

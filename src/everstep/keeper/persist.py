@@ -21,6 +21,10 @@ from everstep.tiers.disk import Disk
 
 log = logging.getLogger(__name__)
 
+UNCLAIMED = "unclaimed"
+"""Stands in what is said of the capture where no epoch could be claimed (never on a disk): the
+manifest has the number that would have been next."""
+
 
 def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> Outcome:
     """Make a sealed slot durable; blocks until it is committed. Raises EverstepError.
@@ -97,6 +101,8 @@ def _write(
     beside it, memory can be restored from all the same."""
     existing = False
     try:
+        if writer.epoch is None:
+            raise Unavailable(writer.unclaimed)
         existing = _is_there(writer, name, share)
         commit.check_epoch(writer.disk, name.epoch, name.step)
         if not existing:
@@ -221,13 +227,15 @@ def _describe(
     """The manifest as far as it is known before the data is written; the optimizer calls, where it
     is a record and no state; and what it adds to a window, where it is a part of one."""
     said = unseal(arena.descriptor(slot, row), "a descriptor in the arena")
-    assert writer.epoch is not None, "a trainer claims its epoch before it seals"
     parent: dict[str, Any] | None = writer.parent and writer.parent._asdict()
+    capture = said["capture"]
+    if writer.epoch is None:
+        capture = {**capture, UNCLAIMED: True}
     writer.run = writer.run or commit.open_store(writer.disk)
     record = said.get("record")
     manifest = Manifest(
         step=row.step,
-        epoch=writer.epoch,
+        epoch=writer.epoch or catalog.newest_epoch(writer.disk) + 1,
         run=writer.run,
         created=commit.now(),
         parts=(),
@@ -235,7 +243,7 @@ def _describe(
         hyperparameters=said["hyperparameters"],
         parent=parent,
         topology=said["topology"],
-        capture=said["capture"],
+        capture=capture,
         metrics=said["metrics"],
         tag=said["tag"],
         previous=_previous(writer, record["previous"]) if record else None,
@@ -246,7 +254,8 @@ def _describe(
 def _previous(writer: Writer, step: int) -> Previous:
     """What a record goes on from: a checkpoint of this epoch. Raises Unavailable where it was never
     committed: then the chain has ended, and the trainer begins another with a whole state."""
-    assert writer.epoch is not None
+    if writer.epoch is None:
+        raise Unavailable(writer.unclaimed)
     name = CheckpointName(step, writer.epoch)
     if writer.parent != name or writer.parent_digest is None:
         try:

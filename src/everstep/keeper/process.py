@@ -14,6 +14,7 @@ import logging
 import os
 import selectors
 import socket
+import sys
 import time
 
 from everstep.keeper import wire
@@ -339,7 +340,8 @@ class Keeper:
 
 def _worth(session: Session) -> tuple[bool, int, int]:
     newest = session.newest()
-    return newest is not None, _epoch(session), newest[0] if newest else 0
+    epoch = sys.maxsize if session.writer.unclaimed else _epoch(session)
+    return newest is not None, epoch, newest[0] if newest else 0
 
 
 def _epoch(session: Session) -> int:

@@ -277,16 +277,19 @@ class Session:
     def claim(self, message: wire.Message) -> None:
         """Claim an epoch for this trainer, and answer. This session's thread."""
         reply: dict[str, Any] = {"type": "claimed", "id": message["id"]}
+        writer = self.writer
         try:
             fork = _number(message["fork"])
             parent = None if message["parent"] is None else _number(message["parent"])
-            disk = self.writer.disk
-            self.writer.epoch = commit.claim_epoch(disk, parent, fork)
-            self.writer.run = commit.open_store(disk)
-            self.writer.parent = None if parent is None else CheckpointName(fork, parent)
-            reply["epoch"] = self.writer.epoch
+            writer.parent = None if parent is None else CheckpointName(fork, parent)
+            writer.epoch = commit.claim_epoch(writer.disk, parent, fork)
+            writer.run = commit.open_store(writer.disk)
+            writer.unclaimed = None
+            reply["epoch"] = writer.epoch
         except EverstepError as error:
-            reply |= {"kind": type(error).__name__, "message": str(error)[:_TEXT_MAX]}
+            text = str(error)[:_TEXT_MAX]
+            writer.unclaimed = text if isinstance(error, Unavailable) else None
+            reply |= {"kind": type(error).__name__, "message": text}
         except Exception as error:
             log.exception("a claim of trainer %s", self.pid)
             reply |= {"kind": "Unavailable", "message": f"the keeper failed: {error!r}"[:_TEXT_MAX]}
@@ -316,7 +319,7 @@ class Session:
 
     def _persist(self, job: Job) -> None:
         try:
-            if self.writer.epoch is None:
+            if self.writer.epoch is None and not self.writer.unclaimed:
                 raise Unavailable("saving: this trainer has claimed no epoch")
             message = {"type": "written", "sequence": job.sequence}
             outcome = persist(self.writer, job, lambda: self.tell(message))

@@ -28,7 +28,10 @@ Message = dict[str, Any]
 
 def runtime_directory() -> Path:
     """Where this user's sockets, locks and keeper logs lie: nobody else can enter it."""
-    base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+    try:
+        base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+    except OSError as error:
+        raise Unavailable(f"looking for a directory for the keeper's socket: {error}") from error
     directory = Path(base) / f"everstep-{os.getuid()}"
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -46,7 +49,7 @@ def runtime_directory() -> Path:
 
 def endpoint(store: str | os.PathLike[str]) -> Path:
     """The path, without suffix, of a store's keeper on this node: .sock, .lock, .log."""
-    digest = hashlib.sha256(os.path.realpath(store).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(store))).hexdigest()[:24]
     return runtime_directory() / digest
 
 

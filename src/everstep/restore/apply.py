@@ -28,6 +28,7 @@ from everstep.state.view import State
 log = logging.getLogger("everstep")
 
 
+@torch.inference_mode(False)  # whoever restores in it: what is made here is to be trained
 def apply(
     candidate: Candidate, state: State, only: list[str] | None, must_be_exact: bool = False
 ) -> Manifest:

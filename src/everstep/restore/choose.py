@@ -12,6 +12,7 @@ from everstep.format.manifest import Manifest, Part, Record, check_table, decode
 from everstep.format.packs import pack_starts
 from everstep.format.tables import FileLink, Table, decode_table
 from everstep.keeper.arena import Arena, SlotState
+from everstep.keeper.persist import UNCLAIMED
 from everstep.restore.load import MemorySource, Source
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
@@ -29,6 +30,18 @@ class Held:
     table: Table
     image: memoryview
     is_committed: bool
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """Whether its writer could not claim an epoch: it goes on from its parent, and nothing can
+        go on from it."""
+        return bool(self.manifest.capture.get(UNCLAIMED))
+
+    @property
+    def parent(self) -> CheckpointName | None:
+        """What it goes on from; None for a start from nothing."""
+        parent = self.manifest.parent
+        return CheckpointName(**parent) if parent else None
 
     @property
     def name(self) -> CheckpointName:
@@ -57,6 +70,11 @@ class Candidate:
     name: CheckpointName
     disk: Disk
     held: Held | None = None
+
+    @property
+    def origin(self) -> CheckpointName | None:
+        """What the next epoch goes on from, when this was restored."""
+        return self.held.parent if self.held and self.held.is_unclaimed else self.name
 
     def describe(self) -> list[Described]:
         """What it is rebuilt from: a state (from memory where it is held), then the logs that go
@@ -137,10 +155,18 @@ def candidates(
     raises Missing where it is not there."""
     newest = catalog.newest_epoch(disk)
     run = catalog.lineage(disk)
+    last = run[-1] if run else None
+    held = {
+        name: state
+        for name, state in held.items()
+        if not state.is_unclaimed or (name.epoch == newest + 1 and state.parent == last)
+    }
     uncommitted = [
         name
         for name, state in held.items()
-        if not state.is_committed and name.epoch == newest and (not run or name.step > run[-1].step)
+        if not state.is_committed
+        and (name.epoch == newest or state.is_unclaimed)
+        and (last is None or name.step > last.step)
     ]
     if reference is None:
         order = sorted(run + uncommitted, reverse=True)

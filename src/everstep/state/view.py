@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from everstep.errors import Mismatch, Unsupported
 from everstep.state.leaves import Guard, Leaf, check_tensor, find_aliases
+from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
@@ -293,6 +294,10 @@ def _entry(name: str, holder: Any, key: Any, indices: Iterator[int]) -> Iterator
         yield ScalerState(name, value)
     elif is_generator(value):
         yield GeneratorState(name, value)
+    elif is_loader(value):
+        yield LoaderState(name, value)
+        if value.generator is not None:
+            yield LoaderGenerator(f"{name}.generator", value.generator)
     elif isinstance(value, Stateful) and not isinstance(value, type):
         yield StatefulState(name, value)
     else:

@@ -64,7 +64,12 @@ def table_path(digest: str) -> str:
 
 def tag_path(tag: str) -> str:
     """Raises ValueError for a tag that makes no safe file name or could be taken for a step."""
-    if not _TAG.fullmatch(tag) or tag.isdigit() or parse_checkpoint(tag):
+    if (
+        not isinstance(tag, str)
+        or not _TAG.fullmatch(tag)
+        or tag.isdigit()
+        or parse_checkpoint(tag)
+    ):
         raise ValueError(
             f"{tag!r} cannot be a tag: it needs a letter or digit first, then at most 99 letters, "
             f"digits, '_', '.', '-', and must not look like a step"

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
@@ -45,7 +46,7 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises Missing where there is no store, Unsupported for one of an unknown format."""
-        self._disk = Disk(path)
+        self._disk = Disk(Path(path).absolute())  # wherever the program goes from here
         self.path = self._disk.root
         try:
             document = self._disk.read(names.STORE)

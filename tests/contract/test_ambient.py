@@ -1,0 +1,107 @@
+"""What a program has set for all of torch, where it saves and restores, changes nothing."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from runs import check_same, checkpointer, freeze, kinds, supervised
+from torch import nn
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)  # new memory is filled with nan then
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SETTINGS = {
+    "another device": lambda: torch.device("meta"),
+    "another dtype": default_dtype,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "deterministic": deterministic,
+    "inference": torch.inference_mode,
+    "no grad": torch.no_grad,
+}
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "values": {"tensor": torch.full((3,), seed), "array": np.full(4, seed)},
+    }
+
+
+@pytest.mark.parametrize("strategy", ["full", "log"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_saving_and_restoring(store, name, strategy):
+    first = build(1)
+    with checkpointer(store, first, strategy=strategy) as saver:
+        for step in range(1, 5):
+            supervised(first)
+            with SETTINGS[name]():
+                saver.save(step).wait("local")
+        saved = freeze(first)
+        supervised(first)
+        final = freeze(first)
+    assert kinds(store) == ("bbbb" if strategy == "full" else "brrr")
+    second = build(2)
+    with checkpointer(store, second) as restorer:
+        with SETTINGS[name]():
+            assert restorer.restore() == 4
+        check_same(freeze(second), saved)
+        supervised(second)
+        check_same(freeze(second), final)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("strategy", ["full", "log"])
+def test_an_update_that_is_compiled(store, strategy, caplog):
+    """Hooks are not compiled with it; a log, which would replay the plain one, ends."""
+
+    def train(state, compiled):
+        state["optimizer"].zero_grad()
+        state["model"](torch.randn(8, 6)).square().mean().backward()
+        compiled()
+
+    def compiled_step(state):
+        return torch.compile(lambda: state["optimizer"].step(), backend="aot_eager")
+
+    first = build(1)
+    with checkpointer(store, first, strategy=strategy) as saver:
+        step = compiled_step(first)
+        for number in range(1, 6):
+            train(first, step)
+            saver.save(number)
+        saved = freeze(first)
+        saver.wait("local")
+        assert saver.metrics.failures == 0
+        assert saver.metrics.hold_seconds > 0, "each update was held for its copies"
+        for _ in range(2):
+            train(first, step)
+        final = freeze(first)
+    assert kinds(store) == "bbbbb"
+    assert ("is compiled" in caplog.text) == (strategy == "log")
+    second = build(2)
+    with checkpointer(store, second) as restorer:
+        assert restorer.restore() == 5
+        check_same(freeze(second), saved)
+        step = compiled_step(second)
+        for _ in range(2):
+            train(second, step)
+        check_same(freeze(second), final)
