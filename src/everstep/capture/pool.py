@@ -46,6 +46,8 @@ class Pool:
         self._inherited: list[tuple[str, Arena]] = []
         self._plans: dict[tuple[str, int], Plan] = {}
         self._sequence = 0
+        self._own_from = 0
+        """The first job of this process: those before it are a dead trainer's."""
         self.failure: str | None = None
         self.on_release: Callable[[Arena], None] = lambda arena: None
 
@@ -172,7 +174,7 @@ class Pool:
             raise Unavailable(self.failure)
 
     def _free_slot(self, arena: Arena) -> int | None:
-        newest = arena.newest_complete()
+        newest = arena.newest_complete(self._own_from)
         for slot in range(arena.slot_count):
             if slot != newest and arena.state(slot) in _REUSABLE:
                 return slot
@@ -188,6 +190,7 @@ class Pool:
                 rows = (arena.row(slot) for slot in range(arena.slot_count))
                 newest = max((row.sequence for row in rows if row), default=0)
                 self._sequence = max(self._sequence, newest)
+                self._own_from = self._sequence + 1
                 continue
             arena.close()
         self._inherited = []

@@ -231,11 +231,18 @@ class Arena:
         """Where the image starts in this process."""
         return self.address + self._slot_at(slot) + self.documents_size
 
-    def newest_complete(self) -> int | None:
-        """The slot with the newest whole state, which must not be overwritten yet."""
+    def newest_complete(self, known_from: int | None = None) -> int | None:
+        """The slot with the newest whole state, which must not be overwritten yet.
+
+        `known_from`: rows of this sequence and later ones are whole, as this process wrote them;
+        None: each is looked at.
+        """
         newest_first = sorted(range(self.slot_count), key=self._sequence_at, reverse=True)
-        for slot in newest_first:  # so that one row is verified, and not all
-            if self.state(slot) in COMPLETE and self.row(slot):
+        for slot in newest_first:  # so that one row is verified at most, and not all
+            if self.state(slot) not in COMPLETE:
+                continue
+            is_known = known_from is not None and self._sequence_at(slot) >= known_from
+            if is_known or self.row(slot):
                 return slot
         return None
 
