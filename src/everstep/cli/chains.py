@@ -78,8 +78,8 @@ class Chains:
     def following(
         self, among: Collection[CheckpointName], ends: Collection[CheckpointName]
     ) -> list[CheckpointName]:
-        """Those that go on from one of `ends`, also where they were made whole since."""
-        return self._leading_to(among, ends.__contains__, lambda link: False)
+        """Those that need one of `ends`: of what was made whole exactly, nothing does."""
+        return self._leading_to(among, ends.__contains__, lambda link: link.is_whole)
 
     def _leading_to(
         self,
