@@ -146,11 +146,11 @@ class Store:
         name = CheckpointName(manifest.step, manifest.epoch)
         behind = catalog.read_chain(self._disk, name)[0].step
         whole = (self._whole_behind(name), self._whole_after(name))
-        nearest = [f"{step}" for step in whole if step is not None]
+        nearest = " and ".join(f"{step}" for step in whole if step is not None)
         return (
             f"reading step {name.step} of {self.path}: it is stored as the redo records since step "
             f"{behind}, which Checkpointer.restore replays. Make it whole with: everstep "
-            f"materialize {name.step}. Whole states nearest to it: {' and '.join(nearest) or 'none'}"
+            f"materialize {name.step}. Whole states nearest to it: {nearest or 'none'}"
         )
 
     def _whole_behind(self, name: CheckpointName) -> int | None:
