@@ -126,6 +126,8 @@ def test_the_background_makes_them(store, capsys):
         assert saver.metrics.catch_up_failures == 0
         assert saver.metrics.catch_up_seconds > 0
         newest = saver.metrics.whole_step
+        keeper = saver._client.keeper_pid
+    assert ended(keeper)
     whole = whole_steps(store)
     assert whole[0] == 6
     assert whole[-1] >= newest
@@ -159,6 +161,8 @@ def test_retention_keeps_the_disk_bounded(store):
             frozen[step] = snapshot(state)
         bases = [step for step in Store(store).steps() if not Store(store).manifest(step).previous]
         assert not bases  # the only base, of step 1, is gone
+        keeper = saver._client.keeper_pid
+    assert ended(keeper)  # no retention changes anything any more
     assert most < 50
     steps = Store(store).steps()
     assert steps[-3:] == [98, 99, 100]
@@ -189,6 +193,8 @@ def test_going_on_after_a_restore_from_what_was_made_whole(store):
             saver.step(step).wait("local")
             frozen[step] = snapshot(fresh)
         until(lambda: (saver.metrics.whole_step or 0) > 10, "a catch-up of the new epoch")
+        keeper = saver._client.keeper_pid
+    assert ended(keeper)  # no retention changes anything any more
     torch.set_rng_state(generator)
     for _ in range(11, 20):
         train(state)
