@@ -56,9 +56,9 @@ class CatchUp:
         tell: Callable[[Message], None],
         on_whole: Callable[[], None],
     ) -> None:
-        """`every`: checkpoints that take a replay, from one whole state to the next. `is_resumed`: a former keeper knew how
-        many there are since the last. `tell`: the trainer; `on_whole`: what came before is not
-        needed any more."""
+        """`every`: checkpoints that take a replay, from one whole state to the next. `is_resumed`:
+        a former keeper knew how many there are since the last. `tell`: the trainer; `on_whole`:
+        what came before may not be needed any more."""
         self._disk = disk
         self._every = every
         self._tell = tell

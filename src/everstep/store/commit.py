@@ -189,6 +189,12 @@ def publish(
             )
 
 
+def find_state(disk: Disk, name: CheckpointName) -> Manifest | None:
+    """The whole state that was made of a log step, durably; None where there is none. Whoever made
+    it may have died before its sync, and what comes before it must not go then. Raises Corrupt."""
+    return catalog.read_state(disk, name) if disk.holds(names.state_path(name)) else None
+
+
 def publish_state(
     disk: Disk, manifest: Manifest, table: bytes, log_digest: str, token: str
 ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
-from everstep.store import catalog, claims, names
+from everstep.store import catalog, claims, commit, names
 from everstep.store.lineage import branches, current
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -305,7 +305,7 @@ def _state(disk: Disk, name: CheckpointName, cache: NeedsCache) -> State | None:
     needs = _needs(disk, name, cache)
     if needs.state or not needs.takes_replay or disk.size(names.state_path(name)) is None:
         return needs.state
-    manifest = catalog.read_state(disk, name)
+    manifest = commit.find_state(disk, name)
     if manifest is None:
         return None
     state = State(frozenset(link.path for link in manifest.files), manifest.exact)

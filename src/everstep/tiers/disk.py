@@ -229,7 +229,8 @@ class Disk:
             yield
         finally:
             self._forget(name)
-            self._system.close(fd)
+            with contextlib.suppress(OSError):
+                self._system.close(fd)
 
     def is_claimed(self, path: str) -> bool:
         """Whether the process that claimed `path` lives. Where the file system has no locks: for an
