@@ -98,11 +98,11 @@ def save_log(disk: Disk, run: str, step: int, previous: CheckpointName, **more: 
     )
 
 
-def make_whole(disk: Disk, name: CheckpointName) -> None:
+def make_whole(disk: Disk, name: CheckpointName, exact: bool = True) -> None:
     """Put a whole state beside a log step, as `everstep materialize` does."""
     part = _part(disk, name, SPECS, TABLE)
     log = catalog.read_manifest(disk, name)
-    state = replace(log, parts=(part,), records=(), previous=None)
+    state = replace(log, parts=(part,), records=(), previous=None, exact=exact)
     with claims.hold(disk, name) as token:
         commit.publish_state(disk, state, TABLE, catalog.digest_of_manifest(disk, name), token)
 

@@ -28,10 +28,24 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """The whole state that was made of a step that takes a replay: exactly, or but for last bits.
+    `size`: bytes of its packs."""
+
+    exact: bool
+    size: int
+    created: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Link:
     behind: CheckpointName | None
     records: int
-    is_whole: bool = False
+    whole: Whole | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.whole is not None and self.whole.exact
 
 
 class Chains:
@@ -46,12 +60,17 @@ class Chains:
         previous = manifest.previous
         behind = CheckpointName(previous.step, previous.epoch) if previous else None
         name = CheckpointName(manifest.step, manifest.epoch)
-        is_whole = False
-        if behind:
+        whole = None
+        if manifest.records:
             with contextlib.suppress(EverstepError):  # a damaged one is as none
-                state = catalog.read_state(self._disk, name)
-                is_whole = state is not None and state.exact
-        self._links[name] = _Link(behind, len(manifest.records), is_whole)
+                if state := catalog.read_state(self._disk, name):
+                    whole = Whole(state.exact, state.size, state.created)
+        self._links[name] = _Link(behind, len(manifest.records), whole)
+
+    def whole(self, name: CheckpointName) -> Whole | None:
+        """What was made of this step, in the background or by everstep materialize."""
+        link = self._link(name)
+        return link.whole if link else None
 
     def origin(self, name: CheckpointName) -> Origin | None:
         """None for a state, and where the way back is broken, or longer than WALK_MAX."""
