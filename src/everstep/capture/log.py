@@ -255,12 +255,12 @@ class Log:
         """What of the next base is copied with this record. It is spread over the last steps before
         it is due: the records that bring its pieces to one step are there anyway."""
         if self._pieces is None:
-            distance = self.distance()
+            distance, origin = self.distance(), self._origin()
             size = min(self._window_size(), distance)
-            if size == 1 or step - self._origin() <= distance - size:
+            if size == 1 or step - origin <= distance - size:
                 return (), None
             self._pieces = Pieces.of(self._optimizers, walk, size)
-            self._base_due = self._origin() + distance
+            self._base_due = origin + distance
         ends = step >= self._base_due
         owned = [leaf for leaf in self._pieces.take(step, ends) if leaf.owner is not None]
         share = {"steps": list(self._pieces.steps), "calls": None, "ends": ends}

@@ -222,12 +222,15 @@ def publish_state(
 
 
 def publish_base(disk: Disk, manifest: Manifest) -> None:
-    """Put the base that a log step ends beside its manifest: its parts are those of records that
-    are there. Raises Missing where the step was deleted."""
+    """Put the base that a log step ends beside its manifest: its parts are those of records. Raises
+    Missing where the step was deleted, or one of these files, as nothing needed it until now."""
     name = CheckpointName(manifest.step, manifest.epoch)
     with disk.locked(exclusive=False):
         if not disk.holds(names.manifest_path(name)):
             raise Missing(f"saving the base of {name} of {disk.root}: it was deleted meanwhile")
+        for link in manifest.files:
+            if disk.size(link.path) != link.size:
+                raise Missing(f"saving the base of {name}: {disk.root / link.path} is gone")
         disk.create(names.state_path(name), encode_manifest(manifest))
 
 

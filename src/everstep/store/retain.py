@@ -309,7 +309,8 @@ def _state(disk: Disk, name: CheckpointName, cache: NeedsCache) -> State | None:
     if manifest is None:
         return None
     state = State(frozenset(link.path for link in manifest.files), manifest.exact)
-    cache[name] = replace(needs, state=state)
+    if not manifest.is_spread:  # else another may take its place
+        cache[name] = replace(needs, state=state)
     return state
 
 

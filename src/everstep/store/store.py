@@ -169,8 +169,10 @@ class Store:
         return next((other.step for other in later if self._is_whole(other)), None)
 
     def _is_whole(self, name: CheckpointName) -> bool:
-        made = self._disk.size(names.state_path(name)) is not None
-        return made or not catalog.read_manifest(self._disk, name).records
+        if not catalog.read_manifest(self._disk, name).records:
+            return True
+        state = catalog.read_state(self._disk, name)
+        return state is not None and not state.records
 
     def _verify_documents(self) -> dict[str, list[str]]:
         problems: dict[str, list[str]] = {}
