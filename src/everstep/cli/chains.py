@@ -42,10 +42,8 @@ class _Link:
     behind: CheckpointName | None
     records: int
     whole: Whole | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        return self.whole is not None and self.whole.exact
+    is_whole: bool = False
+    """Also where it has a base beside it, which is spread over the records before."""
 
 
 class Chains:
@@ -60,12 +58,14 @@ class Chains:
         previous = manifest.previous
         behind = CheckpointName(previous.step, previous.epoch) if previous else None
         name = CheckpointName(manifest.step, manifest.epoch)
-        whole = None
+        whole, is_whole = None, False
         if manifest.records:
             with contextlib.suppress(EverstepError):  # a damaged one is as none
                 if state := catalog.read_state(self._disk, name):
-                    whole = Whole(state.exact, state.size, state.created)
-        self._links[name] = _Link(behind, len(manifest.records), whole)
+                    is_whole = state.exact
+                    if not state.is_spread:
+                        whole = Whole(state.exact, state.size, state.created)
+        self._links[name] = _Link(behind, len(manifest.records), whole, is_whole)
 
     def whole(self, name: CheckpointName) -> Whole | None:
         """What was made of this step, in the background or by everstep materialize."""

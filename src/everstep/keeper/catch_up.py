@@ -141,6 +141,8 @@ class CatchUp:
             commit.check_epoch(self._disk, name.epoch, name.step)
             if self._disk.size(names.manifest_path(name)) is None:
                 return False
+            if self._disk.size(names.state_path(name)) is not None:
+                return False  # a base ends there, which is as good
             if self._disk.list(names.CLAIMS):
                 with self._disk.locked(exclusive=True):
                     claims.clear(self._disk)

@@ -38,7 +38,7 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
     not torch's own, or a step that is a state already).
     """
     with claims.hold(disk, name) as token:
-        if made := commit.find_state(disk, name):
+        if made := _find_whole(disk, name):
             return made
         log_digest = catalog.digest_of_manifest(disk, name)
         candidate = Candidate(name, disk)
@@ -54,9 +54,15 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
         try:
             return _write(disk, name, base, logs[-1], tensors, not differing, log_digest, token)
         except Conflict:  # somebody else has made it meanwhile
-            if made := commit.find_state(disk, name):
+            if made := _find_whole(disk, name):
                 return made
             raise
+
+
+def _find_whole(disk: Disk, name: CheckpointName) -> Manifest | None:
+    """What was made of it before; a base that is spread takes a replay itself."""
+    found = commit.find_state(disk, name)
+    return None if found is None or found.is_spread else found
 
 
 def _replayed(

@@ -199,9 +199,9 @@ def publish_state(
     disk: Disk, manifest: Manifest, table: bytes, log_digest: str, token: str
 ) -> None:
     """Put the whole state of a log step beside its manifest, whose digest is `log_digest`. Its
-    packs must be durable, and the caller's claim (claims.py) hold the step. A base that was spread over
-    several steps is replaced. Raises Missing where the step was deleted meanwhile, Conflict where
-    somebody else has made it whole."""
+    packs must be durable, and the caller's claim (claims.py) hold the step. A base that was spread
+    over several steps is replaced. Raises Missing where the step was deleted meanwhile, Conflict
+    where somebody else has made it whole."""
     name = CheckpointName(manifest.step, manifest.epoch)
     what = f"materialising {name} of {disk.root}"
     write_table(disk, table)
