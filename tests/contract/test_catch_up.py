@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from runs import check_same, check_steps, checkpointer, end_keeper, logged, rest
 from torch import nn
 
 import everstep
-from everstep import Checkpointer, Conflict, Keep, Store, Unsupported
+from everstep import Checkpointer, Conflict, Keep, Missing, Store, Unsupported
 from everstep.restore.materialize import materialize
-from everstep.store import catalog, claims, names, retain
+from everstep.store import catalog, claims, commit, names, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import files_of, packs_of
@@ -467,6 +468,45 @@ def test_a_base_is_not_due_where_a_step_was_made_whole(store):
                 saver._on_whole(1000, 7)  # of another epoch
     manifests = [Store(store).manifest(step) for step in range(1, 40)]
     assert [m.step for m in manifests if not m.previous] == [1, 34]
+
+
+def test_retention_goes_up_to_a_base_that_is_spread_over_records(store):
+    """Its bytes lie in the packs of records that are deleted."""
+    state, frozen, keep = build(1), {}, Keep(last=2)
+    with logged(store, state, base_every=8, window=3, keep=keep) as saver:
+        for step in range(1, 31):
+            train(state)
+            saver.step(step).wait("local")
+            frozen[step] = snapshot(state)
+        keeper = saver._client.keeper_pid
+    assert ended(keeper)
+    spread = whole_steps(store)
+    assert spread
+    assert Store(store).steps() == list(range(spread[-1], 31))
+    assert all(not state.parts for state in map(Store(store).manifest, Store(store).steps()))
+    assert Store(store).verify().ok
+    assert Store(store).gc()[0] == 0
+    check_steps(store, build(2), frozen)
+    with pytest.raises(Unsupported, match="Whole states nearest to it: none"):
+        Store(store).read(30)
+    materialize(Disk(store), CheckpointName(spread[-1], 1))  # takes its place
+    assert Store(store).read(spread[-1])
+    retain.apply(Disk(store), Keep(last=2))
+    assert Store(store).verify().ok
+    check_steps(store, build(2), frozen)
+
+
+def test_a_base_of_which_a_part_is_gone_is_not_published(store):
+    """What holds the parts may have been deleted when a later step was made whole."""
+    fill(store, 6)
+    disk = Disk(store)
+    lost = replace(Store(store).manifest(1), step=6)
+    materialize(disk, CheckpointName(4, 1))
+    retain.apply(disk, Keep(last=1))
+    with pytest.raises(Missing, match="is gone"):
+        commit.publish_base(disk, lost)
+    assert whole_steps(store) == [4]
+    assert Store(store).verify().ok
 
 
 def test_full_and_auto_take_the_argument(store, other_store):

@@ -158,6 +158,8 @@ class Store:
         here = catalog.read_manifest(self._disk, name)
         while here.previous:
             behind = CheckpointName(here.previous.step, here.previous.epoch)
+            if not self._is_there(behind):  # since a base, or an exact state, came after it
+                return None
             if self._is_whole(behind):
                 return behind.step
             here = catalog.read_manifest(self._disk, behind)
