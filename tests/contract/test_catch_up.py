@@ -1,7 +1,11 @@
 """catch_up: steps of a log become whole in the background, and what is before them can go."""
 
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from torch import nn
 
 import everstep
 from everstep import Checkpointer, Conflict, Keep, Missing, Store, Unsupported
+from everstep.keeper.catch_up import CatchUp
 from everstep.restore.materialize import materialize
 from everstep.store import catalog, claims, commit, names, retain
 from everstep.store.names import CheckpointName
@@ -317,6 +322,49 @@ def test_the_worker_gives_way(store):
         if not ended(worker, 0):
             assert os.getsid(worker) == worker
             assert os.getpriority(os.PRIO_PROCESS, keeper) == 0
+
+
+def test_none_is_begun_for_a_store_that_is_gone_or_taken_over(store):
+    fill(store, 3)
+    name, told = CheckpointName(3, 1), []
+
+    def attempt():
+        caught_up = CatchUp(
+            Disk(store), 1, is_resumed=False, tell=told.append, on_whole=lambda: None
+        )
+        caught_up.note(name, takes_replay=True)
+        until(lambda: caught_up._lag == 0, "the decision")
+        caught_up.close()
+
+    commit.claim_epoch(Disk(store), 1, 3)
+    attempt()
+    shutil.rmtree(store)
+    attempt()
+    assert not told
+    assert not store.exists()
+    done = subprocess.run(
+        [sys.executable, "-m", "everstep.restore.worker", str(store), str(name)],
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert not store.exists()
+
+
+def test_the_worker_says_what_went_wrong(store):
+    fill(store, 3)
+    for step, kind in ((1, "Unsupported"), (9, "Missing")):
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "everstep.restore.worker", str(store), f"{step}-1"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert json.loads(worker.stdout.readline())["kind"] == kind
+        assert worker.wait(60) == 1
+        worker.communicate()
 
 
 def test_arguments(store):
