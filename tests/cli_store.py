@@ -10,7 +10,7 @@ import stores
 from everstep.format.manifest import Manifest, Part, Previous, Record
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import Extent, decode_table, encode_table, extents
-from everstep.store import catalog, commit
+from everstep.store import catalog, claims, commit
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
@@ -98,11 +98,13 @@ def save_log(disk: Disk, run: str, step: int, previous: CheckpointName, **more: 
     )
 
 
-def make_whole(disk: Disk, name: CheckpointName) -> None:
+def make_whole(disk: Disk, name: CheckpointName, exact: bool = True) -> None:
     """Put a whole state beside a log step, as `everstep materialize` does."""
     part = _part(disk, name, SPECS, TABLE)
     log = catalog.read_manifest(disk, name)
-    commit.publish_state(disk, replace(log, parts=(part,), records=(), previous=None), TABLE)
+    state = replace(log, parts=(part,), records=(), previous=None, exact=exact)
+    with claims.hold(disk, name) as token:
+        commit.publish_state(disk, state, TABLE, catalog.digest_of_manifest(disk, name), token)
 
 
 def make_logged(path: Path) -> Disk:

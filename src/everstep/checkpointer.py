@@ -62,6 +62,7 @@ class Checkpointer:
         base_every: int | None = None,
         window: int | None = None,
         audit: Literal["sample", "full"] = "sample",
+        catch_up: int | None = None,
         keep: Keep | None = None,
         memory_budget: int | None = None,
         under_pressure: Literal["skip", "wait"] = "skip",
@@ -83,13 +84,18 @@ class Checkpointer:
 
         audit: how records make sure that nothing but the optimizers changes their tensors: by a
         sample of bytes at each step, or by all of them ("full": a pass over the whole state before
-        and after each update, and again at replay). keep: retention, None for all.
+        and after each update, and again at replay). catch_up: when so many steps would have to be
+        replayed, a process in the background makes the newest durable one a whole state, from which
+        a recovery begins then, so that retention can delete what is older; None for never. keep:
+        retention, None for all.
         memory_budget: bytes of host memory for captures, at least two states; None: three states
         where they fit into half of the available memory, else two. under_pressure: what a save does
         when no memory is free: be skipped, or wait. rng: capture python's, numpy's and torch's
         generators. Raises ValueError, TypeError, Unavailable.
         """
-        _check_arguments(every, strategy, base_every, window, audit, memory_budget, under_pressure)
+        _check_arguments(
+            every, strategy, base_every, window, audit, catch_up, memory_budget, under_pressure
+        )
         if keep is not None and not isinstance(keep, Keep):
             raise TypeError(f"keep must be an everstep.Keep, not {keep!r}")
         self.state = state
@@ -104,7 +110,8 @@ class Checkpointer:
         self._disk = Disk(Path(store).absolute())
         open_store(self._disk)
         self._saves = Saves(self.metrics)
-        self._client = Client(self._disk.root, keep, self._saves.on_event)
+        self._saves.on_whole = self._on_whole
+        self._client = Client(self._disk.root, keep, self._saves.on_event, catch_up=catch_up)
         self._pool = Pool(self._client, memory_budget)
         self._saves.attach(self._client, self._pool)
         self._planners: dict[object, Planner] = {}
@@ -416,6 +423,11 @@ class Checkpointer:
         except Unavailable:
             self._client.ensure()
 
+    def _on_whole(self, step: int, epoch: int) -> None:
+        """A step was made whole in the background, perhaps of what was left behind since."""
+        if isinstance(self._log, (Log, Auto)) and epoch == self._epoch:
+            self._log.note_whole(step)
+
     # ---- restore ---------------------------------------------------------------------------
 
     def _held(self, arenas: list[Arena]) -> dict[CheckpointName, Held]:
@@ -494,6 +506,7 @@ def _check_arguments(
     base_every: int | None,
     window: int | None,
     audit: str,
+    catch_up: int | None,
     budget: int | None,
     under_pressure: str,
 ) -> None:
@@ -507,6 +520,8 @@ def _check_arguments(
         raise ValueError(f"base_every must be a positive number of steps, not {base_every!r}")
     if window is not None and (type(window) is not int or window < 1):
         raise ValueError(f"window must be a positive number of steps, not {window!r}")
+    if catch_up is not None and (type(catch_up) is not int or catch_up < 1):
+        raise ValueError(f"catch_up must be a positive number of steps, not {catch_up!r}")
     if under_pressure not in ("skip", "wait"):
         raise ValueError(f"under_pressure must be 'skip' or 'wait', not {under_pressure!r}")
     if budget is not None and (type(budget) is not int or budget < 1):

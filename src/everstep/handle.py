@@ -105,6 +105,11 @@ class Metrics:
     restore_seconds: float = 0.0
     durable_seconds: list[float] = field(default_factory=list)
     """From the call to the commit, of the newest 1000 saves."""
+    catch_ups: int = 0
+    """Steps of a log that were made whole in the background; the newest of them, and in seconds."""
+    catch_up_failures: int = 0
+    catch_up_seconds: float = 0.0
+    whole_step: int | None = None
     last_error: str | None = None
 
     def add_stall(self, seconds: float) -> None:

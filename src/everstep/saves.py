@@ -7,6 +7,7 @@ and by the client's thread (held, local, failed, the keeper lost).
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 from everstep.capture.full import Capture
 from everstep.capture.pool import Pool
@@ -36,6 +37,8 @@ class Saves:
         self._metrics = metrics
         self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
         self._torn: dict[int, str] = {}
+        self.on_whole: Callable[[int, int], None] = lambda step, epoch: None
+        """Called when a step of the log was made whole, exactly. Client's thread."""
 
     def attach(self, client: Client, pool: Pool) -> None:
         """Whom to answer, and whom to tell of free memory; before the first save."""
@@ -81,13 +84,10 @@ class Saves:
     def on_event(self, message: Message) -> None:
         """What the keeper says of a save, or of itself. Client's thread."""
         kind = message["type"]
-        if kind == "lost":
-            self._on_loss(message["message"])
+        if "sequence" not in message:
+            self._on_news(message)
             return
-        if kind == "found":
-            self._pool.failure = None
-            return
-        known = self._begun.get(message.get("sequence", -1))
+        known = self._begun.get(message["sequence"])
         if known is None:
             if kind == "written":  # asked again, by another keeper
                 sequence = message["sequence"]
@@ -121,6 +121,28 @@ class Saves:
         self._metrics.add_durable(handle.times["local"] - handle.times["called"])
         self._forget(capture)
         self._pool.retire_old()
+
+    def _on_news(self, message: Message) -> None:
+        """Of the keeper itself, or of what it does for no save in particular."""
+        if message["type"] == "lost":
+            self._on_loss(message["message"])
+        elif message["type"] == "found":
+            self._pool.failure = None
+        elif message["type"] in ("whole", "not_whole"):
+            self._on_catch_up(message)
+
+    def _on_catch_up(self, message: Message) -> None:
+        if message["type"] == "not_whole":
+            self._metrics.catch_up_failures += 1
+            self._metrics.last_error = message["message"]
+            end = ". It is not tried any more" if message["is_end"] else ""
+            log.warning("catching up with the log: %s%s", message["message"], end)
+            return
+        self._metrics.catch_ups += 1
+        self._metrics.catch_up_seconds += message["seconds"]
+        self._metrics.whole_step = message["step"]
+        if message["exact"]:
+            self.on_whole(message["step"], message["epoch"])
 
     def _on_torn(self, capture: Capture, handle: SaveHandle, problem: str) -> None:
         """Not left to the keeper's answer, which may be lost with it; the next one is told too."""

@@ -25,6 +25,7 @@ class Promises:
     epochs: set[int] = field(default_factory=set)
     tags: dict[str, CheckpointName] = field(default_factory=dict)
     moving: dict[str, set[CheckpointName]] = field(default_factory=dict)  # a tag: any of these
+    whole: set[CheckpointName] = field(default_factory=set)  # log steps, made whole
 
     def check(self, base: Path) -> None:
         """Everything that is committed verifies, and everything that was promised is there."""
@@ -43,6 +44,7 @@ class Promises:
         tags = catalog.read_tags(disk)
         assert self.tags.items() <= tags.items()
         assert all(tags[tag] in allowed & committed for tag, allowed in self.moving.items())
+        assert all(catalog.read_state(disk, name) for name in self.whole)
         if self.checkpoints:
             assert store.latest() >= max(name.step for name in catalog.lineage(disk))
             store.manifest()

@@ -13,7 +13,7 @@ from everstep.cli import main as command
 from everstep.cli import render, wording
 from everstep.cli.branches import Row, draw
 from everstep.cli.chains import Chains, _Link
-from everstep.store import commit
+from everstep.store import claims, commit
 from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -281,9 +281,45 @@ def test_a_log_that_was_made_whole_needs_nothing_before_it(logged: Path, capsys:
     run("ls", logged)
     assert "log, whole" in capsys.readouterr().out
     assert run("show", logged, "12") == 0
-    assert "made whole since, 6.7 MiB beside it" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "made whole since, 6.7 MiB beside it" in text
+    assert "  whole       6.7 MiB since " in text
+    assert "bit for bit" in text
+    whole = run_json(capsys, "show", logged, "12")["whole"]
+    assert (whole["exact"], whole["size"]) == (True, rows["00000010-0001"]["size"])
+    assert rows["00000012-0001"]["whole"] == whole
+    assert rows["00000013-0001"]["whole"] is None
     (logged / "checkpoints" / "00000010-0001" / "manifest.json").unlink()
     assert run_json(capsys, "gc", logged)["orphans"] == ["00000011-0001"]
+
+
+def test_a_log_that_was_made_whole_inexactly_is_still_replayed(
+    logged: Path, capsys: CAPTURED
+) -> None:
+    cli_store.make_whole(Disk(logged), CheckpointName(12, 1), exact=False)
+    rows = {row["name"]: row for row in run_json(capsys, "ls", logged)["checkpoints"]}
+    row = rows["00000012-0001"]
+    assert (row["base"], row["records"]) == ({"step": 10, "epoch": 1}, 2)
+    assert row["whole"]["exact"] is False
+    run("ls", logged)
+    assert "log of 10 (whole: inexact)" in capsys.readouterr().out
+    run("show", logged, "12")
+    text = capsys.readouterr().out
+    assert "2 records to replay" in text
+    assert "but for last bits: a restore goes on replaying" in text
+    assert run("rm", logged, "11-1", "--yes") == 1
+    assert "--following" in capsys.readouterr().err
+
+
+def test_rm_of_what_a_whole_step_does_not_need(logged: Path, capsys: CAPTURED) -> None:
+    cli_store.make_whole(Disk(logged), CheckpointName(12, 1))
+    assert run("rm", logged, "10-1", "11-1", "--yes") == 0
+    assert run("verify", logged) == 0
+    capsys.readouterr()
+    assert run_json(capsys, "gc", logged)["orphans"] == []
+    with claims.hold(Disk(logged), CheckpointName(13, 1)):
+        assert run("rm", logged, "13-1", "--yes") == 1
+        assert "00000013-0001 is being made whole. Try again" in capsys.readouterr().err
 
 
 def test_ls_of_a_log_whose_base_is_gone(logged: Path, capsys: CAPTURED) -> None:

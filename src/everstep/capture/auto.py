@@ -191,6 +191,11 @@ class Auto:
         if self._log and not self._log.is_on and self._balance.is_log:
             self._leave_log(f"a log was wrong {BREAKS_MAX} times, as the warnings say")
 
+    def note_whole(self, step: int) -> None:
+        """See Log."""
+        if self._log:
+            self._log.note_whole(step)
+
     def describe(self) -> dict[str, Any]:
         """What `everstep show` prints of the choice."""
         return {**self._active.describe(), "auto": self._balance.figures()}

@@ -84,6 +84,7 @@ class Log:
         self._base_every = base_every
         self._base: Walk | None = None
         self._base_step = 0
+        self._whole_step = 0
         self._base_bytes = 0
         self._record_bytes = 0
         self._update_seconds = 0.0
@@ -136,6 +137,19 @@ class Log:
         affordable = int(left / per_record) if per_record else BASE_EVERY_MIN
         return max(BASE_EVERY_MIN, min(BASE_EVERY_MAX, affordable))
 
+    def note_whole(self, step: int) -> None:
+        """The state at this step is whole by now: no recovery goes back farther. Any thread."""
+        self._whole_step = max(self._whole_step, step)
+
+    def _origin(self) -> int:
+        """From where the distance to the next base counts: the last, or a later step that was made
+        whole. But a base comes at least every BASE_EVERY_MAX steps: it does not depend on what the
+        log has noticed."""
+        if self._base_every is not None:
+            return self._base_step
+        latest = self._base_step + BASE_EVERY_MAX - self.distance()
+        return max(self._base_step, min(self._whole_step, latest))
+
     def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
         """The handle of the last save, if it is of this step and of just this state."""
         last = self._last
@@ -187,7 +201,7 @@ class Log:
         self._keep_raw(self.is_on)
         if not self.is_on:
             return
-        self._base, self._base_step = walk, handle.step
+        self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
         self._base_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
         self._base_aliases = _owned_aliases(captured.collected)
         self._recorder.watch()
@@ -234,19 +248,19 @@ class Log:
             and step > last.step
             and self._base is collected.walk
             and self._base_aliases == _owned_aliases(collected)
-            and (self._pieces is not None or step - self._base_step < self.distance())
+            and (self._pieces is not None or step - self._origin() < self.distance())
         )
 
     def _share(self, step: int, walk: Walk) -> tuple[tuple[Leaf, ...], dict[str, Any] | None]:
         """What of the next base is copied with this record. It is spread over the last steps before
         it is due: the records that bring its pieces to one step are there anyway."""
         if self._pieces is None:
-            distance = self.distance()
+            distance, origin = self.distance(), self._origin()
             size = min(self._window_size(), distance)
-            if size == 1 or step - self._base_step <= distance - size:
+            if size == 1 or step - origin <= distance - size:
                 return (), None
             self._pieces = Pieces.of(self._optimizers, walk, size)
-            self._base_due = self._base_step + distance
+            self._base_due = origin + distance
         ends = step >= self._base_due
         owned = [leaf for leaf in self._pieces.take(step, ends) if leaf.owner is not None]
         share = {"steps": list(self._pieces.steps), "calls": None, "ends": ends}

@@ -28,10 +28,22 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """The whole state that was made of a step that takes a replay: exactly, or but for last bits.
+    `size`: bytes of its packs."""
+
+    exact: bool
+    size: int
+    created: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Link:
     behind: CheckpointName | None
     records: int
+    whole: Whole | None = None
     is_whole: bool = False
+    """Also where it has a base beside it, which is spread over the records before."""
 
 
 class Chains:
@@ -46,12 +58,19 @@ class Chains:
         previous = manifest.previous
         behind = CheckpointName(previous.step, previous.epoch) if previous else None
         name = CheckpointName(manifest.step, manifest.epoch)
-        is_whole = False
-        if behind:
+        whole, is_whole = None, False
+        if manifest.records:
             with contextlib.suppress(EverstepError):  # a damaged one is as none
-                state = catalog.read_state(self._disk, name)
-                is_whole = state is not None and state.exact
-        self._links[name] = _Link(behind, len(manifest.records), is_whole)
+                if state := catalog.read_state(self._disk, name):
+                    is_whole = state.exact
+                    if not state.is_spread:
+                        whole = Whole(state.exact, state.size, state.created)
+        self._links[name] = _Link(behind, len(manifest.records), whole, is_whole)
+
+    def whole(self, name: CheckpointName) -> Whole | None:
+        """What was made of this step, in the background or by everstep materialize."""
+        link = self._link(name)
+        return link.whole if link else None
 
     def origin(self, name: CheckpointName) -> Origin | None:
         """None for a state, and where the way back is broken, or longer than WALK_MAX."""
@@ -78,8 +97,8 @@ class Chains:
     def following(
         self, among: Collection[CheckpointName], ends: Collection[CheckpointName]
     ) -> list[CheckpointName]:
-        """Those that go on from one of `ends`, also where they were made whole since."""
-        return self._leading_to(among, ends.__contains__, lambda link: False)
+        """Those that need one of `ends`: of what was made whole exactly, nothing does."""
+        return self._leading_to(among, ends.__contains__, lambda link: link.is_whole)
 
     def _leading_to(
         self,

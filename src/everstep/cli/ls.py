@@ -182,14 +182,18 @@ def _cells(
 
 
 def _kind(listing: Listing, manifest: Manifest, is_left: bool) -> Cell:
-    """As "state", or "log of 120": the state after which its records are replayed."""
+    """As "state", or "log of 120": the state after which its records are replayed; "log, whole"
+    where nothing is any more."""
     if manifest.previous is None:
         return Cell("state", "dim" if is_left else "bold")
     name = CheckpointName(manifest.step, manifest.epoch)
     origin = listing.chains.origin(name)
     if origin is None:
         return Cell("log of ?", "bad")
-    return Cell("log, whole" if origin.base == name else f"log of {origin.base.step}", "dim")
+    if origin.base == name:
+        return Cell("log, whole", "dim")
+    made = " (whole: inexact)" if listing.chains.whole(name) else ""
+    return Cell(f"log of {origin.base.step}{made}", "dim")
 
 
 def _to_json(listing: Listing) -> dict[str, Any]:
@@ -224,6 +228,7 @@ def _entry(listing: Listing, name: CheckpointName, is_current: bool) -> dict[str
         "previous": asdict(manifest.previous) if manifest.previous else None,
         "base": origin.base._asdict() if origin else None,
         "records": origin.records if origin else None,
+        "whole": asdict(whole) if (whole := listing.chains.whole(name)) else None,
         "size": manifest.size,
         "created": manifest.created,
         "exact": manifest.exact,

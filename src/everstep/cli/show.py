@@ -11,6 +11,7 @@ from textwrap import wrap
 from typing import Any
 
 from everstep.cli import wording
+from everstep.cli.chains import Chains, Whole
 from everstep.cli.records import call_pairs, chain_facts, chain_text, record_facts
 from everstep.cli.render import Cell, Column, Screen, align
 from everstep.cli.target import add_json, add_words, split_words, tags_of
@@ -46,7 +47,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A checkpoint. `chain`, `records`: of a log; `broken`: why the chain cannot be followed."""
+    """A checkpoint. `chain`, `records`: of a log; `broken`: why the chain cannot be followed;
+    `whole`: the state that was made of it since."""
 
     name: CheckpointName
     manifest: Manifest
@@ -55,6 +57,7 @@ class Shown:
     chain: dict[str, Any] | None = None
     records: tuple[dict[str, Any], ...] = ()
     broken: str | None = None
+    whole: Whole | None = None
 
     @classmethod
     def of(cls, path: str, reference: str | None) -> "Shown":
@@ -64,14 +67,17 @@ class Shown:
         manifest = store.manifest(str(name))
         tables = store.tables(manifest)
         tags = tags_of(disk).get(name, [])
+        whole = Chains(disk).whole(name)
         if manifest.previous is None:
-            return cls(name, manifest, tables, tags)
+            return cls(name, manifest, tables, tags, whole=whole)
         described = zip(manifest.records, tables, strict=True)
         records = tuple(record_facts(record, table) for record, table in described)
+        chain, broken = None, None
         try:
-            return cls(name, manifest, tables, tags, chain_facts(store.chain(str(name))), records)
+            chain = chain_facts(store.chain(str(name)))
         except EverstepError as error:
-            return cls(name, manifest, tables, tags, None, records, str(error))
+            broken = str(error)
+        return cls(name, manifest, tables, tags, chain, records, broken, whole)
 
     def rows(self, pattern: str | None) -> list[Row]:
         """The tensors whose names are like `pattern`; all for None."""
@@ -135,6 +141,7 @@ def _summary(shown: Shown, screen: Screen) -> list[str]:
         screen.join(head),
         *_section("written", [("", written)], screen),
         *(_log_lines(shown, screen) or _section("follows", [("", origin)], screen)),
+        *_section("whole", [("", _whole_text(shown.whole))], screen),
         *_section("metrics", [("", wording.pairs(manifest.metrics))], screen),
         *_section("holds", [("", _holdings(shown))], screen),
         *_setting_lines("capture", manifest.capture, screen),
@@ -161,6 +168,15 @@ def _log_lines(shown: Shown, screen: Screen) -> list[str]:
         *_section("goes on", [("", f"from {goes}")], screen),
         *_section("calls", calls, screen),
     ]
+
+
+def _whole_text(whole: Whole | None) -> str:
+    """As "38.1 MiB since 12:00 (3 min ago), bit for bit"; nothing where it was not made whole."""
+    if whole is None:
+        return ""
+    made = f"{wording.size(whole.size)} since {wording.time(whole.created)}"
+    how = "bit for bit" if whole.exact else "but for last bits: a restore goes on replaying"
+    return f"{made} ({wording.age(whole.created)}), {how}"
 
 
 def _holdings(shown: Shown) -> str:
@@ -296,6 +312,7 @@ def _to_json(shown: Shown, rows: list[Row]) -> dict[str, Any]:
         "previous": whole["previous"],
         "chain": shown.chain,
         "broken": shown.broken,
+        "whole": asdict(shown.whole) if shown.whole else None,
         "records": shown.records,
         "packs": packs,
         "hyperparameters": manifest.hyperparameters,

@@ -43,10 +43,10 @@ _Reply = tuple[wire.Message, list[int]] | None
 class Client:
     """A trainer's attachment to the keeper of its store. Methods may be called from any thread.
 
-    `on_event` gets the keeper's messages about jobs ("held", "written", "local", "failed") in a
-    thread of the client's own; {"type": "lost", "message": ...} where no keeper can be had any
-    more, and {"type": "found"} where one can be had again. After a keeper's death messages about a
-    job may come again.
+    `on_event` gets the keeper's messages about jobs ("held", "written", "local", "failed"), and of
+    steps that were made "whole", or "not_whole", in a thread of the client's own; {"type": "lost",
+    "message": ...} where no keeper can be had any more, and {"type": "found"} where one can be had
+    again. After a keeper's death messages about a job may come again.
     """
 
     def __init__(
@@ -55,12 +55,15 @@ class Client:
         keep: Keep | None,
         on_event: Callable[[wire.Message], None],
         idle_s: float = IDLE_S,
+        catch_up: int | None = None,
     ) -> None:
-        """Connects, which starts a keeper where none runs. Raises Unavailable."""
+        """Connects, which starts a keeper where none runs. `catch_up`: see Checkpointer. Raises
+        Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event
         self._idle_s = idle_s
+        self._catch_up = catch_up
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
         self._parent: CheckpointName | None = None
@@ -351,6 +354,7 @@ class Client:
             "keep": self._keep.to_json() if self._keep else None,
             "epoch": self._epoch,
             "parent": self._parent,
+            "catch_up": self._catch_up,
         }
         try:
             wire.send(connection, hello)

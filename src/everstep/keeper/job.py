@@ -57,9 +57,10 @@ class Writer:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a commit cost: bytes written, seconds until durable. `warning`: what failed after it.
-    `is_part`: durable, but committed by a later one."""
+    `is_part`: durable, but committed by a later one. `takes_replay`: it is no whole state."""
 
     bytes: int
     seconds: float
     warning: str | None = None
     is_part: bool = False
+    takes_replay: bool = False

@@ -28,6 +28,7 @@ from everstep.errors import Conflict, EverstepError, Unavailable
 from everstep.keeper import wire
 from everstep.keeper.arena import COMPLETE, Arena, SlotState
 from everstep.keeper.arrival import ALL
+from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.job import Job, Outcome, Writer
 from everstep.keeper.persist import apply_retention, persist, submitted
 from everstep.store import catalog, commit, retain
@@ -64,6 +65,8 @@ class Session:
         self.pidfd = wire.open_peer(connection, self.pid)
         self.connection: socket.socket | None = connection
         self.writer = Writer(disk, keep, epoch, parent)
+        every = _number(hello["catch_up"]) if hello.get("catch_up") else 0
+        self._catch_up = self._catch_up_every(every, epoch is not None) if every else None
         self.arenas: dict[str, Arena] = {}
         self.orphan = False
         self.detached = False
@@ -265,6 +268,8 @@ class Session:
     def close(self) -> None:
         """Release arenas and descriptors; the session must be idle."""
         self.disconnect()
+        if self._catch_up:
+            self._catch_up.close()
         self._queue.put(None)
         self.writer.hasher.shutdown(wait=False)
         for arena in self.arenas.values():
@@ -354,6 +359,18 @@ class Session:
         if not outcome.is_part:
             self.committed += 1
             apply_retention(self.writer)
+            if self._catch_up and self.writer.parent:  # what was just committed
+                self._catch_up.note(self.writer.parent, outcome.takes_replay)
+
+    def _catch_up_every(self, every: int, is_resumed: bool) -> CatchUp:
+        """What was kept for the sake of later steps may go when one of them is whole."""
+        return CatchUp(
+            self.writer.disk,
+            every,
+            is_resumed=is_resumed,
+            tell=self.tell,
+            on_whole=lambda: self.submit(lambda: apply_retention(self.writer)),
+        )
 
     def _finish(self, job: Job, state: SlotState) -> None:
         with self._lock:

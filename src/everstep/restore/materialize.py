@@ -1,8 +1,8 @@
 """A step that exists as base and records → a whole state beside its manifest, without the model.
 
 The optimizers are built from what the records say: their class, which must be torch's own, and
-their hyperparameters. On a CPU run's own kind of machine the result is exact; else `exact` is false
-in it, and restores go on replaying the log.
+their hyperparameters. On a CPU run's own kind of machine the result is exact, and nothing before it
+is needed any more; else `exact` is false in it, and restores go on replaying the log.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
-from everstep.errors import Corrupt, Unsupported
+from everstep.errors import Conflict, Corrupt, Missing, Unsupported
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import decode_table, encode_table, extents, is_own
@@ -23,14 +23,12 @@ from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
-from everstep.state.topology import differences
-from everstep.store import catalog, commit
-from everstep.store.names import CheckpointName
+from everstep.state.topology import adopted, differences
+from everstep.store import catalog, claims, commit
+from everstep.store.names import CheckpointName, manifest_path
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")
-
-_THREADS_MAX = 1024
 
 
 def materialize(disk: Disk, name: CheckpointName) -> Manifest:
@@ -39,35 +37,49 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
     Takes memory for the state, twice. Raises Missing, Corrupt, Unsupported (an optimizer that is
     not torch's own, or a step that is a state already).
     """
-    made = catalog.read_state(disk, name)
-    if made and not made.is_spread:
-        return made
-    candidate = Candidate(name, disk)
-    base, *logs = candidate.describe()
-    if base.manifest.is_spread:
-        logs.insert(0, base)
-    if not logs:
-        raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
-    last = logs[-1]
-    with Loader() as loader:
-        tensors = _tensors_of(candidate, base, loader)
-        optimizers = _rebuild(base, logs, tensors, disk)
-        devices = {parameter: torch.device("cpu") for parameter in tensors}
-        threads = torch.get_num_threads()
-        recorded = last.manifest.topology.get("threads", threads)
+    with claims.hold(disk, name) as token:
+        if made := _find_whole(disk, name):
+            return made
+        log_digest = catalog.digest_of_manifest(disk, name)
+        candidate = Candidate(name, disk)
+        base, *logs = candidate.describe()
+        if base.manifest.is_spread:
+            logs.insert(0, base)
+        if not logs:
+            raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
+        then = logs[-1].manifest.topology
+        with adopted(then), Loader() as loader:
+            tensors = _replayed(candidate, base, logs, loader)
+            differing = {text for each in logs for text in differences(each.manifest.topology)}
         try:
-            for loaded in prefetched(candidate, logs, devices, loader):
-                torch.set_num_threads(recorded if recorded in range(1, _THREADS_MAX) else threads)
-                redo(loaded, optimizers)
-        finally:
-            torch.set_num_threads(threads)
-        own = {} if last is base else _tensors_of(candidate, last, loader)
+            return _write(disk, name, base, logs[-1], tensors, not differing, log_digest, token)
+        except Conflict:  # somebody else has made it meanwhile
+            if made := _find_whole(disk, name):
+                return made
+            raise
+
+
+def _find_whole(disk: Disk, name: CheckpointName) -> Manifest | None:
+    """What was made of it before; a base that is spread takes a replay itself."""
+    found = commit.find_state(disk, name)
+    return None if found is None or found.is_spread else found
+
+
+def _replayed(
+    candidate: Candidate, base: Described, logs: list[Described], loader: Loader
+) -> dict[str, torch.Tensor]:
+    """The tensors of the state after the last record, by name."""
+    tensors = _tensors_of(candidate, base, loader)
+    optimizers = _rebuild(base, logs, tensors, candidate.disk)
+    devices = {parameter: torch.device("cpu") for parameter in tensors}
+    for loaded in prefetched(candidate, logs, devices, loader):
+        redo(loaded, optimizers)
     for optimizer in optimizers.values():
         for _, parameter_name, parameter, _ in optimizer.parameters():
             for key, value in optimizer.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{optimizer.name}.{parameter_name}.{key}"] = value
-    return _write(disk, name, base, last, tensors | own)
+    return tensors if logs[-1] is base else tensors | _tensors_of(candidate, logs[-1], loader)
 
 
 def _tensors_of(
@@ -153,7 +165,11 @@ def _write(
     base: Described,
     last: Described,
     tensors: Mapping[str, torch.Tensor],
+    is_same_machine: bool,
+    log_digest: str,
+    token: str,
 ) -> Manifest:
+    """Make the state durable, and publish it beside its log."""
     entries = {key: entry for table in base.tables for key, entry in table.tensors.items()}
     entries |= {key: entry for key, entry in last.tables[-1].tensors.items() if key in tensors}
     layout = lay_out(
@@ -169,26 +185,28 @@ def _write(
     strides = {key: entry.strides for key, entry in entries.items() if entry.strides is not None}
     table = encode_table(layout, aliases, on, last.tables[-1].optimizers, strides)
     image = _image(layout, tensors)
-    differing = differences({**last.manifest.topology, "threads": torch.get_num_threads()})
-    exact = not differing and all(device == "cpu" for device in on.values())
-    with disk.locked(exclusive=False):  # no gc comes between the files and what names them
-        starts = pack_starts(pack.size for pack in layout.packs)
-        packs = [
-            image[start : start + pack.size]
-            for start, pack in zip(starts, layout.packs, strict=True)
-        ]
-        links = commit.write_packs(disk, name, packs)
-        part = Part(0, commit.table_link(table), links, _digests(table, packs), name.step)
-        manifest = replace(
-            last.manifest,
-            parts=(part,),
-            records=(),
-            previous=None,
-            exact=exact,
-            created=commit.now(),
-            tag=None,
-        )
-        commit.publish_state(disk, manifest, table)
+    starts = pack_starts(pack.size for pack in layout.packs)
+    packs = [
+        image[start : start + pack.size] for start, pack in zip(starts, layout.packs, strict=True)
+    ]
+    if disk.size(manifest_path(name)) is None:  # a store that is gone is not made anew
+        raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
+    links = commit.write_packs(disk, name, packs, token=token)
+    part = Part(0, commit.table_link(table), links, _digests(table, packs), name.step)
+    manifest = replace(
+        last.manifest,
+        parts=(part,),
+        records=(),
+        previous=None,
+        exact=is_same_machine and all(device == "cpu" for device in on.values()),
+        created=commit.now(),
+        tag=None,
+    )
+    try:
+        commit.publish_state(disk, manifest, table, log_digest, token)
+    except BaseException:
+        commit.discard_packs(disk, name, links)
+        raise
     return manifest
 
 

@@ -1,16 +1,19 @@
 """What a checkpoint was made by and on: informative, and needed to judge whether a replay or a
 continuation can be exact."""
 
+import contextlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from everstep import __version__
 
-EXACT_KEYS = ("torch", "machine", "capability", "threads")
+EXACT_KEYS = ("torch", "machine", "capability", "threads", "default_dtype", "denormals")
 """Where these differ, results may differ in last bits."""
+
+_THREADS_MAX = 1024
 
 
 def topology() -> dict[str, Any]:
@@ -23,6 +26,8 @@ def topology() -> dict[str, Any]:
         "machine": platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "denormals": "kept" if _keeps_denormals() else "flushed",
         # Asking would initialise CUDA, after which no process may be forked that uses it.
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
     }
@@ -37,3 +42,26 @@ def differences(then: Mapping[str, Any]) -> list[str]:
         for key in keys
         if key in then and then[key] != now[key]
     ]
+
+
+@contextlib.contextmanager
+def adopted(then: Mapping[str, Any]) -> Iterator[None]:
+    """Let torch have, for a while, the settings of then that a process can choose: what an update
+    comes to in its last bits depends on them."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    try:
+        if then.get("threads") in range(1, _THREADS_MAX):
+            torch.set_num_threads(then["threads"])
+        wanted = getattr(torch, str(then.get("default_dtype")), None)
+        if isinstance(wanted, torch.dtype) and wanted.is_floating_point:
+            torch.set_default_dtype(wanted)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+
+
+def _keeps_denormals() -> bool:
+    """There is no other way to ask whether torch.set_flush_denormal was called."""
+    smallest = torch.full((), 1e-310, dtype=torch.float64, device="cpu")
+    return bool((smallest * 0.5).item() > 0.0)

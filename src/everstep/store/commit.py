@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from everstep.errors import Conflict, Corrupt, Missing
+from everstep.errors import Conflict, Corrupt, Missing, Unavailable
 from everstep.format.document import FORMAT_VERSION, digest_of, seal, unseal
 from everstep.format.manifest import Manifest, content_of, encode_manifest
 from everstep.format.tables import FileLink
@@ -82,12 +82,14 @@ def write_packs(
     name: CheckpointName,
     packs: Sequence[memoryview],
     await_bytes: Callable[[int], None] = lambda end: None,
+    token: str | None = None,
 ) -> tuple[FileLink, ...]:
     """Write each pack to a new file; returns when all are durable.
 
     `await_bytes(end)` blocks until the first `end` bytes of all packs together may be read.
+    `token`: what makes the files' names new; None: chosen here.
     """
-    token = secrets.token_hex(4)
+    token = token or secrets.token_hex(4)
     links = []
     start = 0
     try:
@@ -105,18 +107,29 @@ def write_packs(
 def discard_packs(disk: Disk, name: CheckpointName, links: Sequence[FileLink]) -> None:
     """Delete the packs of a failed attempt at `name`. What cannot be deleted now is left to gc.
 
-    A manifest that was linked, but whose sync failed, may be on the medium: so it is read, and its
-    absence is made durable first.
+    A manifest (or state.json) that was linked, but whose sync failed, may be on the medium: so it
+    is read, and its absence is made durable first.
     """
     with contextlib.suppress(Exception):  # why they are discarded matters more
-        try:
-            named = {link.path for link in catalog.read_manifest(disk, name).files}
-        except Missing:
-            named = set()
-            disk.sync(f"{names.CHECKPOINTS}/{name}")
-        for link in links:
-            if link.path not in named:
-                disk.delete(link.path)
+        discard_files(disk, name, [link.path for link in links])
+
+
+def discard_files(disk: Disk, name: CheckpointName, paths: Sequence[str]) -> int:
+    """Delete those that the checkpoint `name`, where it exists, does not have. Returns the bytes
+    freed. Raises Corrupt where it cannot be told, Unavailable."""
+    try:
+        named = {link.path for link in catalog.read_manifest(disk, name).files}
+    except Missing:
+        named = set()
+    state = catalog.read_state(disk, name)
+    named |= {link.path for link in state.files} if state else set()
+    disk.sync(f"{names.CHECKPOINTS}/{name}")
+    freed = 0
+    for path in paths:
+        if path not in named:
+            freed += disk.size(path) or 0
+            disk.delete(path)
+    return freed
 
 
 def write_table(disk: Disk, document: bytes | memoryview) -> FileLink:
@@ -167,6 +180,8 @@ def publish(
         check_epoch(disk, manifest.epoch, manifest.step)
         for table in tables:
             write_table(disk, table)
+        if disk.size(names.state_path(name)) is not None:  # of one of this name that was deleted
+            disk.delete(names.state_path(name))
         if not disk.create(names.manifest_path(name), document or encode_manifest(manifest)):
             raise Conflict(
                 f"saving step {manifest.step} to {disk.root}: another writer of epoch "
@@ -174,31 +189,48 @@ def publish(
             )
 
 
-def publish_state(disk: Disk, manifest: Manifest, table: bytes) -> None:
-    """Put the whole state of a log step beside its manifest. Its packs must be durable, and the
-    caller holds the store. One that is there already stays, as it is the same, unless it was spread
-    over several steps. Raises Missing where the step was deleted."""
+def find_state(disk: Disk, name: CheckpointName) -> Manifest | None:
+    """The whole state that was made of a log step, durably; None where there is none. Whoever made
+    it may have died before its sync, and what comes before it must not go then. Raises Corrupt."""
+    return catalog.read_state(disk, name) if disk.holds(names.state_path(name)) else None
+
+
+def publish_state(
+    disk: Disk, manifest: Manifest, table: bytes, log_digest: str, token: str
+) -> None:
+    """Put the whole state of a log step beside its manifest, whose digest is `log_digest`. Its
+    packs must be durable, and the caller's claim (claims.py) hold the step. A base that was spread
+    over several steps is replaced. Raises Missing where the step was deleted meanwhile, Conflict
+    where somebody else has made it whole."""
     name = CheckpointName(manifest.step, manifest.epoch)
-    if not disk.holds(names.manifest_path(name)):
-        raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
+    what = f"materialising {name} of {disk.root}"
     write_table(disk, table)
-    document = encode_manifest(manifest)
-    if disk.create(names.state_path(name), document):
-        return
-    found = catalog.read_state(disk, name)
-    if found and found.is_spread:
+    with disk.locked(exclusive=False):  # shortly: whoever deletes waits for it
+        if disk.size(names.claim_path(name, token)) is None:
+            raise Unavailable(f"{what}: its claim was taken away, and its packs may be. Try again")
+        if not disk.holds(names.manifest_path(name)):
+            raise Missing(f"{what}: it was deleted meanwhile")
+        if catalog.digest_of_manifest(disk, name) != log_digest:
+            raise Conflict(f"{what}: it was saved anew meanwhile")
+        document = encode_manifest(manifest)
+        if disk.create(names.state_path(name), document):
+            return
+        found = catalog.read_state(disk, name)
+        if found is None or not found.is_spread:
+            raise Conflict(f"{what}: another process was faster")
         disk.replace(names.state_path(name), document)
-    else:
-        discard_packs(disk, name, manifest.parts[0].packs)
 
 
 def publish_base(disk: Disk, manifest: Manifest) -> None:
-    """Put the base that a log step ends beside its manifest: its parts are those of records that
-    are there. Raises Missing where the step was deleted."""
+    """Put the base that a log step ends beside its manifest: its parts are those of records. Raises
+    Missing where the step was deleted, or one of these files, as nothing needed it until now."""
     name = CheckpointName(manifest.step, manifest.epoch)
     with disk.locked(exclusive=False):
         if not disk.holds(names.manifest_path(name)):
             raise Missing(f"saving the base of {name} of {disk.root}: it was deleted meanwhile")
+        for link in manifest.files:
+            if disk.size(link.path) != link.size:
+                raise Missing(f"saving the base of {name}: {disk.root / link.path} is gone")
         disk.create(names.state_path(name), encode_manifest(manifest))
 
 

@@ -5,13 +5,14 @@ checkpoint does not exist), then the files that no other manifest reaches. So a 
 leaves unreachable files, which gc sweeps, and never a manifest without its data.
 """
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
-from everstep.store import catalog, names
+from everstep.store import catalog, claims, commit, names
 from everstep.store.lineage import branches, current
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -56,13 +57,23 @@ def superfluous(disk: Disk, keep: Keep) -> list[CheckpointName]:
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """The whole state that was made of a log step: its data files, and whether it is the run's own
+    bit for bit, so that nothing before it is needed."""
+
+    files: frozenset[str]
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Needs:
     """What a checkpoint needs: its data files, and the checkpoint that its log goes on from.
-    `takes_replay`: a whole state may have been made of it since."""
+    `takes_replay`: a whole state may be made of it at any time; `state`: where it was."""
 
     files: frozenset[str]
     previous: CheckpointName | None
     takes_replay: bool
+    state: State | None = None
 
 
 NeedsCache = dict[CheckpointName, Needs]
@@ -71,23 +82,26 @@ NeedsCache = dict[CheckpointName, Needs]
 def apply(disk: Disk, keep: Keep, cache: NeedsCache | None = None) -> int:
     """Delete what `keep` does not cover. Returns the bytes freed."""
     cache = {} if cache is None else cache
-    if not _free(disk, superfluous(disk, keep), cache):
+    if not any(_unneeded(disk, keep, cache)):
         return 0
     with disk.locked(exclusive=True):  # decided again: a tag may have been set meanwhile
-        return _delete(disk, _free(disk, superfluous(disk, keep), cache), cache)
+        free, states = _unneeded(disk, keep, cache)
+        return _delete_states(disk, states, cache) + _delete(disk, free, cache)
 
 
 def delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache | None = None) -> int:
     """Delete checkpoints and the files that only they needed. Returns the bytes freed.
 
     `cache` spares a caller that deletes often the reading of manifests, which never change. Raises
-    Conflict, and deletes nothing, where a log that stays goes on from one of them.
+    Conflict, and deletes nothing, where a log that stays goes on from one of them, or one is being
+    made whole.
     """
     if not doomed:
         return 0
     cache = {} if cache is None else cache
     with disk.locked(exclusive=True):
-        if needed := sorted(set(doomed) - set(_free(disk, doomed, cache))):
+        claimed = claims.held(disk)
+        if needed := sorted(set(doomed) - set(_free(disk, doomed, cache, claimed))):
             logs = [
                 name
                 for name in catalog.committed(disk)
@@ -95,33 +109,74 @@ def delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache | Non
             ]
             raise Conflict(
                 f"deleting {', '.join(map(str, needed))} from {disk.root}: "
-                f"{', '.join(map(str, logs))} is a log that goes on from there. Delete what "
-                f"follows first, the newest first"
+                + (
+                    f"{', '.join(map(str, logs))} is a log that goes on from there. Delete what "
+                    f"follows first, the newest first"
+                    if logs
+                    else f"{', '.join(map(str, claimed))} is being made whole. Try again when that "
+                    f"has ended"
+                )
             )
         return _delete(disk, doomed, cache)
 
 
-def _free(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> list[CheckpointName]:
-    """Those that no checkpoint outside of `doomed` goes on from."""
+def _unneeded(
+    disk: Disk, keep: Keep, cache: NeedsCache
+) -> tuple[list[CheckpointName], list[CheckpointName]]:
+    """What `keep` does not cover: checkpoints that can go; and those of which only the state that
+    was made of them can, as it is not exact, and a later one is there."""
+    doomed, claimed = superfluous(disk, keep), claims.held(disk)
+    free = _free(disk, doomed, cache, claimed)
+    inexact = []
+    for name in sorted(set(doomed) - set(free) - set(claimed)):
+        with contextlib.suppress(EverstepError):  # what none can read stays
+            if (state := _state(disk, name, cache)) and not state.exact:
+                inexact.append(name)
+    return free, inexact[:-1]
+
+
+def _free(
+    disk: Disk,
+    doomed: Sequence[CheckpointName],
+    cache: NeedsCache,
+    claimed: Collection[CheckpointName],
+) -> list[CheckpointName]:
+    """Those that no checkpoint outside of `doomed` goes on from; nor a claimed one, whose process
+    may have begun to read before a state was made of what lies between."""
     held = set()
     for name in set(catalog.committed(disk)) - set(doomed):
         behind = _previous(disk, name, cache)
         while behind and behind not in held:
             held.add(behind)
             behind = _previous(disk, behind, cache)
+    for name in claimed:
+        here: CheckpointName | None = name
+        while here:
+            held.add(here)
+            here = _previous(disk, here, cache, also_of_whole=True)
     return [name for name in doomed if name not in held]
 
 
-def _previous(disk: Disk, name: CheckpointName, cache: NeedsCache) -> CheckpointName | None:
-    """What a checkpoint's log goes on from. One that is gone, or that none can read, goes on from
-    nothing any more."""
+def _previous(
+    disk: Disk, name: CheckpointName, cache: NeedsCache, also_of_whole: bool = False
+) -> CheckpointName | None:
+    """What a checkpoint's log goes on from: nothing, where it was made whole exactly. One that is
+    gone, or that none can read, goes on from nothing any more."""
     try:
-        return _needs(disk, name, cache).previous
+        previous = _needs(disk, name, cache).previous
     except (Missing, Corrupt):
         return None
+    if previous is None or also_of_whole:
+        return previous
+    try:
+        state = _state(disk, name, cache)
+    except EverstepError:  # the log serves
+        return previous
+    return None if state and state.exact else previous
 
 
 def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> int:
+    claims.clear(disk)
     needed = _reachable(
         disk, [name for name in catalog.committed(disk) if name not in doomed], cache
     )
@@ -129,14 +184,30 @@ def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
     for tag, name in catalog.read_tags(disk).items():
         if name in doomed:
             disk.delete(names.tag_path(tag))
-    freed = 0
     _settle_absent(disk, set(catalog.committed(disk)), catalog.newest_epoch(disk))
     for name in sorted(doomed, reverse=True):  # a log before what it goes on from
-        if disk.size(names.state_path(name)) is not None:
-            disk.delete(names.state_path(name))
         disk.delete(names.manifest_path(name))
+        if disk.size(names.state_path(name)) is not None:  # last: the log may need it
+            disk.delete(names.state_path(name))
         cache.pop(name, None)
-    for path in sorted(files - needed):
+    return _delete_packs(disk, files - needed)
+
+
+def _delete_states(disk: Disk, of: Sequence[CheckpointName], cache: NeedsCache) -> int:
+    """Let these be logs alone again. Returns the bytes freed."""
+    freed = 0
+    for name in of:
+        state = _state(disk, name, cache)
+        disk.delete(names.state_path(name))
+        cache.pop(name, None)
+        if state:
+            freed += _delete_packs(disk, state.files - _needs(disk, name, cache).files)
+    return freed
+
+
+def _delete_packs(disk: Disk, files: Collection[str]) -> int:
+    freed = 0
+    for path in sorted(files):
         if not path.startswith(names.TABLES):
             freed += disk.size(path) or 0
             disk.delete(path)
@@ -150,11 +221,17 @@ def sweep(disk: Disk) -> tuple[int, int]:
     epochs can publish nothing that counts. Returns (files, bytes) freed.
     """
     with disk.locked(exclusive=True):
+        files, cleared = claims.clear(disk)
         live = catalog.newest_epoch(disk)
         committed = catalog.committed(disk)
         needed = _reachable(disk, committed, {})
         _settle_absent(disk, set(committed), live)
-        packs = [f"{names.DATA}/{name}" for name in disk.list(names.DATA)]
+        writing = tuple(
+            f"{name}-{token}-" for name, tokens in claims.held(disk).items() for token in tokens
+        )
+        packs = [
+            f"{names.DATA}/{name}" for name in disk.list(names.DATA) if not name.startswith(writing)
+        ]
         doomed = {
             path for path in packs if (names.epoch_of_pack(path.rpartition("/")[2]) or live) < live
         }
@@ -167,18 +244,21 @@ def sweep(disk: Disk) -> tuple[int, int]:
         freed = sum(disk.size(path) or 0 for path in doomed)
         for path in sorted(doomed):
             disk.delete(path)
-        return len(doomed), freed
+        return files + len(doomed), cleared + freed
 
 
 def _settle_absent(disk: Disk, committed: Set[CheckpointName], live: int) -> None:
     """Make it durable that there is no manifest where none is seen.
 
     Whoever unlinked it may have died before its sync: then a power cut would bring back a
-    manifest whose files are gone. Directories that no writer will use any more go, too.
+    manifest whose files are gone. Directories that no writer will use any more go, too, and a state
+    that was made of what is not there any more.
     """
     for directory in disk.list(names.CHECKPOINTS):
         name = names.parse_checkpoint(directory)
         if name and name not in committed:
+            if disk.size(names.state_path(name)) is not None:
+                disk.delete(names.state_path(name))
             if name.epoch < live:
                 disk.delete(f"{names.CHECKPOINTS}/{directory}/manifest.json")
             else:
@@ -202,15 +282,10 @@ def _idle(disk: Disk, directory: str) -> list[str]:
 def _files(disk: Disk, name: CheckpointName, cache: NeedsCache) -> frozenset[str]:
     """What a doomed checkpoint needed; nothing where none can tell any more (gc frees it then)."""
     try:
-        return _needs(disk, name, cache).files | _state_files(disk, name)
+        state = _state(disk, name, cache)
+        return _needs(disk, name, cache).files | (state.files if state else frozenset())
     except EverstepError:
         return frozenset()
-
-
-def _state_files(disk: Disk, name: CheckpointName) -> frozenset[str]:
-    """Of the whole state that was made of a log step; never cached, since it comes later."""
-    state = catalog.read_state(disk, name)
-    return frozenset(link.path for link in state.files) if state else frozenset()
 
 
 def _needs(disk: Disk, name: CheckpointName, cache: NeedsCache) -> Needs:
@@ -225,6 +300,20 @@ def _needs(disk: Disk, name: CheckpointName, cache: NeedsCache) -> Needs:
     return cache[name]
 
 
+def _state(disk: Disk, name: CheckpointName, cache: NeedsCache) -> State | None:
+    """The state that was made of a log step, which may come at any time, and then stays."""
+    needs = _needs(disk, name, cache)
+    if needs.state or not needs.takes_replay or disk.size(names.state_path(name)) is None:
+        return needs.state
+    manifest = commit.find_state(disk, name)
+    if manifest is None:
+        return None
+    state = State(frozenset(link.path for link in manifest.files), manifest.exact)
+    if not manifest.is_spread:  # else another may take its place
+        cache[name] = replace(needs, state=state)
+    return state
+
+
 def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: NeedsCache) -> set[str]:
     """Every data file that a checkpoint needs.
 
@@ -233,10 +322,8 @@ def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: NeedsCa
     needed: set[str] = set()
     for name in checkpoints:
         try:
-            needs = _needs(disk, name, cache)
-            needed |= needs.files | (
-                _state_files(disk, name) if needs.takes_replay else frozenset()
-            )
+            needed |= _needs(disk, name, cache).files
+            needed |= state.files if (state := _state(disk, name, cache)) else frozenset()
         except Corrupt as error:
             raise Corrupt(
                 f"{error}. Nothing more is deleted while it is unknown which files this checkpoint "

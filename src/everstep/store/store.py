@@ -146,17 +146,36 @@ class Store:
         """Why a log cannot be read, and what can."""
         name = CheckpointName(manifest.step, manifest.epoch)
         behind = catalog.read_chain(self._disk, name)[0].step
-        after = (
-            other.step
-            for other in catalog.lineage(self._disk)
-            if other.step > name.step and not catalog.read_manifest(self._disk, other).records
-        )
-        nearest = [f"{step}" for step in (behind, next(after, None)) if step is not None]
+        whole = (self._whole_behind(name), self._whole_after(name))
+        nearest = " and ".join(f"{step}" for step in whole if step is not None)
         return (
             f"reading step {name.step} of {self.path}: it is stored as the redo records since step "
             f"{behind}, which Checkpointer.restore replays. Make it whole with: everstep "
-            f"materialize {name.step}. Whole states nearest to it: {' and '.join(nearest)}"
+            f"materialize {name.step}. Whole states nearest to it: {nearest or 'none'}"
         )
+
+    def _whole_behind(self, name: CheckpointName) -> int | None:
+        """The nearest step that it goes on from and that can be read."""
+        here = catalog.read_manifest(self._disk, name)
+        while here.previous:
+            behind = CheckpointName(here.previous.step, here.previous.epoch)
+            if not self._is_there(behind):  # since a base, or an exact state, came after it
+                return None
+            if self._is_whole(behind):
+                return behind.step
+            here = catalog.read_manifest(self._disk, behind)
+        return None
+
+    def _whole_after(self, name: CheckpointName) -> int | None:
+        """The nearest step after it, of the run as it is now, that can be read."""
+        later = (other for other in catalog.lineage(self._disk) if other.step > name.step)
+        return next((other.step for other in later if self._is_whole(other)), None)
+
+    def _is_whole(self, name: CheckpointName) -> bool:
+        if not catalog.read_manifest(self._disk, name).records:
+            return True
+        state = catalog.read_state(self._disk, name)
+        return state is not None and not state.records
 
     def _verify_documents(self) -> dict[str, list[str]]:
         problems: dict[str, list[str]] = {}
@@ -180,14 +199,15 @@ class Store:
 
     def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
         name = CheckpointName(manifest.step, manifest.epoch)
+        parts, state = manifest.all_parts, None
         try:
-            catalog.check_previous(self._disk, manifest)
+            state = catalog.read_state(self._disk, name) if manifest.records else None
         except EverstepError as error:
             yield 0, str(error)
-        parts = manifest.all_parts
+        parts += state.all_parts if state else ()
         try:
-            if manifest.records and (state := catalog.read_state(self._disk, name)):
-                parts += state.all_parts
+            if not state or not state.exact:  # else nothing before it is needed, or need be there
+                catalog.check_previous(self._disk, manifest)
         except EverstepError as error:
             yield 0, str(error)
         for part in parts:

@@ -1,0 +1,200 @@
+"""Steps that are made whole while something fails: at each system call, and by SIGKILL at random
+moments. The log is never the worse for it."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from faults import Fault, Killed
+from sweep import Promises, sweep
+from trainer import build, train_one_step
+
+import everstep
+from everstep import Keep, Store, Unavailable
+from everstep.restore.materialize import materialize
+from everstep.store import catalog, commit, names, retain
+from everstep.store.names import CheckpointName
+from everstep.tiers import files
+from everstep.tiers.disk import Disk
+from stores import end_keeper, packs_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
+from keepers import ended, until
+
+STEPS = 5
+FAULTS = [Fault.EIO, Fault.NO_SYNC, Fault.KILL]
+ALL = {CheckpointName(step, 1) for step in range(1, STEPS + 1)}
+
+
+@pytest.fixture(autouse=True)
+def _small_extents(monkeypatch):
+    """Several extents in flight also for a pack of two pages."""
+    monkeypatch.setattr(files, "EXTENT_BYTES", 4096)
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """A store of a base and four records, and the tensors of the model at each step."""
+    path = tmp_path_factory.mktemp("logged") / "store"
+    torch.manual_seed(1)
+    model = torch.nn.Linear(40, 40)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    live = {}
+    with everstep.Checkpointer(
+        path, state, strategy="log", base_every=100, under_pressure="wait"
+    ) as checkpointer:
+        for step in range(1, STEPS + 1):
+            model(torch.randn(4, 40)).square().mean().backward()
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+            checkpointer.step(step)
+            live[step] = {f"model.{k}": v.clone() for k, v in model.state_dict().items()}
+    end_keeper(path)
+    return path, live
+
+
+def check_read(path, step, live):
+    found = Store(path).read(step)
+    assert all(torch.equal(found[key], value) for key, value in live[step].items())
+
+
+def release_if_killed(disk, error):
+    """The files of a process that was killed are closed, and so its claims are no more."""
+    if isinstance(error, Killed):
+        disk._system.release()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_making_a_step_whole(tmp_path, logged, fault):
+    path, live = logged
+    name = CheckpointName(4, 1)
+
+    def prepare(disk: Disk) -> Promises:
+        shutil.copytree(path, disk.root)
+        return Promises(set(ALL), {1})
+
+    def make(disk: Disk, promises: Promises) -> None:
+        try:
+            assert materialize(disk, name).exact
+        except BaseException as error:
+            release_if_killed(disk, error)
+            raise
+        promises.whole.add(name)
+        check_read(disk.root, 4, live)
+        assert [manifest.step for manifest in Store(disk.root).chain(5)] == [4, 5]
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 1, STEPS)
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == STEPS + 1
+        assert not disk.list(names.CLAIMS)
+        assert retain.apply(disk, Keep(last=1)) > 0  # nothing is needed but 4 and 5
+        assert Store(disk.root).steps() == [4, 5]
+
+    assert sweep(tmp_path, prepare, make, fault, lambda disk: on_a_copy(disk, finish)) > 25
+
+
+def on_a_copy(disk, finish):
+    """What is promised is checked afterwards, and this deletes some of it."""
+    copy = disk.root.with_name("finished")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(disk.root, copy)
+    finish(Disk(copy))
+    assert Store(copy).verify().ok
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_deleting_what_was_made_whole(tmp_path, logged, fault):
+    """Nothing is before 3 any more; it goes, and with it the state without which it is nothing."""
+    path, live = logged
+
+    def prepare(disk: Disk) -> Promises:
+        shutil.copytree(path, disk.root)
+        for step in (3, 5):
+            materialize(Disk(disk.root), CheckpointName(step, 1))
+        retain.delete(Disk(disk.root), [CheckpointName(step, 1) for step in (1, 2)])
+        assert Store(disk.root).steps() == [3, 4, 5]
+        return Promises({CheckpointName(5, 1)}, {1}, whole={CheckpointName(5, 1)})
+
+    def apply(disk: Disk, promises: Promises) -> None:
+        retain.apply(disk, Keep(last=1))
+        if Store(disk.root).steps() != [5]:  # allowed where 5 cannot be seen to be durable
+            raise Unavailable("nothing was deleted yet")
+        check_read(disk.root, 5, live)
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 1, STEPS)
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == 2
+        assert len(disk.list(names.CHECKPOINTS)) == 1
+
+    assert sweep(tmp_path, prepare, apply, fault, finish) > 10
+
+
+def workers_of(keeper):
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{keeper}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def kill(pid):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_workers_and_keepers_killed_at_random_moments(store):
+    """With retention, which deletes what workers read if it is wrong. EVERSTEP_SEED=... again."""
+    seed = int(os.environ.get("EVERSTEP_SEED", random.SystemRandom().randrange(1 << 30)))
+    print(f"EVERSTEP_SEED={seed}")
+    rng = random.Random(seed)
+    state, live = build(), {}
+    with everstep.Checkpointer(
+        store, state, strategy="log", catch_up=3, keep=Keep(last=4), under_pressure="wait"
+    ) as checkpointer:
+        step = made = 0
+        while step < 60 or made < 3:
+            step += 1
+            assert step < 3000
+            train_one_step(state)
+            checkpointer.step(step).wait("local")
+            live[step] = {f"model.{k}": v.clone() for k, v in state["model"].state_dict().items()}
+            keeper = checkpointer._client.keeper_pid
+            workers = workers_of(keeper)
+            if workers and rng.random() < 0.1:
+                deadline = time.monotonic() + rng.uniform(0, 1.5)  # at a moment, not for a state
+                while time.monotonic() < deadline and not ended(workers[0], 0.01):
+                    pass
+                kill(keeper if rng.random() < 0.3 else workers[0])
+            elif workers and rng.random() < 0.3:
+                assert ended(workers[0])
+            made = checkpointer.metrics.catch_ups
+            if step % 10 == 0:
+                verdict = Store(store).verify()
+                assert verdict.ok, verdict.problems
+        keeper = checkpointer._client.keeper_pid
+    assert ended(keeper)
+    verdict = Store(store).verify()
+    assert verdict.ok, verdict.problems
+    disk = Disk(store)
+    for name in catalog.committed(disk):
+        if catalog.read_state(disk, name):
+            check_read(store, name.step, live)
+    fresh = build()
+    with everstep.Checkpointer(store, fresh) as restorer:
+        for reference in Store(store).steps():
+            assert restorer.restore(reference) == reference
+            found = fresh["model"].state_dict()
+            assert all(torch.equal(found[k[6:]], v) for k, v in live[reference].items())
+        keeper = restorer._client.keeper_pid
+    until(lambda: ended(keeper), "the keeper's end")
+    retain.sweep(disk)
+    assert not disk.list(names.CLAIMS)
