@@ -31,7 +31,7 @@ from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.client import Client
 from everstep.preemption import Preemption
 from everstep.restore.apply import apply
-from everstep.restore.choose import Candidate, Held, candidates, find_held
+from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
 from everstep.saves import Saves, Skipped
 from everstep.state.objects import plain_json
 from everstep.state.optimizers import OptimizerState
@@ -433,8 +433,7 @@ class Checkpointer:
     def _held(self, arenas: list[Arena]) -> dict[CheckpointName, Held]:
         """What the keeper holds of this run: another may have been in this directory before."""
         run = open_store(self._disk)
-        held = find_held(arenas)
-        return {name: state for name, state in held.items() if state.manifest.run == run}
+        return find_held(arenas, lambda held: held.manifest.run == run and is_of(self._disk, held))
 
     def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
         if self._log:

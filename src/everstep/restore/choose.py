@@ -4,10 +4,10 @@ and from where."""
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, Missing
 from everstep.format.manifest import Manifest, Part, Record, check_table, decode_manifest
 from everstep.format.packs import pack_starts
 from everstep.format.tables import FileLink, Table, decode_table
@@ -127,7 +127,20 @@ class _Lazy:
         self._reader.read_into(offset, view)
 
 
-def find_held(arenas: Sequence[Arena]) -> dict[CheckpointName, Held]:
+def is_of(disk: Disk, held: Held) -> bool:
+    """Whether the store has the same checkpoint, or none of its name: it may have been put back to
+    an older copy, and another run may have gone on from there in an epoch of the same number."""
+    try:
+        return catalog.read_manifest(disk, held.name) == held.manifest
+    except Missing:
+        return not held.is_committed
+    except EverstepError:  # memory serves where the disk cannot
+        return True
+
+
+def find_held(
+    arenas: Sequence[Arena], is_wanted: Callable[[Held], bool] = lambda held: True
+) -> dict[CheckpointName, Held]:
     """What the arenas of dead trainers hold whole, with a manifest."""
     found: dict[CheckpointName, Held] = {}
     for arena in arenas:
@@ -144,7 +157,8 @@ def find_held(arenas: Sequence[Arena]) -> dict[CheckpointName, Held]:
                 continue  # the disk serves
             image = arena.image(slot)[: row.image_size]
             held = Held(manifest, table, image, state is SlotState.DONE)
-            found[held.name] = held
+            if is_wanted(held):
+                found[held.name] = held
     return found
 
 

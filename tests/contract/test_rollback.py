@@ -1,0 +1,62 @@
+"""A store that is put back to an older copy, while its keeper remembers what came after."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import check_same, checkpointer, freeze, restore, save, supervised
+from torch import nn
+
+RUN = """
+import os, signal, sys
+sys.path[:0] = sys.argv[5:]
+from test_rollback import build, train
+from runs import checkpointer
+state = build(1)
+saver = checkpointer(sys.argv[1], state, every=int(sys.argv[4]))
+start = saver.restore()
+for step in range(start + 1, int(sys.argv[2]) + 1):
+    train(state, float(sys.argv[3]))
+    saver.step(step)
+    saver.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = nn.Linear(6, 6)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def train(state, rate):
+    state["optimizer"].param_groups[0]["lr"] = rate
+    supervised(state)
+
+
+def run_and_die(store, steps, rate, every=1):
+    path = str(Path(__file__).parent)
+    words = [sys.executable, "-c", RUN, str(store), str(steps), str(rate), str(every), path]
+    assert subprocess.run(words, timeout=100).returncode == -9
+
+
+@pytest.mark.parametrize(("undone", "steps", "every"), [(4, 2, 1), (3, 3, 3), (4, 4, 4)])
+def test_memory_of_what_was_undone_is_not_restored(store, other_store, undone, steps, every):
+    """The second attempt has the same steps in the same epoch, and other content."""
+    save(store, build(1))
+    shutil.copytree(store, other_store)
+    run_and_die(store, undone, 0.5)
+    shutil.rmtree(store)
+    shutil.copytree(other_store, store)
+    expected = build(1)
+    with checkpointer(other_store, expected) as saver:
+        assert saver.restore() == 1
+        for _ in range(1, steps):
+            train(expected, 0.1)
+    run_and_die(store, steps, 0.1, every)
+    fresh = build(2)
+    assert restore(store, fresh) == steps
+    check_same(freeze(fresh), freeze(expected))
