@@ -11,7 +11,6 @@ Sources: torch.distributed.algorithms.ddp_comm_hooks; Stich et al., Sparsified S
 
 import weakref
 from collections.abc import Callable, Mapping
-from math import ceil
 from typing import Any
 
 import torch
@@ -86,9 +85,9 @@ class TopK:
         error_feedback: bool = True,
         residual_dtype: torch.dtype | None = None,
     ) -> None:
-        """`density`: how many elements of each parameter are sent. `error_feedback`: add what was
-        not sent to the next gradient. `residual_dtype`: in which that is kept, and recorded with
-        each step; None: the gradient's."""
+        """`density`: the part of a parameter's elements that is sent, at least one.
+        `error_feedback`: add what was not sent to the next gradient. `residual_dtype`: in which
+        that is kept, and recorded with each step; None: the gradient's."""
         if not 0 < density <= 1:
             raise ValueError(f"density must be in (0, 1], it is {density}")
         if residual_dtype is not None and not residual_dtype.is_floating_point:
@@ -105,7 +104,7 @@ class TopK:
         for number, flat in bucket.pieces:
             if number in self._residuals:
                 flat.add_(self._residuals[number])
-            count = ceil(self._density * flat.numel())
+            count = min(flat.numel(), max(1, round(self._density * flat.numel())))
             chosen = torch.topk(flat.abs(), count, sorted=False).indices
             values.append(flat[chosen])
             places.append(chosen)
