@@ -300,6 +300,35 @@ def test_accumulation(store, kind, order, is_view):
 
 
 @each_kind
+def test_a_static_graph(store, kind):
+    frozen = run_logged(store, build(kind, static_graph=True), train, steps=8)
+    assert kinds(store) == "brrrrrrr"
+    assert said(store, 8)
+    check_steps(store, build(kind, 2, static_graph=True), frozen)
+
+
+@each_kind
+def test_two_models_in_turn(store, kind):
+    """As a GAN: each optimizer's call has its own model's forms."""
+
+    def both(seed):
+        first, second = build(kind, seed), build("topk", seed + 10)
+        return {"first": first, "second": second}
+
+    def step(state, number):
+        train(state["first"])
+        train(state["second"])
+        if number % 2:
+            train(state["second"])
+
+    frozen = run_logged(store, both(1), step, steps=7)
+    assert kinds(store) == "brrrrrr"
+    assert all(call["compressed"] for call in Store(store).manifest(7).records[0].calls)
+    assert len(Store(store).manifest(7).records[0].calls) == 3
+    check_steps(store, both(2), frozen)
+
+
+@each_kind
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_parameters_that_are_not_used(store, kind, set_to_none):
     """What the hook made of them is not what the optimizer gets: their gradient, if any, stays."""

@@ -164,6 +164,7 @@ class Compression:
         self._names = [canonical(name) for name, _ in named]
         self._parameters: list[Tensor] = [parameter for _, parameter in named]
         self._numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._by_name = {name: index for index, name in enumerate(self._names)}
         # The model's reducer holds this object, in a way that no collector sees.
         self._model = weakref.ref(model)
         self._round: list[Bucket] | None = None
@@ -228,9 +229,9 @@ class Compression:
                 compressed.keep(bucket.parameters[position], form, layout, may_differ)
 
     def _number(self, what: str, name: str, tensor: Tensor) -> int:
-        if name not in self._names:
+        number = self._by_name.get(name)
+        if number is None:
             raise Mismatch(f"restoring a compression: the model has no parameter {name!r}")
-        number = self._names.index(name)
         size = self._compressor.size_of(what, self._parameters[number])
         if tensor.numel() != size:
             raise Mismatch(

@@ -78,12 +78,12 @@ def keep(parameter: Tensor, form: Form, layout: object, prove: bool) -> None:
         return
     known, proofs = _proofs.get(parameter, (None, 0))
     if prove or known != layout or proofs < PROOFS:
-        if not _are_equal(flat_of(form.expand()), flat_of(gradient)):
+        if not _are_equal(flat_of(form.expand()), flat_of(gradient.detach())):
             _proofs.pop(parameter, None)
             return
         _proofs[parameter] = layout, proofs + 1 if known == layout else 1
     places = _places(form)
-    seen = flat_of(gradient)[places]
+    seen = flat_of(gradient.detach())[places]
     _entries[parameter] = _Entry(form, TensorWeakRef(gradient), gradient._version, places, seen)
 
 
