@@ -172,6 +172,39 @@ def test_goes_on_as_if_nothing_had_been(stores, kind, buckets_mb):
         assert restore(path, build(kind, 3, bucket_cap_mb=buckets_mb)) == 12
 
 
+@each_kind
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_state_that_is_spread(store, kind, clips):
+    """Whose records have only some of the gradients."""
+
+    def step(state):
+        state["optimizer"].zero_grad()
+        backward(state)
+        if clips:
+            everstep.clip_grad_norm_(state["model"].parameters(), 0.001)
+        state["optimizer"].step()
+
+    state, frozen = build(kind), {}
+    with checkpointer(store, state, strategy="spread", every=4, window=4) as saver:
+        for number in range(1, 13):
+            step(state)
+            saver.step(number)
+            frozen[number] = snapshot(state)
+    records = Store(store).manifest(12).records
+    assert len(records) == 3
+    assert all(call["compressed"] for record in records for call in record.calls)
+    assert check_steps(store, build(kind, 2), frozen) == [4, 8, 12]
+
+
+@each_kind
+@pytest.mark.parametrize("audit", ["sample", "full"])
+def test_bases_that_are_spread_over_the_log(store, kind, audit):
+    options = {"base_every": 5, "window": 3, "audit": audit}
+    frozen = run_logged(store, build(kind), train, steps=13, **options)
+    assert said(store, 12)
+    check_steps(store, build(kind, 2), frozen)
+
+
 # ---- what is not the hook's any more -----------------------------------------------------------
 
 
@@ -300,6 +333,41 @@ def test_accumulation(store, kind, order, is_view):
 
 
 @each_kind
+def test_parameters_of_all_shapes(store, kind):
+    """Scalars, none at all, and one with strides that no memory has without gaps."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.empty = nn.Parameter(torch.ones(0, 3))
+            self.gaps = nn.Parameter(torch.randn(20, 80)[:, ::2])
+            self.wide = nn.Parameter(torch.randn(40, 30, dtype=torch.bfloat16))
+            self.long = nn.Parameter(torch.randn(40, 20).t())
+
+        def forward(self):
+            product = (self.gaps * self.long) @ self.wide.float()
+            return product.square().mean() * self.scale + self.empty.sum()
+
+    def build_odd(seed):
+        torch.manual_seed(seed)
+        model = Odd()
+        wrapped = DistributedDataParallel(model)
+        hook = everstep.compress(wrapped, kind, **KINDS[kind])
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-4)
+        return {"model": wrapped, "optimizer": optimizer, "compression": hook}
+
+    def step(state, number):
+        state["optimizer"].zero_grad()
+        (state["model"]() * torch.randn(())).backward()
+        state["optimizer"].step()
+
+    frozen = run_logged(store, build_odd(1), step, steps=7)
+    assert said(store, 7)
+    check_steps(store, build_odd(2), frozen)
+
+
+@each_kind
 def test_a_static_graph(store, kind):
     frozen = run_logged(store, build(kind, static_graph=True), train, steps=8)
     assert kinds(store) == "brrrrrrr"
@@ -393,32 +461,40 @@ def test_casts_as_torch_does(kind):
 
 
 def test_powersgd_as_torch_does(monkeypatch):
-    """From the same first Q, which torch draws by bucket."""
-    own, first = build("powersgd"), {}
+    """From the same first Q, which torch draws by bucket; but for how kernels round."""
+    own, found = build("powersgd"), []
     hook = own["compression"]._compressor
-    arrange = hook._arrange
+    divide = hook._divide
 
-    def arrange_and_look(bucket):
-        arrange(bucket)
-        memory = hook._torch.p_memory_dict, hook._torch.q_memory_dict
-        first.setdefault(bucket.index, tuple(found[bucket.index].clone() for found in memory))
+    def divide_and_look(bucket):
+        plain, matrices = divide(bucket)
+        found.append(matrices)
+        return plain, matrices
 
-    monkeypatch.setattr(hook, "_arrange", arrange_and_look)
+    monkeypatch.setattr(hook, "_divide", divide_and_look)
     torch.manual_seed(5)
-    expected = [train(own) for _ in range(8)]
+    for _ in range(8):
+        train(own)
     torch.manual_seed(1)
     model, state = DistributedDataParallel(Net()), PowerSGDState(None, 2, 3)
     model.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     theirs = {"model": model, "optimizer": optimizer}
     torch.manual_seed(5)
-    losses = [train(theirs) for _ in range(3)]
-    for index, (p, q) in first.items():
-        state.p_memory_dict[index], state.q_memory_dict[index] = p, q
-    assert [*losses, *(train(theirs) for _ in range(5))] == expected
-    assert freeze(theirs["model"]) == freeze(own["model"])
-    for index, error in state.error_dict.items():
-        assert torch.equal(error, hook._torch.error_dict[index])
+    for _ in range(3):
+        train(theirs)
+    by_shape = {}
+    for matrix in found[0]:
+        by_shape.setdefault(matrix.whole.shape, []).append(matrix)
+    matrices = [matrix for same in by_shape.values() for matrix in same]
+    state.q_memory_dict[0] = torch.cat(
+        [hook._first_q(m.number, m.whole.shape[2] * m.rank, torch.float32) for m in matrices]
+    )
+    state.p_memory_dict[0] = torch.empty(sum(m.whole.shape[1] * m.rank for m in matrices))
+    for _ in range(5):
+        train(theirs)
+    for mine, other in zip(own["model"].parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -504,10 +580,11 @@ def test_what_is_refused(stores):
         everstep.compress(model, "topk", residual_dtype=torch.int8)
     with pytest.raises(TypeError, match="warm_start"):
         everstep.compress(model, "powersgd", warm_start=False)
-    scalar = nn.Linear(8, 8)
-    scalar.scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(Unsupported, match="dimension"):
-        everstep.compress(DistributedDataParallel(scalar), "powersgd")
+    with pytest.raises(ValueError, match="positive"):
+        everstep.compress(model, "powersgd", matrix_approximation_rank=0)
+    waves = nn.Linear(8, 8, dtype=torch.complex64)
+    with pytest.raises(Unsupported, match="complex"):
+        everstep.compress(DistributedDataParallel(waves), "bf16")
     run_logged(stores(1), build("topk"), train, steps=2)
     with pytest.raises(Mismatch, match="'topk', the model's is 'fp16'"):
         restore(stores(1), build("fp16"))

@@ -244,26 +244,25 @@ class Compression:
 def compress(model: DistributedDataParallel, kind: str, **options: Any) -> Compression:
     """Send this model's gradients compressed, and record them so.
 
-    `kind`: "fp16", "bf16"; "powersgd" (options: those of torch's PowerSGDState, but for warm_start
-    and batch_tensors_with_same_shape); "topk" (density=0.01, error_feedback=True,
-    residual_dtype=None). Call it once, on all ranks, before the first backward; put what it returns
-    into the state that is checkpointed. Results of fp16, bf16 and powersgd are those of torch's
-    hooks. Raises ValueError and TypeError for unknown kinds and options, Unsupported for a model
-    that cannot be compressed so.
+    `kind`: "fp16" or "bf16": as torch's hooks; "powersgd": as torch's, options those of its
+    PowerSGDState but for warm_start and batch_tensors_with_same_shape; "topk": density=0.01,
+    error_feedback=True, residual_dtype=None. Call it once, on all ranks, before the first backward,
+    and put what it returns into the state that is checkpointed. Raises ValueError and TypeError for
+    unknown kinds and options, Unsupported for a model that cannot be compressed so.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"compress() wants a DistributedDataParallel, not a {type(model).__name__}")
     group = model.process_group
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     makers: dict[str, Callable[..., Compressor]] = {
         "fp16": lambda: Cast(group, torch.float16),
         "bf16": lambda: Cast(group, torch.bfloat16),
-        "powersgd": lambda **options: PowerSGD(group, parameters, **options),
+        "powersgd": lambda **options: PowerSGD(group, **options),
         "topk": lambda **options: TopK(group, **options),
     }
     if kind not in makers:
         raise ValueError(f"compress() knows {', '.join(makers)}, not {kind!r}")
-    if any(not parameter.is_floating_point() for parameter in parameters):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not all(parameter.is_floating_point() for parameter in trained):
         raise Unsupported(f"compressing by {kind!r}: a parameter is complex. Leave it uncompressed")
     compression = Compression(model, kind, makers[kind](**options))
     model.register_comm_hook(compression, _hook)

@@ -73,7 +73,7 @@ def expand(
         gradient = torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device)
         flat = flat_of(gradient)
         if kind == "low rank":
-            flat.copy_(_product(tensor, shape[0], flat.numel() // shape[0]))
+            flat.copy_(product(tensor, shape[0], flat.numel() // shape[0]))
         elif kind == "sparse" and indices is not None:
             scatter(tensor, indices, flat)
         else:
@@ -88,6 +88,14 @@ def scatter(values: Tensor, indices: Tensor, flat: Tensor) -> None:
     for row, places in zip(values, indices, strict=True):
         flat.index_add_(0, places, row)
     flat.div_(len(values))
+
+
+def product(factors: Tensor, rows: int, columns: int) -> Tensor:
+    """P times Q transposed, flat, by the kernel that torch's PowerSGD hook uses. Both lie in one
+    tensor, the same way wherever this is called, since kernels round by alignment."""
+    rank = factors.numel() // (rows + columns)
+    p, q = factors.split([rows * rank, columns * rank])
+    return torch.bmm(p.view(1, rows, rank), q.view(1, columns, rank).transpose(1, 2)).view(-1)
 
 
 def flat_of(tensor: Tensor) -> Tensor:
@@ -144,14 +152,6 @@ def gradient_of(
 
 def _indices_name(at: str, name: str) -> str:
     return f"{at}!indices.{name}"
-
-
-def _product(factors: Tensor, rows: int, columns: int) -> Tensor:
-    """P times Q transposed, flat, by the kernel that torch's PowerSGD hook uses. From memory that
-    is laid out the same wherever it is called, since kernels may go by alignment."""
-    rank = factors.numel() // (rows + columns)
-    p, q = factors.split([rows * rank, columns * rank])
-    return torch.bmm(p.view(1, rows, rank), q.view(1, columns, rank).transpose(1, 2)).view(-1)
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
