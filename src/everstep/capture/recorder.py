@@ -4,7 +4,8 @@ A gradient is *held* by reference where its storage is fresh, because then nobod
 more: zero_grad() lets go of it, and the next backward makes another. It is *copied* at the call
 where that is not sure: the first records, storage that was seen before (zero_grad(set_to_none=
 False), DDP's buckets), views, optimizers that were seen to write to gradients, a GradScaler that
-unscales inside of the update.
+unscales inside of the update. Where a communication hook has compressed it, its compressed form is
+held.
 
 Between two calls of an optimizer its tensors must not change, or replay would go another way: a
 tripwire is armed after each call, and looked at before the next.

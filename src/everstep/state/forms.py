@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from everstep.format.tables import is_dense
+
 Kind = Literal["cast", "low rank", "sparse"]
 
 
@@ -70,9 +72,11 @@ def expand(
     with torch.no_grad():
         if kind == "cast":
             return tensor.to(dtype)
+        if not is_dense(shape, strides):
+            raise ValueError(f"a gradient of shape {shape} cannot have {strides=}")
         gradient = torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device)
         flat = flat_of(gradient)
-        if kind == "low rank":
+        if kind == "low rank" and flat.numel():
             flat.copy_(product(tensor, shape[0], flat.numel() // shape[0]))
         elif kind == "sparse" and indices is not None:
             scatter(tensor, indices, flat)
