@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import everstep
 from everstep import Mismatch, Store, Unsupported
+from everstep.cli.main import main
 from everstep.restore.materialize import materialize
 from everstep.state import clipping, compressed
 from everstep.store import catalog
@@ -558,8 +559,10 @@ def test_nothing_is_kept_without_a_log(store):
     assert state["compression"]._round is None
 
 
-def test_a_log_is_made_whole(store):
+def test_a_log_is_made_whole(store, capsys):
     frozen = run_logged(store, build("powersgd"), train, steps=8)
+    assert main(["show", str(store), "8"]) == 0
+    assert "5 compressed (low rank)" in capsys.readouterr().out
     disk = Disk(store)
     manifest = materialize(disk, catalog.find(disk, 8))
     assert manifest.exact

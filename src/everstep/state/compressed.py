@@ -11,6 +11,7 @@ Everything here runs in the training thread; `attach` and `detach` in any.
 import threading
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import torch
@@ -130,13 +131,16 @@ def _as_made(parameter: Tensor, clipped: Clipped | None, entry: _Entry) -> Tenso
 def _places(form: Form) -> Tensor:
     """Of a few elements. Of those that are not zero, where the form knows them: else they would
     look the same after a scaling."""
-    count = prod(form.shape)
-    device = form.tensor.device
-    looks = min(_LOOKS, count)
-    places = torch.arange(looks, device=device) * (count - 1) // max(1, looks - 1)
+    places = _spaced(prod(form.shape), form.tensor.device)
     if form.indices is None:
         return places
     return torch.cat([places, form.indices[:, :_LOOKS].reshape(-1).long()])
+
+
+@cache
+def _spaced(count: int, device: torch.device) -> Tensor:
+    looks = min(_LOOKS, count)
+    return torch.arange(looks, device=device) * (count - 1) // max(1, looks - 1)
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:
