@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from everstep.checkpointer import Checkpointer
     from everstep.handle import SaveHandle
     from everstep.state.clipping import clip_grad_norm_
+    from everstep.state.comm_hooks import compress
     from everstep.store.retain import Keep
     from everstep.store.store import Store
 
@@ -34,6 +35,7 @@ __all__ = [
     "Unavailable",
     "Unsupported",
     "clip_grad_norm_",
+    "compress",
 ]
 
 # Loaded at first use: the command and the keeper start without torch.
@@ -43,6 +45,7 @@ _HOMES = {
     "Keep": "everstep.store.retain",
     "Store": "everstep.store.store",
     "clip_grad_norm_": "everstep.state.clipping",
+    "compress": "everstep.state.comm_hooks",
 }
 
 

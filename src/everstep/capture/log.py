@@ -25,7 +25,7 @@ from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
-from everstep.state import clipping
+from everstep.state import clipping, compressed
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
@@ -234,10 +234,12 @@ class Log:
         return self._last.step
 
     def _keep_raw(self, wanted: bool) -> None:
-        """Let clip_grad_norm_ keep what it clips, which takes memory, only while there is a log."""
+        """Let clip_grad_norm_ keep what it clips, and compress what it sends, only while there is a
+        log: it takes memory."""
         if wanted != self._keeps_raw:
             self._keeps_raw = wanted
-            (clipping.attach if self._keeps_raw else clipping.detach)()
+            for kept in (clipping, compressed):
+                (kept.attach if wanted else kept.detach)()
 
     def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
         last = self._last

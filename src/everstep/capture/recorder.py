@@ -4,7 +4,8 @@ A gradient is *held* by reference where its storage is fresh, because then nobod
 more: zero_grad() lets go of it, and the next backward makes another. It is *copied* at the call
 where that is not sure: the first records, storage that was seen before (zero_grad(set_to_none=
 False), DDP's buckets), views, optimizers that were seen to write to gradients, a GradScaler that
-unscales inside of the update.
+unscales inside of the update. Where a communication hook has compressed it, its compressed form is
+held.
 
 Between two calls of an optimizer its tensors must not change, or replay would go another way: a
 tripwire is armed after each call, and looked at before the next.
@@ -22,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
 from everstep.format.tables import is_dense
-from everstep.state import clipping
+from everstep.state import clipping, compressed, forms
 from everstep.state.leaves import Leaf, sample
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerState
@@ -267,18 +268,27 @@ class Recorder:
 
     def _note_gradients(self, call: Call, must_copy: bool) -> None:
         clips: dict[tuple[int, bool], dict[str, Any]] = {}
-        rows = [(name, parameter) for _, name, parameter, _ in call.optimizer.parameters()]
+        shrunk: dict[str, forms.Form] = {}
+        rows = [
+            (name, parameter, clipping.raw_gradient(parameter))
+            for _, name, parameter, _ in call.optimizer.parameters()
+        ]
+        known = compressed.forms_of((parameter, clipped) for _, parameter, clipped in rows)
         must_copy |= call.optimizer.name in self._writers
-        for name, parameter in rows:
+        for name, parameter, clipped in rows:
             gradient = parameter.grad
             if gradient is None or (self.only is not None and name not in self.only):
                 continue
             _check_gradient(name, gradient)
             key = f"{call.at}.{name}"
             self._noted[id(parameter)] += 1
-            if clipped := clipping.raw_gradient(parameter):
-                call.tensors[key] = clipped.raw  # nobody else writes to it
+            if clipped:
                 _note_clip(clips, clipped, name, call)
+            if form := known.get(id(parameter)):
+                shrunk[name] = form
+                call.tensors |= form.tensors(call.at, name)
+            elif clipped:
+                call.tensors[key] = clipped.raw  # nobody else writes to it
             else:
                 copies = must_copy or not self._is_fresh(parameter, gradient)
                 kept = gradient.detach()
@@ -289,9 +299,12 @@ class Recorder:
                     )
                 )
             self._seen[id(parameter)] = StorageWeakRef(gradient.untyped_storage())
-        clipping.release(parameter for _, parameter in rows)
+        clipping.release(parameter for _, parameter, _ in rows)
+        compressed.release(parameter for _, parameter, _ in rows)
         if clips:
             call.said["clips"] = list(clips.values())
+        if shrunk:
+            call.said["compressed"] = forms.describe(shrunk)
 
     def _is_fresh(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         storage = gradient.untyped_storage()

@@ -26,7 +26,7 @@ from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
-from everstep.state import clipping
+from everstep.state import clipping, compressed
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
@@ -188,10 +188,12 @@ class Spread:
         self._keep_raw(False)
 
     def _keep_raw(self, wanted: bool) -> None:
-        """Let clip_grad_norm_ keep what it clips, only while that is recorded."""
+        """Let clip_grad_norm_ keep what it clips, and compress what it sends, only while that is
+        recorded."""
         if wanted != self._keeps_raw:
             self._keeps_raw = wanted
-            (clipping.attach if wanted else clipping.detach)()
+            for kept in (clipping, compressed):
+                (kept.attach if wanted else kept.detach)()
 
     def _measure(self, walk: Walk) -> None:
         """Bytes of a state, and of the gradients of all parameters; once for each walk."""

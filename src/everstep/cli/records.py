@@ -52,6 +52,10 @@ def _call_facts(prefix: str, said: Mapping[str, Any], table: Table) -> dict[str,
         "gradients": len(gradients),
         "gradient_bytes": sum(piece.size for entry in gradients for piece in entry.pieces),
         "clips": clips,
+        "compressed": [
+            {"form": str(found["form"]), "gradients": len(found["names"])}
+            for found in said.get("compressed", ())
+        ],
         "strides": sum(entry.strides is not None for entry in gradients),
         "audited": "after" in said,
         "scaler": sorted(said.get("scaler", {})),
@@ -96,6 +100,10 @@ def _call_text(call: Mapping[str, Any]) -> str:
         words.append(f"{clipped:,} from before clipping, clip coefficient kept ({how})")
     else:
         words.append("as consumed, no clip coefficient kept")
+    words += [
+        f"{found['gradients']:,} compressed ({wording.clean(found['form'])})"
+        for found in call["compressed"]
+    ]
     if call["strides"]:
         words.append(f"{call['strides']:,} not row-major in memory")
     if call["audited"]:

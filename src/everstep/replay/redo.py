@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from everstep.errors import Corrupt, Mismatch
-from everstep.state import clipping
+from everstep.state import clipping, forms
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
 
@@ -103,9 +103,9 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
     groups = record.groups[said["optimizer"]]
     parameters: dict[str, torch.Tensor] = {}
     sets: dict[int, Mapping[str, Any]] = {}
+    compressed = forms.by_parameter(said)
     for index, name, parameter, _ in state.parameters():
-        gradient = record.tensors.get(f"{at}.{name}")
-        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        parameter.grad = forms.gradient_of(record.tensors, at, name, parameter, compressed)
         parameters[name] = parameter
         # Every parameter of a group has the same set: the restore has checked that.
         sets.setdefault(index, said["sets"][groups[name]])

@@ -44,11 +44,13 @@ class Clipped:
     `raw`: the gradient's shape, dtype, device and strides; shares no memory with `p.grad`. Whoever
     looked it up may hold it, and must not change it. `coefficient`: 0-d, at most 1 (or NaN), on
     `raw`'s device; its dtype follows the norm's. `foreach`: torch's multi-tensor kernel was used.
+    `version`: the gradient's before clipping.
     """
 
     raw: Tensor
     coefficient: Tensor
     foreach: bool
+    version: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,6 +193,7 @@ def _clip_and_keep(
     # Elements of this list are only reached by index: a local name would be one more holder.
     gradients = [owner.grad for owner in owners if owner.grad is not None]
     total_norm = torch_clipping.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    versions = [gradients[index]._version for index in range(len(gradients))]
     replaced, copied = _replaced_and_copied(gradients)
     raws = dict(zip(copied, _copies([gradients[index] for index in copied]), strict=True))
     # First, since it may raise: then, as in torch, part of the gradients is scaled.
@@ -213,7 +216,8 @@ def _clip_and_keep(
             owners[index].grad = gradient
         for index in indices:
             if index in raws:
-                _keep(owners[index], Clipped(raws[index], factor, is_foreach))
+                clipped = Clipped(raws[index], factor, is_foreach, versions[index])
+                _keep(owners[index], clipped)
     return total_norm
 
 
