@@ -271,7 +271,7 @@ class Log:
             return 1
         if self._window is not None:
             return self._window
-        return choose_window(self._base_bytes, 0, self._pace, BASE_EVERY_MIN)
+        return choose_window(self._base_bytes, self._pace, BASE_EVERY_MIN)
 
     def _break(self, error: Unsupported) -> None:
         self._breaks += 1
