@@ -68,8 +68,8 @@ CONTENDERS = {
         "everstep",
         "everstep",
         "all",
-        note="its window is chosen by itself, and is one step, as with full, where copies are fast; "
-        "its single save and restore are of a whole state",
+        note="its window is chosen by itself, and is one step, as with full, where copies are "
+        "fast; its single save and restore are of a whole state",
         strategy="spread",
     ),
     LOG: Facts(

@@ -201,9 +201,9 @@ def _remarks(report: Report) -> list[str]:
 
 def _log_remarks(report: Report) -> list[str]:
     lines = []
-    if spreads := report["spread_recovery"]:
-        if not all(row["equal"] for row in spreads["restores"]):
-            lines.append(f"{SPREAD}: what was restored DIFFERS from what was saved")
+    spreads = report["spread_recovery"]
+    if spreads and not all(row["equal"] for row in spreads["restores"]):
+        lines.append(f"{SPREAD}: what was restored DIFFERS from what was saved")
     log = report["contenders"].get(LOG)
     if log and log["bases"] and log["bases"]["slowdown_with_bases"] is not None:
         mean, apart = log["bases"]["slowdown_with_bases"], log["bases"]["apart"]
