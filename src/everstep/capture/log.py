@@ -299,7 +299,7 @@ class Log:
                 f"strategy='full'"
             )
         recorded = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
-        leaves = (*recorded, *pieces, *others)
+        leaves = (*pieces, *recorded, *others)  # updates wait for pieces, not for records
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
         kept = {leaf.name for leaf in (*pieces, *others, *collected.loose)}
         aliases = {name: found for name, found in collected.aliases.items() if name in kept}
