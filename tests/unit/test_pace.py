@@ -50,6 +50,12 @@ def test_it_waits_less_than_gockpt_in_the_bytes_of_mixed_precision(copy_steps: i
     assert chosen.stall_s < copy_steps - 1
 
 
+def test_a_little_more_than_a_step_is_waited_for() -> None:
+    pieces = equal_pieces(64, 1000, 1 / 7)
+    assert schedule(pieces, 0, pace(1.09, 64_000), 64).steps == 1
+    assert schedule(pieces, 0, pace(1.2, 64_000), 64).steps == 2
+
+
 def test_gradients_that_cost_more_than_they_save_make_it_full() -> None:
     pieces = equal_pieces(64, 1000, 4.0)  # gradients four times as large as the state
     assert schedule(pieces, 0, pace(4, 64_000), 64).steps <= 2
@@ -90,12 +96,14 @@ def test_it_is_never_slower_than_full_whatever_the_pieces() -> None:
 
 def test_a_call_falls_at_once_and_rises_slowly() -> None:
     p = Pace()
-    for seconds in (0.4, 0.001, 0.5, 0.001):
+    for seconds in (0.4, 0.001):
         p.note_call(seconds)
     assert p.call_s == 0.001
     p.note_wait(3.0)
     p.note_call(3.001)
     assert p.call_s == pytest.approx(0.001)
+    p.note_call(0.5)
+    assert 0.001 < p.call_s < 0.002
 
 
 def test_it_is_chosen_anew_where_what_was_measured_moved() -> None:

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 _NEW = 0.3
-_RISE = 1.2
+_OUTLIER = 2.0
 _SIZE_MIN = 1 << 20
 WINDOW_MAX = 64
 FILL = 0.95
 """Of what fits beside forward and backward, the part that is planned for: both vary."""
 RECORDS_MAX = 1.0
 """Of the state's bytes, those of the gradients that a window may record."""
+GAIN_MIN = 0.1
+"""Of a step's forward and backward: by so much a window must be better than a full copy."""
 CALLS = 2.0
 """What a step of a window takes from training even where all is copied in time, in calls: the call
 itself, and about as much around the update."""
@@ -45,9 +47,12 @@ class Pace:
 
     def note_call(self, seconds: float) -> None:
         """A call took that long. The first one, which makes plans, and those that were interrupted
-        tell nothing: it falls at once, and rises slowly."""
+        tell little: the mean falls at once, and rises slowly."""
         seconds, self._waited_s = seconds - self._waited_s, 0.0
-        self.call_s = min(seconds, _RISE * self.call_s) if self.call_s else seconds
+        if not self.call_s or seconds * _OUTLIER < self.call_s:
+            self.call_s = seconds
+        else:
+            self.call_s = _mean(self.call_s, min(seconds, _OUTLIER * self.call_s))
 
     def describe(self) -> dict[str, Any]:
         """For `everstep show`."""
@@ -113,8 +118,10 @@ def schedule(pieces: Sequence[Piece], rest: int, pace: Pace, every: int) -> Sche
     if not pace.bytes_per_s or not pace.overlap_s:
         return Schedule()
     ordered = sorted(pieces, key=lambda piece: (-piece.size, piece.name))
+    full = _fill(ordered, rest, pace, 1, False)
     found = [_fill(ordered, rest, pace, every, overfull) for overfull in (False, True)]
-    return min(found, key=lambda one: (one.cost_s, one.steps))
+    best = min(found, key=lambda one: (one.cost_s, one.steps))
+    return best if best.cost_s + GAIN_MIN * pace.overlap_s < full.cost_s else full
 
 
 def _fill(left: Sequence[Piece], rest: int, pace: Pace, every: int, overfull: bool) -> Schedule:
