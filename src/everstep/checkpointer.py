@@ -103,7 +103,7 @@ class Checkpointer:
         self._every = every
         self._waits = under_pressure == "wait"
         self._state = State(state, rng)
-        pace = Pace()
+        pace = self._pace = Pace()
         self._log = _strategy(
             strategy, self._state.optimizers, every, base_every, window, audit == "full", pace
         )
@@ -326,6 +326,7 @@ class Checkpointer:
         self, handle: SaveHandle, tag: str | None, metrics: dict[str, Any], asked: bool
     ) -> Captured | None:
         """None where there is nothing to be captured."""
+        began = time.perf_counter()
         captured: Captured | None = Captured(self._collect())
         if self._log and captured:
             captured = self._log.choose(
@@ -339,6 +340,7 @@ class Checkpointer:
             if self._log:  # what was taken for the record is gone
                 self._log.end_chain()
             raise
+        self._pace.note_call(time.perf_counter() - began)
         return captured
 
     def _capture_it(

@@ -1,15 +1,23 @@
 """The bench: its plan and its arithmetic, and a tiny run from end to end."""
 
 import argparse
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
-from everstep.cli.bench import command, floors, machine, plan, report
+from everstep.capture.copies import Batch
+from everstep.capture.plan import Planner
+from everstep.cli.bench import accelerator, command, floors, machine, plan, report, simulated
 from everstep.cli.bench.plan import Block, Facts
 from everstep.cli.strategies import STRATEGIES
+from everstep.keeper.arena import Arena
+from everstep.state.leaves import Leaf
+from everstep.state.view import Collected, Walk
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -38,19 +46,107 @@ def test_a_log_has_blocks_of_bases_too() -> None:
 
 
 def test_only_and_strategy_choose_together() -> None:
-    assert plan.chosen(["everstep"]) == ["none", "plain", "everstep", "everstep-log"]
+    ours = ["everstep", "everstep-spread", "everstep-log"]
+    assert plan.chosen(["everstep"]) == ["none", "plain", *ours]
     assert plan.chosen(["everstep"], ["full"]) == ["none", "plain", "everstep"]
     assert plan.chosen(["dcp"], ["log"]) == ["none", "plain", "dcp"]
     assert "everstep" not in plan.chosen([], ["log"])
-    assert "everstep-log" not in plan.PEERS
+    assert not set(ours) & set(plan.PEERS)
     for words, strategies in (
-        ("all", ("full", "log")),
+        ("all", ("full", "spread", "log")),
+        ("spread,full", ("full", "spread")),
         ("log", ("log",)),
-        ("log,full", STRATEGIES),
+        ("log,full,spread", STRATEGIES),
     ):
         assert arguments("--strategy", words).strategy == strategies
     with pytest.raises(SystemExit):
-        arguments("--strategy", "spread")
+        arguments("--strategy", "auto")  # it chooses among these, so it is none of them
+
+
+def test_a_spread_checkpoint_is_measured_where_it_has_steps_to_spread_over() -> None:
+    assert plan.intervals_of("everstep-spread", [1, 10]) == [10]
+    assert plan.intervals_of("everstep-spread", [1]) == [1]
+    blocks = plan.round_of(["none", "everstep", "everstep-spread"], [1, 10], 0)
+    assert [block.every for block in blocks if block.name == "everstep-spread"] == [10]
+
+
+def measured_row(strategy: str, held: float, equal: bool = True) -> dict[str, Any]:
+    periods = [{"held_s": held * part, "call_s": 0.01, "loop_s": held} for part in (1, 2, 3)]
+    row = {"kind": "bf16", "ratio": 4, "strategy": strategy, "window_s": 0.1, "periods": periods}
+    row |= {"gradient_bytes": 2, "state_bytes": 12, "steps_spread_over": 5, "bytes": 14}
+    return {**row, "predicted_s": 0.2, "restore_s": 0.5, "equal": equal}
+
+
+def test_the_simulated_accelerator_is_named_and_counted_in_steps(tmp_path: Path) -> None:
+    settings = {"ratios": {"bf16": [4]}, "window_s": 0.1, "every": 16}
+    rows = [measured_row("full", 0.15), measured_row("spread", 0.05)]
+    found = simulated.summarise({"settings": settings, "rows": rows}, {})
+    assert found["section"] == "simulated accelerator"
+    full, spread = found["rows"]
+    assert full["held_steps"]["median"] == pytest.approx(3)
+    assert (full["single_steps"], full["gockpt_steps"]) == (3, pytest.approx(12 / 14))
+    assert spread["stall_steps"]["median"] == pytest.approx(1.1)
+    assert spread["predicted_steps"] == pytest.approx(2)
+    assert found["spread_over_full_steps"] == pytest.approx(-2)
+    assert found["is_never_slower"]
+    console = Console(width=200, record=True, file=io.StringIO())
+    simulated.show(found, console)
+    text = console.export_text()
+    assert text.count("simulated accelerator") == 2  # the table's title, and the remark
+    assert "DIFFERS" not in text
+    simulated.draw(found, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    slow = [measured_row("full", 0.05), measured_row("spread", 0.15, equal=False)]
+    simulated.show(simulated.summarise({"settings": settings, "rows": slow}, {}), console)
+    text = console.export_text()
+    assert "SLOWER" in text
+    assert "DIFFERS" in text
+
+
+def test_a_copy_within_a_step_has_no_model_of_a_stall() -> None:
+    assert simulated.single_steps(0.5) == simulated.gockpt_steps(0.5) == 0
+    assert simulated.gockpt_steps(7) == 3
+
+
+def test_what_is_copied_has_arrived_when_it_came_through_the_channel() -> None:
+    sent, arrived = [], []
+    channel = accelerator.Channel(1e12)
+    channel.send = lambda size: sent.append((size, list(arrived)))  # type: ignore[method-assign]
+    tensors = [torch.arange(30.0), torch.ones(4, 4).t(), torch.ones(0)]
+    leaves = tuple(Leaf(f"t{i}", tensor, 0) for i, tensor in enumerate(tensors))
+    walk = Walk(leaves, {id(leaf.tensor): leaf.name for leaf in leaves}, {}, {})
+    plan = Planner().plan(Collected(walk, (), {}, {}, {}))
+    arena = Arena.create(1, 4096, plan.layout.size)
+    with accelerator.throttled(channel):
+        batch = Batch.of(leaves, plan)
+        batch.copy_from_cpu(arena, 0, None, arrived.append)
+        starts = list(batch.starts())
+    start = plan.offsets["t0"]
+    assert bytes(arena.image(0)[start : start + 120]) == tensors[0].numpy().tobytes()
+    assert sent == [(120, []), (64, starts[:1])]
+    assert arrived == starts
+    assert "throttled" not in Batch.copy_from_cpu.__qualname__
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_small_simulation_measures_real_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "RATIOS", {"bf16": (3,)})
+    monkeypatch.setattr(simulated, "EVERY", 4)
+    monkeypatch.setattr(simulated, "WINDOW_S", 0.02)
+    args = arguments("--simulate", "--rounds", "1", "--json", str(tmp_path / "report.json"))
+    args.store_root = tmp_path / "stores"
+    assert command.run(args) == 0
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["section"] == "simulated accelerator"
+    assert [row["strategy"] for row in found["rows"]] == ["full", "spread"]
+    assert all(row["equal"] for row in found["rows"])
+    full = found["rows"][0]
+    assert full["steps_spread_over"] == 1
+    assert full["held_steps"]["min"] > 0.5  # two steps by its model; a slow machine holds less
+    assert not list((tmp_path / "stores").iterdir())
 
 
 def test_what_a_recovery_should_cost_at_most() -> None:
@@ -128,6 +224,7 @@ def test_a_tiny_run_reports_all_that_was_asked_for(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that spin would stand in each other's way
     monkeypatch.setattr(command, "_SETTLE_S", 0)
+    monkeypatch.setattr(command, "WINDOWS", (1, 3))
     gone = Facts("a library that nobody has", "no_such_library", "no-such-library")
     monkeypatch.setitem(plan.CONTENDERS, "torchsnapshot", gone)
     args = arguments(
@@ -139,13 +236,17 @@ def test_a_tiny_run_reports_all_that_was_asked_for(
     assert command.run(args) == 0
     measured = json.loads((tmp_path / "report.json").read_text())
     assert measured["missing"] == {"torchsnapshot": "a library that nobody has"}
-    ours = ["everstep", "everstep-log"]
+    ours = ["everstep", "everstep-spread", "everstep-log"]
     assert list(measured["contenders"]) == ["none", "plain", "torch.save", "dcp-async", *ours]
     for name, entry in measured["contenders"].items():
         assert entry["failed"] is None
         if name != "none":
-            check_entry(entry)
+            check_entry(entry, () if name == "everstep-spread" else ("1",))
     check_log(measured)
+    restores = measured["spread_recovery"]["restores"]
+    assert [row["window"] for row in restores] == [1, 3]
+    assert all(row["equal"] and row["seconds"]["count"] == 2 for row in restores)
+    assert restores[1]["bytes"] > restores[0]["bytes"]
     assert measured["tensors"]["tensors"] == 40
     assert len(measured["aims"]) >= 5
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -167,8 +268,9 @@ def check_log(measured: dict[str, Any]) -> None:
     assert sum("log" in aim["aim"] or "record" in aim["aim"] for aim in measured["aims"]) >= 2
 
 
-def check_entry(entry: dict[str, Any]) -> None:
-    for every, blocks_times_saves in (("1", 4), ("2", 2)):
+def check_entry(entry: dict[str, Any], at_every_step: tuple[str, ...]) -> None:
+    assert set(entry["every"]) == {*at_every_step, "2"}
+    for every, blocks_times_saves in (*((every, 4) for every in at_every_step), ("2", 2)):
         training = entry["every"][every]
         assert training["stall_ms"]["count"] == blocks_times_saves
         assert training["stall_ms"]["min"] <= training["stall_ms"]["p99"]

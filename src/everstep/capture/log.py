@@ -273,7 +273,7 @@ class Log:
             return 1
         if self._window is not None:
             return self._window
-        return choose_window(self._base_bytes, 0, self._pace, BASE_EVERY_MIN)
+        return choose_window(self._base_bytes, self._pace, BASE_EVERY_MIN)
 
     def _break(self, error: Unsupported) -> None:
         self._breaks += 1
@@ -301,7 +301,7 @@ class Log:
                 f"strategy='full'"
             )
         recorded = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
-        leaves = (*recorded, *pieces, *others)
+        leaves = (*pieces, *recorded, *others)  # updates wait for pieces, not for records
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
         kept = {leaf.name for leaf in (*pieces, *others, *collected.loose)}
         aliases = {name: found for name, found in collected.aliases.items() if name in kept}

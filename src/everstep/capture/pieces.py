@@ -4,11 +4,12 @@ A piece is a parameter with all of its optimizer state, never a part of that: a 
 step with moments of another replays to a wrong state.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from everstep.capture.pace import Piece
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Walk
@@ -21,7 +22,7 @@ class Pieces:
     walk: Walk
     units: dict[str, list[Leaf]]
     """By the parameter's name."""
-    groups: list[list[str]]
+    groups: Sequence[Sequence[str]]
     """Names of parameters, by the step at which they are copied; the others come last."""
     steps: list[int] = field(default_factory=list)
     """At which something was copied."""
@@ -30,10 +31,16 @@ class Pieces:
     _taken: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, optimizers: list[OptimizerState], walk: Walk, steps: int) -> "Pieces":
-        """To be copied over so many steps."""
+    def of(
+        cls,
+        optimizers: list[OptimizerState],
+        walk: Walk,
+        steps: int,
+        planned: Sequence[Sequence[str]] | None = None,
+    ) -> "Pieces":
+        """To be copied over so many steps: as planned, or in equal shares."""
         units = _units(optimizers, walk)
-        return cls(walk, units, _groups(units, steps))
+        return cls(walk, units, _groups(units, steps) if planned is None else planned)
 
     def take(self, step: int, is_last: bool) -> Iterator[Leaf]:
         """What is copied at this step; if it is the last, all that is left of what optimizers
@@ -47,6 +54,32 @@ class Pieces:
             self.copied.add(name)
             self._taken.update(id(leaf.tensor) for leaf in self.units[name])
             yield from self.units[name]
+
+
+def measured(optimizers: list[OptimizerState], walk: Walk) -> tuple[list[Piece], int]:
+    """The pieces, and the bytes of all parameters' gradients."""
+    rows = [
+        (name, parameter)
+        for optimizer in optimizers
+        for _, name, parameter, _ in optimizer.parameters()
+    ]
+    gradients = {id(parameter): _gradient_bytes(parameter) for _, parameter in rows}
+    ids = {name: id(parameter) for name, parameter in rows}
+    pieces = [
+        Piece(name, sum(leaf.tensor.nbytes for leaf in unit), gradients[ids[name]])
+        for name, unit in _units(optimizers, walk).items()
+    ]
+    return pieces, sum(gradients.values())
+
+
+def _gradient_bytes(parameter: torch.Tensor) -> int:
+    """Of the gradient that is there, or of one to come: it may be of another dtype."""
+    if not parameter.requires_grad:
+        return 0
+    if parameter.grad is not None:
+        return parameter.grad.nbytes
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    return parameter.numel() * int(dtype.itemsize)
 
 
 def why_not(optimizers: list[OptimizerState]) -> str | None:

@@ -7,21 +7,22 @@ the optimizers consumed meanwhile.
     committed                                                one checkpoint, of step 120
 
 A piece is a parameter with all of its optimizer state, the largest first. A gradient is kept only
-for pieces that are copied already. Where one step's forward and backward are long enough for the
-whole state, or gradients would cost more than they save, the window is one step: then it is `full`.
+for pieces that are copied already. Each step copies what fits beside its forward and backward.
+Where that is the whole state, or gradients would cost more than they save, the window is one step:
+then it is `full`.
 Source: GoCkpt (multi-step overlapped checkpoints); fuzzy checkpoints of ARIES.
 """
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from everstep.capture.log import RECORD_OWNER, Captured
-from everstep.capture.pace import Pace, choose_window
-from everstep.capture.pieces import Pieces, plain_numbers, why_not
+from everstep.capture.pace import Pace, Piece, Schedule, schedule
+from everstep.capture.pieces import Pieces, measured, plain_numbers, why_not
 from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
@@ -65,6 +66,10 @@ class Spread:
         self._last_walk: Walk | None = None
         self._said: tuple[Any, Any] = (None, None)
         self._sizes: tuple[Walk, int, int] | None = None
+        self._measured: list[Piece] = []
+        self._schedule = Schedule()
+        self._planned: tuple[Walk, Pace] | None = None
+        """For which the schedule was made."""
         self._broken_due: int | None = None
         self._keeps_raw = False
         self.refusal = why_not(optimizers)
@@ -107,8 +112,13 @@ class Spread:
             return 1
         if self._fixed is not None:
             return min(self._fixed, self._every)
-        _, state, gradients = self._sizes
-        return choose_window(state, gradients, self._pace, self._every)
+        walk, state, _ = self._sizes
+        known = self._planned
+        if known is None or known[0] is not walk or self._pace.has_moved(known[1]):
+            rest = state - sum(piece.size for piece in self._measured)
+            self._schedule = schedule(self._measured, rest, self._pace, self._every)
+            self._planned = walk, replace(self._pace)
+        return self._schedule.steps
 
     def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
         """The handle of the last checkpoint, if it is of this step and of just this state."""
@@ -199,13 +209,8 @@ class Spread:
         """Bytes of a state, and of the gradients of all parameters; once for each walk."""
         if self._sizes is None or self._sizes[0] is not walk:
             state = sum(leaf.tensor.nbytes for leaf in walk.leaves)
-            parameters = {
-                id(parameter): parameter.nbytes
-                for optimizer in self._optimizers
-                for _, _, parameter, _ in optimizer.parameters()
-                if parameter.requires_grad
-            }
-            self._sizes = walk, state, sum(parameters.values())
+            self._measured, gradients = measured(self._optimizers, walk)
+            self._sizes = walk, state, gradients
 
     def _share(self, step: int, collected: Collected, is_due: bool) -> Captured:
         """This step's part of the window, which begins here where none is open."""
@@ -227,7 +232,7 @@ class Spread:
             self._recorder.watch()
             self._keep_raw(True)
         self._recorder.only = pieces.copied
-        return Captured(_part_of(collected, (*record, *leaves), is_due), share=share)
+        return Captured(_part_of(collected, (*leaves, *record), is_due), share=share)
 
     def _open(self, step: int, collected: Collected) -> _Window:
         if taken := [leaf.name for leaf in collected.walk.leaves if is_own(leaf.name)]:
@@ -235,7 +240,11 @@ class Spread:
         if problem := plain_numbers(self._optimizers):
             raise Unsupported(problem)
         due = -(-step // self._every) * self._every
-        return _Window(due, Pieces.of(self._optimizers, collected.walk, due - step + 1))
+        walk, steps = collected.walk, due - step + 1
+        known = self._planned
+        is_planned = known and known[0] is walk and self._schedule.steps == steps
+        planned = self._schedule.groups if is_planned and self._fixed is None else None
+        return _Window(due, Pieces.of(self._optimizers, walk, steps, planned))
 
     def _check(self, window: _Window, step: int, collected: Collected) -> None:
         for handle in window.handles:

@@ -2,10 +2,18 @@
 
 from typing import Literal, get_args
 
-Strategy = Literal["full", "log"]
+Strategy = Literal["full", "spread", "log"]
+DemoStrategy = Literal["full", "spread", "log", "auto"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-DEFAULT_STRATEGY: Strategy = "full"
+DEMO_STRATEGIES: tuple[DemoStrategy, ...] = get_args(DemoStrategy)
+DEFAULT_STRATEGY: DemoStrategy = "full"
+
+SPREAD_EVERY = 5
+"""Steps from one checkpoint to the next where a demo spreads them: at every step there is nothing
+to spread over."""
+SPREAD_WINDOW = 4
+"""Of the demo. By itself the library would choose one step on a machine that copies this fast."""
 
 NO_BASE = 1_000_000
 """As `base_every`: no base comes by itself, so that none falls into what is timed."""

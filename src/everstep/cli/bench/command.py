@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from everstep.cli.bench import picture, report, tables
+from everstep.cli.bench import picture, report, simulated, tables
 from everstep.cli.bench.driver import Driver, WorkerFailed
 from everstep.cli.bench.machine import describe, version
 from everstep.cli.bench.plan import (
@@ -28,8 +28,10 @@ from everstep.cli.bench.plan import (
     LOG,
     OURS,
     PEERS,
+    SPREAD,
     Block,
     chosen,
+    intervals_of,
     missing,
     rotated,
     round_of,
@@ -42,6 +44,8 @@ _SETTLE_S = 0.3
 _TIMEOUT_S = 600.0
 _TENSORS_SAVES = 15
 _PLAIN_WIDTH = 136
+WINDOWS = (1, 4, 8)
+"""Of the spread checkpoints of which restores are timed; 1: a whole state."""
 _LEAD_STEPS_MAX = max(facts.lead_steps for facts in CONTENDERS.values())
 _SETTINGS = ("steps", "rounds", "size", "every", "strategy", "base_every", "tensors")
 
@@ -54,10 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--size", choices=("25m", "tiny"), default="25m", help="parameters of the model")
     add("--every", type=_intervals, default=[1, 10], help="steps between saves (1,10)")
     add("--only", type=_names, default=[], metavar="NAME,...", help=", ".join([*PEERS, OURS]))
-    add("--strategy", type=_strategies, default=STRATEGIES, help="full,log (default: all)")
+    add("--strategy", type=_strategies, default=STRATEGIES, help="full,spread,log (default: all)")
     add("--base-every", type=int, default=50, help="steps that share a base's cost (%(default)s)")
     far = "records after a base, of which restores are timed (1,5,10,20)"
     add("--records", type=_intervals, default=[1, 5, 10, 20], help=far)
+    simulate = "only the section about a simulated accelerator: full beside spread"
+    add("--simulate", action="store_true", help=simulate)
     add("--tensors", type=int, default=10_000, help="in the model of small ones; 0: none")
     add("--text", metavar="FILE", help="what to train on (default: Python's own sources)")
     add("--store-root", type=Path, default=Path("runs"), metavar="DIR", help="where checkpoints go")
@@ -73,17 +79,37 @@ def run(args: argparse.Namespace) -> int:
     args.store_root.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="bench-", dir=args.store_root)).resolve()
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    if args.simulate:
+        return _simulate(args, root, console)
     try:
         raw = Bench(args, names, root, _teller()).measure()
     finally:
         shutil.rmtree(root, ignore_errors=True)
     summary = report.summarise(raw)
     tables.show(summary, console)
-    if args.json:
-        args.json.write_text(json.dumps({**summary, "raw": raw}, indent=1, allow_nan=False) + "\n")
+    _write_json(args, {**summary, "raw": raw})
     if args.picture:
         picture.draw(summary, args.picture)
     return 0
+
+
+def _simulate(args: argparse.Namespace, root: Path, console: Console) -> int:
+    """The section about the simulated accelerator. Returns 1 where a restored byte differs."""
+    try:
+        raw = simulated.measure(root, args.rounds, _teller())
+        summary = simulated.summarise(raw, describe(root))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    simulated.show(summary, console)
+    _write_json(args, summary)
+    if args.picture:
+        simulated.draw(summary, args.picture)
+    return 0 if all(row["equal"] for row in summary["rows"]) else 1
+
+
+def _write_json(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
 class Bench:
@@ -128,6 +154,9 @@ class Bench:
             if LOG in self._names:
                 self._tell(f"recovery after {', '.join(map(str, self._args.records))} records")
                 self._try(LOG, self._recovery)
+            if SPREAD in self._names:
+                self._tell(f"restores after windows of {', '.join(map(str, WINDOWS))} steps")
+                self._try(SPREAD, self._spread_recovery)
         finally:
             for driver in self._drivers.values():
                 driver.stop()
@@ -146,7 +175,7 @@ class Bench:
             )
 
     def _start_one(self, name: str) -> None:
-        intervals = self._args.every if CONTENDERS[name].is_ours else [1]
+        intervals = self._intervals(name) if CONTENDERS[name].is_ours else [1]
         for every in intervals:
             settings = {
                 "name": name,
@@ -195,10 +224,18 @@ class Bench:
         request = {"records": self._args.records, "rounds": self._args.rounds}
         self.raw["recovery"] = self._driver(name).ask("recovery", _TIMEOUT_S, **request)
 
+    def _spread_recovery(self, name: str) -> None:
+        request = {"windows": WINDOWS, "rounds": self._args.rounds}
+        reply = self._driver(name).ask("spread_recovery", _TIMEOUT_S, **request)
+        self.raw["spread_recovery"] = reply
+
     def _driver(self, name: str, every: int = 0) -> Driver:
         """The process of a contender; for what is done once, that of its first interval."""
         own = CONTENDERS[name].is_ours
-        return self._drivers[name, (every or self._args.every[0]) if own else 1]
+        return self._drivers[name, (every or self._intervals(name)[0]) if own else 1]
+
+    def _intervals(self, name: str) -> list[int]:
+        return intervals_of(name, self._args.every)
 
     def _try(self, name: str, action: Callable[..., None], *rest: Any) -> None:
         """Do something with a contender that has not failed before; baseline and floor must not."""

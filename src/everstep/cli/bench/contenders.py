@@ -258,5 +258,6 @@ OWN: dict[str, Maker] = {
     "none": _NoCheckpoints,
     "plain": _PlainWrite,
     "everstep": partial(_Everstep, "full"),
+    "everstep-spread": partial(_Everstep, "spread"),
     "everstep-log": partial(_Everstep, "log"),
 }

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everstep.cli.bench.plan import BASELINE, FLOOR, LOG, OURS
+from everstep.cli.bench.plan import BASELINE, FLOOR, LOG, OURS, SPREAD
 from everstep.errors import Unsupported
 
-_OURS, _LOG, _PEER, _FLOOR = "#0b6e63", "#63c5a4", "#7f8fa6", "#c9ced6"
+_OURS, _LOG, _SPREAD, _PEER, _FLOOR = "#0b6e63", "#63c5a4", "#2f9c88", "#7f8fa6", "#c9ced6"
 _LIMIT = "#333333"
 Entry = dict[str, Any]
 Bar = tuple[float, float, float] | None
@@ -65,7 +65,7 @@ def _bars(
         axes.errorbar(middle, row, xerr=whisker, color="#333333", lw=1, capsize=2)
         axes.annotate(
             f"{middle:.3g}", (max(middle, high), row), (4, 0), textcoords="offset points",
-            va="center", fontsize=8, fontweight="bold" if name in (OURS, LOG) else "normal",
+            va="center", fontsize=8, fontweight="bold" if name in (OURS, LOG, SPREAD) else "normal",
         )  # fmt: skip
     if floor and FLOOR in entries and (bar := value(entries[FLOOR])):
         axes.axvline(bar[0], color="#333333", lw=0.8, ls=":")
@@ -156,7 +156,7 @@ def _bar(values: dict[str, float] | None, scale: float = 1) -> Bar:
 
 
 def _colour(name: str) -> str:
-    return {OURS: _OURS, LOG: _LOG, FLOOR: _FLOOR}.get(name, _PEER)
+    return {OURS: _OURS, LOG: _LOG, SPREAD: _SPREAD, FLOOR: _FLOOR}.get(name, _PEER)
 
 
 def _title(report: dict[str, Any]) -> str:

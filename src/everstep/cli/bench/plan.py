@@ -11,6 +11,7 @@ BASELINE = "none"
 FLOOR = "plain"
 OURS = "everstep"
 LOG = "everstep-log"
+SPREAD = "everstep-spread"
 _BLOCKS_PER_BASELINE = 4
 _DCP_SYNCS = "fsyncs before its last buffers are flushed, and no directory"
 _DCP_STAGES = "staging buffers kept and filled by a thread, which is faster than its default"
@@ -62,6 +63,15 @@ CONTENDERS = {
         note="use_direct_io=False, since its default fails on ext4",
     ),
     OURS: Facts("everstep", "everstep", "everstep", "all", strategy="full"),
+    SPREAD: Facts(
+        "everstep spread",
+        "everstep",
+        "everstep",
+        "all",
+        note="its window is chosen by itself, and is one step, as with full, where copies are "
+        "fast; its single save and restore are of a whole state",
+        strategy="spread",
+    ),
     LOG: Facts(
         "everstep log",
         "everstep",
@@ -105,7 +115,7 @@ def missing(only: Sequence[str], strategies: Sequence[Strategy] = STRATEGIES) ->
 
 def _wanted(only: Sequence[str], strategies: Sequence[Strategy]) -> list[str]:
     """`only` holds everstep under one name; which of its strategies, the other says."""
-    if unknown := set(only) - {*CONTENDERS} | set(only) & {LOG}:
+    if unknown := set(only) - {*CONTENDERS} | set(only) & {LOG, SPREAD}:
         raise ValueError(
             f"unknown contenders {sorted(unknown)}; there are {', '.join([*PEERS, OURS])} "
             f"(with --strategy)"
@@ -129,7 +139,7 @@ def round_of(names: Iterable[str], intervals: Sequence[int], number: int) -> lis
     blocks = [baseline]
     due: list[Block] = []
     for name in rotated(saving, number):
-        due += [Block(name, every) for every in rotated(list(intervals), number)]
+        due += [Block(name, every) for every in rotated(intervals_of(name, intervals), number)]
         if name == LOG:
             due.append(Block(name, intervals[0], bases=True))
     for index, block in enumerate(due, start=1):
@@ -137,6 +147,12 @@ def round_of(names: Iterable[str], intervals: Sequence[int], number: int) -> lis
         if index % _BLOCKS_PER_BASELINE == 0 and index < len(due):
             blocks.append(baseline)
     return [*blocks, baseline]
+
+
+def intervals_of(name: str, intervals: Sequence[int]) -> list[int]:
+    """At which intervals a contender is measured: a window is no longer than one."""
+    chosen = [every for every in intervals if name != SPREAD or every > 1]
+    return chosen or list(intervals)
 
 
 def rotated(items: list[_T], count: int) -> list[_T]:

@@ -1,4 +1,5 @@
-"""What a restore of a log costs, by the number of records between it and its base.
+"""What a restore of a log costs, by the number of records between it and its base; and that of a
+spread checkpoint, by the steps of its window.
 
 At most it should cost a restore of the base, and for each record a read of it and one update: the
 three are measured here too, each by itself, and from a cold cache.
@@ -59,6 +60,44 @@ def measure(
             for count, found in seconds.items()
         ],
     }
+
+
+def measure_spread(
+    root: Path, text: bytes, size: workload.Size, windows: list[int], rounds: int
+) -> dict[str, Any]:
+    """Restore `rounds` times a checkpoint of each of these windows; of one step: a whole state."""
+    rows = []
+    for window in windows:
+        store = root / f"window-{window}"
+        run = workload.build(text, seed=1, steps=_RUN_STEPS, size=size)
+        step, expected = _write_spread(run, store, window), digest(run)
+        manifest = Store(store).manifest(step)
+        row: dict[str, Any] = {"window": len(manifest.parts), "bytes": manifest.size}
+        row |= {"seconds": [], "equal": True, "cache": ""}
+        for _ in range(rounds):
+            fresh = workload.build(text, seed=2, steps=_RUN_STEPS, size=size)
+            with Checkpointer(store, fresh.state()) as checkpointer:
+                row["cache"] = chill(store)
+                began = time.perf_counter()
+                checkpointer.restore(step)
+                row["seconds"].append(time.perf_counter() - began)
+            row["equal"] &= digest(fresh) == expected
+        rows.append(row)
+    return {"restores": rows}
+
+
+def _write_spread(run: workload.Run, root: Path, window: int) -> int:
+    """A checkpoint of such a window, after the whole state that comes first; its step."""
+    run.clip = clip_grad_norm_
+    every = max(2, window)
+    with Checkpointer(
+        root, run.state(), strategy="spread", every=every, window=window, under_pressure="wait"
+    ) as checkpointer:
+        for step in range(1, 2 * every + 1):
+            run.train_step()
+            checkpointer.step(step)
+    await_end_of(str(root))
+    return 2 * every
 
 
 def _write(run: workload.Run, root: Path, records: list[int]) -> dict[int, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from everstep.cli.bench.plan import BASELINE, CONTENDERS, FLOOR, LOG, OURS, PEERS
 
-SCHEMA = 2
+SCHEMA = 3
 AIM_CALL_MS = 1.0
 AIM_SLOWDOWN = 0.10
 AIM_OF_BEST_PEER = 1 / 3
@@ -50,6 +50,7 @@ def summarise(raw: dict[str, Any]) -> dict[str, Any]:
         "missing": {name: CONTENDERS[name].label for name in raw["missing"]},
         "tensors": raw.get("tensors"),
         "recovery": _recovery(raw.get("recovery")),
+        "spread_recovery": _spread_recovery(raw.get("spread_recovery")),
     }
     return {**report, "aims": _aims(report)}
 
@@ -146,6 +147,22 @@ def _recovery(measured: dict[str, Any] | None) -> dict[str, Any] | None:
         rows.append({**row, "seconds": seconds, "at_most_s": at_most, "over": over})
     kept = ("cache", "base_bytes", "record_bytes")
     return {**{key: measured[key] for key in kept}, **parts, "restores": rows}
+
+
+def _spread_recovery(measured: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Restores of spread checkpoints, beside that of the whole state which is the first."""
+    if measured is None:
+        return None
+    whole = statistics.median(measured["restores"][0]["seconds"])
+    rows = [
+        {
+            **row,
+            "seconds": spread(row["seconds"]),
+            "over": statistics.median(row["seconds"]) / whole,
+        }
+        for row in measured["restores"]
+    ]
+    return {"restores": rows}
 
 
 def _alone(raw: dict[str, Any], name: str, is_durable: bool) -> dict[str, Any] | None:

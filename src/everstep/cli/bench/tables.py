@@ -7,9 +7,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.bench.plan import BASELINE, FLOOR, LOG, OURS
+from everstep.cli.bench.plan import BASELINE, FLOOR, LOG, OURS, SPREAD
 
-_STYLES = {OURS: "bold green", LOG: "bold green", BASELINE: "dim", FLOOR: "dim"}
+_STYLES = {
+    OURS: "bold green",
+    LOG: "bold green",
+    SPREAD: "bold green",
+    BASELINE: "dim",
+    FLOOR: "dim",
+}
 Report = dict[str, Any]
 
 
@@ -21,6 +27,8 @@ def show(report: Report, console: Console) -> None:
     console.print(_single_table(report))
     if recovery := report["recovery"]:
         console.print(_recovery_table(recovery))
+    if restores := report["spread_recovery"]:
+        console.print(_spread_recovery_table(restores["restores"]))
     if tensors := report["tensors"]:
         console.print(_tensors_line(tensors))
     if report["aims"]:
@@ -101,6 +109,23 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
     return table
 
 
+def _spread_recovery_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("Restore of a spread checkpoint, its window given, beside a whole state")
+    for column in ("restore\nmedian, s", "min … max", "/ whole\nstate", "MB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        seconds, steps = row["seconds"], row["window"]
+        label = "whole state (full)" if steps == 1 else f"spread over {steps} steps"
+        table.add_row(
+            Text(label + ("" if row["equal"] else " DIFFERS"), "" if row["equal"] else "bold red"),
+            f"{seconds['median']:.3f}",
+            f"{seconds['min']:.3f} … {seconds['max']:.3f}",
+            f"{row['over']:.2f}",
+            f"{row['bytes'] / 1e6:.1f}",
+        )
+    return table
+
+
 def _single_table(report: Report) -> Table:
     floor = report["contenders"][FLOOR]
     table = _table("One save and one restore, no training beside it")
@@ -176,6 +201,9 @@ def _remarks(report: Report) -> list[str]:
 
 def _log_remarks(report: Report) -> list[str]:
     lines = []
+    spreads = report["spread_recovery"]
+    if spreads and not all(row["equal"] for row in spreads["restores"]):
+        lines.append(f"{SPREAD}: what was restored DIFFERS from what was saved")
     log = report["contenders"].get(LOG)
     if log and log["bases"] and log["bases"]["slowdown_with_bases"] is not None:
         mean, apart = log["bases"]["slowdown_with_bases"], log["bases"]["apart"]

@@ -135,6 +135,11 @@ class Worker:
         root = self._root.parent / f"{self._root.name}-recovery"
         return recovery.measure(root, self._text, self._size, records, rounds)
 
+    def spread_recovery(self, windows: list[int], rounds: int) -> dict[str, Any]:
+        """The section about restores of spread checkpoints; see recovery.py."""
+        root = self._root.parent / f"{self._root.name}-recovery"
+        return recovery.measure_spread(root, self._text, self._size, windows, rounds)
+
     def close(self) -> dict[str, Any]:
         """End the contender's processes."""
         self._contender.close()

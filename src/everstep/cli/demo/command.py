@@ -19,7 +19,12 @@ from everstep.cli.demo.events import Event, Settings, read_events
 from everstep.cli.demo.kills import Trainer, draw_aims
 from everstep.cli.demo.report import Report, make_report
 from everstep.cli.demo.table import show
-from everstep.cli.strategies import DEFAULT_STRATEGY, STRATEGIES
+from everstep.cli.strategies import (
+    DEFAULT_STRATEGY,
+    DEMO_STRATEGIES,
+    SPREAD_EVERY,
+    SPREAD_WINDOW,
+)
 
 THREADS_MAX = 8
 TIMED_STEPS = 40
@@ -43,9 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the report as JSON to this file")
     parser.add_argument(
         "--strategy",
-        choices=STRATEGIES,
+        choices=DEMO_STRATEGIES,
         default=DEFAULT_STRATEGY,
         help="how checkpoints are taken (default %(default)s)",
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        help=f"steps from one checkpoint to the next (default 1; spread: {SPREAD_EVERY})",
     )
     parser.add_argument(
         "--base-every", type=int, help="steps between the bases of a log (default: everstep's)"
@@ -59,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     """The demo. Returns 0 where every comparison held, else 1."""
     if args.steps < STEPS_MIN or args.kills < 0:
         raise ValueError(f"everstep demo: --steps must be at least {STEPS_MIN}, --kills 0 or more")
+    if args.every is not None and not 1 <= args.every <= args.steps:
+        raise ValueError("everstep demo: --every must be at least 1, and no more than --steps")
     if args.base_every is not None and (args.base_every < 1 or args.strategy != "log"):
         raise ValueError("everstep demo: --base-every is for --strategy log, and at least 1")
     if args.text:
@@ -129,6 +141,7 @@ def run_reference(settings: Settings, progress: Progress) -> None:
 
 
 def _settings(args: argparse.Namespace, directory: Path) -> Settings:
+    is_spread = args.strategy == "spread"
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     return Settings(
         role="killed",
@@ -141,6 +154,8 @@ def _settings(args: argparse.Namespace, directory: Path) -> Settings:
         text=args.text and str(Path(args.text).resolve()),
         timed_steps=TIMED_STEPS,
         base_every=args.base_every,
+        every=args.every or (SPREAD_EVERY if is_spread else 1),
+        window=SPREAD_WINDOW if is_spread else None,
     )
 
 

@@ -37,8 +37,8 @@ class Stored:
 def compare(run: Run, settings: Settings) -> dict[str, Any]:
     """What was compared (tensors, bytes, values) and every difference, for the event log.
 
-    A state is read from the store. A log is restored into another run, which may draw from the
-    global generators: so what is live is looked at first.
+    A state is read from the store. What is replayed is restored into another run, which may draw
+    from the global generators: so what is live is looked at first.
     """
     live = {
         "tensors": live_tensors(run),
@@ -47,7 +47,8 @@ def compare(run: Run, settings: Settings) -> dict[str, Any]:
     }
     try:
         manifest = Store(settings.store).manifest()
-        stored = (_restored if manifest.previous else _read)(settings)
+        is_replayed = manifest.previous or manifest.is_spread
+        stored = (_restored if is_replayed else _read)(settings)
     except EverstepError as error:
         return {"step": None, "tensors": 0, "bytes": 0, "values": 0, "differences": [str(error)]}
     found = {
@@ -87,7 +88,7 @@ def _read(settings: Settings) -> Stored:
 
 
 def _restored(settings: Settings) -> Stored:
-    """A log, replayed by everstep into a run of another seed."""
+    """Replayed by everstep into a run of another seed."""
     run = workload.build(
         workload.load_text(settings.text),
         seed=settings.seed + 1,

@@ -4,10 +4,10 @@ A line is `{"event": …, "at": seconds of the machine's monotonic clock, "pid":
 of parent and children lie on one axis, and a line that was written outlives its process.
 
 Events of a trainer: start · imported · built · restored(step), then at each step begin · forward ·
-backward · update · trained(loss) · returned(stall_s, held_s), and, from a thread that watches the
-saves, replayed(base, records) of what was restored, and captured · held · local(kind, bytes) of
-each save; at last finished. The parent writes spawn and kill. The run without interruption writes
-compared(…) and timed(block, kind, seconds) after its last step.
+backward · update · trained(loss) · returned(stall_s, held_s, due), and, from a thread that watches
+the saves, replayed(base, records) of what was restored, and captured · held · local(kind, bytes)
+of each save; at last finished. The parent writes spawn and kill. The run without interruption
+writes compared(…) and timed(block, kind, seconds) after its last step.
 
 kind is "state" or "record"; of a timed step also "none".
 """
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from everstep.cli.strategies import Strategy
+from everstep.cli.strategies import DemoStrategy
 
 Event = dict[str, Any]
 
@@ -33,11 +33,13 @@ class Settings:
     steps: int
     seed: int
     size: Literal["25m", "tiny"]
-    strategy: Strategy
+    strategy: DemoStrategy
     threads: int
     text: str | None = None
     timed_steps: int = 0
     base_every: int | None = None
+    every: int = 1
+    window: int | None = None
 
     @property
     def store(self) -> Path:

@@ -90,7 +90,10 @@ class Timeline:
         told = {event["step"]: event for event in attempt.all("local")}
         end = self.end_of(attempt)
         kind = "state"
+        due = {event["step"] for event in attempt.all("returned") if event["due"]}
         for step, begin in times["returned"].items():
+            if step not in due:
+                continue
             copied, durable = (times[level].get(step, end) for level in ("captured", "local"))
             event = told.get(step, {})
             yield Save(
@@ -112,7 +115,7 @@ class Timeline:
 def draw(report: Report, killed: list[Event], reference: list[Event], path: Path) -> None:
     """Write the picture of a demo as a PNG."""
     attempts = split_attempts(killed)
-    is_log = report.settings.strategy == "log"
+    is_log = report.is_log
     timeline = Timeline(attempts, attempts[0].spawn_at, killed[-1]["at"], is_log)
     with mpl.rc_context(_STYLE):
         heights = [2.6, 1.3, 1.1, *([1.1] if is_log else []), 1.9]
@@ -144,7 +147,8 @@ def _title(report: Report) -> str:
     steps = "step" if lost == 1 else "steps"
     outcome = "every bit equal to the run without interruption" if report.ok else "NOT EQUAL"
     return (  # one line of the figure: the table has the rest
-        f"Strategy {report.settings.strategy}: {report.settings.steps} steps, each durable; "
+        f"Strategy {report.settings.strategy}: {report.settings.steps} steps, durable at "
+        f"{report.when}; "
         f"{len(report.kills)} kills, {lost} {steps} lost; {outcome}"
     )
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from everstep.cli.demo.events import Event, Settings
 
-LOST_STEPS_MAX = 1
-
 # What a trainer is at, by its last event.
 _PHASES = {
     "start": "importing torch",
@@ -135,9 +133,31 @@ class Report:
         """Whether every comparison held."""
         return not self.problems
 
+    @property
+    def is_log(self) -> bool:
+        """Whether there were records, or were to be."""
+        return self.settings.strategy == "log" or "record" in self.bytes
+
+    @property
+    def when(self) -> str:
+        """At which steps checkpoints were due, in words."""
+        every = self.settings.every
+        return "every step" if every == 1 else f"every {every}th step"
+
     def to_json(self) -> dict[str, Any]:
         """For --json."""
         return {"ok": self.ok, **asdict(self)}
+
+
+def lost_max(every: int, returned: int) -> int:
+    """How many steps a kill may cost at most, where step() of `returned` was the last to return.
+
+    At every step it is one: a call returns when the checkpoint before it is captured. Else the last
+    due step's checkpoint may be lost while its copies go on, beside the step after it; then the one
+    before it is restored.
+    """
+    since = returned % every
+    return 1 if every == 1 else since + (every if since <= 1 else 0)
 
 
 def make_report(
@@ -155,7 +175,7 @@ def make_report(
         parameters=parameters[0] if parameters else 0,
         kills_planned=kills_planned,
         kills=kills,
-        problems=(*_kill_problems(kills), *loss_problems, *_state_problems(state)),
+        problems=(*_kill_problems(kills, settings.every), *loss_problems, *_state_problems(state)),
         losses_compared=sum(event["event"] == "trained" for event in killed),
         losses_again=again,
         state={key: value for key, value in state.items() if key not in ("event", "at", "pid")},
@@ -218,7 +238,7 @@ def _describe(attempt: Attempt, following: Attempt, reached: int | None, begin: 
 
 def open_saves(attempt: Attempt) -> dict[int, str]:
     """The saves that were not durable when the attempt ended: what each was at, by step."""
-    saves = {event["step"]: "copying" for event in attempt.all("returned")}
+    saves = {event["step"]: "copying" for event in attempt.all("returned") if event["due"]}
     for level in _LEVELS:
         for event in attempt.all(level):
             if level == "local":
@@ -292,12 +312,12 @@ def count_bytes(killed: Sequence[Event]) -> dict[str, Bytes]:
     return {kind: Bytes(mean(found), len(found)) for kind, found in sorted(sizes.items())}
 
 
-def _kill_problems(kills: Sequence[Kill]) -> list[str]:
+def _kill_problems(kills: Sequence[Kill], every: int) -> list[str]:
     return [
         f"kill {number}: {kill.lost} steps lost (step() of {kill.returned} had returned, "
         f"{kill.restored} was restored)"
         for number, kill in enumerate(kills, 1)
-        if kill.lost is not None and kill.lost > LOST_STEPS_MAX
+        if kill.lost is not None and kill.lost > lost_max(every, kill.returned or 0)
     ]
 
 

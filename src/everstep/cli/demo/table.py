@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.demo.report import LOST_STEPS_MAX, Kill, Report, Slowdown, Spread
+from everstep.cli.demo.report import Kill, Report, Slowdown, Spread, lost_max
 
 _MEGA = 1e6
 
@@ -24,8 +24,8 @@ def verdict(report: Report) -> list[Text]:
     lines = []
     if report.ok:
         good = [
-            f"{len(report.kills)} kills, at most {LOST_STEPS_MAX} step lost at each: "
-            f"{sum(kill.lost or 0 for kill in report.kills)} in all",
+            f"{len(report.kills)} kills, {_promise(report.settings.every)}: "
+            f"{sum(kill.lost or 0 for kill in report.kills)} lost in all",
             f"{report.losses_compared} losses of {report.settings.steps} steps "
             f"({report.losses_again} computed again after kills) equal bit for bit",
             f"final state equal: {report.state['tensors']} tensors of "
@@ -41,10 +41,20 @@ def verdict(report: Report) -> list[Text]:
     return lines
 
 
+def _promise(every: int) -> str:
+    """What a kill may cost."""
+    if every == 1:
+        return "at most one step lost at each"
+    return (
+        f"at most {every + 1} steps lost at each (those since the last checkpoint, of which there "
+        f"is one at every {every}th step, or since the one before it while that is copied)"
+    )
+
+
 def _kill_table(report: Report) -> Table:
     title = f"Kills by SIGKILL (strategy {report.settings.strategy}, seed {report.settings.seed})"
     table = Table(title=title, title_justify="left")
-    is_log = report.settings.strategy == "log"
+    is_log = report.is_log
     for name in ("kill", "at", "in step"):
         table.add_column(name, justify="right")
     table.add_column("hit in")
@@ -53,14 +63,15 @@ def _kill_table(report: Report) -> Table:
     for name in ("step() returned", restored, "lost", "training again after"):
         table.add_column(name, justify="right")
     for number, kill in enumerate(report.kills, 1):
-        table.add_row(str(number), *_kill_cells(kill, is_log))
+        table.add_row(str(number), *_kill_cells(kill, is_log, report.settings.every))
     return table
 
 
-def _kill_cells(kill: Kill, is_log: bool) -> list[Text | str]:
+def _kill_cells(kill: Kill, is_log: bool, every: int) -> list[Text | str]:
     lost: Text | str = "–"
     if kill.lost is not None:
-        lost = Text(str(kill.lost), style="green" if kill.lost <= LOST_STEPS_MAX else "bold red")
+        is_kept = kill.lost <= lost_max(every, kill.returned or 0)
+        lost = Text(str(kill.lost), style="green" if is_kept else "bold red")
     return [
         f"{kill.at_s:.1f} s",
         _number(kill.step),
@@ -96,7 +107,7 @@ def _saves(saves: dict[int, str]) -> str:
 
 def _cost_table(report: Report) -> Table:
     model = f"{report.parameters:,} parameters, {report.settings.threads} threads"
-    title = f"A checkpoint at every step, strategy {report.settings.strategy}: {model}"
+    title = f"A checkpoint at {report.when}, strategy {report.settings.strategy}: {model}"
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in cost_rows(report):
         table.add_row(name, value)
@@ -105,7 +116,7 @@ def _cost_table(report: Report) -> Table:
 
 def cost_rows(report: Report) -> list[tuple[str, str]]:
     """What checkpoints cost, as names and values."""
-    is_log = report.settings.strategy == "log"
+    is_log = report.is_log
     rows = []
     if slow := report.slowdown:
         name = ", of a step with a record" if is_log else " against no checkpoints"
@@ -130,7 +141,7 @@ def _byte_rows(report: Report) -> list[tuple[str, str]]:
     """What a step takes on the disk; of a log apart for bases and records."""
     state, record = report.bytes.get("state"), report.bytes.get("record")
     if record is None:
-        return [("bytes per step", f"{state.mean / _MEGA:.1f} MB")] if state else []
+        return [("bytes of a checkpoint", f"{state.mean / _MEGA:.1f} MB")] if state else []
     rows = []
     if state:
         rows.append(("bytes of a base", f"{state.mean / _MEGA:.1f} MB, mean of {state.count}"))
@@ -140,7 +151,8 @@ def _byte_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def _restart_rows(report: Report) -> list[tuple[str, str]]:
-    replay = ", records replayed" if report.settings.strategy == "log" else ""
+    is_replayed = report.is_log or report.settings.strategy == "spread"
+    replay = ", records replayed" if is_replayed else ""
     names = {
         "again_s": "process start to training again",
         "imports_s": "  of that importing torch",

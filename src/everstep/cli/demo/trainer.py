@@ -56,9 +56,10 @@ def train(run: "Run", settings: Settings, log: EventLog) -> None:
     with everstep.Checkpointer(
         settings.store,
         run.state(),
-        every=1,
+        every=settings.every,
         strategy=settings.strategy,
         base_every=settings.base_every,
+        window=settings.window,
         keep=everstep.Keep(last=3),
         under_pressure="wait",
     ) as checkpointer:
@@ -72,8 +73,11 @@ def train(run: "Run", settings: Settings, log: EventLog) -> None:
             handle = checkpointer.step(step)
             stall_s = time.perf_counter() - called
             held_s = checkpointer.metrics.hold_seconds - held_before_s
-            log.write("returned", step=step, stall_s=stall_s, held_s=held_s)
+            due = handle is not None
+            log.write("returned", step=step, stall_s=stall_s, held_s=held_s, due=due)
             watcher.watch(handle)
+        if settings.steps % settings.every:
+            checkpointer.save(settings.steps)  # the last step is compared with the other run's
     watcher.close()
     log.write("finished")
 
@@ -119,9 +123,9 @@ class Watcher:
         from everstep import EverstepError, Store
 
         with contextlib.suppress(EverstepError):  # nothing yet, or it came from memory only
-            base, *logs = Store(self._settings.store).chain(self._start)
-            records = sum(len(manifest.records) for manifest in logs)
-            self._log.write("replayed", step=self._start, base=base.step, records=records)
+            chain = Store(self._settings.store).chain(self._start)
+            records = sum(len(manifest.records) for manifest in chain)
+            self._log.write("replayed", step=self._start, base=chain[0].step, records=records)
 
     def _look(self) -> None:
         for entry in list(self._open):
@@ -159,7 +163,7 @@ def train_reference(run: "Run", settings: Settings, log: EventLog) -> None:
 
 
 def time_checkpoints(plain: "Run", settings: Settings, log: EventLog) -> None:
-    """Blocks of steps without and with a checkpoint each, in the order ABBA: drift cancels out.
+    """Blocks of steps without and with checkpoints, in the order ABBA: drift cancels out.
 
     They are of two runs: updates that no step() follows would all lie in the next record. Of a log
     the records are timed first, then blocks with a base at every step.
@@ -174,17 +178,20 @@ def time_checkpoints(plain: "Run", settings: Settings, log: EventLog) -> None:
         size=settings.size,
     )
     is_log = settings.strategy == "log"
-    if is_log:
+    if settings.strategy != "full":
         saved.clip = everstep.clip_grad_norm_
     with everstep.Checkpointer(
         settings.scratch,
         saved.state(),
+        every=settings.every,
         strategy=settings.strategy,
         base_every=NO_BASE if is_log else None,
+        window=settings.window,
         keep=everstep.Keep(last=1),
         under_pressure="wait",
     ) as checkpointer:
-        timing = Timing(plain, saved, checkpointer, is_log, log)
+        block_steps = -(-BLOCK_STEPS // settings.every) * settings.every
+        timing = Timing(plain, saved, checkpointer, is_log, block_steps, log)
         timing.warm_up()
         blocks = settings.timed_steps // BLOCK_STEPS
         timing.blocks(0, blocks, "record" if is_log else "state")
@@ -201,17 +208,21 @@ class Timing:
         saved: "Run",
         checkpointer: "Checkpointer",
         is_log: bool,
+        block_steps: int,
         log: EventLog,
     ) -> None:
         self._plain, self._saved = plain, saved
         self._checkpointer = checkpointer
         self._is_log = is_log
+        self._block_steps = block_steps
+        # Whole blocks, so that the same steps of each block are due.
+        self._warm_steps = -(-WARM_SAVES // block_steps) * block_steps
         self._log = log
         self._step = 0
 
     def warm_up(self) -> None:
         """What is done for the first time takes longer."""
-        for _ in range(WARM_SAVES):
+        for _ in range(self._warm_steps):
             self._one("record")
             self._one("none")
         self._checkpointer.wait("local")
@@ -220,7 +231,7 @@ class Timing:
         """Blocks of these numbers, the two middle ones of each four with checkpoints."""
         for block in range(first, end):
             here = kind if (block - first) % 4 in (1, 2) else "none"
-            for index in range(BLOCK_STEPS):
+            for index in range(self._block_steps):
                 begun = time.perf_counter()
                 self._one(here)
                 seconds = time.perf_counter() - begun

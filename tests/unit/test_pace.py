@@ -1,0 +1,113 @@
+"""Which window is chosen, from what was measured: arithmetic, checked by a second way to do it."""
+
+import random
+
+import pytest
+
+from everstep.capture.pace import RECORDS_MAX, Pace, Piece, schedule
+
+
+def pace(copy_steps: float, state: int, call_s: float = 0.0) -> Pace:
+    """A run of steps of one second, whose state takes so many of them to copy."""
+    return Pace(state / copy_steps, 1.0, call_s)
+
+
+def equal_pieces(count: int, size: int, share: float) -> list[Piece]:
+    return [Piece(f"p{index:03}", size, round(size * share)) for index in range(count)]
+
+
+def simulate(pieces: list[Piece], rest: int, groups: tuple[tuple[str, ...], ...], p: Pace) -> float:
+    """Seconds for which updates wait: each step's bytes against one step's time."""
+    by_name = {piece.name: piece for piece in pieces}
+    gradients, late = 0, 0.0
+    for group in groups:
+        size = sum(by_name.pop(name).size for name in group)
+        late += max(0.0, (size + gradients) / p.bytes_per_s - p.overlap_s)
+        gradients += sum(piece.gradient for piece in pieces if piece.name in group)
+    left = rest + sum(piece.size for piece in by_name.values())
+    return late + max(0.0, left / p.bytes_per_s - p.overlap_s)
+
+
+@pytest.mark.parametrize("copy_steps", [0.1, 0.5, 1.0])
+def test_what_fits_into_one_step_is_full(copy_steps: float) -> None:
+    pieces = equal_pieces(64, 1000, 1 / 7)
+    assert schedule(pieces, 0, pace(copy_steps, 64_000), 64).steps == 1
+
+
+def test_nothing_measured_is_full() -> None:
+    assert schedule(equal_pieces(8, 1000, 0.1), 0, Pace(), 16).steps == 1
+    assert schedule(equal_pieces(8, 1000, 0.1), 0, Pace(1e3, 0.0), 16).steps == 1
+    assert schedule([], 0, Pace(1e3, 1.0), 16).steps == 1
+
+
+@pytest.mark.parametrize("copy_steps", [2, 4, 7])
+def test_it_waits_less_than_gockpt_in_the_bytes_of_mixed_precision(copy_steps: int) -> None:
+    """2 of 14 bytes of a parameter are its gradient: N(N-1)/14 by GoCkpt's equal shares."""
+    pieces = equal_pieces(140, 14_000, 1 / 7)
+    chosen = schedule(pieces, 0, pace(copy_steps, 140 * 14_000), 16)
+    assert chosen.steps > 1
+    assert chosen.stall_s < copy_steps * (copy_steps - 1) / 14
+    assert chosen.stall_s < copy_steps - 1
+
+
+def test_a_little_more_than_a_step_is_waited_for() -> None:
+    pieces = equal_pieces(64, 1000, 1 / 7)
+    assert schedule(pieces, 0, pace(1.09, 64_000), 64).steps == 1
+    assert schedule(pieces, 0, pace(1.2, 64_000), 64).steps == 2
+
+
+def test_gradients_that_cost_more_than_they_save_make_it_full() -> None:
+    pieces = equal_pieces(64, 1000, 4.0)  # gradients four times as large as the state
+    assert schedule(pieces, 0, pace(4, 64_000), 64).steps <= 2
+    assert schedule(equal_pieces(64, 1000, 1 / 7), 0, pace(4, 64_000, call_s=10.0), 64).steps == 1
+
+
+def test_it_is_never_slower_than_full_whatever_the_pieces() -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(300):
+        share = rng.choice([0.05, 1 / 7, 1 / 3, 1.0, 3.0])
+        pieces = [
+            Piece(f"p{index}", size, round(size * share))
+            for index in range(rng.randrange(1, 30))
+            if (size := int(10 ** rng.uniform(0, 6)))
+        ]
+        rest = rng.choice([0, 10, 10**5])
+        state = rest + sum(piece.size for piece in pieces)
+        p = pace(rng.choice([0.5, 1.5, 3.0, 7.0, 40.0]), state, rng.choice([0.0, 0.01]))
+        every = rng.choice([1, 2, 5, 16, 100])
+        chosen = schedule(pieces, rest, p, every)
+        assert 1 <= chosen.steps <= every
+        whole = simulate(pieces, rest, (), p)
+        assert chosen.stall_s == pytest.approx(simulate(pieces, rest, chosen.groups, p))
+        assert chosen.stall_s <= chosen.cost_s <= whole + 1e-9
+        names = [name for group in chosen.groups for name in group]
+        assert len(set(names)) == len(names)
+        recorded = sum(
+            piece.gradient * (chosen.steps - 1 - index)
+            for index, group in enumerate(chosen.groups)
+            for piece in pieces
+            if piece.name in group
+        )
+        last = sum(piece.gradient for piece in pieces if piece.name in names)
+        assert recorded - last <= RECORDS_MAX * state
+
+
+def test_a_call_falls_at_once_and_rises_slowly() -> None:
+    p = Pace()
+    for seconds in (0.4, 0.001):
+        p.note_call(seconds)
+    assert p.call_s == 0.001
+    p.note_wait(3.0)
+    p.note_call(3.001)
+    assert p.call_s == pytest.approx(0.001)
+    p.note_call(0.5)
+    assert 0.001 < p.call_s < 0.002
+
+
+def test_it_is_chosen_anew_where_what_was_measured_moved() -> None:
+    then = Pace(100.0, 1.0, 0.01)
+    assert not Pace(101.0, 0.99, 0.011).has_moved(then)
+    assert Pace(120.0, 1.0, 0.01).has_moved(then)
+    assert Pace(100.0, 2.0, 0.01).has_moved(then)
