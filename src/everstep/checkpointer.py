@@ -12,12 +12,13 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from everstep.capture.auto import Auto
+from everstep.capture.derived import Derived
 from everstep.capture.full import Capture, Full, row_of
 from everstep.capture.hooks import Hook
 from everstep.capture.log import Captured, Log
@@ -30,11 +31,13 @@ from everstep.handle import Metrics, SaveHandle, check_level
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.client import Client
 from everstep.preemption import Preemption
+from everstep.replay import selftest
 from everstep.restore.apply import apply
 from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
 from everstep.saves import Saves, Skipped
 from everstep.state.objects import plain_json
 from everstep.state.optimizers import OptimizerState
+from everstep.state.rules import Rule, Rules
 from everstep.state.topology import differences, topology
 from everstep.state.view import Collected, State
 from everstep.store.commit import open_store, set_tag
@@ -67,6 +70,7 @@ class Checkpointer:
         memory_budget: int | None = None,
         under_pressure: Literal["skip", "wait"] = "skip",
         rng: bool = True,
+        derive: Mapping[str, Rule | None] | None = None,
     ) -> None:
         """Open or make the store, and attach to its keeper, which is started where none runs.
 
@@ -91,7 +95,12 @@ class Checkpointer:
         memory_budget: bytes of host memory for captures, at least two states; None: three states
         where they fit into half of the available memory, else two. under_pressure: what a save does
         when no memory is free: be skipped, or wait. rng: capture python's, numpy's and torch's
-        generators. Raises ValueError, TypeError, Unavailable.
+        generators. derive: names of parts of the state to functions of the step that bring them
+        forward ({"ema": lambda step: ema.update_parameters(model)}): step() calls each once for its
+        step, before it saves, in place of the training loop; a log calls them again at replay
+        instead of holding what they make. None in place of a function: nobody but optimizers
+        changes the part (frozen weights; here also a module in a part: "model.encoder"). Raises
+        ValueError, TypeError, Unavailable.
         """
         _check_arguments(
             every, strategy, base_every, window, audit, catch_up, memory_budget, under_pressure
@@ -103,9 +112,18 @@ class Checkpointer:
         self._every = every
         self._waits = under_pressure == "wait"
         self._state = State(state, rng)
+        self._rules = Rules(derive or {}, self._state)
+        self._derived = Derived(self._rules, audit == "full")
         pace = self._pace = Pace()
         self._log = _strategy(
-            strategy, self._state.optimizers, every, base_every, window, audit == "full", pace
+            strategy,
+            self._state.optimizers,
+            every,
+            base_every,
+            window,
+            audit == "full",
+            pace,
+            self._derived if self._rules.parts else None,
         )
         self._disk = Disk(Path(store).absolute())
         open_store(self._disk)
@@ -138,6 +156,7 @@ class Checkpointer:
         (`every`), and returns its handle; does not block but for what DESIGN calls eager. After a
         SIGTERM it saves, waits until all is durable and ends the process."""
         _check_step(step)
+        self._derive(step)
         self._last_step = step
         due = step % self._every == 0 or self._preemption.requested
         if not due and not (self._log and self._log.wants(step)):
@@ -159,6 +178,8 @@ class Checkpointer:
         if metrics is not None and not isinstance(metrics, dict):
             raise ValueError(f"metrics must be a dict, not {metrics!r}")
         figures = plain_json(metrics or {}, "metrics")
+        _check_step(step)
+        self._derive(step)
         handle = self._timed_save(step, tag, figures, asked=True)
         assert handle
         return handle
@@ -267,6 +288,11 @@ class Checkpointer:
             log.exception("closing the checkpointer after %r", error)
 
     # ---- save ------------------------------------------------------------------------------
+
+    def _derive(self, step: int) -> None:
+        if self._rules.parts:
+            self._check_open()
+            self._derived.run(step)
 
     def _timed_save(
         self,
@@ -377,6 +403,10 @@ class Checkpointer:
         self, captured: Captured, tag: str | None, metrics: dict[str, Any]
     ) -> dict[str, Any]:
         self._topology = self._topology or topology()
+        is_replayed = captured.record is not None or captured.share is not None
+        if is_replayed and "selftest" not in self._topology:
+            tests = selftest.record(self._state.optimizers)
+            self._topology = {**self._topology, "selftest": tests}  # the old one is still in use
         return {
             "objects": captured.collected.objects,
             "hyperparameters": captured.collected.hyperparameters,
@@ -440,14 +470,22 @@ class Checkpointer:
     def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
         if self._log:
             self._log.end_chain()
-        manifest = apply(candidate, self._state, only, must_be_exact)
+        manifest = apply(candidate, self._state, only, must_be_exact, self._rules)
+        self._derived.restored(manifest.step)
+        self.metrics.selftest = {}
         if differing := differences(manifest.topology):
+            is_replayed = manifest.previous is not None or manifest.is_spread
+            if is_replayed:
+                optimizers = {optimizer.name: optimizer for optimizer in self._state.optimizers}
+                self.metrics.selftest = selftest.compare(manifest.topology, optimizers)
+            found = selftest.describe(self.metrics.selftest)
             log.warning(
                 "step %s was written under another build or machine (%s): the state is exact%s, "
-                "going on from it may differ in last bits",
+                "going on from it may differ in last bits%s",
                 manifest.step,
                 "; ".join(differing),
-                "" if manifest.previous is None else " but for last bits of its replay",
+                " but for last bits of its replay" if is_replayed else "",
+                f". {found}" if found else "",
             )
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)
@@ -489,16 +527,17 @@ def _strategy(
     window: int | None,
     audit: bool,
     pace: Pace,
+    derived: Derived | None,
 ) -> Strategy | None:
     """None for whole states: then there is nothing to decide."""
     if name == "full":
         return None
     if name == "log":
-        return Log(optimizers, base_every, audit, pace, window)
+        return Log(optimizers, base_every, audit, pace, window, derived)
     spread = Spread(optimizers, every, pace, window, audit)
     if name == "spread":
         return spread
-    return Auto(lambda: Log(optimizers, base_every, audit, pace, window), spread, every)
+    return Auto(lambda: Log(optimizers, base_every, audit, pace, window, derived), spread, every)
 
 
 def _check_arguments(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from everstep.capture.derived import Derived
 from everstep.capture.pace import Pace, choose_window
 from everstep.capture.pieces import Pieces, plain_numbers, why_not
 from everstep.capture.recorder import Recorder
@@ -70,10 +71,11 @@ class Log:
         audit: bool = False,
         pace: Pace | None = None,
         window: int | None = None,
+        derived: Derived | None = None,
     ) -> None:
         """`base_every`: steps from one base to the next; None: chosen, see `distance`. `audit`: see
-        Recorder. `window`: steps over which a base is spread; None: chosen by `pace`. Raises
-        Unsupported for optimizers that a log cannot replay."""
+        Recorder. `window`: steps over which a base is spread; None: chosen by `pace`.
+        `derived`: what rules derive. Raises Unsupported for optimizers that a log cannot replay."""
         if not optimizers:
             raise Unsupported(
                 "strategy='log' records what optimizers consume, and the state has none. "
@@ -81,6 +83,7 @@ class Log:
             )
         self._recorder = Recorder(optimizers, audit)
         self._optimizers = optimizers
+        self._derived = derived
         self._base_every = base_every
         self._base: Walk | None = None
         self._base_step = 0
@@ -89,6 +92,7 @@ class Log:
         self._record_bytes = 0
         self._update_seconds = 0.0
         self._base_aliases: dict[str, list[str]] = {}
+        self._base_derived: Any = None
         self._last: SaveHandle | None = None
         self._said: tuple[Any, Any] = (None, None)
         self._breaks = self._recorded = 0
@@ -158,6 +162,8 @@ class Log:
         collected = collect()
         said = collected.objects, collected.hyperparameters
         is_same = self._base is collected.walk and self._said == said and self._recorder.is_quiet
+        if self._derived and self._derived.changed():
+            return None
         return last if is_same else None
 
     def wants(self, step: int) -> bool:
@@ -171,6 +177,10 @@ class Log:
         """What to capture for `step`. `asked`: by save(), not by step(). `tagged`: what has a name
         is a whole state. Raises Unsupported where a log does not fit the state."""
         del asked
+        if self._derived and self.is_on:
+            self._base = self._derived.follow(self._base, collected.walk)
+            if problem := self._derived.watch(collected, step):
+                self._recorder.refuse(problem)
         if not self.is_on or not self._is_record(step, collected, tagged):
             return Captured(collected)
         try:
@@ -179,8 +189,13 @@ class Log:
             self._break(error)
             return Captured(collected)
         pieces, share = self._share(step, collected.walk)
-        record = self._record(collected, tensors, pieces)
-        return Captured(record, {"previous": self._last_step, "calls": calls}, share)
+        derived: dict[str, Any] = {}
+        if self._derived:
+            samples, derived = self._derived.describe(step, collected)
+            tensors |= samples
+        record = self._record(collected, tensors, pieces, ends_base=bool(share and share["ends"]))
+        said = {"previous": self._last_step, "calls": calls, "derived": derived}
+        return Captured(record, said, share)
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """This is being captured."""
@@ -204,6 +219,7 @@ class Log:
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
         self._base_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
         self._base_aliases = _owned_aliases(captured.collected)
+        self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
 
     def describe(self) -> dict[str, Any]:
@@ -251,6 +267,7 @@ class Log:
             and self._base is collected.walk
             and self._base_aliases == _owned_aliases(collected)
             and (self._pieces is not None or step - self._origin() < self.distance())
+            and self._base_derived == (self._derived and self._derived.shape(collected))
         )
 
     def _share(self, step: int, walk: Walk) -> tuple[tuple[Leaf, ...], dict[str, Any] | None]:
@@ -286,29 +303,38 @@ class Log:
         )
 
     def _record(
-        self, collected: Collected, tensors: dict[str, torch.Tensor], pieces: tuple[Leaf, ...]
+        self,
+        collected: Collected,
+        tensors: dict[str, torch.Tensor],
+        pieces: tuple[Leaf, ...],
+        ends_base: bool,
     ) -> Collected:
         """The record as a state of its own: gradients, and what no optimizer changes; and pieces of
-        the next base."""
-        others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
-        if taken := [leaf.name for leaf in (*others, *collected.loose) if is_own(leaf.name)]:
+        the next base, with the last of which comes what is derived (`ends_base`)."""
+        derived = {id(leaf) for leaf in self._derived.leaves(collected)} if self._derived else set()
+        others = tuple(
+            leaf for leaf in collected.walk.leaves if leaf.owner is None and id(leaf) not in derived
+        )
+        met = tuple(leaf for leaf in collected.loose if id(leaf) not in derived)
+        if taken := [leaf.name for leaf in (*others, *met) if is_own(leaf.name)]:
             raise Unsupported(f"recording: {taken[0]!r} is a name that records use. Rename it")
         loose, whole = sum(leaf.tensor.nbytes for leaf in others), self._base_bytes
         if loose > LOOSE_PART * whole:
             raise Unsupported(
                 f"recording: {loose} of the state's {whole} bytes belong to no optimizer (frozen "
                 f"weights, an average of the weights), and a record would hold them all. Use "
-                f"strategy='full'"
+                f"strategy='full', or say with derive= how they come about"
             )
+        if ends_base:
+            others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
+            met = collected.loose
         recorded = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
         leaves = (*pieces, *recorded, *others)  # updates wait for pieces, not for records
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
-        kept = {leaf.name for leaf in (*pieces, *others, *collected.loose)}
+        kept = {leaf.name for leaf in (*pieces, *others, *met)}
         aliases = {name: found for name, found in collected.aliases.items() if name in kept}
         walk = Walk(leaves, names, {}, collected.walk.optimizers)
-        return Collected(
-            walk, collected.loose, aliases, collected.objects, collected.hyperparameters
-        )
+        return Collected(walk, met, aliases, collected.objects, collected.hyperparameters)
 
 
 def _owned_aliases(collected: Collected) -> dict[str, list[str]]:

@@ -5,9 +5,10 @@ on from nothing that could be told.
 """
 
 import contextlib
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
+from everstep.cli.replays import replayed
 from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
 from everstep.store import catalog
@@ -30,11 +31,14 @@ class Origin:
 @dataclass(frozen=True, slots=True)
 class Whole:
     """The whole state that was made of a step that takes a replay: exactly, or but for last bits.
-    `size`: bytes of its packs."""
+    `size`: bytes of its packs. `differs`, `selftest`: of one that is not exact, what was other than
+    in the run, and what the self-test found, by optimizer."""
 
     exact: bool
     size: int
     created: str
+    differs: tuple[str, ...] = ()
+    selftest: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,9 @@ class Chains:
                 if state := catalog.read_state(self._disk, name):
                     is_whole = state.exact
                     if not state.is_spread:
-                        whole = Whole(state.exact, state.size, state.created)
+                        whole = Whole(
+                            state.exact, state.size, state.created, *replayed(state.topology)
+                        )
         self._links[name] = _Link(behind, len(manifest.records), whole, is_whole)
 
     def whole(self, name: CheckpointName) -> Whole | None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 
+from everstep.cli.replays import replayed
 from everstep.cli.target import add_json, add_words, split_words
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
@@ -28,12 +29,15 @@ def run(args: argparse.Namespace) -> int:
         name = catalog.find(disk, step)
         began = time.monotonic()
         manifest = materialize(disk, name)
+        differs, tests = replayed(manifest.topology)
         made.append(
             {
                 "step": name.step,
                 "epoch": name.epoch,
                 "bytes": manifest.size,
                 "exact": manifest.exact,
+                "differs": differs,
+                "selftest": tests,
                 "seconds": time.monotonic() - began,
             }
         )
@@ -45,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
                 f"{name}: a whole state of {manifest.size / 1e6:.1f} MB, {exact}, in "
                 f"{made[-1]['seconds']:.1f} s"
             )
+            for optimizer, result in tests.items():
+                print(f"  a self-test of {optimizer!r}, there against here: {result}")
     if args.json:
         print(json.dumps({"made": made}, indent=2))
     return 0

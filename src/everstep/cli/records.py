@@ -32,6 +32,7 @@ def record_facts(record: Record, table: Table) -> dict[str, Any]:
             "step": record.step,
             "bytes": sum(pack.size for pack in record.part.packs),
             "calls": [_call_facts(f"@{n}.", said, table) for n, said in enumerate(record.calls)],
+            "derived": dict(record.derived),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Corrupt(
@@ -77,7 +78,8 @@ def chain_text(facts: Mapping[str, Any], epoch: int) -> str:
 
 
 def call_pairs(facts: Mapping[str, Any], is_only: bool) -> list[tuple[str, str]]:
-    """The optimizer calls of a record, each with the hyperparameters of its moment."""
+    """The optimizer calls of a record, each with the hyperparameters of its moment; then what the
+    user's rules derived."""
     pairs = []
     for number, call in enumerate(facts["calls"]):
         at = f"@{number}" if is_only else f"{facts['step']} @{number}"
@@ -85,6 +87,11 @@ def call_pairs(facts: Mapping[str, Any], is_only: bool) -> list[tuple[str, str]]
         for index, values in enumerate(call["sets"]):
             chosen = {k: v for k, v in values.items() if v is not None and v is not False}
             pairs.append((f"{at} {call['optimizer']}.{index}", wording.pairs(chosen)))
+    for part, said in facts["derived"].items():
+        at = "then" if is_only else f"{facts['step']} then"
+        how = "derived by a rule of the program" if said["rule"] else "changed by nobody"
+        kept = "digest" if said["digest"] else "sample"
+        pairs.append((f"{at} {part}", f"{how}, {kept} of the result kept"))
     return pairs
 
 

@@ -14,6 +14,7 @@ from everstep.cli import wording
 from everstep.cli.chains import Chains, Whole
 from everstep.cli.records import call_pairs, chain_facts, chain_text, record_facts
 from everstep.cli.render import Cell, Column, Screen, align
+from everstep.cli.replays import test_pairs, without_tests
 from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.manifest import Manifest, Part
@@ -141,11 +142,12 @@ def _summary(shown: Shown, screen: Screen) -> list[str]:
         screen.join(head),
         *_section("written", [("", written)], screen),
         *(_log_lines(shown, screen) or _section("follows", [("", origin)], screen)),
-        *_section("whole", [("", _whole_text(shown.whole))], screen),
+        *_section("whole", _whole_pairs(shown.whole), screen),
         *_section("metrics", [("", wording.pairs(manifest.metrics))], screen),
         *_section("holds", [("", _holdings(shown))], screen),
         *_setting_lines("capture", manifest.capture, screen),
-        *_setting_lines("topology", manifest.topology, screen),
+        *_setting_lines("topology", without_tests(manifest.topology), screen),
+        *_section("self-test", test_pairs(manifest.topology), screen),
         *_section("packs", _pack_pairs(manifest), screen),
         *_section("optimizers", _optimizer_pairs(manifest, shown.tables), screen),
         *_section("objects", objects, screen),
@@ -170,13 +172,20 @@ def _log_lines(shown: Shown, screen: Screen) -> list[str]:
     ]
 
 
-def _whole_text(whole: Whole | None) -> str:
-    """As "38.1 MiB since 12:00 (3 min ago), bit for bit"; nothing where it was not made whole."""
+def _whole_pairs(whole: Whole | None) -> list[tuple[str, str]]:
+    """As "38.1 MiB since 12:00 (3 min ago), bit for bit"; nothing where it was not made whole. And
+    why it is not exact."""
     if whole is None:
-        return ""
+        return []
     made = f"{wording.size(whole.size)} since {wording.time(whole.created)}"
     how = "bit for bit" if whole.exact else "but for last bits: a restore goes on replaying"
-    return f"{made} ({wording.age(whole.created)}), {how}"
+    tests = [
+        f"a self-test of {name!r}, there against here: {result}"
+        for name, result in whole.selftest.items()
+    ]
+    why = [f"not exact: {'; '.join(whole.differs)}"] if whole.differs else []
+    lines = [f"{made} ({wording.age(whole.created)}), {how}", *why, *tests]
+    return [("", wording.clean(line)) for line in lines]
 
 
 def _holdings(shown: Shown) -> str:
@@ -199,6 +208,8 @@ def _kind_of(name: str) -> str:
     first = name.partition(".")[0]
     if not is_own(name):
         return first
+    if first.endswith("!derived"):
+        return "samples"
     return "hyperparameters" if "!" in first else "gradients"
 
 

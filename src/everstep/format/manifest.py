@@ -36,11 +36,19 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Record:
     """One step's redo record. `calls`: the optimizer calls of the step, in order, as tagged JSON;
-    `part`: their gradients, and the tensors that changed outside of any optimizer."""
+    `part`: their gradients, and the tensors that changed outside of any optimizer. `derived`: the
+    parts of the state that the user's rules derive, or that nobody changes: `rule` (whether there
+    is one) and `digest` (of its tensors, or None)."""
 
     step: int
     calls: tuple[Any, ...]
     part: Part
+    derived: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ruled(self) -> list[str]:
+        """The parts that only the program's rules can derive."""
+        return [part for part, said in self.derived.items() if said["rule"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 {
                     "step": record.step,
                     "calls": record.calls,
+                    **({"derived": record.derived} if record.derived else {}),
                     "part": _own_index(manifest, record)
                     if manifest.parts
                     else _part_to_json(record.part),
@@ -161,6 +170,10 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
                     natural(record["step"]),
                     tuple(record["calls"]),
                     parts[natural(record["part"])] if parts else _part_from_json(record["part"]),
+                    {
+                        part: {"rule": said["rule"], "digest": said["digest"]}
+                        for part, said in record.get("derived", {}).items()
+                    },
                 )
                 for record in value["records"]
             ),

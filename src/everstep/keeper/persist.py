@@ -37,10 +37,10 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     row = arena.row(slot)
     if row is None:
         raise Corrupt(f"reading slot {slot} of the arena: its row is not whole")
-    manifest, calls, share = _describe(writer, arena, slot, row)
+    manifest, record, share = _describe(writer, arena, slot, row)
     name = CheckpointName(manifest.step, manifest.epoch)
-    pieces, share = _begin_window(writer, name, share, calls)
-    data = Data(writer, job, row, is_record=calls is not None)
+    pieces, share = _begin_window(writer, name, share, record)
+    data = Data(writer, job, row, is_record=record is not None)
     failure: EverstepError | None = None
     try:
         existing, failure = _write(writer, name, share, data)
@@ -48,7 +48,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         if part is None:
             job.arrival.wait(ALL)  # the trainer still fills the slot
         elif share is None:
-            manifest = _with_part(manifest, calls, part)
+            manifest = _with_part(manifest, record, part)
             arena.put_manifest(slot, row, encode_manifest(manifest))
         _ask(job, announce_written)  # also before a failure: memory must not offer a torn copy
         if failure:
@@ -58,7 +58,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
             if not share.ends:
                 return Outcome(data.size, time.monotonic() - began, is_part=True)
         if existing:
-            _settle(writer.disk, manifest, calls, share, data, job)
+            _settle(writer.disk, manifest, record, share, data, job)
         else:
             tables = writer.window.documents if share else [data.document]
             commit.publish(writer.disk, manifest, encode_manifest(manifest), tables)
@@ -114,13 +114,13 @@ def _write(
 
 
 def _begin_window(
-    writer: Writer, name: CheckpointName, share: Share | None, calls: list[Any] | None
+    writer: Writer, name: CheckpointName, share: Share | None, record: dict[str, Any] | None
 ) -> tuple[Share | None, Share | None]:
     """What a record, or what a spread checkpoint, has of a window. Of a window that another one
     follows, nothing was published: its files are deleted."""
-    for stale in writer.window.begin(share, is_log=calls is not None):
+    for stale in writer.window.begin(share, is_log=record is not None):
         commit.discard_packs(writer.disk, name, stale.packs)
-    return (None, share) if calls is None else (share, None)
+    return (None, share) if record is None else (share, None)
 
 
 def _is_there(writer: Writer, name: CheckpointName, share: Share | None) -> bool:
@@ -136,7 +136,7 @@ def _is_there(writer: Writer, name: CheckpointName, share: Share | None) -> bool
 def _settle(
     disk: Disk,
     manifest: Manifest,
-    calls: list[Any] | None,
+    record: dict[str, Any] | None,
     share: Share | None,
     data: Data,
     job: Job,
@@ -144,8 +144,8 @@ def _settle(
     """It was committed before: its keeper died then. Raises Conflict where that is another."""
     if share:
         _check_same_window(disk, manifest, share, commit.table_link(data.document))
-    elif calls is not None:
-        _check_same_record(disk, manifest, calls, commit.table_link(data.document))
+    elif record is not None:
+        _check_same_record(disk, manifest, record, commit.table_link(data.document))
     elif row := job.arena.row(job.slot):
         job.arena.put_manifest(job.slot, row, _existing(disk, manifest))
 
@@ -178,13 +178,16 @@ def _existing(disk: Disk, manifest: Manifest) -> bytes:
     return disk.read(names.manifest_path(name))
 
 
-def _check_same_record(disk: Disk, manifest: Manifest, calls: list[Any], table: FileLink) -> None:
+def _check_same_record(
+    disk: Disk, manifest: Manifest, record: dict[str, Any], table: FileLink
+) -> None:
     """Whether the step is on the disk as just this record: its keeper died after the commit. Not by
     digests: another keeper may have packed it in another way. Raises Conflict where it differs."""
     name = CheckpointName(manifest.step, manifest.epoch)
     found = catalog.read_manifest(disk, name)
     is_same = (
-        [(list(record.calls), record.part.table) for record in found.records] == [(calls, table)]
+        [(list(row.calls), row.derived, row.part.table) for row in found.records]
+        == [(record["calls"], record.get("derived", {}), table)]
         and found.previous == manifest.previous
         and (found.objects, found.hyperparameters) == (manifest.objects, manifest.hyperparameters)
     )
@@ -224,9 +227,9 @@ def apply_retention(writer: Writer) -> None:
 
 def _describe(
     writer: Writer, arena: Arena, slot: int, row: Row
-) -> tuple[Manifest, list[Any] | None, Share | None]:
-    """The manifest as far as it is known before the data is written; the optimizer calls, where it
-    is a record and no state; and what it adds to a window, where it is a part of one."""
+) -> tuple[Manifest, dict[str, Any] | None, Share | None]:
+    """The manifest as far as it is known before the data is written; what is said of the record,
+    where it is one and no state; and what it adds to a window, where it is a part of one."""
     said = unseal(arena.descriptor(slot, row), "a descriptor in the arena")
     parent: dict[str, Any] | None = writer.parent and writer.parent._asdict()
     capture = said["capture"]
@@ -249,7 +252,7 @@ def _describe(
         tag=said["tag"],
         previous=_previous(writer, record["previous"]) if record else None,
     )
-    return manifest, record["calls"] if record else None, Share.of(said.get("share"))
+    return manifest, record, Share.of(said.get("share"))
 
 
 def _previous(writer: Writer, step: int) -> Previous:
@@ -269,10 +272,11 @@ def _previous(writer: Writer, step: int) -> Previous:
     return Previous(step, writer.epoch, writer.parent_digest)
 
 
-def _with_part(manifest: Manifest, calls: list[Any] | None, part: Part) -> Manifest:
-    if calls is None:
+def _with_part(manifest: Manifest, said: dict[str, Any] | None, part: Part) -> Manifest:
+    if said is None:
         return replace(manifest, parts=(part,))
-    return replace(manifest, records=(Record(manifest.step, tuple(calls), part),))
+    record = Record(manifest.step, tuple(said["calls"]), part, said.get("derived", {}))
+    return replace(manifest, records=(record,))
 
 
 def submitted(arena: Arena) -> list[tuple[int, int, SlotState]]:

@@ -9,19 +9,21 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.replay import selftest
 from everstep.replay.redo import Loaded, find, redo
 from everstep.restore.choose import Candidate, Described
+from everstep.restore.derived import Derivation
 from everstep.restore.load import Loader
 from everstep.restore.slabs import Slabs, dtype_of
-from everstep.state.optimizers import OptimizerState
+from everstep.state.optimizers import OptimizerState, owned_names
 from everstep.state.placement import Placement, Saved
+from everstep.state.rules import Rules
 from everstep.state.topology import differences
 from everstep.state.view import State
 
@@ -30,9 +32,13 @@ log = logging.getLogger("everstep")
 
 @torch.inference_mode(False)  # whoever restores in it: what is made here is to be trained
 def apply(
-    candidate: Candidate, state: State, only: list[str] | None, must_be_exact: bool = False
+    candidate: Candidate,
+    state: State,
+    only: list[str] | None,
+    must_be_exact: bool = False,
+    rules: Rules | None = None,
 ) -> Manifest:
-    """Put the checkpoint into the state; blocks. Returns its manifest.
+    """Put the checkpoint into the state; blocks. Returns its manifest. `rules`: of derived parts.
 
     Raises Mismatch (nothing was changed then), Corrupt (the state is half filled then), Unsupported
     for a part of a log, and for a log whose replay might not be exact where it must be.
@@ -43,10 +49,12 @@ def apply(
         text for described in replayed for text in differences(described.manifest.topology)
     }
     if must_be_exact and differing:
+        optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
+        found = selftest.describe(selftest.compare(replayed[-1].manifest.topology, optimizers))
         raise Unsupported(
             f"restoring step {candidate.name.step} exactly: it has to be replayed from step "
-            f"{_first_step(base)}, and was recorded under {'; '.join(sorted(differing))}. Restore "
-            f"it there, or with exact='allow'"
+            f"{_first_step(base)}, and was recorded under {'; '.join(sorted(differing))}"
+            f"{found and f' ({found})'}. Restore it there, or with exact='allow'"
         )
     if replayed and only is not None:
         elsewhere = (
@@ -57,7 +65,9 @@ def apply(
             f"records since step {_first_step(base)}, which take the whole state. Restore all of "
             f"it, or make it whole first (everstep materialize {candidate.name.step}){elsewhere}"
         )
-    optimized = {name for table in base.tables for name in _owned(table.optimizers)}
+    optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
+    derivation = Derivation(base, logs, rules, state, optimized)
+    optimized |= derivation.names
     placement = _place(
         state,
         Saved.of(base.manifest, base.tables),
@@ -69,7 +79,7 @@ def apply(
             _fill(candidate, base, placement, loader)
             placement.finish()
             return base.manifest
-        return _replay(candidate, base, replayed, state, placement, optimized, loader)
+        return _replay(candidate, base, replayed, state, placement, optimized, loader, derivation)
 
 
 def _replay(
@@ -80,6 +90,7 @@ def _replay(
     placement: Placement,
     optimized: Set[str],
     loader: Loader,
+    derivation: Derivation,
 ) -> Manifest:
     """The base first, for which `placement` is ready, then the records: its own, where it is spread
     over several steps, and its log's. Returns the last manifest."""
@@ -94,11 +105,20 @@ def _replay(
         for optimizer in optimizers.values()
         for _, name, parameter, _ in optimizer.parameters()
     }
+
+    def fill(
+        record: Record, table: Table, here: list[tuple[TensorEntry, list[torch.Tensor]]]
+    ) -> None:
+        with candidate.sources(record.part) as sources:
+            loader.load(record.part, sources, here, table)
+
+    live = state.live_tensors()
     for loaded in prefetched(candidate, logs, devices, loader):
         redo(loaded, optimizers)
+        derivation.after(loaded, live, fill)
     rest = _place(state, saved, None)
     _fill(candidate, logs[-1], rest, loader, optimized)
-    _fill_from_live(rest, state.live_tensors(), logs[-1], optimized)
+    _fill_from_live(rest, state.live_tensors() | derivation.live(), logs[-1], optimized)
     rest.finish()
     for name, optimizer in optimizers.items():
         for index, values in enumerate(logs[-1].manifest.hyperparameters[name]):
@@ -158,14 +178,6 @@ def _fill(
         ]
         with candidate.sources(part) as sources:
             loader.load(part, sources, here, table)
-
-
-def _owned(optimizers: Mapping[str, Any]) -> Iterator[str]:
-    """The names of what optimizers change, as a piece table tells it."""
-    for optimizer, table in optimizers.items():
-        yield from table["groups"]
-        for parameter, keys in table["state"].items():
-            yield from (f"{optimizer}.{parameter}.{key}" for key in keys)
 
 
 def _saved_after(base: Described, last: Described, optimized: Set[str]) -> Saved:

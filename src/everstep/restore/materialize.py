@@ -17,6 +17,7 @@ from everstep.errors import Conflict, Corrupt, Missing, Unsupported
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import decode_table, encode_table, extents, is_own
+from everstep.replay import selftest
 from everstep.replay.redo import redo
 from everstep.restore.apply import empty, prefetched
 from everstep.restore.choose import Candidate, Described
@@ -47,12 +48,19 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
             logs.insert(0, base)
         if not logs:
             raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
+        records = [record for described in logs for record in described.manifest.records]
+        if derived := sorted({part for record in records for part in record.ruled}):
+            raise Unsupported(
+                f"materialising {name} of {disk.root}: {', '.join(map(repr, derived))} is derived "
+                f"by a rule of the program's (derive=). Restore the step there instead"
+            )
         then = logs[-1].manifest.topology
         with adopted(then), Loader() as loader:
             tensors = _replayed(candidate, base, logs, loader)
             differing = {text for each in logs for text in differences(each.manifest.topology)}
+            replayed = {"differs": sorted(differing), "selftest": selftest.compare(then)}
         try:
-            return _write(disk, name, base, logs[-1], tensors, not differing, log_digest, token)
+            return _write(disk, name, base, logs[-1], tensors, replayed, log_digest, token)
         except Conflict:  # somebody else has made it meanwhile
             if made := _find_whole(disk, name):
                 return made
@@ -165,11 +173,11 @@ def _write(
     base: Described,
     last: Described,
     tensors: Mapping[str, torch.Tensor],
-    is_same_machine: bool,
+    replayed: dict[str, Any],
     log_digest: str,
     token: str,
 ) -> Manifest:
-    """Make the state durable, and publish it beside its log."""
+    """Make the state durable, and publish it beside its log. `replayed`: how it may differ."""
     entries = {key: entry for table in base.tables for key, entry in table.tensors.items()}
     entries |= {key: entry for key, entry in last.tables[-1].tensors.items() if key in tensors}
     layout = lay_out(
@@ -193,12 +201,15 @@ def _write(
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
     links = commit.write_packs(disk, name, packs, token=token)
     part = Part(0, commit.table_link(table), links, _digests(table, packs), name.step)
+    exact = not replayed["differs"] and all(device == "cpu" for device in on.values())
+    topology = last.manifest.topology
     manifest = replace(
         last.manifest,
         parts=(part,),
         records=(),
         previous=None,
-        exact=is_same_machine and all(device == "cpu" for device in on.values()),
+        exact=exact,
+        topology=topology if exact else {**topology, "replayed": replayed},
         created=commit.now(),
         tag=None,
     )

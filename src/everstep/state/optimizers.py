@@ -290,3 +290,11 @@ def install(group: dict[str, Any], values: dict[str, Any]) -> None:
                 live.copy_(value)
         else:
             group[key] = value
+
+
+def owned_names(optimizers: Mapping[str, Any]) -> Iterator[str]:
+    """The names of what optimizers change, as a piece table tells it."""
+    for optimizer, table in optimizers.items():
+        yield from table["groups"]
+        for parameter, keys in table["state"].items():
+            yield from (f"{optimizer}.{parameter}.{key}" for key in keys)

@@ -150,6 +150,35 @@ class State:
             or any(name == entry.name or name.startswith(f"{entry.name}.") for name in heads)
         ]
 
+    @property
+    def parts(self) -> list[str]:
+        """The names of all parts."""
+        return [entry.name for entry in self._entries]
+
+    def entries_of(self, part: str) -> list[Entry]:
+        """What has this name, or a name in it."""
+        return [entry for entry in self._entries if _is_chosen(entry.name, [part])]
+
+    def entries_around(self, part: str) -> list[Entry]:
+        """Those, or else what holds a tensor or module of this name."""
+        inside = [entry for entry in self._entries if part.startswith(f"{entry.name}.")]
+        return self.entries_of(part) or inside
+
+    def tensors_of(self, part: str) -> dict[str, torch.Tensor]:
+        """The tensors of a part, or of a part of it, as it is now, by all names that they have in
+        it; not those of optimizers' state."""
+        found: dict[str, torch.Tensor] = {}
+
+        def sink(name: str, tensor: torch.Tensor) -> str:
+            found[name] = tensor
+            return name
+
+        for entry in self.entries_around(part):
+            if not isinstance(entry, OptimizerState):
+                found |= {leaf.name: leaf.tensor for leaf in entry.leaves(Guard())}
+                entry.objects(sink)
+        return {name: tensor for name, tensor in found.items() if _is_chosen(name, [part])}
+
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """The state's own tensors, by all their names."""
         walk = self._walk_anew()

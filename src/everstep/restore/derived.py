@@ -1,0 +1,131 @@
+"""Derived parts at a replay: their rules run after each record, and are compared with the run.
+
+A rule may look at the model's buffers, which a record has as they were after its step. So they are
+put back before it runs; optimizers' tensors are there already.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+
+import torch
+
+from everstep.errors import Corrupt, Mismatch
+from everstep.format.manifest import Record
+from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.replay.redo import Loaded
+from everstep.restore.choose import Described
+from everstep.state.placement import Placement, Saved
+from everstep.state.rules import SAMPLE, Rules, digest_of, is_in, sample_of
+from everstep.state.view import State
+
+_RULED = (
+    "Its rule is another one now, or depends on something beside the weights, the buffers, the "
+    "part itself and the step; or torch and processor are others"
+)
+_CONSTANT = (
+    "It was said to be changed by nobody (derive=), and something changed it unnoticed: no step "
+    "after that can be restored, up to the next base"
+)
+
+Fill = Callable[[Record, Table, list[tuple[TensorEntry, list[torch.Tensor]]]], None]
+
+
+class Derivation:
+    """What rules derive in the replay of one log."""
+
+    def __init__(
+        self,
+        base: Described,
+        logs: Sequence[Described],
+        rules: Rules | None,
+        state: State,
+        optimized: Set[str],
+    ) -> None:
+        """`optimized`: the names of what optimizers change. Raises Mismatch where a part that a
+        rule derived has none here."""
+        self._rows = {
+            record.step: (described, record, table)
+            for described in logs
+            for record, table in described.records
+        }
+        parts = {part for _, record, _ in self._rows.values() for part in record.derived}
+        self._parts = parts
+        self._rules = rules
+        self._state = state
+        ruled = {part for _, record, _ in self._rows.values() for part in record.ruled}
+        self._constant = parts - ruled
+        self._optimized = frozenset(optimized)
+        self._constants: dict[str, dict[str, torch.Tensor]] = {}
+        missing = sorted(ruled - set(rules.ruled if rules else ()))
+        if missing:
+            raise Mismatch(
+                f"restoring step {logs[-1].manifest.step}: its log has to be replayed from step "
+                f"{base.manifest.step}, and {', '.join(map(repr, missing))} was derived by a rule "
+                f"that this Checkpointer does not have. Give it derive={{{missing[0]!r}: ...}} as "
+                f"the run did, or restore step {base.manifest.step}, which is whole"
+            )
+        self.names: Set[str] = {
+            name
+            for table in base.tables
+            for name in table.tensors
+            if name not in optimized and any(is_in(name, part) for part in parts)
+        }
+        """Of the tensors that are derived."""
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """The derived tensors as they are now, by all their names."""
+        parts = self._parts
+        return {name: found for part in parts for name, found in self._tensors(part).items()}
+
+    def after(self, loaded: Loaded, tensors: Mapping[str, torch.Tensor], fill: Fill) -> None:
+        """Its optimizer calls are made: let the rules follow. `tensors`: of the state's modules, by
+        all their names. Raises Corrupt where a rule came to other bytes than in the run, and what
+        the rules raise."""
+        if loaded.step not in self._rows:  # of a base that is spread: what is derived came last
+            return
+        described, record, table = self._rows[loaded.step]
+        if ruled := record.ruled:
+            assert self._rules is not None
+            self._put_back(described, record, table, tensors, fill)
+            self._rules.run(record.step, ruled)
+        for part, said in record.derived.items():
+            live = self._tensors(part)
+            names = [name for name in self.names if is_in(name, part)]
+            if lost := [name for name in names if name not in live]:
+                raise Corrupt(f"{_at(record, part)} has no tensor {lost[0]!r} any more")
+            found = {name: live[name] for name in names}
+            known = loaded.tensors.get(f"{SAMPLE}{part}")
+            is_same = known is None or sample_of(found, record.step).cpu().equal(known.cpu())
+            if not is_same or said["digest"] not in (None, digest_of(found)):
+                raise Corrupt(
+                    f"{_at(record, part)} came to other bytes than the run had after this step. "
+                    f"{_RULED if said['rule'] else _CONSTANT}"
+                )
+
+    def _tensors(self, part: str) -> dict[str, torch.Tensor]:
+        """By all names; of a part that nobody changes they stay the same."""
+        if part not in self._constant:
+            return self._state.tensors_of(part)
+        if part not in self._constants:
+            self._constants[part] = self._state.tensors_of(part)
+        return self._constants[part]
+
+    def _put_back(
+        self,
+        described: Described,
+        record: Record,
+        table: Table,
+        tensors: Mapping[str, torch.Tensor],
+        fill: Fill,
+    ) -> None:
+        placement = Placement(Saved.of(described.manifest, described.tables))
+        for name in table.tensors:
+            if not is_own(name) and name in tensors and name not in self._optimized | self.names:
+                placement.into(name, tensors[name])
+        if placement.problems:
+            raise Corrupt(f"replaying step {record.step}: {'; '.join(placement.problems)}")
+        if placement.destinations:
+            fill(record, table, list(placement.destinations.values()))
+
+
+def _at(record: Record, part: str) -> str:
+    return f"replaying step {record.step}: the derived part {part!r}"

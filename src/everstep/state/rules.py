@@ -1,0 +1,180 @@
+"""Rules: how parts of the state follow from the rest of it, by functions of the user's own.
+
+An average of the weights (EMA) is as large as they are, belongs to no optimizer, and changes at
+every step. Its rule says how. everstep calls it, at each step while training and after each record
+at a replay: so it is the same function at the same place both times, and a log need not hold what
+it makes. None in place of a rule says that nobody changes the part (frozen weights).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from everstep.state.leaves import Leaf
+from everstep.state.modules import ModuleState
+from everstep.state.optimizers import OptimizerState
+from everstep.state.stateful import StatefulState, ValueState
+from everstep.state.view import State
+
+Rule = Callable[[int], object]
+"""Brings a part from the step before to this one; what it returns is ignored."""
+
+SAMPLE = "@0!derived."
+"""Begins the name of the sample of a derived part in a record."""
+
+_SAMPLES_MAX = 32
+_SAMPLE_BYTES = 64
+_STRIDE = 0x9E3779B1  # Fibonacci hashing: each step looks elsewhere
+
+
+class Rules:
+    """The rules of a run, by the parts that they derive. For the thread that trains."""
+
+    def __init__(self, derive: Mapping[str, Rule | None], state: State) -> None:
+        """Raises ValueError and TypeError for what is no rule, and for parts that are not there or
+        hold no tensor of their own."""
+        self._rules = dict(derive)
+        self._state = state
+        for part, rule in self._rules.items():
+            if rule is not None and not callable(rule):
+                raise TypeError(
+                    f"derive[{part!r}] must be a function of the step, or None, not {rule!r}"
+                )
+            if within := [other for other in self._rules if other.startswith(f"{part}.")]:
+                raise ValueError(f"derive has rules for {part!r} and for {within[0]!r} in it")
+            _check(part, state, is_constant=rule is None)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that are derived."""
+        return tuple(self._rules)
+
+    @property
+    def ruled(self) -> tuple[str, ...]:
+        """Those of them that have a rule; nobody changes the others."""
+        return tuple(part for part, rule in self._rules.items() if rule is not None)
+
+    def part_of(self, name: str) -> str | None:
+        """The derived part in which a tensor of this name is."""
+        return next((part for part in self._rules if is_in(name, part)), None)
+
+    def run(self, step: int, parts: Iterable[str] | None = None) -> None:
+        """Bring `parts` (None: all) to `step`. Raises what the rules raise."""
+        for part in self._rules if parts is None else parts:
+            try:
+                if rule := self._rules[part]:
+                    rule(step)
+            except Exception as error:
+                error.add_note(f"everstep: in the rule that derives {part!r}, at step {step}")
+                raise
+
+    def tensors(self, part: str) -> dict[str, torch.Tensor]:
+        """The part's live tensors, by all names that they have in it."""
+        return self._state.tensors_of(part)
+
+    def plain(self) -> Any:
+        """What their rules find beside tensors, to be compared."""
+        return {
+            entry.name: entry.objects(lambda _name, _tensor: "")
+            for part in self.ruled
+            for entry in self._state.entries_of(part)
+        }
+
+    def pointers(self) -> dict[str, int]:
+        """Where the tensors of the parts' values lie; not those of modules, which the walk knows,
+        nor of a state_dict(), which may be made anew each time."""
+        found: dict[str, int] = {}
+
+        def sink(name: str, tensor: torch.Tensor) -> str:
+            found[name] = tensor.data_ptr()
+            return name
+
+        for part in self._rules:
+            for entry in self._state.entries_of(part):
+                if isinstance(entry, ValueState):
+                    entry.objects(sink)
+        return found
+
+
+def is_in(name: str, part: str) -> bool:
+    """Whether the tensor or part `name` is in `part`, or is it."""
+    return name == part or name.startswith(f"{part}.")
+
+
+def sample_of(tensors: Mapping[str, torch.Tensor], step: int) -> torch.Tensor:
+    """A few bytes of the tensors, other ones at each step, as one tensor; does not synchronise.
+    Equal for equal tensors and steps, wherever they lie."""
+    rows = [tensors[name] for name in sorted(tensors) if tensors[name].numel()]
+    first = step * _SAMPLES_MAX % max(1, len(rows))
+    chosen = (*rows[first : first + _SAMPLES_MAX], *rows[:first])[:_SAMPLES_MAX]
+    pieces = []
+    for number, tensor in enumerate(chosen):
+        pieces.append(_few_bytes(tensor.detach(), step * _STRIDE + number))
+    devices = [piece.device for piece in pieces if piece.is_cuda]
+    device = devices[0] if devices else torch.device("cpu")
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.cat([empty, *(piece.to(device, non_blocking=True) for piece in pieces)])
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """XXH3-128 of all their bytes, row-major, by name. Waits for the device."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+        digest.update(plain.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def specs_of(leaves: Sequence[Leaf]) -> tuple[Any, ...]:
+    """Names, dtypes, shapes and devices, to be compared."""
+    return tuple((leaf.spec, leaf.tensor.device) for leaf in leaves)
+
+
+def _few_bytes(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    """Of some elements along the longest dim; of strided tensors, too, without a copy of more."""
+    if not tensor.dim():
+        tensor = tensor.view(1)
+    longest = tensor.shape.index(max(tensor.shape))
+    for dim in reversed(range(tensor.dim())):
+        if dim != longest:
+            turn, index = divmod(turn, tensor.shape[dim])
+            tensor = tensor.select(dim, index)
+    count = min(len(tensor), max(1, _SAMPLE_BYTES // tensor.element_size()))
+    few = tensor.narrow(0, turn % (len(tensor) - count + 1), count)
+    return few.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+
+
+def _check(part: str, state: State, is_constant: bool) -> None:
+    entries = state.entries_around(part) if is_constant else state.entries_of(part)
+    if not entries:
+        raise ValueError(
+            f"derive has a rule for {part!r}, and the state has no such part, but {state.parts}"
+        )
+    if is_constant:
+        known: tuple[type, ...] = (ModuleState, ValueState, OptimizerState)
+        what = "None is for modules and values"
+    else:
+        known = (ModuleState, ValueState, StatefulState)
+        what = "A rule derives modules, values and objects with a state_dict"
+    if other := [entry.name for entry in entries if not isinstance(entry, known)]:
+        raise ValueError(f"derive names {part!r}, in which {other[0]!r} is another kind. {what}")
+    owners = {
+        id(parameter): optimizer.name
+        for optimizer in state.optimizers
+        for _, _, parameter, _ in optimizer.parameters()
+    }
+    found = state.tensors_of(part)
+    owned = [name for name, tensor in found.items() if id(tensor) in owners]
+    if owned and not is_constant:
+        raise ValueError(
+            f"derive has a rule for {part!r}, but {owners[id(found[owned[0]])]!r} changes "
+            f"{owned[0]!r} in it. Give what the rule derives a part of its own in the state"
+        )
+    if len(found) == len(owned):
+        raise ValueError(
+            f"derive names {part!r}, which holds no tensor"
+            f"{' that no optimizer changes' if owned else ''}. Fill it before you make the "
+            f"Checkpointer, or leave it out"
+        )
