@@ -232,6 +232,58 @@ def test_going_on_after_a_restore_is_as_if_nothing_had_been(store, make):
     assert kinds(store) == "brrrrrbrrrrr"
 
 
+@pytest.mark.parametrize("make", WAYS)
+def test_bases_that_are_spread(store, make):
+    """The last record before a base has what is derived, too; it replays like the others."""
+    frozen = run(store, make, 14, base_every=4, window=3)
+    whole = sorted((store / "checkpoints").glob("*/state.json"))
+    assert [int(path.parent.name[:8]) for path in whole] == [5, 9, 13]
+    check_all(store, make, frozen)
+    whole[1].unlink()  # so that some go back behind it
+    check_all(store, make, frozen)
+    materialize(Disk(store), CheckpointName(5, 1))
+    check_all(store, make, frozen)
+    assert Store(store).verify().ok
+
+
+@pytest.mark.parametrize("make", WAYS)
+def test_checkpoints_that_are_spread(store, make):
+    state, rules = build(1, make)
+    frozen = {}
+    with checkpointer(
+        store, state, derive=rules, strategy="spread", every=4, window=3, audit="full"
+    ) as saver:
+        for step in range(1, 15):
+            train(state, step)
+            saver.step(step)
+            frozen[step] = snapshot(state)
+    assert Store(store).steps() == [4, 8, 12]
+    # another walk at each step: such states are whole
+    assert Store(store).manifest(8).is_spread != (make is swapped)
+    check_all(store, make, frozen)
+    fresh, _ = build(2, make)
+    with checkpointer(store, fresh) as restorer:  # no rule is needed: what it makes is there
+        assert restorer.restore(8) == 8
+    check_same(snapshot(fresh), frozen[8])
+
+
+@pytest.mark.parametrize("disturbed", [0, 7])
+def test_auto(store, monkeypatch, disturbed):
+    """Over to a log and its warnings, with rules that go on all the time."""
+    monkeypatch.setattr("everstep.capture.auto.SAVES_MIN", 4)
+    state, rules = build(1, averaged)
+    frozen = {}
+    with checkpointer(store, state, derive=rules, strategy="auto", base_every=20) as saver:
+        for step in range(1, 16):
+            train(state, step)
+            if step == disturbed:
+                rules["ema"](step)
+            saver.step(step)
+            frozen[step] = snapshot(state)
+    assert "r" in kinds(store)
+    check_all(store, averaged, frozen)
+
+
 def test_an_average_need_not_make_a_log_too_large(store, other_store):
     def make(state):
         rules = averaged(state)
@@ -438,7 +490,7 @@ def test_a_rule_that_raises(store, caplog):
             saver.step(step)
             frozen[step] = snapshot(state)
     assert kinds(store) == "brrrbrrr"
-    assert "a rule that derives 'ema' raised" in caplog.text
+    assert "a rule raised (derive= has some for 'ema')" in caplog.text
     check_all(store, make, frozen)
     fresh, rules = build(2, make)
 
@@ -661,20 +713,27 @@ DISTURBANCES = {
 }
 
 
+def _go_back(saver, store, back):
+    reached = saver.restore()
+    steps = [step for step in Store(store).steps() if step >= reached - back]
+    return saver.restore(steps[0]) if steps else reached
+
+
 @settings(fast, max_examples=15)
 @given(
     make=st.sampled_from([averaged, with_buffers, swa, now_and_then, two_in_a_row]),
     moves=st.lists(
-        st.tuples(st.integers(1, 4), st.sampled_from(["log", "full"]), st.integers(0, 3)),
+        st.tuples(st.integers(1, 6), st.sampled_from(["log", "spread", "full"]), st.integers(0, 3)),
         min_size=2,
         max_size=4,
     ),
+    window=st.integers(1, 4),
     base_every=st.integers(2, 6),
     every=st.integers(1, 3),
     disturbance=st.tuples(st.sampled_from(sorted(DISTURBANCES)), st.integers(1, 12)),
     tagged=st.integers(1, 12),
 )
-def test_going_back_and_on(make, moves, base_every, every, disturbance, tagged):
+def test_going_back_and_on(make, moves, window, base_every, every, disturbance, tagged):
     """Attachments one after another, under changing strategies; then every step is restored. Each
     is as in a run of the same steps without everstep."""
     how, at = disturbance
@@ -697,13 +756,13 @@ def test_going_back_and_on(make, moves, base_every, every, disturbance, tagged):
         for count, strategy, back in moves:
             state, rules = build(2 if done else 1, make)
             torch.set_rng_state(start)
-            options = {"base_every": base_every} if strategy == "log" else {}
+            options = {} if strategy == "full" else {"window": window}
+            if strategy == "log":
+                options["base_every"] = base_every
             with checkpointer(
                 store, state, strategy=strategy, every=every, derive=rules, **options
             ) as saver:
-                reached = saver.restore()
-                steps = [step for step in Store(store).steps() if step >= reached - back]
-                reached = saver.restore(steps[0]) if steps else reached
+                reached = _go_back(saver, store, back)
                 if reached:
                     check_same(snapshot(state), frozen[reached])
                 done = min(total, reached + count)
@@ -763,6 +822,27 @@ def test_frozen_weights_are_in_bases_only(store, audit, derive):
     assert manifest.exact
     with checkpointer(store, fresh) as restorer:
         for step in (6, 5):
+            assert restorer.restore(step) == step
+            check_same(snapshot(fresh), frozen[step])
+
+
+def test_frozen_weights_and_bases_that_are_spread(store):
+    frozen = run_adapted(store, steps=14, base_every=4, window=3)
+    whole = sorted((store / "checkpoints").glob("*/state.json"))
+    assert len(whole) == 3
+    fresh = adapted(2)
+    for gone in (None, whole[1]):
+        if gone:
+            gone.unlink()
+        with checkpointer(store, fresh) as restorer:
+            for step in range(14, 0, -1):
+                assert restorer.restore(step) == step
+                check_same(snapshot(fresh), frozen[step])
+    for step in (5, 7, 10, 13, 14):
+        assert materialize(Disk(store), CheckpointName(step, 1)).exact
+        found = Store(store).read(step)
+        assert torch.equal(found["model.0.weight"], fresh["model"][0].weight)
+        with checkpointer(store, fresh) as restorer:
             assert restorer.restore(step) == step
             check_same(snapshot(fresh), frozen[step])
 
