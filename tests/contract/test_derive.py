@@ -772,11 +772,7 @@ def test_going_back_and_on(make, moves, window, base_every, every, disturbance, 
                     if step in (tagged, done):
                         saver.save(step, tag="newest")
                     check_same(snapshot(state), frozen[step])
-        fresh, rules = build(3, make)
-        with checkpointer(store, fresh, derive=rules) as restorer:
-            for step in reversed(Store(store).steps()):
-                assert restorer.restore(step) == step
-                check_same(snapshot(fresh), frozen[step])
+        check_all(store, make, frozen)
         assert Store(store).verify().ok
 
 
