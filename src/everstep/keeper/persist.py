@@ -71,7 +71,7 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
     warning = _extend_base(writer, None if existing else pieces, manifest, data) or warning
     digest = None if existing else digest_of(encode_manifest(manifest))
     writer.parent, writer.parent_digest = name, digest
-    takes_replay = calls is not None or bool(manifest.records)
+    takes_replay = record is not None or bool(manifest.records)
     return Outcome(data.size, time.monotonic() - began, warning, takes_replay=takes_replay)
 
 
