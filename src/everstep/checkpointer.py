@@ -25,7 +25,7 @@ from everstep.capture.log import Captured, Log
 from everstep.capture.pace import Pace
 from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool, Slot
-from everstep.capture.spread import Spread
+from everstep.capture.settings import Settings
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.handle import Metrics, SaveHandle, check_level
 from everstep.keeper.arena import Arena, SlotState
@@ -36,7 +36,6 @@ from everstep.restore.apply import apply
 from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
 from everstep.saves import Saves, Skipped
 from everstep.state.objects import plain_json
-from everstep.state.optimizers import OptimizerState
 from everstep.state.rules import Rule, Rules
 from everstep.state.topology import differences, topology
 from everstep.state.view import Collected, State
@@ -46,8 +45,6 @@ from everstep.store.retain import Keep
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")
-
-Strategy = Log | Spread | Auto
 
 _CLOSE_S = 600.0
 
@@ -64,6 +61,7 @@ class Checkpointer:
         strategy: Literal["full", "spread", "log", "auto"] = "full",
         base_every: int | None = None,
         window: int | None = None,
+        recovery_budget: float = 10.0,
         audit: Literal["sample", "full"] = "sample",
         catch_up: int | None = None,
         keep: Keep | None = None,
@@ -82,8 +80,9 @@ class Checkpointer:
             "spread"  a whole state, copied over several steps (`window` many; None: by how fast
                       this run copies) up to the due one, with the gradients that bring its pieces
                       to that step: restore() replays them
-            "log"     a whole state now and then (`base_every` steps apart; None: by what a recovery
-                      would take), and of every step between the gradients that led there
+            "log"     a whole state now and then (`base_every` steps apart; None: so that a recovery
+                      takes `recovery_budget` seconds at most), and of every step between the
+                      gradients that led there
             "auto"    begins as "spread", and goes over to "log" and back by what is measured
 
         audit: how records make sure that nothing but the optimizers changes their tensors: by a
@@ -91,9 +90,8 @@ class Checkpointer:
         and after each update, and again at replay). catch_up: when so many steps would have to be
         replayed, a process in the background makes the newest durable one a whole state, from which
         a recovery begins then, so that retention can delete what is older; None for never. keep:
-        retention, None for all.
-        memory_budget: bytes of host memory for captures, at least two states; None: three states
-        where they fit into half of the available memory, else two. under_pressure: what a save does
+        retention, None for all. memory_budget: bytes of host memory for captures, at least two
+        states; None: three states where they fit into half of the available memory, else two. under_pressure: what a save does
         when no memory is free: be skipped, or wait. rng: capture python's, numpy's and torch's
         generators. derive: names of parts of the state to functions of the step that bring them
         forward ({"ema": lambda step: ema.update_parameters(model)}): step() calls each once for its
@@ -102,29 +100,28 @@ class Checkpointer:
         changes the part (frozen weights; here also a module in a part: "model.encoder"). Raises
         ValueError, TypeError, Unavailable.
         """
-        _check_arguments(
-            every, strategy, base_every, window, audit, catch_up, memory_budget, under_pressure
+        settings = Settings(
+            every,
+            strategy,
+            base_every,
+            window,
+            recovery_budget,
+            audit,
+            catch_up,
+            keep,
+            memory_budget,
+            under_pressure,
         )
-        if keep is not None and not isinstance(keep, Keep):
-            raise TypeError(f"keep must be an everstep.Keep, not {keep!r}")
         self.state = state
         self.metrics = Metrics()
         self._every = every
         self._waits = under_pressure == "wait"
         self._state = State(state, rng)
         self._rules = Rules(derive or {}, self._state)
-        self._derived = Derived(self._rules, audit == "full")
+        self._derived = Derived(self._rules, settings.looks_at_all)
         pace = self._pace = Pace()
-        self._log = _strategy(
-            strategy,
-            self._state.optimizers,
-            every,
-            base_every,
-            window,
-            audit == "full",
-            pace,
-            self._derived if self._rules.parts else None,
-        )
+        derived = self._derived if self._rules.parts else None
+        self._log = settings.make(self._state.optimizers, pace, derived)
         self._disk = Disk(Path(store).absolute())
         open_store(self._disk)
         self._saves = Saves(self.metrics)
@@ -517,55 +514,6 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ValueError("this Checkpointer is closed; make a new one")
-
-
-def _strategy(
-    name: str,
-    optimizers: list[OptimizerState],
-    every: int,
-    base_every: int | None,
-    window: int | None,
-    audit: bool,
-    pace: Pace,
-    derived: Derived | None,
-) -> Strategy | None:
-    """None for whole states: then there is nothing to decide."""
-    if name == "full":
-        return None
-    if name == "log":
-        return Log(optimizers, base_every, audit, pace, window, derived)
-    spread = Spread(optimizers, every, pace, window, audit)
-    if name == "spread":
-        return spread
-    return Auto(lambda: Log(optimizers, base_every, audit, pace, window, derived), spread, every)
-
-
-def _check_arguments(
-    every: int,
-    strategy: str,
-    base_every: int | None,
-    window: int | None,
-    audit: str,
-    catch_up: int | None,
-    budget: int | None,
-    under_pressure: str,
-) -> None:
-    if type(every) is not int or every < 1:
-        raise ValueError(f"every must be a positive number of steps, not {every!r}")
-    if strategy not in ("full", "spread", "log", "auto"):
-        raise ValueError(f"strategy must be 'full', 'spread', 'log' or 'auto', not {strategy!r}")
-    if audit not in ("sample", "full"):
-        raise ValueError(f"audit must be 'sample' or 'full', not {audit!r}")
-    if base_every is not None and (type(base_every) is not int or base_every < 1):
-        raise ValueError(f"base_every must be a positive number of steps, not {base_every!r}")
-    if window is not None and (type(window) is not int or window < 1):
-        raise ValueError(f"window must be a positive number of steps, not {window!r}")
-    if catch_up is not None and (type(catch_up) is not int or catch_up < 1):
-        raise ValueError(f"catch_up must be a positive number of steps, not {catch_up!r}")
-    if under_pressure not in ("skip", "wait"):
-        raise ValueError(f"under_pressure must be 'skip' or 'wait', not {under_pressure!r}")
-    if budget is not None and (type(budget) is not int or budget < 1):
-        raise ValueError(f"memory_budget must be a positive number of bytes, not {budget!r}")
 
 
 def _check_step(step: int) -> None:

@@ -72,10 +72,12 @@ class Log:
         pace: Pace | None = None,
         window: int | None = None,
         derived: Derived | None = None,
+        recovery_s: float = RECOVERY_S,
     ) -> None:
         """`base_every`: steps from one base to the next; None: chosen, see `distance`. `audit`: see
         Recorder. `window`: steps over which a base is spread; None: chosen by `pace`.
-        `derived`: what rules derive. Raises Unsupported for optimizers that a log cannot replay."""
+        `derived`: what rules derive. `recovery_s`: what a recovery may take. Raises Unsupported for
+        optimizers that a log cannot replay."""
         if not optimizers:
             raise Unsupported(
                 "strategy='log' records what optimizers consume, and the state has none. "
@@ -84,6 +86,7 @@ class Log:
         self._recorder = Recorder(optimizers, audit)
         self._optimizers = optimizers
         self._derived = derived
+        self._recovery_s = recovery_s
         self._base_every = base_every
         self._base: Walk | None = None
         self._base_step = 0
@@ -132,12 +135,12 @@ class Log:
         """Steps from one base to the next.
 
         Chosen so that reading the base, and for each record reading it and one update, stay within
-        RECOVERY_S; and at least so many that the records' bytes outweigh the base's.
+        `recovery_s`; and at least so many that the records' bytes outweigh the base's.
         """
         if self._base_every is not None:
             return self._base_every
         per_record = self._record_bytes / READ_BYTES_PER_S + self._update_seconds
-        left = RECOVERY_S - self._base_bytes / READ_BYTES_PER_S
+        left = self._recovery_s - self._base_bytes / READ_BYTES_PER_S
         affordable = int(left / per_record) if per_record else BASE_EVERY_MIN
         return max(BASE_EVERY_MIN, min(BASE_EVERY_MAX, affordable))
 

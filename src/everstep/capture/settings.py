@@ -1,0 +1,91 @@
+"""What a user may set of how checkpoints are taken; and the strategy that this makes."""
+
+from dataclasses import dataclass
+
+from everstep.capture.auto import Auto
+from everstep.capture.derived import Derived
+from everstep.capture.log import Log
+from everstep.capture.pace import Pace
+from everstep.capture.spread import Spread
+from everstep.state.optimizers import OptimizerState
+from everstep.store.retain import Keep
+
+Strategy = Log | Spread | Auto
+
+_CHOICES = {
+    "strategy": ("full", "spread", "log", "auto"),
+    "audit": ("sample", "full"),
+    "under_pressure": ("skip", "wait"),
+}
+_COUNTS = {
+    "every": "steps",
+    "base_every": "steps",
+    "window": "steps",
+    "catch_up": "steps",
+    "memory_budget": "bytes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of Checkpointer that have these names; checked when this is made."""
+
+    every: int
+    strategy: str
+    base_every: int | None
+    window: int | None
+    recovery_budget: float
+    audit: str
+    catch_up: int | None
+    keep: Keep | None
+    memory_budget: int | None
+    under_pressure: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, TypeError."""
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                known = ", ".join(map(repr, choices[:-1]))
+                raise ValueError(f"{name} must be {known} or {choices[-1]!r}, not {value!r}")
+        for name, unit in _COUNTS.items():
+            value = getattr(self, name)
+            is_left_open = value is None and name != "every"
+            if not is_left_open and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a positive number of {unit}, not {value!r}")
+        seconds = self.recovery_budget
+        if type(seconds) not in (int, float) or not seconds > 0:
+            raise ValueError(
+                f"recovery_budget must be a number of seconds above 0, not {seconds!r}"
+            )
+        if self.keep is not None and not isinstance(self.keep, Keep):
+            raise TypeError(f"keep must be an everstep.Keep, not {self.keep!r}")
+
+    @property
+    def looks_at_all(self) -> bool:
+        """Whether audits look at all bytes, and not at a sample."""
+        return self.audit == "full"
+
+    def make(
+        self, optimizers: list[OptimizerState], pace: Pace, derived: Derived | None
+    ) -> Strategy | None:
+        """None for whole states: then there is nothing to decide. Raises Unsupported where the
+        strategy does not fit these optimizers."""
+        if self.strategy == "full":
+            return None
+        if self.strategy == "log":
+            return self._log(optimizers, pace, derived)
+        spread = Spread(optimizers, self.every, pace, self.window, self.looks_at_all)
+        if self.strategy == "spread":
+            return spread
+        return Auto(lambda: self._log(optimizers, pace, derived), spread, self.every)
+
+    def _log(self, optimizers: list[OptimizerState], pace: Pace, derived: Derived | None) -> Log:
+        return Log(
+            optimizers,
+            self.base_every,
+            self.looks_at_all,
+            pace,
+            self.window,
+            derived,
+            self.recovery_budget,
+        )
