@@ -24,6 +24,8 @@ from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import files_of, packs_of
 
+pytestmark = pytest.mark.timeout(300)  # workers give way to whatever else this machine does
+
 
 def build(seed, kind=torch.optim.AdamW, **options):
     torch.manual_seed(seed)

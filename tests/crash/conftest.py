@@ -1,6 +1,20 @@
-"""Makes this folder importable: trainer.py is run and imported."""
+"""Makes this folder importable: trainer.py is run and imported. And gives sweeps a place."""
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """In memory where there is such a place: a sweep writes some thousand files."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="everstep-", dir="/dev/shm") as name:
+        yield Path(name)

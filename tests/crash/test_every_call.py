@@ -2,10 +2,8 @@
 
 import os
 import random
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 from faults import Fault, FaultySystem, Medium
@@ -20,16 +18,6 @@ from everstep.tiers.disk import Disk
 from stores import Trainer, files_of, go_on, make_store, packs_of
 
 FAULTS = [Fault.EIO, Fault.BURST, Fault.NO_SYNC, Fault.KILL]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """In memory where there is such a place: a sweep writes some thousand files."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="everstep-", dir="/dev/shm") as name:
-        yield Path(name)
 
 
 @pytest.fixture(autouse=True)

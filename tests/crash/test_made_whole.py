@@ -72,7 +72,7 @@ def release_if_killed(disk, error):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_making_a_step_whole(tmp_path, logged, fault):
+def test_making_a_step_whole(folder, logged, fault):
     path, live = logged
     name = CheckpointName(4, 1)
 
@@ -98,7 +98,7 @@ def test_making_a_step_whole(tmp_path, logged, fault):
         assert retain.apply(disk, Keep(last=1)) > 0  # nothing is needed but 4 and 5
         assert Store(disk.root).steps() == [4, 5]
 
-    assert sweep(tmp_path, prepare, make, fault, lambda disk: on_a_copy(disk, finish)) > 25
+    assert sweep(folder, prepare, make, fault, lambda disk: on_a_copy(disk, finish)) > 25
 
 
 def on_a_copy(disk, finish):
@@ -111,7 +111,7 @@ def on_a_copy(disk, finish):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_deleting_what_was_made_whole(tmp_path, logged, fault):
+def test_deleting_what_was_made_whole(folder, logged, fault):
     """Nothing is before 3 any more; it goes, and with it the state without which it is nothing."""
     path, live = logged
 
@@ -135,7 +135,7 @@ def test_deleting_what_was_made_whole(tmp_path, logged, fault):
         assert len(packs_of(disk.root)) == 2
         assert len(disk.list(names.CHECKPOINTS)) == 1
 
-    assert sweep(tmp_path, prepare, apply, fault, finish) > 10
+    assert sweep(folder, prepare, apply, fault, finish) > 10
 
 
 def workers_of(keeper):
@@ -151,6 +151,7 @@ def kill(pid):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.timeout(300)  # workers give way to whatever else this machine does
 def test_workers_and_keepers_killed_at_random_moments(store):
     """With retention, which deletes what workers read if it is wrong. EVERSTEP_SEED=... again."""
     seed = int(os.environ.get("EVERSTEP_SEED", random.SystemRandom().randrange(1 << 30)))
@@ -161,7 +162,7 @@ def test_workers_and_keepers_killed_at_random_moments(store):
         store, state, strategy="log", catch_up=3, keep=Keep(last=4), under_pressure="wait"
     ) as checkpointer:
         step = made = 0
-        while step < 60 or made < 3:
+        while step < 40 or made < 2:
             step += 1
             assert step < 3000
             train_one_step(state)
