@@ -91,14 +91,14 @@ class Checkpointer:
         replayed, a process in the background makes the newest durable one a whole state, from which
         a recovery begins then, so that retention can delete what is older; None for never. keep:
         retention, None for all. memory_budget: bytes of host memory for captures, at least two
-        states; None: three states where they fit into half of the available memory, else two. under_pressure: what a save does
-        when no memory is free: be skipped, or wait. rng: capture python's, numpy's and torch's
-        generators. derive: names of parts of the state to functions of the step that bring them
-        forward ({"ema": lambda step: ema.update_parameters(model)}): step() calls each once for its
-        step, before it saves, in place of the training loop; a log calls them again at replay
-        instead of holding what they make. None in place of a function: nobody but optimizers
-        changes the part (frozen weights; here also a module in a part: "model.encoder"). Raises
-        ValueError, TypeError, Unavailable.
+        states; None: three states where they fit into half of the available memory, else two.
+        under_pressure: what a save does when no memory is free: be skipped, or wait. rng: capture
+        python's, numpy's and torch's generators. derive: names of parts of the state to functions
+        of the step that bring them forward ({"ema": lambda step: ema.update_parameters(model)}):
+        step() calls each once for its step, before it saves, in place of the training loop; a log
+        calls them again at replay instead of holding what they make. None in place of a function:
+        nobody but optimizers changes the part (frozen weights; here also a module in a part:
+        "model.encoder"). Raises ValueError, TypeError, Unavailable.
         """
         settings = Settings(
             every,
