@@ -165,6 +165,7 @@ class Checkpointer:
         self, step: int, *, tag: str | None = None, metrics: dict[str, Any] | None = None
     ) -> SaveHandle:
         """Save the state as `step`, now; returns when all that must be copied at once is copied.
+        In place of step(step), not after it: a step is written once.
 
         tag: a name for it, which moves if it exists. metrics: JSON (numbers may be numpy's or
         torch's), kept in the manifest. Raises ValueError and Unsupported for what cannot be saved;
@@ -263,8 +264,8 @@ class Checkpointer:
             self._client.close()
             if not self._saves.pending:  # else something is still being copied
                 self._pool.close()
-            if isinstance(self._saves.newest and self._saves.newest.error, Skipped):
-                log.warning("closing: the newest save was skipped: %s", self._saves.newest)
+            if self._saves.newest and isinstance(self._saves.newest.error, Skipped):
+                log.warning("closing: the newest is not saved: %s", self._saves.newest.error)
             if self._preemption.ends_process:  # it was asked to, and no step came any more
                 self._preemption.end(wait=False)
 

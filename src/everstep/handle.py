@@ -106,7 +106,7 @@ class Metrics:
     selftest: dict[str, str] = field(default_factory=dict)
     """Of the newest restore, where it replayed a log under another build or machine: for each
     optimizer "equal", "different" or "not run: why" (replay/selftest.py)."""
-    durable_seconds: list[float] = field(default_factory=list)
+    durable_seconds: list[float] = field(default_factory=list, repr=False)
     """From the call to the commit, of the newest 1000 saves."""
     catch_ups: int = 0
     """Steps of a log that were made whole in the background; the newest of them, and in seconds."""

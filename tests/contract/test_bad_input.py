@@ -7,6 +7,7 @@ import pytest
 import torch
 from runs import bits, check_same, checkpointer, freeze, restore, save, supervised
 from torch import nn
+from torch.utils.data import DataLoader
 
 from everstep import (
     Checkpointer,
@@ -117,6 +118,7 @@ class Lazy(nn.Module):
     ("value", "message"),
     [
         (lambda: {"a": [0, object()]}, r"part\.a\.1: a builtins\.object cannot be stored"),
+        (lambda: DataLoader([1, 2]), r"DataLoader cannot be stored.*use torchdata's Stateful"),
         (lambda: torch.eye(3).to_sparse(), r"'part': it has layout torch\.sparse_coo"),
         (
             lambda: {"deep": [torch.empty(2, device="meta")]},

@@ -499,8 +499,8 @@ def test_reading_a_log_names_the_nearest_whole_states(store, whole, step, neares
         Store(store).read(step)
     assert str(caught.value) == (
         f"reading step {step} of {store}: it is stored as the redo records since step {base}, "
-        f"which Checkpointer.restore replays. Make it whole with: everstep materialize {step}. "
-        f"Whole states nearest to it: {nearest}"
+        f"which Checkpointer.restore replays. Make it whole with: everstep materialize {store} "
+        f"{step}. Whole states nearest to it: {nearest}"
     )
 
 

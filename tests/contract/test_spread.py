@@ -135,7 +135,7 @@ def test_it_is_read_when_it_was_made_whole(store, capsys):
     with checkpointer(store, state, **SPREAD) as saver:
         frozen = run(saver, state, range(1, 9))
         live = {name: value.clone() for name, value in state["model"].state_dict().items()}
-    with pytest.raises(Unsupported, match="everstep materialize 8"):
+    with pytest.raises(Unsupported, match=f"everstep materialize {store} 8"):
         Store(store).read(8)
     other = make(2)
     with checkpointer(store, other) as restorer:

@@ -20,7 +20,7 @@ COMMANDS = {
     "verify": "read every byte and compare it with its digest",
     "rm": "delete checkpoints, and the data that only they need",
     "gc": "delete files that failed attempts left behind",
-    "materialize": "make a whole state of a step that exists as redo records",
+    "materialize": "make a whole state of a step that is a log, by replaying its records",
     "demo": "train a GPT, kill it at random moments, and compare with an undisturbed run",
     "bench": "measure checkpoints of every step against other libraries",
 }

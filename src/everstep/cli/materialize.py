@@ -1,4 +1,4 @@
-"""everstep materialize: make a whole state of a step that exists as a base and redo records."""
+"""everstep materialize: make a whole state of a step that is a log."""
 
 import argparse
 import json

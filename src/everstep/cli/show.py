@@ -92,7 +92,7 @@ class Shown:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_words(parser, "?")
+    add_words(parser, "?", "the newest")
     parser.add_argument(
         "--names",
         metavar="PATTERN",

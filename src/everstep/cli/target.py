@@ -16,13 +16,18 @@ _NEARBY_MAX = 5
 _LOOKED_AT_MAX = 1000
 
 
-def add_words(parser: argparse.ArgumentParser, steps: str = "") -> None:
-    """The words of a command: a store that may be left out; no, one ("?") or more ("+") steps."""
+def add_words(parser: argparse.ArgumentParser, steps: str = "", default: str = "") -> None:
+    """The words of a command: a store that may be left out; no, one ("?") or more ("+") steps.
+
+    default: what is meant where the one step is left out, for the help.
+    """
     grammar = f"[STORE]{_STEPS[steps]}"
     parser.usage = f"%(prog)s {grammar} [options]"
     meaning = "STORE: a store's directory (default: the current one)"
     if steps:
         meaning += "; STEP: a step of the run, a tag, or step-epoch for one on any branch"
+    if default:
+        meaning += f" (default: {default})"
     parser.add_argument("words", nargs="*", metavar=grammar, help=meaning)
 
 
@@ -82,7 +87,7 @@ def _advice(store: str) -> str:
     base = Path(store) if Path(store).is_dir() else Path(".")
     nearby = list(islice(_stores_below(base), _NEARBY_MAX))
     if nearby:
-        return f"{said}. Near by there is {', '.join(map(str, nearby))}"
+        return f"{said}. Nearby there is {', '.join(map(str, nearby))}"
     return f"{said}. Name the directory that was given to Checkpointer, as in: everstep ls runs/gpt"
 
 

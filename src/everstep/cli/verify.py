@@ -20,7 +20,7 @@ _UPDATE_S = 0.05
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_words(parser, "?")
+    add_words(parser, "?", "all on all branches")
     add_json(parser)
 
 

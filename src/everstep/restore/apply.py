@@ -63,7 +63,8 @@ def apply(
         raise Unsupported(
             f"restoring only={only} of step {candidate.name.step}: it is stored with the redo "
             f"records since step {_first_step(base)}, which take the whole state. Restore all of "
-            f"it, or make it whole first (everstep materialize {candidate.name.step}){elsewhere}"
+            f"it, or make it whole first (everstep materialize {candidate.disk.root} "
+            f"{candidate.name.step}){elsewhere}"
         )
     optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
     derivation = Derivation(base, logs, rules, state, optimized)

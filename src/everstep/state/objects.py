@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from everstep.errors import Corrupt, Unsupported
 
@@ -22,6 +23,7 @@ TensorSink = Callable[[str, torch.Tensor], str]
 """Takes a tensor and the path at which it was found; returns the name under which it is stored."""
 
 _DEPTH_MAX = 100
+_LOADER_ADVICE = ", or use torchdata's StatefulDataLoader, which has them"
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}
 _PLAIN = (bool, int, str, type(None))
 
@@ -52,6 +54,7 @@ def encode(value: object, path: str, sink: TensorSink, depth: int = 0) -> Json:
         f"numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays, dtypes and devices, "
         "and no pickle: "
         f"give the object state_dict() and load_state_dict() methods that use those"
+        f"{_LOADER_ADVICE if isinstance(value, DataLoader) else ''}"
     )
 
 

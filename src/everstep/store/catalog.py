@@ -213,7 +213,10 @@ def find(disk: Disk, reference: int | str | None) -> CheckpointName:
         else ""
     )
     steps = [name.step for name in run]
-    has = f"it has {len(steps)} from {steps[0]} to {steps[-1]}" if steps else "it has none"
+    has = "it has none"
+    if steps:
+        nearest = min(steps, key=lambda there: abs(there - step))
+        has = f"it has {len(steps)} from {steps[0]} to {steps[-1]}, the nearest is {nearest}"
     raise Missing(f"there is no checkpoint of step {step} in {disk.root}: {has}{hint}")
 
 

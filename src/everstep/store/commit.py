@@ -160,7 +160,7 @@ def find_same(disk: Disk, manifest: Manifest) -> bool:
     raise Conflict(
         f"saving step {manifest.step} to {disk.root}: this step is saved already with other "
         f"content. A step is written once: save under the next step, or delete the old one first "
-        f"(everstep rm {name})"
+        f"(everstep rm {disk.root} {name})"
     )
 
 

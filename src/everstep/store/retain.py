@@ -327,6 +327,6 @@ def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: NeedsCa
         except Corrupt as error:
             raise Corrupt(
                 f"{error}. Nothing more is deleted while it is unknown which files this checkpoint "
-                f"needs; remove it with: everstep rm {name}"
+                f"needs; remove it with: everstep rm {disk.root} {name}"
             ) from error
     return needed

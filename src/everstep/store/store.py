@@ -151,7 +151,7 @@ class Store:
         return (
             f"reading step {name.step} of {self.path}: it is stored as the redo records since step "
             f"{behind}, which Checkpointer.restore replays. Make it whole with: everstep "
-            f"materialize {name.step}. Whole states nearest to it: {nearest or 'none'}"
+            f"materialize {self.path} {name.step}. Whole states nearest to it: {nearest or 'none'}"
         )
 
     def _whole_behind(self, name: CheckpointName) -> int | None:

@@ -27,7 +27,7 @@ def read_tensors(
     if unknown := sorted(set(names or ()) - known):
         raise Missing(
             f"reading step {manifest.step} of {disk.root}: it has no tensors named {unknown}; "
-            f"everstep show {manifest.step} lists the {len(known)} that it has"
+            f"everstep show {disk.root} {manifest.step} lists the {len(known)} that it has"
         )
     for part, table in zip(manifest.parts, tables, strict=True):
         with ExitStack() as stack:
