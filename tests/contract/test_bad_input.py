@@ -315,3 +315,4 @@ def test_saves_that_are_skipped_are_counted_and_said(store, caplog, monkeypatch)
         gate.set()
         saver.wait("local")
     assert Store(store).steps() == [1, 2, 3]
+    assert "closing: the newest is not saved: saving step 5: skipped" in caplog.text

@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-f", "--following", action="store_true", help="also the logs that go on from them"
     )
-    parser.add_argument("-y", "--yes", action="store_true", help="do not ask (nobody is asked where stdin is no terminal)")
+    parser.add_argument(
+        "-y", "--yes", action="store_true", help="do not ask; without a terminal nobody is asked"
+    )
     add_json(parser)
 
 
