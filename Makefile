@@ -19,7 +19,7 @@ demo: env
 	$(BIN)/everstep demo
 
 test: env lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 test-slow: env
 	$(BIN)/pytest -m "slow or not slow" --timeout 900
