@@ -220,6 +220,23 @@ def test_going_back_within_a_window(store):
     check_same(freeze(other), frozen[8])
 
 
+def test_pieces_of_a_way_that_was_left_are_of_no_window(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        run(saver, state, range(1, 7))
+        saver.step(9)  # the window of step 8 has its first step, and no other comes
+        assert saver.restore() == 4
+        torch.manual_seed(5)
+        frozen = run(saver, state, range(5, 9))
+    assert [part.steps for part in Store(store).manifest(8).parts] == [6, 7, 8]
+    assert Store(store).manifest(8).epoch == 2
+    assert len(list((store / "data").glob("*.safetensors"))) == 4
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        assert restorer.restore() == 8
+    check_same(freeze(other), frozen[8])
+
+
 class Coupled(torch.optim.SGD):
     """A user's own: nobody knows whether its parameters can be stepped one by one."""
 
@@ -281,11 +298,25 @@ def test_steps_that_are_told_only_when_due_are_saved_whole(store):
     assert [Store(store).manifest(step).is_spread for step in (4, 8)] == [False, False]
 
 
-def test_what_is_left_of_a_window_is_swept(store):
+def test_what_is_left_of_a_window_is_deleted(store):
     state = make(1)
     with checkpointer(store, state, **SPREAD) as saver:
         run(saver, state, range(1, 8))  # the window of step 8 has two of its three steps
         saver.wait()
+        assert len(list((store / "data").glob("*.safetensors"))) == 3
+    until(lambda: len(list((store / "data").glob("*.safetensors"))) == 1, "the keeper deletes it")
+    with checkpointer(store, make(2), **SPREAD) as saver:
+        assert saver.restore() == 4
+        saver.save(5).wait("local")
+    assert Store(store).verify().ok
+
+
+def test_what_is_left_of_a_window_by_a_dead_keeper_is_swept(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        run(saver, state, range(1, 8))
+        saver.wait()
+        end_keeper(store)
     with checkpointer(store, make(2), **SPREAD) as saver:
         assert saver.restore() == 4
         saver.save(5).wait("local")
