@@ -17,6 +17,9 @@ from torch import nn
 import everstep
 from everstep import Store, Unsupported
 from everstep.cli.main import main
+from everstep.restore.materialize import materialize
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
@@ -423,6 +426,41 @@ def test_a_logs_spread_base_is_made_whole(store, capsys):
     assert all(torch.equal(read[f"model.{name}"], value) for name, value in live.items())
     assert Store(store).verify().ok
     capsys.readouterr()
+
+
+def test_what_is_not_exact_does_not_replace_a_spread_base(store, monkeypatch):
+    """As of a CUDA run: what the log goes on from is gone."""
+    state = make(1)
+    with logged(store, state, keep=everstep.Keep(last=2)) as saver:
+        frozen = run(saver, state, range(1, 7))
+    until(lambda: Store(store).steps() == [5, 6], "the keeper deletes what is not kept")
+    monkeypatch.setattr("everstep.restore.materialize.differences", lambda then: ["torch 1"])
+    with pytest.raises(everstep.Conflict, match="exact"):
+        materialize(Disk(store), CheckpointName(5, 1))
+    assert not materialize(Disk(store), CheckpointName(6, 1)).exact
+    assert Store(store).verify().ok
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        for step in (5, 6):
+            restorer.restore(step)
+            check_same(freeze(other), frozen[step])
+
+
+def test_a_spread_base_that_was_made_whole_leaves_nothing(store):
+    state = make(1)
+    with logged(store, state, keep=everstep.Keep(last=2)) as saver:
+        frozen = run(saver, state, range(1, 7))
+    until(
+        lambda: len(list((store / "data").glob("*.safetensors"))) == 4, "records 3 to 6 are needed"
+    )
+    assert materialize(Disk(store), CheckpointName(5, 1)).exact
+    assert len(list((store / "data").glob("*.safetensors"))) == 3
+    assert Store(store).verify().ok
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        for step in (5, 6):
+            restorer.restore(step)
+            check_same(freeze(other), frozen[step])
 
 
 def test_audit_of_a_log_with_spread_bases(store):
