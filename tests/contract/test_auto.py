@@ -150,3 +150,37 @@ def test_until_then_it_spreads(store):
         assert restorer.restore() == 6
     for found, wanted in zip(frozen(fresh), expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+class Coupled(torch.optim.SGD):
+    """Each parameter's update depends on the gradients of all."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        scale = 0.1 / (1 + sum(p.grad.abs().sum() for p in parameters))
+        for parameter in parameters:
+            parameter.sub_(parameter.grad * scale)
+
+
+def test_it_leaves_a_log_between_two_due_steps(store, monkeypatch):
+    """No window begins where the other strategy would not have begun one."""
+    state, expected = run_of(1, Coupled), {}
+    wanted = False
+    monkeypatch.setattr(
+        Balance, "decide", lambda self, distance: setattr(self, "is_log", wanted) or wanted
+    )
+    options = {"strategy": "auto", "every": 4, "under_pressure": "wait"}
+    with Checkpointer(store, state, **options) as checkpointer:
+        for step in range(1, 17):
+            wanted = 4 <= step < 9
+            train(state)
+            checkpointer.step(step)
+            expected[step] = frozen(state)
+    assert Store(store).steps() == [4, 5, 6, 7, 8, 12, 16]
+    fresh = run_of(2, Coupled)
+    with Checkpointer(store, fresh) as restorer:
+        for step in Store(store).steps():
+            assert restorer.restore(step) == step
+            for found, known in zip(frozen(fresh), expected[step], strict=True):
+                assert torch.equal(found, known)

@@ -8,6 +8,7 @@ import torch
 from logs import backward, build, check_run, durable, train
 from runs import check_steps, logged, snapshot
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import everstep
 
@@ -188,3 +189,21 @@ def test_sparse_gradients(store, caplog):
 
     check_run(store, make, step, "bbbbbbbb")
     assert "sparse. Use strategy='full'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": "log"}, {"strategy": "spread", "every": 4, "window": 4}]
+)
+def test_gradients_are_let_go_of_when_they_are_saved(store, options):
+    """Else a GPU holds them during the next forward and backward, those of each step of a
+    window."""
+    state = build(1)
+    with everstep.Checkpointer(store, state, under_pressure="wait", **options) as saver:
+        for step in range(1, 17):
+            train(state)
+            parameters = state["model"].parameters()
+            storages = [StorageWeakRef(p.grad.untyped_storage()) for p in parameters]
+            saver.step(step)
+            saver.wait()
+            state["optimizer"].zero_grad()
+            assert all(storage.expired() for storage in storages)

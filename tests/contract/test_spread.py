@@ -17,6 +17,9 @@ from torch import nn
 import everstep
 from everstep import Store, Unsupported
 from everstep.cli.main import main
+from everstep.restore.materialize import materialize
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
@@ -220,6 +223,23 @@ def test_going_back_within_a_window(store):
     check_same(freeze(other), frozen[8])
 
 
+def test_pieces_of_a_way_that_was_left_are_of_no_window(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        run(saver, state, range(1, 7))
+        saver.step(9)  # the window of step 8 has its first step, and no other comes
+        assert saver.restore() == 4
+        torch.manual_seed(5)
+        frozen = run(saver, state, range(5, 9))
+    assert [part.steps for part in Store(store).manifest(8).parts] == [6, 7, 8]
+    assert Store(store).manifest(8).epoch == 2
+    assert len(list((store / "data").glob("*.safetensors"))) == 4
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        assert restorer.restore() == 8
+    check_same(freeze(other), frozen[8])
+
+
 class Coupled(torch.optim.SGD):
     """A user's own: nobody knows whether its parameters can be stepped one by one."""
 
@@ -281,11 +301,25 @@ def test_steps_that_are_told_only_when_due_are_saved_whole(store):
     assert [Store(store).manifest(step).is_spread for step in (4, 8)] == [False, False]
 
 
-def test_what_is_left_of_a_window_is_swept(store):
+def test_what_is_left_of_a_window_is_deleted(store):
     state = make(1)
     with checkpointer(store, state, **SPREAD) as saver:
         run(saver, state, range(1, 8))  # the window of step 8 has two of its three steps
         saver.wait()
+        assert len(list((store / "data").glob("*.safetensors"))) == 3
+    until(lambda: len(list((store / "data").glob("*.safetensors"))) == 1, "the keeper deletes it")
+    with checkpointer(store, make(2), **SPREAD) as saver:
+        assert saver.restore() == 4
+        saver.save(5).wait("local")
+    assert Store(store).verify().ok
+
+
+def test_what_is_left_of_a_window_by_a_dead_keeper_is_swept(store):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        run(saver, state, range(1, 8))
+        saver.wait()
+        end_keeper(store)
     with checkpointer(store, make(2), **SPREAD) as saver:
         assert saver.restore() == 4
         saver.save(5).wait("local")
@@ -392,6 +426,41 @@ def test_a_logs_spread_base_is_made_whole(store, capsys):
     assert all(torch.equal(read[f"model.{name}"], value) for name, value in live.items())
     assert Store(store).verify().ok
     capsys.readouterr()
+
+
+def test_what_is_not_exact_does_not_replace_a_spread_base(store, monkeypatch):
+    """As of a CUDA run: what the log goes on from is gone."""
+    state = make(1)
+    with logged(store, state, keep=everstep.Keep(last=2)) as saver:
+        frozen = run(saver, state, range(1, 7))
+    until(lambda: Store(store).steps() == [5, 6], "the keeper deletes what is not kept")
+    monkeypatch.setattr("everstep.restore.materialize.differences", lambda then: ["torch 1"])
+    with pytest.raises(everstep.Conflict, match="exact"):
+        materialize(Disk(store), CheckpointName(5, 1))
+    assert not materialize(Disk(store), CheckpointName(6, 1)).exact
+    assert Store(store).verify().ok
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        for step in (5, 6):
+            restorer.restore(step)
+            check_same(freeze(other), frozen[step])
+
+
+def test_a_spread_base_that_was_made_whole_leaves_nothing(store):
+    state = make(1)
+    with logged(store, state, keep=everstep.Keep(last=2)) as saver:
+        frozen = run(saver, state, range(1, 7))
+    until(
+        lambda: len(list((store / "data").glob("*.safetensors"))) == 4, "records 3 to 6 are needed"
+    )
+    assert materialize(Disk(store), CheckpointName(5, 1)).exact
+    assert len(list((store / "data").glob("*.safetensors"))) == 3
+    assert Store(store).verify().ok
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        for step in (5, 6):
+            restorer.restore(step)
+            check_same(freeze(other), frozen[step])
 
 
 def test_audit_of_a_log_with_spread_bases(store):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
+from everstep.capture.log import RECORD_OWNER
 from everstep.capture.pace import Pace
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
@@ -41,7 +42,9 @@ class _Owned:
     """One optimizer's tensors in one capture."""
 
     batch: Batch
-    tripwire: Tripwire
+    """Emptied when it is copied, as the tripwire when it was looked at: tensors that nobody else
+    needs (gradients) are not held up to the next capture."""
+    tripwire: Tripwire | None
     ready: threading.Event = field(default_factory=threading.Event)
     ends: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     checked: bool = False
@@ -81,13 +84,15 @@ class Capture:
         tensors: that is as it should be, hence the order of the two looks.
         """
         for index, owned in self.owned.items():
-            if owner not in (None, index) or owned.checked:
+            tripwire = owned.tripwire
+            if owner not in (None, index) or owned.checked or tripwire is None:
                 continue
-            changed = owned.tripwire.changed()
+            changed = tripwire.changed()
             if changed and not owned.checked and not self.problem:
                 self.torn = tuple(changed)
                 self.problem = describe(self.step, changed)
             owned.checked = True
+            owned.tripwire = None
         return self.problem
 
     def is_checked(self) -> bool:
@@ -229,6 +234,8 @@ class Full:
             parts = {
                 owner: _Bound.of(leaves, plan) for owner, leaves in _by_owner(walk.leaves).items()
             }
+            if RECORD_OWNER in parts:  # they do not come again, and are not to be held
+                return parts
             self._bound = (walk, plan, parts)
         return self._bound[2]
 
@@ -253,6 +260,7 @@ class Full:
             finally:
                 for owned in capture.owned.values():
                     owned.ready.set()  # whatever happened, no update waits for ever
+                    owned.batch = Batch()
                 capture.keep_alive = ()
         self._movers.shutdown()
         self._copied.put(None)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 from everstep.errors import Unsupported
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
@@ -38,7 +39,8 @@ class Planner:
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
-        self._known: tuple[Walk, tuple[Spec, ...], Mapping[str, list[str]]] | None = None
+        self._known: tuple[ref[Walk], tuple[Spec, ...], Mapping[str, list[str]]] | None = None
+        """By reference only: a record's walk has gradients, whose memory is not to be held."""
 
     def plan(self, collected: Collected) -> Plan:
         """The plan for this state; the same object as the last one where nothing differs."""
@@ -47,7 +49,7 @@ class Planner:
         if (
             self._plan
             and known
-            and known[0] is collected.walk
+            and known[0]() is collected.walk
             and known[1:] == (loose, collected.aliases)
         ):
             return self._plan
@@ -66,7 +68,7 @@ class Planner:
         )
         if not fits:
             self._plan = _make(specs, devices, strides, collected.aliases, walk.optimizers)
-        self._known = (walk, loose, collected.aliases)
+        self._known = (ref(walk), loose, collected.aliases)
         assert self._plan is not None
         return self._plan
 

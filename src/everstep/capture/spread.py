@@ -140,6 +140,8 @@ class Spread:
         if asked or tagged or (self._window is None and is_due):
             self._forget()
             return Captured(collected)
+        if not is_due and not self.wants(step):  # `auto` has just come here from another strategy
+            return None
         try:
             return self._share(step, collected, is_due)
         except Unsupported as error:

@@ -62,6 +62,8 @@ def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> O
         else:
             tables = writer.window.documents if share else [data.document]
             commit.publish(writer.disk, manifest, encode_manifest(manifest), tables)
+            if share:  # from now on its files are the checkpoint's
+                writer.window.clear()
     except BaseException:
         commit.discard_packs(writer.disk, name, data.links + writer.window.end(share))
         raise
@@ -118,9 +120,17 @@ def _begin_window(
 ) -> tuple[Share | None, Share | None]:
     """What a record, or what a spread checkpoint, has of a window. Of a window that another one
     follows, nothing was published: its files are deleted."""
-    for stale in writer.window.begin(share, is_log=record is not None):
+    for stale in writer.window.begin(share, name.epoch, is_log=record is not None):
         commit.discard_packs(writer.disk, name, stale.packs)
     return (None, share) if record is None else (share, None)
+
+
+def end_window(writer: Writer) -> None:
+    """Nothing more comes from this trainer: what it wrote of a checkpoint that it has not ended is
+    deleted."""
+    for stale in writer.window.begin(None, None, is_log=False):
+        at = CheckpointName(stale.steps, writer.epoch or 0)
+        commit.discard_packs(writer.disk, at, stale.packs)
 
 
 def _is_there(writer: Writer, name: CheckpointName, share: Share | None) -> bool:

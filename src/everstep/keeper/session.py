@@ -30,7 +30,7 @@ from everstep.keeper.arena import COMPLETE, Arena, SlotState
 from everstep.keeper.arrival import ALL
 from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.job import Job, Outcome, Writer
-from everstep.keeper.persist import apply_retention, persist, submitted
+from everstep.keeper.persist import apply_retention, end_window, persist, submitted
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -257,6 +257,8 @@ class Session:
         for job in list(self._jobs.values()):
             if job.arrival.over and not job.answered.is_set():  # else it may still be heard of
                 job.answer(None)
+        if self.dead or self.detached:
+            self.submit(lambda: end_window(self.writer))
 
     def disconnect(self) -> None:
         """Close the socket."""

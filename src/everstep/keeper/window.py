@@ -37,6 +37,8 @@ class Window:
     keeper dies, the checkpoint fails, and the trainer saves a whole state next. For the session's
     thread."""
 
+    epoch: int | None = None
+    """Of the parts: whoever restores saves the same steps again, in another one."""
     steps: tuple[int, ...] = ()
     parts: list[Part] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -45,14 +47,14 @@ class Window:
     is_log: bool = False
     """Whether the parts are records, too, which are checkpoints of their own."""
 
-    def begin(self, share: Share | None, *, is_log: bool) -> list[Part]:
+    def begin(self, share: Share | None, epoch: int | None, *, is_log: bool) -> list[Part]:
         """The next job belongs to this window, or to none. Returns the parts of another one, of
         which nothing will come any more."""
-        if share and self.steps and share.steps[0] == self.steps[0]:
+        if share and self.steps and (self.steps, self.epoch) == (share.steps[:-1], epoch):
             return []
         stale = [] if self.is_log else self.parts
         self.clear()
-        self.is_log = is_log
+        self.epoch, self.is_log = epoch, is_log
         return stale
 
     def check(self, share: Share) -> None:

@@ -25,7 +25,7 @@ from everstep.restore.load import Loader
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
 from everstep.state.topology import adopted, differences
-from everstep.store import catalog, claims, commit
+from everstep.store import catalog, claims, commit, retain
 from everstep.store.names import CheckpointName, manifest_path
 from everstep.tiers.disk import Disk
 
@@ -202,6 +202,14 @@ def _write(
     links = commit.write_packs(disk, name, packs, token=token)
     part = Part(0, commit.table_link(table), links, _digests(table, packs), name.step)
     exact = not replayed["differs"] and all(device == "cpu" for device in on.values())
+    here = commit.find_state(disk, name)
+    if here and here.exact and not exact:  # what the log goes on from may be gone
+        commit.discard_packs(disk, name, links)
+        raise Conflict(
+            f"materialising {name} of {disk.root}: an exact base stands there, which a state that "
+            f"would not be exact (other build or machine, or a GPU) must not replace. Materialise "
+            f"a later step"
+        )
     topology = last.manifest.topology
     manifest = replace(
         last.manifest,
@@ -214,10 +222,12 @@ def _write(
         tag=None,
     )
     try:
-        commit.publish_state(disk, manifest, table, log_digest, token)
+        replaced = commit.publish_state(disk, manifest, table, log_digest, token)
     except BaseException:
         commit.discard_packs(disk, name, links)
         raise
+    if replaced:
+        retain.drop_base(disk, replaced)
     return manifest
 
 

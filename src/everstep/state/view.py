@@ -51,7 +51,7 @@ class Entry(Protocol):
         """Say where stored tensors go and what is to be done then; report what does not fit."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Walk:
     """What changes rarely: the leaves, other names of theirs,
     and the optimizers' part of the table.

@@ -197,11 +197,11 @@ def find_state(disk: Disk, name: CheckpointName) -> Manifest | None:
 
 def publish_state(
     disk: Disk, manifest: Manifest, table: bytes, log_digest: str, token: str
-) -> None:
+) -> Manifest | None:
     """Put the whole state of a log step beside its manifest, whose digest is `log_digest`. Its
     packs must be durable, and the caller's claim (claims.py) hold the step. A base that was spread
-    over several steps is replaced. Raises Missing where the step was deleted meanwhile, Conflict
-    where somebody else has made it whole."""
+    over several steps is replaced, and returned. Raises Missing where the step was
+    deleted meanwhile, Conflict where somebody else has made it whole."""
     name = CheckpointName(manifest.step, manifest.epoch)
     what = f"materialising {name} of {disk.root}"
     write_table(disk, table)
@@ -214,11 +214,12 @@ def publish_state(
             raise Conflict(f"{what}: it was saved anew meanwhile")
         document = encode_manifest(manifest)
         if disk.create(names.state_path(name), document):
-            return
+            return None
         found = catalog.read_state(disk, name)
         if found is None or not found.is_spread:
             raise Conflict(f"{what}: another process was faster")
         disk.replace(names.state_path(name), document)
+        return found
 
 
 def publish_base(disk: Disk, manifest: Manifest) -> None:

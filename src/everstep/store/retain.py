@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
+from everstep.format.manifest import Manifest
 from everstep.store import catalog, claims, commit, names
 from everstep.store.lineage import branches, current
 from everstep.store.names import CheckpointName
@@ -212,6 +213,19 @@ def _delete_packs(disk: Disk, files: Collection[str]) -> int:
             freed += disk.size(path) or 0
             disk.delete(path)
     return freed
+
+
+def drop_base(disk: Disk, base: Manifest) -> None:
+    """A base that was spread has been replaced: delete what only it had of records that are gone.
+    Not while somebody makes a whole state of another step, who may be reading it."""
+    name = CheckpointName(base.step, base.epoch)
+    with disk.locked(exclusive=True):
+        if claims.held(disk).keys() - {name}:
+            return
+        for part in base.parts:
+            record = CheckpointName(part.steps, base.epoch)
+            if record != name:
+                commit.discard_packs(disk, record, part.packs)
 
 
 def sweep(disk: Disk) -> tuple[int, int]:
