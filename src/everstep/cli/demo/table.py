@@ -58,10 +58,11 @@ def _kill_table(report: Report) -> Table:
     for name in ("kill", "at", "in step"):
         table.add_column(name, justify="right")
     table.add_column("hit in")
-    table.add_column("saves in flight", no_wrap=True)
+    table.add_column("saves in flight")
     restored = "restored = base + records" if is_log else "restored"
-    for name in ("step() returned", restored, "lost", "training again after"):
+    for name in ("step() returned", restored, "lost"):
         table.add_column(name, justify="right")
+    table.add_column("training again after", justify="right", no_wrap=True)
     for number, kill in enumerate(report.kills, 1):
         table.add_row(str(number), *_kill_cells(kill, is_log, report.settings.every))
     return table
