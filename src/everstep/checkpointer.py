@@ -129,6 +129,7 @@ class Checkpointer:
         self._client = Client(self._disk.root, keep, self._saves.on_event, catch_up=catch_up)
         self._pool = Pool(self._client, memory_budget)
         self._saves.attach(self._client, self._pool)
+        self._attachments = self._client.attachments
         self._planners: dict[object, Planner] = {}
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
@@ -353,6 +354,9 @@ class Checkpointer:
         began = time.perf_counter()
         captured: Captured | None = Captured(self._collect())
         if self._log and captured:
+            if self._attachments != self._client.attachments:
+                self._attachments = self._client.attachments
+                self._log.change_keeper()
             captured = self._log.choose(
                 handle.step, captured.collected, asked=asked, tagged=tag is not None
             )

@@ -491,6 +491,24 @@ def test_a_log_whose_keeper_dies_within_a_window(store):
     assert 14 in Store(store).steps()
 
 
+def test_a_keeper_that_dies_between_two_shares(store, caplog):
+    state = make(1)
+    with checkpointer(store, state, **SPREAD) as saver:
+        frozen = run(saver, state, range(1, 7))
+        saver.wait()
+        before = saver._client.attachments
+        end_keeper(store)
+        until(lambda: saver._client.attachments > before, "another keeper")
+        run(saver, state, range(7, 9), frozen)
+        saver.wait()
+    assert "the keeper died within the window of step 8" in caplog.text
+    assert not Store(store).manifest(8).is_spread
+    other = make(2)
+    with checkpointer(store, other) as restorer:
+        assert restorer.restore() == 8
+    check_same(freeze(other), frozen[8])
+
+
 def test_a_window_whose_keeper_dies(store):
     state = make(1)
     with checkpointer(store, state, **SPREAD) as saver:

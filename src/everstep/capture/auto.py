@@ -200,6 +200,10 @@ class Auto:
         """What `everstep show` prints of the choice."""
         return {**self._active.describe(), "auto": self._balance.figures()}
 
+    def change_keeper(self) -> None:
+        """The last one died."""
+        self._active.change_keeper()
+
     def end_chain(self) -> None:
         """Nothing can follow what was captured last."""
         self._active.end_chain()

@@ -242,6 +242,10 @@ class Log:
         self.end_chain()
         self._keep_raw(False)
 
+    def change_keeper(self) -> None:
+        """The one that had the pieces of the next base is gone: they are copied again."""
+        self._pieces = None
+
     def end_chain(self) -> None:
         """Nothing can follow what was captured last: the next is a base."""
         self._base = self._last = self._pieces = None

@@ -14,6 +14,8 @@ from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Walk
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 @dataclass(slots=True)
 class Pieces:
@@ -95,6 +97,9 @@ def why_not(optimizers: list[OptimizerState]) -> str | None:
         kind = type(optimizer.optimizer)
         if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
             return f"{optimizer.name!r} is a {kind.__qualname__}, which may couple parameters"
+        kinds = {(type(p) in _PLAIN, p.device.type) for _, _, p, _ in optimizer.parameters()}
+        if len(kinds) > 1:  # by which torch chooses between for-loop and foreach, for all together
+            return f"{optimizer.name!r} has parameters of several kinds, or on several devices"
         for _, name, parameter, _ in optimizer.parameters():
             if id(parameter) in seen:
                 return f"{name!r} has two optimizers"

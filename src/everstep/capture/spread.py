@@ -186,6 +186,16 @@ class Spread:
 
     pause = close
 
+    def change_keeper(self) -> None:
+        """The one that had the parts of the window under way is gone."""
+        if self._window:
+            log.warning(
+                "the keeper died within the window of step %s, with the parts that it had. A whole "
+                "state is saved there instead",
+                self._window.due,
+            )
+            self.end_chain()
+
     def end_chain(self) -> None:
         """What was copied so far is worth nothing: at the due step a whole state is saved."""
         if self._window:

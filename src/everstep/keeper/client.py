@@ -74,6 +74,8 @@ class Client:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._lost: str | None = None
+        self.attachments = 1
+        """How often a keeper was found: another one knows nothing of what the last had in mind."""
         self._deaths: collections.deque[float] = collections.deque(maxlen=_DEATHS_MAX)
         self.keeper_pid = 0
         self._connection: socket.socket | None = self._attach()
@@ -313,6 +315,7 @@ class Client:
             if self._connection:
                 self._connection.close()
             self._connection = connection
+            self.attachments += 1
             for key, arena in self._arenas.items():
                 self._send_locked({"type": "arena", "arena": key}, [arena.fd])
             self._wake_waiting()
