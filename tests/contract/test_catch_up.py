@@ -155,6 +155,7 @@ def _is_trimmed(store, oldest_kept):
     return Store(store).steps()[0] == max(whole, default=1)
 
 
+@pytest.mark.slow
 def test_retention_keeps_the_disk_bounded(store):
     """One base, a hundred records, and never more than a few of them on the disk."""
     state, frozen, most = build(1), {}, 0

@@ -80,7 +80,14 @@ def test_stateful_data_loader(store, kind, workers):
 
 @pytest.mark.parametrize("cut", [4, 6, 7])  # 6: after an epoch's last batch
 @pytest.mark.parametrize(
-    ("workers", "given"), [(0, "none"), (0, "one"), (0, "saved twice"), (2, "one"), (2, "none")]
+    ("workers", "given"),
+    [
+        (0, "none"),
+        (0, "one"),
+        (0, "saved twice"),
+        pytest.param(2, "one", marks=pytest.mark.slow),
+        pytest.param(2, "none", marks=pytest.mark.slow),
+    ],
 )
 def test_the_epochs_after_a_resume(store, workers, given, cut):
     """torchdata draws the seed of its workers and the order once more when it resumes."""

@@ -43,7 +43,14 @@ def run_and_die(store, steps, rate, every=1):
     assert subprocess.run(words, timeout=100).returncode == -9
 
 
-@pytest.mark.parametrize(("undone", "steps", "every"), [(4, 2, 1), (3, 3, 3), (4, 4, 4)])
+@pytest.mark.parametrize(
+    ("undone", "steps", "every"),
+    [
+        (3, 3, 3),
+        pytest.param(4, 2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 4, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_memory_of_what_was_undone_is_not_restored(store, other_store, undone, steps, every):
     """The second attempt has the same steps in the same epoch, and other content."""
     save(store, build(1))

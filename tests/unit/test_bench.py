@@ -218,6 +218,7 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
     assert machine.memory_bytes([1 << 30]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_tiny_run_reports_all_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
