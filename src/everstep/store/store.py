@@ -99,7 +99,8 @@ class Store:
             try:
                 manifests.append((name, catalog.read_manifest(self._disk, name)))
             except EverstepError as error:
-                problems[str(name)] = [str(error)]
+                if step is not None or self._is_there(name):  # else it was deleted meanwhile
+                    problems[str(name)] = [str(error)]
         total, done = sum(manifest.size for _, manifest in manifests), 0
         for name, manifest in manifests:
             for size, problem in self._verify(manifest):
