@@ -57,7 +57,7 @@ def test_nothing_is_deleted_while_a_manifest_cannot_be_read(tmp_path):
     trainer = make_store(tmp_path, range(1, 4))
     path = tmp_path / "checkpoints/00000002-0001/manifest.json"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(Corrupt, match="everstep rm .* 00000002-0001"):
+    with pytest.raises(Corrupt, match=r"everstep rm .* 00000002-0001"):
         retain.delete(trainer.disk, [CheckpointName(1, 1)])
     assert len(packs_of(tmp_path)) == 3
     Store(tmp_path).delete("2-1")  # the damaged one itself may go
