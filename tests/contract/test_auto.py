@@ -7,7 +7,7 @@ from torch import nn
 from everstep import Checkpointer, Store
 from everstep.capture import auto
 from everstep.capture.auto import Balance
-from everstep.state import clipping
+from everstep.state import kept
 
 
 def run_of(seed, optimizer=torch.optim.AdamW):
@@ -37,13 +37,13 @@ def test_it_goes_over_to_a_log_and_every_step_is_exact(store, monkeypatch, caplo
     monkeypatch.setattr(auto, "SLOWER", float("inf"))  # a step takes no time here
     state, expected = run_of(1), {}
     with Checkpointer(store, state, strategy="auto", under_pressure="wait") as checkpointer:
-        assert not clipping._recorders  # which would cost memory for nothing
+        assert not kept.is_wanted()  # which would cost memory for nothing
         for step in range(1, 21):
             train(state)
             checkpointer.step(step)
             expected[step] = frozen(state)
-        assert clipping._recorders
-    assert not clipping._recorders
+        assert kept.is_wanted()
+    assert not kept.is_wanted()
     opened = Store(store)
     logs = [step for step in opened.steps() if opened.manifest(step).previous]
     assert opened.steps() == list(range(1, 21))

@@ -30,7 +30,7 @@ import everstep
 from everstep import Mismatch, Store, Unsupported
 from everstep.cli.main import main
 from everstep.restore.materialize import materialize
-from everstep.state import clipping, compressed
+from everstep.state import compressed, kept
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 
@@ -51,7 +51,7 @@ def _group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    assert not compressed.is_attached()
+    assert not kept.is_wanted()
     assert not compressed._entries
 
 
@@ -604,4 +604,4 @@ def test_the_hook_goes_when_the_model_does():
     del state
     gc.collect()
     assert model() is None
-    assert clipping._recorders == compressed._recorders == 0
+    assert not kept.is_wanted()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from everstep.state import clipping
+from everstep.state import clipping, kept
 from everstep.state.clipping import clip_grad_norm_, raw_gradient, release, scale, scale_in_place
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -19,11 +19,12 @@ FOREACH = pytest.mark.parametrize("foreach", [None, True, False])
 
 
 @pytest.fixture(autouse=True)
-def recorder() -> Iterator[None]:
-    clipping.attach()
-    yield
-    clipping.detach()
-    assert not clipping._entries or clipping._recorders
+def recorder() -> Iterator[kept.Interest]:
+    interest = kept.Interest()
+    interest.set(True)
+    yield interest
+    interest.set(False)
+    assert not clipping._entries
 
 
 def with_gradient(gradient: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -500,22 +501,20 @@ def test_no_leak(end):
     assert len(clipping._entries) == 0
 
 
-def test_without_a_recorder_it_is_torchs():
-    clipping.attach()
+def test_without_a_recorder_it_is_torchs(recorder):
+    other = kept.Interest()
+    other.set(True)
     _, weight = clipped_model(False)
-    clipping.detach()
+    other.set(False)
+    other.set(False)  # once is enough
     assert raw_gradient(weight) is not None  # the fixture's still holds
-    clipping.detach()
-    try:
-        assert raw_gradient(weight) is None
-        gradient = weight.grad
-        clip_grad_norm_([weight], 0.01)
-        assert weight.grad is gradient
-        assert raw_gradient(weight) is None
-        with pytest.raises(AssertionError, match="without attach"):
-            clipping.detach()
-    finally:
-        clipping.attach()
+    recorder.set(False)
+    assert not kept.is_wanted()
+    assert raw_gradient(weight) is None
+    gradient = weight.grad
+    clip_grad_norm_([weight], 0.01)
+    assert weight.grad is gradient
+    assert raw_gradient(weight) is None
 
 
 def test_inference_mode_makes_no_inference_gradient():

@@ -26,7 +26,7 @@ from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
-from everstep.state import clipping, compressed
+from everstep.state.kept import Interest
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
@@ -104,7 +104,7 @@ class Log:
         self._pieces: Pieces | None = None
         self._base_due = 0
         self._is_whole_only = why_not(optimizers) is not None
-        self._keeps_raw = False
+        self._interest = Interest()
 
     @property
     def is_on(self) -> bool:
@@ -216,7 +216,7 @@ class Log:
         walk = captured.collected.walk
         self._recorder.reset()
         self._base = self._pieces = None
-        self._keep_raw(self.is_on)
+        self._interest.set(self.is_on)
         if not self.is_on:
             return
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
@@ -240,7 +240,7 @@ class Log:
     def pause(self) -> None:
         """Another strategy takes over for a while."""
         self.end_chain()
-        self._keep_raw(False)
+        self._interest.set(False)
 
     def change_keeper(self) -> None:
         """The one that had the pieces of the next base is gone: they are copied again."""
@@ -255,14 +255,6 @@ class Log:
     def _last_step(self) -> int:
         assert self._last is not None
         return self._last.step
-
-    def _keep_raw(self, wanted: bool) -> None:
-        """Let clip_grad_norm_ keep what it clips, and compress what it sends, only while there is a
-        log: it takes memory."""
-        if wanted != self._keeps_raw:
-            self._keeps_raw = wanted
-            for kept in (clipping, compressed):
-                (kept.attach if wanted else kept.detach)()
 
     def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
         last = self._last

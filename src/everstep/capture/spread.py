@@ -27,7 +27,7 @@ from everstep.capture.recorder import Recorder
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
-from everstep.state import clipping, compressed
+from everstep.state.kept import Interest
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
@@ -71,7 +71,7 @@ class Spread:
         self._planned: tuple[Walk, Pace] | None = None
         """For which the schedule was made."""
         self._broken_due: int | None = None
-        self._keeps_raw = False
+        self._interest = Interest()
         self.refusal = why_not(optimizers)
         """Why windows have one step in this run."""
         self._recorder = Recorder([] if self.refusal else optimizers, audit)
@@ -207,15 +207,7 @@ class Spread:
         self._window = None
         self._recorder.reset()
         self._recorder.only = None
-        self._keep_raw(False)
-
-    def _keep_raw(self, wanted: bool) -> None:
-        """Let clip_grad_norm_ keep what it clips, and compress what it sends, only while that is
-        recorded."""
-        if wanted != self._keeps_raw:
-            self._keeps_raw = wanted
-            for kept in (clipping, compressed):
-                (kept.attach if wanted else kept.detach)()
+        self._interest.set(False)
 
     def _measure(self, walk: Walk) -> None:
         """Bytes of a state, and of the gradients of all parameters; once for each walk."""
@@ -242,7 +234,7 @@ class Spread:
         if calls is None:
             self._recorder.reset()
             self._recorder.watch()
-            self._keep_raw(True)
+            self._interest.set(True)
         self._recorder.only = pieces.copied
         return Captured(_part_of(collected, (*leaves, *record), is_due), share=share)
 

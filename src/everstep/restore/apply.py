@@ -117,6 +117,7 @@ def _replay(
     for loaded in prefetched(candidate, logs, devices, loader):
         redo(loaded, optimizers)
         derivation.after(loaded, live, fill)
+        del loaded  # its gradients' memory is for the one after the next
     rest = _place(state, saved, None)
     _fill(candidate, logs[-1], rest, loader, optimized)
     _fill_from_live(rest, state.live_tensors() | derivation.live(), logs[-1], optimized)

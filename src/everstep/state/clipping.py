@@ -14,12 +14,11 @@ What decides how a gradient is scaled while a recorder is attached:
 * torch's arithmetic could not be repeated from a copy (sparse or DTensor gradients, gaps or
   overlaps in memory, one gradient twice in the list): torch scales in place, nothing is kept.
 
-Everything here runs in the training thread; `attach` and `detach` in any.
+Everything here runs in the training thread.
 """
 
 import itertools
 import sys
-import threading
 import types
 import warnings
 from collections.abc import Iterable, MutableMapping, Sequence
@@ -29,8 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import utils as torch_clipping
 from torch.utils._foreach_utils import _device_has_foreach_support
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
+from everstep.state import kept
 from everstep.state.leaves import sample
 
 # Where the tensor behind `p.grad` may be replaced. On CUDA it may be a graph's static memory.
@@ -64,26 +64,7 @@ class _Entry:
     sample: bytes
 
 
-_entries: MutableMapping[Tensor, _Entry] = WeakIdKeyDictionary()
-_recorders = 0
-_lock = threading.Lock()
-
-
-def attach() -> None:
-    """Keep raw gradients from the next clipping on. Counted: as many `detach` end it."""
-    global _recorders
-    with _lock:
-        _recorders += 1
-
-
-def detach() -> None:
-    """Undo one `attach`. After the last one nothing is kept, and what was kept is released."""
-    global _recorders
-    with _lock:
-        assert _recorders > 0, "detach without attach"
-        _recorders -= 1
-        if not _recorders:
-            _entries.clear()
+_entries: MutableMapping[Tensor, _Entry] = kept.by_parameter()
 
 
 def clip_grad_norm_(
@@ -110,7 +91,7 @@ def clip_grad_norm_(
             warnings.warn(message, stacklevel=2)  # here: torch would blame this file
     else:
         parameters = list(parameters)
-    if not _recorders or torch.compiler.is_compiling():
+    if not kept.is_wanted() or torch.compiler.is_compiling():
         return torch_clipping.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )

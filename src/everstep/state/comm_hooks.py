@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import Mismatch, Unsupported
-from everstep.state import compressed
+from everstep.state import compressed, kept
 from everstep.state.buckets import Bucket, Compressor, Future
 from everstep.state.forms import Form, scatter
 from everstep.state.leaves import canonical
@@ -206,7 +206,7 @@ class Compression:
         numbers = tuple(self._numbers[id(parameter)] for parameter in parameters)
         bucket = Bucket(source, source.index(), source.buffer(), parameters, numbers)
         if bucket.index == 0:
-            self._round = [] if compressed.is_attached() else None
+            self._round = [] if kept.is_wanted() else None
             if self._round is not None:
                 _after_backward(self._keep)
         if self._round is not None:

@@ -1,14 +1,12 @@
 """Which gradients are still what a compressing communication hook made, kept for a recorder.
 
-While no recorder is attached, nothing is kept. A gradient counts as compressed only if its form
-gives it back bit for bit, which is looked at here, and if nobody has written to it since: torch's
-version counter and a few elements tell, as a GradScaler unscales without the counter's knowledge.
-What is not sure is recorded dense.
+A gradient counts as compressed only if its form gives it back bit for bit, which is looked at here,
+and if nobody has written to it since: torch's version counter and a few elements tell, as a
+GradScaler unscales without the counter's knowledge. What is not sure is recorded dense.
 
-Everything here runs in the training thread; `attach` and `detach` in any.
+Everything here runs in the training thread.
 """
 
-import threading
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from everstep.state import kept
 from everstep.state.clipping import Clipped
 from everstep.state.forms import Form, flat_of
 
@@ -39,32 +38,8 @@ class _Entry:
     seen: Tensor
 
 
-_entries: MutableMapping[Tensor, _Entry] = WeakIdKeyDictionary()
+_entries: MutableMapping[Tensor, _Entry] = kept.by_parameter()
 _proofs: MutableMapping[Tensor, tuple[object, int]] = WeakIdKeyDictionary()
-_recorders = 0
-_lock = threading.Lock()
-
-
-def attach() -> None:
-    """Keep forms from the next backward on. Counted: as many `detach` end it."""
-    global _recorders
-    with _lock:
-        _recorders += 1
-
-
-def detach() -> None:
-    """Undo one `attach`. After the last one nothing is kept, and what was kept is released."""
-    global _recorders
-    with _lock:
-        assert _recorders > 0, "detach without attach"
-        _recorders -= 1
-        if not _recorders:
-            _entries.clear()
-
-
-def is_attached() -> bool:
-    """Whether forms are of use to anybody."""
-    return _recorders > 0
 
 
 def keep(parameter: Tensor, form: Form, layout: object, prove: bool) -> None:

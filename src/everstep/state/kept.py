@@ -1,0 +1,46 @@
+"""What is kept of gradients for recorders, which takes memory: only while there is one.
+
+Everything but `Interest.set` runs in the training thread; that in any.
+"""
+
+import threading
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_interested = 0
+_lock = threading.Lock()
+_kept: list[MutableMapping[Tensor, Any]] = []
+
+
+class Interest:
+    """One recorder's."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+
+    def set(self, is_on: bool) -> None:
+        """Keep what comes from now on, or not; the same again does nothing. When the last one is
+        off, nothing is kept, and what was kept is released."""
+        global _interested
+        with _lock:
+            _interested += is_on - self._is_on
+            self._is_on = is_on
+            if not _interested:
+                for entries in _kept:
+                    entries.clear()
+
+
+def is_wanted() -> bool:
+    """Whether anybody is interested."""
+    return _interested > 0
+
+
+def by_parameter() -> MutableMapping[Tensor, Any]:
+    """For a module to keep something in, for as long as the parameter lives and anybody is
+    interested."""
+    entries: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
+    _kept.append(entries)
+    return entries
