@@ -63,7 +63,7 @@ class Capture:
     begins: dict[torch.device, torch.cuda.Event]
     eager: list[Landing]
     devices: set[torch.device]
-    keep_alive: tuple[Leaf, ...]
+    keep_alive: Collected | None
     problem: str | None = None
     torn: tuple[str, ...] = ()
     """Names of what was written to while it was copied."""
@@ -167,9 +167,17 @@ class Full:
             begins[device] = torch.cuda.Event()
             begins[device].record(torch.cuda.current_stream(device))
         devices = {device for batch in batches for device in batch.on_device} | begins.keys()
-        alive = (*collected.walk.leaves, *collected.loose)
         return Capture(
-            step, sequence, slot, plan, description, owned, begins, eager_landings, devices, alive
+            step,
+            sequence,
+            slot,
+            plan,
+            description,
+            owned,
+            begins,
+            eager_landings,
+            devices,
+            collected,
         )
 
     def _await_last(self) -> None:
@@ -261,7 +269,7 @@ class Full:
                 for owned in capture.owned.values():
                     owned.ready.set()  # whatever happened, no update waits for ever
                     owned.batch = Batch()
-                capture.keep_alive = ()
+                capture.keep_alive = None
         self._movers.shutdown()
         self._copied.put(None)
 

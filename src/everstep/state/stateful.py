@@ -4,6 +4,7 @@ generators."""
 import random
 import sys
 from array import array
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -190,11 +191,28 @@ class GeneratorState:
             generator.bit_generator.state = state
 
 
+class _Seldom:
+    """The JSON of a state that is the same at most steps."""
+
+    def __init__(self) -> None:
+        self._known: object = None
+        self._json: Any = None
+
+    def of(self, known: object, encoded: Callable[[], Any]) -> Any:
+        """`encoded()`, or what that was for an equal `known`."""
+        if known != self._known:
+            self._known, self._json = known, encoded()
+        return self._json
+
+
 class GlobalGenerators:
     """The random generators that training draws from: python's, numpy's,
     torch's on CPU and on each GPU."""
 
     name = "rng"
+
+    def __init__(self) -> None:
+        self._python, self._numpy = _Seldom(), _Seldom()
 
     def leaves(self, guard: Guard) -> list[Leaf]:
         """None: see GeneratorState."""
@@ -202,15 +220,29 @@ class GlobalGenerators:
 
     def objects(self, sink: TensorSink) -> Any:
         """All their states; none of the calls synchronises a device."""
-        version, words, gauss = random.getstate()
-        # 625 numbers as one array: a list of them is the longest part of a small state's JSON.
-        python = (version, np.frombuffer(array("I", words), dtype=np.uint32), gauss)
-        state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
+        torch_state = encode(torch.get_rng_state(), f"{self.name}.torch", sink)
+        state = {"python": self._python_state(sink), "torch": torch_state}
         if "numpy" in sys.modules:
-            state["numpy"] = np.random.get_state()
+            state["numpy"] = self._numpy_state(sink)
         if torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        return encode(state, self.name, sink)
+            state["cuda"] = encode(torch.cuda.get_rng_state_all(), f"{self.name}.cuda", sink)
+        return state
+
+    def _python_state(self, sink: TensorSink) -> Any:
+        version, words, gauss = known = random.getstate()
+
+        def encoded() -> Any:
+            # 625 numbers as one array: a list is the longest part of a small state's JSON.
+            array_of = np.frombuffer(array("I", words), dtype=np.uint32)
+            return encode((version, array_of, gauss), f"{self.name}.python", sink)
+
+        return self._python.of(known, encoded)
+
+    def _numpy_state(self, sink: TensorSink) -> Any:
+        state: Any = np.random.get_state()  # a tuple, unless asked for a dict
+        kind, words, *rest = state
+        known = (kind, words.tobytes(), *rest)
+        return self._numpy.of(known, lambda: encode(state, f"{self.name}.numpy", sink))
 
     def prepare(self, placement: Placement) -> None:
         """At the very end; a checkpoint written with rng=False has none,
