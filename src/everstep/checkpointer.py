@@ -58,7 +58,7 @@ class Checkpointer:
         state: dict[str, Any],
         *,
         every: int = 1,
-        strategy: Literal["full", "spread", "log", "auto"] = "full",
+        strategy: Literal["full", "spread", "log", "auto"] = "auto",
         base_every: int | None = None,
         window: int | None = None,
         recovery_budget: float = 10.0,

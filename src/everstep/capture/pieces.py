@@ -75,13 +75,13 @@ def measured(optimizers: list[OptimizerState], walk: Walk) -> tuple[list[Piece],
 
 
 def _gradient_bytes(parameter: torch.Tensor) -> int:
-    """Of the gradient that is there, or of one to come: it may be of another dtype."""
+    """Of the gradient that is there, or of one to come: it may be of another dtype. Of a sparse
+    one, as if it were dense."""
     if not parameter.requires_grad:
         return 0
-    if parameter.grad is not None:
-        return parameter.grad.nbytes
-    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    return parameter.numel() * int(dtype.itemsize)
+    found = parameter.grad
+    dtype = getattr(parameter, "grad_dtype", None) if found is None else found.dtype
+    return parameter.numel() * int((dtype or parameter.dtype).itemsize)
 
 
 def why_not(optimizers: list[OptimizerState]) -> str | None:

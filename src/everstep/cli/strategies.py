@@ -7,7 +7,7 @@ DemoStrategy = Literal["full", "spread", "log", "auto"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEMO_STRATEGIES: tuple[DemoStrategy, ...] = get_args(DemoStrategy)
-DEFAULT_STRATEGY: DemoStrategy = "full"
+DEFAULT_STRATEGY: DemoStrategy = "auto"
 
 SPREAD_EVERY = 5
 """Steps from one checkpoint to the next where a demo spreads them: at every step there is nothing
