@@ -29,9 +29,9 @@ import everstep
 from everstep.cli import workload
 from everstep.cli.strategies import NO_BASE
 from everstep.codecs.planes import encode
-from everstep.restore.apply import empty
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
+from everstep.restore.records import empty
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 

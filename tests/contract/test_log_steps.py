@@ -3,7 +3,7 @@ beginning, into a state that does not fit."""
 
 import pytest
 import torch
-from logs import build, train, write
+from logs import Plain, build, train, write
 from runs import (
     check_same,
     check_steps,
@@ -53,7 +53,7 @@ def test_memory_is_bounded_while_nobody_saves(store):
         saver.save(1).wait("local")
         for _ in range(100):
             train(state)
-        calls = saver._log._recorder._calls
+        calls = saver._captures.strategy._recorder._calls
         kept = sum(tensor.nbytes for call in calls for tensor in call.tensors.values())
         assert kept <= 4 * sum(p.nbytes for p in state["model"].parameters())
         saver.save(2)
@@ -145,21 +145,42 @@ def test_a_tag_makes_a_base(store):
 
 
 def test_parts_and_tensors_of_a_logged_step(store):
-    state = build(1)
-    run_logged(store, state, train, steps=7, base_every=5)
+    state, frozen = build(1), {}
+    with logged(store, state, base_every=5) as saver:
+        for step in range(1, 8):
+            train(state)
+            saver.step(step)
+            frozen[step] = freeze(state)
     assert kinds(store) == "brrrrbr"
-    fresh = build(2)
-    before = freeze(fresh)
-    with checkpointer(store, fresh) as restorer:
-        with pytest.raises(Unsupported, match="of step 1"):
-            restorer.restore(3, only="model")
-        check_same(freeze(fresh), before)
-        assert restorer.restore(6, only="model") == 6
+    for step in (3, 6, 7):
+        fresh = build(2)
+        before = freeze(fresh)
+        with checkpointer(store, fresh) as restorer:
+            assert restorer.restore(step, only="model") == step
+            after = freeze(fresh)
+            check_same(after["model"], frozen[step]["model"])
+            check_same(after["optimizer"]["state"], before["optimizer"]["state"])
+            assert restorer.restore(step, only=["optimizer"]) == step
+            check_same(freeze(fresh), frozen[step])
     with pytest.raises(Unsupported, match="nearest to it: 1 and 6"):
         Store(store).read(3)
     with pytest.raises(Unsupported, match="nearest to it: 6"):
         Store(store).read()
     assert Store(store).read(6)
+
+
+def test_a_part_of_a_log_that_takes_the_program(store):
+    run_logged(store, build(1, Plain), train, steps=3)
+    assert kinds(store) == "brr"
+    fresh = build(2, Plain)
+    before = freeze(fresh)
+    with checkpointer(store, fresh) as restorer:
+        with pytest.raises(Unsupported, match="Plain, and only torch's own"):
+            restorer.restore(3, only="model")
+        with pytest.raises(Mismatch, match="no such part"):
+            restorer.restore(3, only="modle")
+        check_same(freeze(fresh), before)
+        assert restorer.restore(1, only="model") == 1
 
 
 def test_a_state_that_does_not_fit_is_left_alone(store):
@@ -183,7 +204,7 @@ def test_no_memory_for_one_record(store, monkeypatch):
                     def fail(*_):
                         raise Unavailable("no memory")
 
-                    patch.setattr(saver._pool, "acquire", fail)
+                    patch.setattr(saver._captures.pool, "acquire", fail)
                 saver.save(step)
             frozen[step] = snapshot(state)
     check_steps(store, build(2), frozen)

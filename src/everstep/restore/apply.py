@@ -5,10 +5,8 @@ Nothing of the user's is changed before everything has been found to fit.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
@@ -16,15 +14,16 @@ from everstep.errors import Corrupt, Unsupported
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay import selftest
-from everstep.replay.redo import Loaded, find, redo
+from everstep.replay.redo import find, redo
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.derived import Derivation
 from everstep.restore.load import Loader
-from everstep.restore.slabs import Slabs, dtype_of
+from everstep.restore.rebuild import rebuilt
+from everstep.restore.records import prefetched
 from everstep.state.optimizers import OptimizerState, owned_names
 from everstep.state.placement import Placement, Saved
 from everstep.state.rules import Rules
-from everstep.state.topology import differences
+from everstep.state.topology import adopted, differences
 from everstep.state.view import State
 
 log = logging.getLogger("everstep")
@@ -41,7 +40,8 @@ def apply(
     """Put the checkpoint into the state; blocks. Returns its manifest. `rules`: of derived parts.
 
     Raises Mismatch (nothing was changed then), Corrupt (the state is half filled then), Unsupported
-    for a part of a log, and for a log whose replay might not be exact where it must be.
+    for a log whose replay might not be exact where it must be, and for a part of a log that cannot
+    be replayed beside the state.
     """
     base, *logs = candidate.describe()
     replayed = [base, *logs] if base.manifest.is_spread else logs
@@ -56,19 +56,11 @@ def apply(
             f"{_first_step(base)}, and was recorded under {'; '.join(sorted(differing))}"
             f"{found and f' ({found})'}. Restore it there, or with exact='allow'"
         )
-    if replayed and only is not None:
-        elsewhere = (
-            "" if base.manifest.is_spread else f", or only={only} of step {base.manifest.step}"
-        )
-        raise Unsupported(
-            f"restoring only={only} of step {candidate.name.step}: it is stored with the redo "
-            f"records since step {_first_step(base)}, which take the whole state. Restore all of "
-            f"it, or make it whole first (everstep materialize {candidate.disk.root} "
-            f"{candidate.name.step}){elsewhere}"
-        )
     optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
     derivation = Derivation(base, logs, rules, state, optimized)
     optimized |= derivation.names
+    if replayed and only is not None:
+        return _take(candidate, base, replayed, state, only, optimized, must_be_exact)
     placement = _place(
         state,
         Saved.of(base.manifest, base.tables),
@@ -81,6 +73,39 @@ def apply(
             placement.finish()
             return base.manifest
         return _replay(candidate, base, replayed, state, placement, optimized, loader, derivation)
+
+
+def _take(
+    candidate: Candidate,
+    base: Described,
+    logs: Sequence[Described],
+    state: State,
+    only: list[str],
+    optimized: Set[str],
+    must_be_exact: bool,
+) -> Manifest:
+    """Parts of what a log comes to, which is replayed beside the state. Takes memory for all of
+    it."""
+    last = logs[-1]
+    saved = _saved_after(base, last, optimized)
+    placement = _place(state, saved, only)
+    placement.check(candidate.name.step, candidate.disk.root)
+    if any(saved.tensors[name].device != "cpu" for name in optimized & saved.tensors.keys()):
+        problem = (
+            f"restoring only={only} of step {candidate.name.step}: it was trained on a GPU, and "
+            f"parts of a log are replayed on the CPU, where last bits differ"
+        )
+        if must_be_exact:
+            raise Unsupported(f"{problem}. Restore all of it, or with exact='allow'")
+        log.warning("%s", problem)
+    with adopted(last.manifest.topology):
+        found = rebuilt(candidate, base, logs)
+    with torch.no_grad():
+        for name, (_, tensors) in placement.destinations.items():
+            for tensor in tensors:
+                tensor.copy_(found[name])
+    placement.finish()
+    return last.manifest
 
 
 def _replay(
@@ -138,19 +163,6 @@ def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerSt
                     find(record.step, call, optimizers)
                 except (KeyError, TypeError) as error:
                     raise Corrupt(f"reading the record of step {record.step}: {error!r}") from error
-
-
-def _steps_of(base: Described) -> dict[str, int]:
-    """Where a base is spread: the step of each tensor in it."""
-    if not base.manifest.is_spread:
-        return {}
-    return {
-        name: part.steps
-        for part, table in zip(base.manifest.parts, base.tables, strict=True)
-        for entry in table.tensors.values()
-        for name in (entry.spec.name, *entry.aliases)
-        if not is_own(name)
-    }
 
 
 def _first_step(base: Described) -> int:
@@ -214,70 +226,3 @@ def _fill_from_live(
             for tensor in tensors:
                 if tensor is not source:
                     tensor.copy_(source)
-
-
-def prefetched(
-    candidate: Candidate,
-    logs: Sequence[Described],
-    devices: dict[str, torch.device],
-    loader: Loader,
-) -> Iterator[Loaded]:
-    """The records in order, each read and verified while the one before it is replayed; of the
-    first, if it is a base that is spread, those that bring its pieces together. `devices`: of the
-    parameters, to which their gradients go."""
-    records = [row for described in logs for row in described.records]
-    slabs = Slabs()
-    base = logs[0]
-    since = _steps_of(base)
-
-    def load(record: Record, table: Table) -> Loaded:
-        ahead = {name for name, step in since.items() if step >= record.step}
-        loaded = _load(candidate, record, table, devices, loader, slabs, ahead)
-        return replace(loaded, is_whole=not ahead or record.step >= base.manifest.step)
-
-    with ThreadPoolExecutor(1, "everstep-records") as reader:
-        futures = [reader.submit(load, *records[0])]
-        for _, following in pairwise(records):
-            current = futures.pop()
-            loaded = current.result()
-            futures.append(reader.submit(load, *following))
-            yield loaded
-            del current, loaded  # and with them the gradients' memory, which the next takes
-        yield futures.pop().result()
-
-
-def _load(
-    candidate: Candidate,
-    record: Record,
-    table: Table,
-    devices: dict[str, torch.device],
-    loader: Loader,
-    slabs: Slabs,
-    ahead: Set[str],
-) -> Loaded:
-    """`ahead`: parameters that are of this step, or of a later one, already."""
-    on_cpu: list[TensorEntry] = []
-    wanted: list[tuple[TensorEntry, list[torch.Tensor]]] = []
-    for name, entry in table.tensors.items():
-        head, _, parameter = name.partition(".")
-        if not is_own(name) or ("!" not in head and parameter in ahead):
-            continue
-        device = devices.get(parameter, torch.device("cpu"))
-        if device.type == "cpu":
-            on_cpu.append(entry)
-        else:
-            wanted.append((entry, [empty(entry, device)]))
-    wanted += zip(on_cpu, ([tensor] for tensor in slabs.tensors(on_cpu)), strict=True)
-    with candidate.sources(record.part) as sources:
-        loader.load(record.part, sources, wanted, table)
-    tensors = {entry.spec.name: found[0] for entry, found in wanted}
-    groups = {name: found["groups"] for name, found in table.optimizers.items()}
-    return Loaded(record.step, record.calls, tensors, groups)
-
-
-def empty(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A new tensor as that one was, but for its elements."""
-    shape, dtype = entry.spec.shape, dtype_of(entry)
-    if entry.strides is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty_strided(shape, entry.strides, dtype=dtype, device=device)

@@ -1,8 +1,7 @@
 """A step that exists as base and records → a whole state beside its manifest, without the model.
 
-The optimizers are built from what the records say: their class, which must be torch's own, and
-their hyperparameters. On a CPU run's own kind of machine the result is exact, and nothing before it
-is needed any more; else `exact` is false in it, and restores go on replaying the log.
+On a CPU run's own kind of machine the result is exact, and nothing before it is needed any more;
+else `exact` is false in it, and restores go on replaying the log.
 """
 
 import logging
@@ -13,17 +12,13 @@ from typing import Any
 import torch
 import xxhash
 
-from everstep.errors import Conflict, Corrupt, Missing, Unsupported
+from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
-from everstep.format.tables import decode_table, encode_table, extents, is_own
+from everstep.format.tables import decode_table, encode_table, extents
 from everstep.replay import selftest
-from everstep.replay.redo import redo
-from everstep.restore.apply import empty, prefetched
 from everstep.restore.choose import Candidate, Described
-from everstep.restore.load import Loader
-from everstep.state.objects import decode
-from everstep.state.optimizers import OptimizerState, install
+from everstep.restore.rebuild import rebuilt
 from everstep.state.topology import adopted, differences
 from everstep.store import catalog, claims, commit, retain
 from everstep.store.names import CheckpointName, manifest_path
@@ -48,15 +43,9 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
             logs.insert(0, base)
         if not logs:
             raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
-        records = [record for described in logs for record in described.manifest.records]
-        if derived := sorted({part for record in records for part in record.ruled}):
-            raise Unsupported(
-                f"materialising {name} of {disk.root}: {', '.join(map(repr, derived))} is derived "
-                f"by a rule of the program's (derive=). Restore the step there instead"
-            )
         then = logs[-1].manifest.topology
-        with adopted(then), Loader() as loader:
-            tensors = _replayed(candidate, base, logs, loader)
+        with adopted(then):
+            tensors = rebuilt(candidate, base, logs)
             differing = {text for each in logs for text in differences(each.manifest.topology)}
             replayed = {"differs": sorted(differing), "selftest": selftest.compare(then)}
         try:
@@ -71,100 +60,6 @@ def _find_whole(disk: Disk, name: CheckpointName) -> Manifest | None:
     """What was made of it before; a base that is spread takes a replay itself."""
     found = commit.find_state(disk, name)
     return None if found is None or found.is_spread else found
-
-
-def _replayed(
-    candidate: Candidate, base: Described, logs: list[Described], loader: Loader
-) -> dict[str, torch.Tensor]:
-    """The tensors of the state after the last record, by name."""
-    tensors = _tensors_of(candidate, base, loader)
-    optimizers = _rebuild(base, logs, tensors, candidate.disk)
-    devices = {parameter: torch.device("cpu") for parameter in tensors}
-    for loaded in prefetched(candidate, logs, devices, loader):
-        redo(loaded, optimizers)
-    for optimizer in optimizers.values():
-        for _, parameter_name, parameter, _ in optimizer.parameters():
-            for key, value in optimizer.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{optimizer.name}.{parameter_name}.{key}"] = value
-    return tensors if logs[-1] is base else tensors | _tensors_of(candidate, logs[-1], loader)
-
-
-def _tensors_of(
-    candidate: Candidate, described: Described, loader: Loader
-) -> dict[str, torch.Tensor]:
-    """The tensors that a checkpoint brings itself, on the CPU; no gradients."""
-    found: dict[str, torch.Tensor] = {}
-    for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
-        wanted = []
-        for key, entry in table.tensors.items():
-            if is_own(key):
-                continue
-            found[key] = empty(entry)
-            wanted.append((entry, [found[key]]))
-        with candidate.sources(part) as sources:
-            loader.load(part, sources, wanted, table)
-    return found
-
-
-def _rebuild(
-    base: Described, logs: list[Described], tensors: dict[str, torch.Tensor], disk: Disk
-) -> dict[str, OptimizerState]:
-    """The optimizers that the records call, as they were at the base."""
-    classes = {
-        call["optimizer"]: call["class"]
-        for described in logs
-        for record in described.manifest.records
-        for call in record.calls
-    }
-    tables = {key: value for table in base.tables for key, value in table.optimizers.items()}
-    found = {}
-    for index, (key, kind) in enumerate(classes.items()):
-        if key not in tables:
-            raise Corrupt(f"materialising from {disk.root}: the base has no optimizer {key!r}")
-        found[key] = _optimizer(key, kind, index, tables[key], base.manifest, tensors)
-    return found
-
-
-def _optimizer(
-    name: str,
-    kind: str,
-    index: int,
-    table: Mapping[str, Any],
-    manifest: Manifest,
-    tensors: dict[str, torch.Tensor],
-) -> OptimizerState:
-    module, _, class_name = kind.rpartition(".")
-    cls = getattr(torch.optim, class_name, None)
-    if not module.startswith("torch.optim") or not isinstance(cls, type):  # nothing else is run
-        raise Unsupported(
-            f"materialising: {name!r} is a {kind}, and only torch's own optimizers can be built "
-            f"without the program. Restore the step there instead"
-        )
-    sets = manifest.hyperparameters[name]
-    members: dict[int, list[str]] = {number: [] for number in range(len(sets))}
-    for parameter, number in table["groups"].items():
-        members[number].append(parameter)
-        tensors[parameter].requires_grad_(tensors[parameter].is_floating_point())
-    optimizer = cls([{"params": [tensors[key] for key in keys]} for keys in members.values()])
-
-    def tensor(key: str, _: str) -> torch.Tensor:
-        return tensors[key]
-
-    for group, values in zip(optimizer.param_groups, sets, strict=True):
-        install(group, {key: decode(value, tensor) for key, value in values.items()})
-    plain = (manifest.objects.get(name) or {}).get("state", {})
-    optimizer.state.clear()
-    for parameter in table["groups"]:
-        state = {
-            key: tensors[f"{name}.{parameter}.{key}"] for key in table["state"].get(parameter, ())
-        }
-        state |= decode(plain[parameter], tensor) if parameter in plain else {}
-        if state:
-            optimizer.state[tensors[parameter]] = state
-    found = OptimizerState(name, optimizer, index)
-    found.parameter_names = {id(tensors[parameter]): parameter for parameter in table["groups"]}
-    return found
 
 
 def _write(

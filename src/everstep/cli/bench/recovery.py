@@ -14,9 +14,9 @@ from everstep.cli import workload
 from everstep.cli.bench.checks import chill, digest
 from everstep.cli.bench.machine import await_end_of
 from everstep.cli.strategies import NO_BASE
-from everstep.restore.apply import empty
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
+from everstep.restore.records import empty
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 
