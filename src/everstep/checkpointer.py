@@ -12,23 +12,20 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from everstep.capture.auto import Auto
 from everstep.capture.derived import Derived
-from everstep.capture.full import Capture, Full, row_of
-from everstep.capture.hooks import Hook
-from everstep.capture.log import Captured, Log
+from everstep.capture.log import Log
 from everstep.capture.pace import Pace
-from everstep.capture.plan import Planner
-from everstep.capture.pool import Pool, Slot
 from everstep.capture.settings import Settings
+from everstep.captures import Captures
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.handle import Metrics, SaveHandle, check_level
-from everstep.keeper.arena import Arena, SlotState
+from everstep.keeper.arena import Arena
 from everstep.keeper.client import Client
 from everstep.preemption import Preemption
 from everstep.replay import selftest
@@ -37,8 +34,8 @@ from everstep.restore.choose import Candidate, Held, candidates, find_held, is_o
 from everstep.saves import Saves, Skipped
 from everstep.state.objects import plain_json
 from everstep.state.rules import Rule, Rules
-from everstep.state.topology import differences, topology
-from everstep.state.view import Collected, State
+from everstep.state.topology import differences
+from everstep.state.view import State
 from everstep.store.commit import open_store, set_tag
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
@@ -115,35 +112,22 @@ class Checkpointer:
         self.state = state
         self.metrics = Metrics()
         self._every = every
-        self._waits = under_pressure == "wait"
         self._state = State(state, rng)
         self._rules = Rules(derive or {}, self._state)
         self._derived = Derived(self._rules, settings.looks_at_all)
-        pace = self._pace = Pace()
-        derived = self._derived if self._rules.parts else None
-        self._log = settings.make(self._state.optimizers, pace, derived)
+        pace, derived = Pace(), self._derived if self._rules.parts else None
+        chosen = settings.make(self._state.optimizers, pace, derived)
         self._disk = Disk(Path(store).absolute())
         open_store(self._disk)
         self._saves = Saves(self.metrics)
         self._saves.on_whole = self._on_whole
         self._client = Client(self._disk.root, keep, self._saves.on_event, catch_up=catch_up)
-        self._pool = Pool(self._client, memory_budget)
-        self._saves.attach(self._client, self._pool)
-        self._attachments = self._client.attachments
-        self._planners: dict[object, Planner] = {}
-        self._topology: dict[str, Any] | None = None
-        self._descriptor_size = 0
-        self._capture = Full(self._announce, self._seal, self._saves.on_capture_failure, pace)
-        self._pool.on_release = self._capture.devices.unpin
-        self._parent: CheckpointName | None = None
-        self._epoch: int | None = None
+        self._captures = Captures(
+            self._state, chosen, pace, settings, self._client, self._saves, self.metrics
+        )
         self._begun: SaveHandle | None = None
         self._last_step: int | None = None
         self._is_closed = False
-        self._hooks = [
-            Hook(optimizer, self._capture, self._log, self.metrics)
-            for optimizer in self._state.optimizers
-        ]
         self._preemption = Preemption(self._is_saved, lambda: self.wait("local", _CLOSE_S))
         self._preemption.install()
         _close_in_children(self)
@@ -157,7 +141,8 @@ class Checkpointer:
         self._derive(step)
         self._last_step = step
         due = step % self._every == 0 or self._preemption.requested
-        if not due and not (self._log and self._log.wants(step)):
+        strategy = self._captures.strategy
+        if not due and not (strategy and strategy.wants(step)):
             return None
         handle = self._timed_save(step, asked=self._preemption.requested)
         return handle if due else None
@@ -194,7 +179,8 @@ class Checkpointer:
         """Put a checkpoint back into the state, verified; returns its step. Blocks.
 
         step: None for the newest that verifies (0 is returned where there is none), a step of the
-        run, a tag, or "step-epoch". only: names of parts of the state; the others are left alone.
+        run, a tag, or "step-epoch". only: names of parts of the state; the others are left alone
+        (of a log, memory is taken for all of it, and torch's own optimizers are needed).
         from_store: another run's store to start from. exact: "require" refuses (Unsupported) to
         replay a log under another torch, processor or number of threads, where last bits may
         differ; "allow" does it, and says so in the log. Raises Missing, Mismatch (nothing was
@@ -213,7 +199,7 @@ class Checkpointer:
         disk = self._disk if from_store is None else _existing_store(from_store)
         arenas = self._settle()
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
-        self._pool.inherit(arenas)
+        self._captures.pool.inherit(arenas)
         failure: EverstepError | None = None
         for candidate in candidates(disk, step, held):
             try:
@@ -225,7 +211,7 @@ class Checkpointer:
                 failure = error
                 continue
             if from_store is None:
-                self._parent, self._epoch = candidate.origin, None
+                self._captures.parent, self._captures.epoch = candidate.origin, None
             self._last_step = candidate.name.step
             self.metrics.restore_seconds = time.perf_counter() - began
             return candidate.name.step
@@ -257,14 +243,10 @@ class Checkpointer:
         finally:
             atexit.unregister(self._close_at_exit)
             self._preemption.uninstall()
-            for hook in self._hooks:
-                hook.remove()
-            if self._log:
-                self._log.close()
-            self._capture.close()
+            self._captures.close()
             self._client.close()
             if not self._saves.pending:  # else something is still being copied
-                self._pool.close()
+                self._captures.release()
             if self._saves.newest and isinstance(self._saves.newest.error, Skipped):
                 log.warning("closing: the newest is not saved: %s", self._saves.newest.error)
             if self._preemption.ends_process:  # it was asked to, and no step came any more
@@ -318,149 +300,34 @@ class Checkpointer:
     def _save(
         self, step: int, tag: str | None, metrics: dict[str, Any], asked: bool
     ) -> SaveHandle | None:
-        if self._log and not metrics and (last := self._log.current(step, self._collect)):
+        strategy = self._captures.strategy
+        if strategy and not metrics and (last := strategy.current(step, self._captures.collect)):
             if tag is not None:  # the step is there; its name must not come before it
                 last.wait("local")
-                assert self._epoch is not None
-                set_tag(self._disk, tag, CheckpointName(step, self._epoch))
+                assert self._captures.epoch is not None
+                set_tag(self._disk, tag, CheckpointName(step, self._captures.epoch))
             return last
         handle = self._saves.new(step)
         try:
-            captured = self._begin(handle, tag, metrics, asked)
+            must_wait = self._preemption.requested
+            commits = self._captures.begin(handle, tag, metrics, asked=asked, must_wait=must_wait)
         except Unavailable as error:
             self._saves.fail(handle, error)
         except BaseException as error:
             handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
             raise
         else:
-            if not captured or not captured.commits:
+            if not commits:
                 self._saves.forget_newest()
                 return None
         self._begun = handle
         return handle
 
-    def _collect(self) -> Collected:
-        for hook in self._hooks:
-            hook.put_in_order()
-        self._state.suspect(self._capture.torn)
-        collected = self._state.collect()
-        self.metrics.user_seconds = self._state.user_seconds
-        return collected
-
-    def _begin(
-        self, handle: SaveHandle, tag: str | None, metrics: dict[str, Any], asked: bool
-    ) -> Captured | None:
-        """None where there is nothing to be captured."""
-        began = time.perf_counter()
-        captured: Captured | None = Captured(self._collect())
-        if self._log and captured:
-            if self._attachments != self._client.attachments:
-                self._attachments = self._client.attachments
-                self._log.change_keeper()
-            captured = self._log.choose(
-                handle.step, captured.collected, asked=asked, tagged=tag is not None
-            )
-        if captured is None:
-            return None
-        try:
-            self._capture_it(handle, captured, tag, metrics)
-        except BaseException:
-            if self._log:  # what was taken for the record is gone
-                self._log.end_chain()
-            raise
-        self._pace.note_call(time.perf_counter() - began)
-        return captured
-
-    def _capture_it(
-        self, handle: SaveHandle, captured: Captured, tag: str | None, metrics: dict[str, Any]
-    ) -> None:
-        collected = captured.collected
-        plan = self._planner(captured).plan(collected)
-        waits = self._waits or self._preemption.requested
-        slot = self._pool.acquire(plan, self._descriptor_size, waits)
-        if slot is None:
-            self._saves.skip(handle)
-            if self._log:
-                self._log.end_chain()
-            return
-        sequence = self._pool.next_sequence()
-        said = self._describe(captured, tag, metrics)
-        try:
-            capture = self._capture.begin(handle.step, sequence, collected, plan, slot, said)
-        except BaseException:
-            self._capture.devices.synchronize()  # nothing may arrive in a slot that is free
-            slot.arena.set_state(slot.index, SlotState.FREE)
-            raise
-        if self._log:
-            self._log.begun(captured, handle)
-        self._saves.begin(capture, handle)
-        self._capture.go_on(capture)
-
-    def _planner(self, captured: Captured) -> Planner:
-        """One for each thing that comes again: states, records, the n-th shares of windows."""
-        kind = captured.record is not None, len(captured.share["steps"]) if captured.share else 0
-        return self._planners.setdefault(kind, Planner())
-
-    def _describe(
-        self, captured: Captured, tag: str | None, metrics: dict[str, Any]
-    ) -> dict[str, Any]:
-        self._topology = self._topology or topology()
-        is_replayed = captured.record is not None or captured.share is not None
-        if is_replayed and "selftest" not in self._topology:
-            tests = selftest.record(self._state.optimizers)
-            self._topology = {**self._topology, "selftest": tests}  # the old one is still in use
-        return {
-            "objects": captured.collected.objects,
-            "hyperparameters": captured.collected.hyperparameters,
-            "topology": self._topology,
-            "capture": {
-                "strategy": "full",
-                "every": self._every,
-                "memory": self._pool.describe(),
-                **(self._log.describe() if self._log else {}),
-            },
-            "metrics": metrics,
-            "tag": tag,
-            "record": captured.record,
-            "share": captured.share,
-        }
-
-    def _announce(self, capture: Capture) -> Callable[[int], None] | None:
-        """Let the keeper work on what is copied already. Copying thread, which must not wait: so
-        the first save, for which an epoch has to be claimed, is not announced."""
-        if self._epoch is None or self._saves.handle_of(capture) is None:
-            return None
-        slot = capture.slot
-        self._descriptor_size = len(capture.descriptor)
-        slot.arena.announce(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
-        self._client.submit(slot.key)
-        return lambda count: self._client.tell_copied(capture.sequence, count)
-
-    def _seal(self, capture: Capture) -> None:
-        """All is copied: hand it to the keeper. Sealing thread."""
-        self._client.ensure()
-        if self._epoch is None:
-            self._claim()
-        if (handle := self._saves.handle_of(capture)) is None:
-            raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
-        slot: Slot = capture.slot
-        self._descriptor_size = len(capture.descriptor)
-        slot.arena.seal(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
-        handle.advance("captured")
-        self._client.submit(slot.key)
-
-    def _claim(self) -> None:
-        """Where that fails (a full disk) the state is sealed all the same: the keeper says what is
-        wrong, and holds it in memory."""
-        try:
-            self._epoch = self._client.claim(self._parent)
-        except Unavailable:
-            self._client.ensure()
-
     def _on_whole(self, step: int, epoch: int) -> None:
         """A step was made whole in the background, perhaps of what was left behind since."""
-        if isinstance(self._log, (Log, Auto)) and epoch == self._epoch:
-            self._log.note_whole(step)
+        strategy = self._captures.strategy
+        if isinstance(strategy, (Log, Auto)) and epoch == self._captures.epoch:
+            strategy.note_whole(step)
 
     # ---- restore ---------------------------------------------------------------------------
 
@@ -470,8 +337,7 @@ class Checkpointer:
         return find_held(arenas, lambda held: held.manifest.run == run and is_of(self._disk, held))
 
     def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
-        if self._log:
-            self._log.end_chain()
+        self._captures.end_chain()
         manifest = apply(candidate, self._state, only, must_be_exact, self._rules)
         self._derived.restored(manifest.step)
         self.metrics.selftest = {}
@@ -542,6 +408,6 @@ def _close_in_children(checkpointer: Checkpointer) -> None:
         if (parent := reference()) is not None:
             parent._is_closed = True
             parent._client.abandon_in_child()
-            parent._capture.abandon_in_child()
+            parent._captures.abandon_in_child()
 
     os.register_at_fork(after_in_child=forget)

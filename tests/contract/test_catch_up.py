@@ -509,7 +509,7 @@ def test_a_base_is_not_due_where_a_step_was_made_whole(store):
     """The distance counts from the newest whole state, and a real base still comes."""
     state = build(1)
     with logged(store, state, base_every=None) as saver:
-        saver._log.distance = lambda: 10
+        saver._captures.strategy.distance = lambda: 10
         for step in range(1, 40):
             train(state)
             saver.step(step).wait("local")

@@ -25,7 +25,7 @@ def test_a_growing_state_stays_within_two_arenas(store):
         for step in range(1, 13):
             history.append(torch.zeros(300_000))
             saver.save(step)
-            assert len(saver._pool._retired) <= 1
+            assert len(saver._captures.pool._retired) <= 1
     finally:
         os.kill(keeper, signal.SIGCONT)
     assert saver.metrics.skips > 0

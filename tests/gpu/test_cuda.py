@@ -210,5 +210,5 @@ def test_pinning_makes_copies_fast(tmp_path, record_property):
             record_property(f"call_ms_{step}", called * 1e3)
             record_property(f"captured_ms_{step}", (time.perf_counter() - began) * 1e3)
             handle.wait()
-        arena = checkpointer._pool._current[1]
+        arena = checkpointer._captures.pool._current[1]
         assert torch.frombuffer(arena.image(0), dtype=torch.uint8).is_pinned()

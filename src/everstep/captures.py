@@ -1,0 +1,221 @@
+"""Captures: from the live state to a sealed slot.
+
+collect the state → the strategy chooses what of it → a slot → eager copies → (background) lazy
+copies → seal → the keeper, which is told of it
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from everstep.capture.full import Capture, Full, row_of
+from everstep.capture.hooks import Hook
+from everstep.capture.log import Captured
+from everstep.capture.pace import Pace
+from everstep.capture.plan import Planner
+from everstep.capture.pool import Pool
+from everstep.capture.settings import Settings, Strategy
+from everstep.errors import Unavailable
+from everstep.handle import Metrics, SaveHandle
+from everstep.keeper.arena import SlotState
+from everstep.keeper.client import Client
+from everstep.replay import selftest
+from everstep.saves import Saves
+from everstep.state.topology import topology
+from everstep.state.view import Collected, State
+from everstep.store.names import CheckpointName
+
+
+class Captures:
+    """All captures of one Checkpointer, one after another. For the thread that trains, but for what
+    says something else."""
+
+    def __init__(
+        self,
+        state: State,
+        strategy: Strategy | None,
+        pace: Pace,
+        settings: Settings,
+        client: Client,
+        saves: Saves,
+        metrics: Metrics,
+    ) -> None:
+        """`strategy`: None for whole states. `pace`: of what that was made with. Puts hooks on the
+        optimizers."""
+        self.strategy = strategy
+        self.parent: CheckpointName | None = None
+        self.epoch: int | None = None
+        """Of what is saved from now on; None before the first save after a restore."""
+        self._state = state
+        self._pace = pace
+        self._every = settings.every
+        self._waits = settings.under_pressure == "wait"
+        self._client = client
+        self._saves = saves
+        self._metrics = metrics
+        self.pool = Pool(client, settings.memory_budget)
+        saves.attach(client, self.pool)
+        self._attachments = client.attachments
+        self._planners: dict[object, Planner] = {}
+        self._topology: dict[str, Any] | None = None
+        self._descriptor_size = 0
+        self._full = Full(self._announce, self._seal, saves.on_capture_failure, pace)
+        self.pool.on_release = self._full.devices.unpin
+        self._hooks = [
+            Hook(optimizer, self._full, self.strategy, metrics) for optimizer in state.optimizers
+        ]
+
+    def collect(self) -> Collected:
+        """The state as it is now, by reference."""
+        for hook in self._hooks:
+            hook.put_in_order()
+        self._state.suspect(self._full.torn)
+        collected = self._state.collect()
+        self._metrics.user_seconds = self._state.user_seconds
+        return collected
+
+    def begin(
+        self,
+        handle: SaveHandle,
+        tag: str | None,
+        metrics: dict[str, Any],
+        *,
+        asked: bool,
+        must_wait: bool,
+    ) -> bool:
+        """Capture what the strategy wants of the state as it is now; whether this commits
+        something. Returns when all that must be copied at once is copied. `asked`: by the user.
+        `must_wait`: for memory, where the user has not said so.
+
+        Raises Unsupported, Unavailable.
+        """
+        began = time.perf_counter()
+        captured: Captured | None = Captured(self.collect())
+        if self.strategy and captured:
+            if self._attachments != self._client.attachments:
+                self._attachments = self._client.attachments
+                self.strategy.change_keeper()
+            captured = self.strategy.choose(
+                handle.step, captured.collected, asked=asked, tagged=tag is not None
+            )
+        if captured is None:
+            return False
+        try:
+            self._capture(handle, captured, tag, metrics, self._waits or must_wait)
+        except BaseException:
+            if self.strategy:  # what was taken for the record is gone
+                self.strategy.end_chain()
+            raise
+        self._pace.note_call(time.perf_counter() - began)
+        return captured.commits
+
+    def end_chain(self) -> None:
+        """Nothing can follow what was captured last: the next is a whole state."""
+        if self.strategy:
+            self.strategy.end_chain()
+
+    def close(self) -> None:
+        """Hold and note nothing any more; end the copying thread when it has nothing left."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.strategy:
+            self.strategy.close()
+        self._full.close()
+
+    def release(self) -> None:
+        """Let go of the memory; nothing is being copied any more."""
+        self.pool.close()
+
+    def abandon_in_child(self) -> None:
+        """In a forked child, where the threads do not exist."""
+        self._full.abandon_in_child()
+
+    def _capture(
+        self,
+        handle: SaveHandle,
+        captured: Captured,
+        tag: str | None,
+        metrics: dict[str, Any],
+        waits: bool,
+    ) -> None:
+        collected = captured.collected
+        plan = self._planner(captured).plan(collected)
+        slot = self.pool.acquire(plan, self._descriptor_size, waits)
+        if slot is None:
+            self._saves.skip(handle)
+            if self.strategy:
+                self.strategy.end_chain()
+            return
+        sequence = self.pool.next_sequence()
+        said = self._describe(captured, tag, metrics)
+        try:
+            capture = self._full.begin(handle.step, sequence, collected, plan, slot, said)
+        except BaseException:
+            self._full.devices.synchronize()  # nothing may arrive in a slot that is free
+            slot.arena.set_state(slot.index, SlotState.FREE)
+            raise
+        if self.strategy:
+            self.strategy.begun(captured, handle)
+        self._saves.begin(capture, handle)
+        self._full.go_on(capture)
+
+    def _planner(self, captured: Captured) -> Planner:
+        """One for each thing that comes again: states, records, the n-th shares of windows."""
+        kind = captured.record is not None, len(captured.share["steps"]) if captured.share else 0
+        return self._planners.setdefault(kind, Planner())
+
+    def _describe(
+        self, captured: Captured, tag: str | None, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        self._topology = self._topology or topology()
+        is_replayed = captured.record is not None or captured.share is not None
+        if is_replayed and "selftest" not in self._topology:
+            tests = selftest.record(self._state.optimizers)
+            self._topology = {**self._topology, "selftest": tests}  # the old one is still in use
+        return {
+            "objects": captured.collected.objects,
+            "hyperparameters": captured.collected.hyperparameters,
+            "topology": self._topology,
+            "capture": {
+                "strategy": "full",
+                "every": self._every,
+                "memory": self.pool.describe(),
+                **(self.strategy.describe() if self.strategy else {}),
+            },
+            "metrics": metrics,
+            "tag": tag,
+            "record": captured.record,
+            "share": captured.share,
+        }
+
+    def _announce(self, capture: Capture) -> Callable[[int], None] | None:
+        """Let the keeper work on what is copied already. Copying thread, which must not wait: so
+        the first save, for which an epoch has to be claimed, is not announced."""
+        if self.epoch is None or self._saves.handle_of(capture) is None:
+            return None
+        slot = capture.slot
+        self._descriptor_size = len(capture.descriptor)
+        slot.arena.announce(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
+        self._client.submit(slot.key)
+        return lambda count: self._client.tell_copied(capture.sequence, count)
+
+    def _seal(self, capture: Capture) -> None:
+        """All is copied: hand it to the keeper. Sealing thread."""
+        self._client.ensure()
+        if self.epoch is None:
+            self._claim()
+        if (handle := self._saves.handle_of(capture)) is None:
+            raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
+        slot = capture.slot
+        self._descriptor_size = len(capture.descriptor)
+        slot.arena.seal(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
+        handle.advance("captured")
+        self._client.submit(slot.key)
+
+    def _claim(self) -> None:
+        """Where that fails (a full disk) the state is sealed all the same: the keeper says what is
+        wrong, and holds it in memory."""
+        try:
+            self.epoch = self._client.claim(self.parent)
+        except Unavailable:
+            self._client.ensure()
