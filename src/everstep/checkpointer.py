@@ -300,8 +300,14 @@ class Checkpointer:
     def _save(
         self, step: int, tag: str | None, metrics: dict[str, Any], asked: bool
     ) -> SaveHandle | None:
-        strategy = self._captures.strategy
-        if strategy and not metrics and (last := strategy.current(step, self._captures.collect)):
+        strategy, begun = self._captures.strategy, self._begun
+        if metrics and begun and begun.step == step and begun.error is None:
+            log.warning(
+                "step %s is saved already, and what was saved stays as it is: these metrics are "
+                "not kept. Give them to save(step, metrics=...) in place of step(step)",
+                step,
+            )
+        if strategy and (last := strategy.current(step, self._captures.collect)):
             if tag is not None:  # the step is there; its name must not come before it
                 last.wait("local")
                 assert self._captures.epoch is not None

@@ -226,11 +226,13 @@ def test_wrong_states_and_steps(store):
 # ---- a step that is there --------------------------------------------------------------------
 
 
-def test_a_step_saved_twice(store):
+@pytest.mark.parametrize("strategy", ["full", "log", "auto"])
+def test_a_step_saved_twice(store, strategy, caplog):
     state = build(1)
-    with checkpointer(store, state) as saver:
+    with checkpointer(store, state, strategy=strategy) as saver:
         first = saver.step(1)
         again = saver.save(1, tag="best", metrics={"loss": 1.0})
+        assert "step 1 is saved already" in caplog.text
         again.wait("local")
         first.wait("local")
         assert Store(store).manifest("best").step == 1
