@@ -19,7 +19,7 @@ from everstep.restore.choose import Candidate, Described
 from everstep.restore.derived import Derivation
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
-from everstep.restore.records import prefetched
+from everstep.restore.records import Records
 from everstep.state.optimizers import OptimizerState, owned_names
 from everstep.state.placement import Placement, Saved
 from everstep.state.rules import Rules
@@ -124,8 +124,6 @@ def _replay(
     _check_calls(logs, optimizers)
     saved = _saved_after(base, logs[-1], optimized)
     _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
-    _fill(candidate, base, placement, loader)
-    placement.finish()
     devices = {
         name: parameter.device
         for optimizer in optimizers.values()
@@ -138,11 +136,14 @@ def _replay(
         with candidate.sources(record.part) as sources:
             loader.load(record.part, sources, here, table)
 
-    live = state.live_tensors()
-    for loaded in prefetched(candidate, logs, devices, loader):
-        redo(loaded, optimizers)
-        derivation.after(loaded, live, fill)
-        del loaded  # its gradients' memory is for the one after the next
+    with Records(candidate, logs, devices, loader) as records:
+        _fill(candidate, base, placement, loader)
+        placement.finish()
+        live = state.live_tensors()
+        for loaded in records:
+            redo(loaded, optimizers)
+            derivation.after(loaded, live, fill)
+            del loaded
     rest = _place(state, saved, None)
     _fill(candidate, logs[-1], rest, loader, optimized)
     _fill_from_live(rest, state.live_tensors() | derivation.live(), logs[-1], optimized)

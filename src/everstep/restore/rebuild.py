@@ -13,7 +13,7 @@ from everstep.format.tables import is_own
 from everstep.replay.redo import redo
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
-from everstep.restore.records import empty, prefetched
+from everstep.restore.records import Records, empty
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
 from everstep.tiers.disk import Disk
@@ -42,12 +42,12 @@ def rebuilt(
 def _replayed(
     candidate: Candidate, base: Described, logs: Sequence[Described], loader: Loader
 ) -> dict[str, torch.Tensor]:
-    tensors = _tensors_of(candidate, base, loader)
-    optimizers = _rebuild(base, logs, tensors, candidate.disk)
-    devices = {parameter: torch.device("cpu") for parameter in tensors}
-    for loaded in prefetched(candidate, logs, devices, loader):
-        redo(loaded, optimizers)
-        del loaded  # its gradients' memory is for the one after the next
+    with Records(candidate, logs, {}, loader) as records:
+        tensors = _tensors_of(candidate, base, loader)
+        optimizers = _rebuild(base, logs, tensors, candidate.disk)
+        for loaded in records:
+            redo(loaded, optimizers)
+            del loaded
     for optimizer in optimizers.values():
         for _, parameter_name, parameter, _ in optimizer.parameters():
             for key, value in optimizer.optimizer.state.get(parameter, {}).items():

@@ -1,6 +1,6 @@
 """The records of a log, each read and verified while the one before it is replayed."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -15,41 +15,61 @@ from everstep.restore.load import Loader
 from everstep.restore.slabs import Slabs, dtype_of
 
 
-def prefetched(
-    candidate: Candidate,
-    logs: Sequence[Described],
-    devices: dict[str, torch.device],
-    loader: Loader,
-) -> Iterator[Loaded]:
-    """The records in order, each read and verified while the one before it is replayed; of the
-    first, if it is a base that is spread, those that bring its pieces together. `devices`: of the
-    parameters, to which their gradients go."""
-    records = [row for described in logs for row in described.records]
-    slabs = Slabs()
-    base = logs[0]
-    since = _steps_of(base)
+class Records:
+    """The records of a log in their order, each read and verified while what comes before it is
+    replayed; the first of them as soon as this is entered. Of a base that is spread, those that
+    bring its pieces together."""
 
-    def load(record: Record, table: Table) -> Loaded:
-        ahead = {name for name, step in since.items() if step >= record.step}
-        loaded = _load(candidate, record, table, devices, loader, slabs, ahead)
-        return replace(loaded, is_whole=not ahead or record.step >= base.manifest.step)
+    def __init__(
+        self,
+        candidate: Candidate,
+        logs: Sequence[Described],
+        devices: Mapping[str, torch.device],
+        loader: Loader,
+    ) -> None:
+        """`logs`: with the base as the first, where it is spread. `devices`: of the parameters, to
+        which their gradients go."""
+        self._candidate = candidate
+        self._records = [row for described in logs for row in described.records]
+        self._base_step = logs[0].manifest.step
+        self._since = _steps_of(logs[0])
+        self._devices = devices
+        self._loader = loader
+        self._slabs = Slabs()
+        self._reader = ThreadPoolExecutor(1, "everstep-records")
 
-    with ThreadPoolExecutor(1, "everstep-records") as reader:
-        futures = [reader.submit(load, *records[0])]
-        for _, following in pairwise(records):
+    def __enter__(self) -> "Records":
+        self._first = self._reader.submit(self._load, *self._records[0])
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def __iter__(self) -> Iterator[Loaded]:
+        """Once. Who lets go of what it got before it asks for the next leaves its memory to it."""
+        futures = [self._first]
+        del self._first
+        for _, following in pairwise(self._records):
             current = futures.pop()
             loaded = current.result()
-            futures.append(reader.submit(load, *following))
+            futures.append(self._reader.submit(self._load, *following))
             yield loaded
-            del current, loaded  # and with them the gradients' memory, which the next takes
+            del current, loaded
         yield futures.pop().result()
+
+    def _load(self, record: Record, table: Table) -> Loaded:
+        ahead = {name for name, step in self._since.items() if step >= record.step}
+        loaded = _load(
+            self._candidate, record, table, self._devices, self._loader, self._slabs, ahead
+        )
+        return replace(loaded, is_whole=not ahead or record.step >= self._base_step)
 
 
 def _load(
     candidate: Candidate,
     record: Record,
     table: Table,
-    devices: dict[str, torch.device],
+    devices: Mapping[str, torch.device],
     loader: Loader,
     slabs: Slabs,
     ahead: Set[str],
