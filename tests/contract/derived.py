@@ -2,30 +2,16 @@
 
 import copy
 
+import logs
 import torch
-from runs import check_same, checkpointer, logged, snapshot
-from torch import nn
+from runs import check_steps, logged, snapshot
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-from everstep import Store
-
-
-def network():
-    return nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 6))
 
 
 def build(seed, make):
     """A state, and the rules of its derived parts."""
-    torch.manual_seed(seed)
-    model = network()
-    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+    state = logs.build(seed)
     return state, make(state)
-
-
-def train(state, step=0):
-    state["optimizer"].zero_grad()
-    state["model"](torch.randn(8, 6)).square().mean().backward()
-    state["optimizer"].step()
 
 
 # ---- ways to average ---------------------------------------------------------------------------
@@ -168,7 +154,8 @@ WAYS = [
 ]
 
 
-def run(store, make, steps=9, each=train, **options):
+def run(store, make, steps=9, each=logs.train, **options):
+    """A run of so many steps, saved as a log unless options say else; each step's snapshot."""
     state, rules = build(1, make)
     frozen = {}
     with logged(store, state, derive=rules, **options) as saver:
@@ -180,12 +167,11 @@ def run(store, make, steps=9, each=train, **options):
 
 
 def check_all(store, make, frozen, **options):
+    """Whatever step the store offers is restored, with the rules, as it was."""
     fresh, rules = build(2, make)
-    with checkpointer(store, fresh, derive=rules, **options) as restorer:
-        for step in reversed(Store(store).steps()):
-            assert restorer.restore(step) == step
-            check_same(snapshot(fresh), frozen[step])
+    check_steps(store, fresh, frozen, derive=rules, **options)
 
 
 def twice(state):
+    """As a training loop that still calls what is a rule now."""
     state["ema"].update_parameters(state["model"])

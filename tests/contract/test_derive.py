@@ -11,14 +11,14 @@ from derived import (
     run,
     swa,
     swapped,
-    train,
     twice,
     two_in_a_row,
     with_buffers,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import check_same, checkpointer, kinds, logged, snapshot
+from logs import train
+from runs import check_same, check_steps, checkpointer, kinds, logged, snapshot
 from test_log import Places, fast
 from torch.optim.swa_utils import AveragedModel
 
@@ -82,38 +82,27 @@ def test_bases_that_are_spread(store, make):
 
 @pytest.mark.parametrize("make", WAYS)
 def test_checkpoints_that_are_spread(store, make):
-    state, rules = build(1, make)
-    frozen = {}
-    with checkpointer(
-        store, state, derive=rules, strategy="spread", every=4, window=3, audit="full"
-    ) as saver:
-        for step in range(1, 15):
-            train(state, step)
-            saver.step(step)
-            frozen[step] = snapshot(state)
+    options = {"strategy": "spread", "every": 4, "window": 3, "base_every": None}
+    frozen = run(store, make, 14, audit="full", **options)
     assert Store(store).steps() == [4, 8, 12]
     # another walk at each step: such states are whole
     assert Store(store).manifest(8).is_spread != (make is swapped)
     check_all(store, make, frozen)
     fresh, _ = build(2, make)
-    with checkpointer(store, fresh) as restorer:  # no rule is needed: what it makes is there
-        assert restorer.restore(8) == 8
-    check_same(snapshot(fresh), frozen[8])
+    check_steps(store, fresh, frozen, [8])  # no rule is needed: what it makes is there
 
 
 @pytest.mark.parametrize("disturbed", [0, 7])
 def test_auto(store, monkeypatch, disturbed):
     """Over to a log and its warnings, with rules that go on all the time."""
     monkeypatch.setattr("everstep.capture.auto.SAVES_MIN", 4)
-    state, rules = build(1, averaged)
-    frozen = {}
-    with checkpointer(store, state, derive=rules, strategy="auto", base_every=20) as saver:
-        for step in range(1, 16):
-            train(state, step)
-            if step == disturbed:
-                rules["ema"](step)
-            saver.step(step)
-            frozen[step] = snapshot(state)
+
+    def each(state, step):
+        train(state)
+        if step == disturbed:
+            twice(state)
+
+    frozen = run(store, averaged, 15, each=each, strategy="auto", base_every=20)
     assert "r" in kinds(store)
     check_all(store, averaged, frozen)
 

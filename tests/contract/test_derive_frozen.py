@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from derived import averaged, build, train
-from runs import check_same, checkpointer, kinds, logged, snapshot
+from derived import averaged, build, run
+from logs import train
+from runs import check_steps, kinds, logged, snapshot
 from torch import nn
 
 from everstep import Store
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
-
-# ---- what nobody changes -------------------------------------------------------------------------
 
 
 def adapted(seed):
@@ -45,16 +44,10 @@ def test_frozen_weights_are_in_bases_only(store, audit, derive):
     (table,) = Store(store).tables(Store(store).manifest(5))
     assert not [name for name in table.tensors if name.startswith(("model", "table"))]
     fresh = adapted(2)
-    with checkpointer(store, fresh) as restorer:  # which needs no rule
-        for step in range(9, 0, -1):
-            assert restorer.restore(step) == step
-            check_same(snapshot(fresh), frozen[step])
+    check_steps(store, fresh, frozen)  # which needs no rule
     manifest = materialize(Disk(store), CheckpointName(5, 1))
     assert manifest.exact
-    with checkpointer(store, fresh) as restorer:
-        for step in (6, 5):
-            assert restorer.restore(step) == step
-            check_same(snapshot(fresh), frozen[step])
+    check_steps(store, fresh, frozen, [6, 5])
 
 
 def test_frozen_weights_and_bases_that_are_spread(store):
@@ -65,17 +58,12 @@ def test_frozen_weights_and_bases_that_are_spread(store):
     for gone in (None, whole[1]):
         if gone:
             gone.unlink()
-        with checkpointer(store, fresh) as restorer:
-            for step in range(14, 0, -1):
-                assert restorer.restore(step) == step
-                check_same(snapshot(fresh), frozen[step])
+        assert check_steps(store, fresh, frozen) == list(range(1, 15))
     for step in (5, 7, 10, 13, 14):
         assert materialize(Disk(store), CheckpointName(step, 1)).exact
         found = Store(store).read(step)
         assert torch.equal(found["model.0.weight"], fresh["model"][0].weight)
-        with checkpointer(store, fresh) as restorer:
-            assert restorer.restore(step) == step
-            check_same(snapshot(fresh), frozen[step])
+        check_steps(store, fresh, frozen, [step])
 
 
 FROZEN = {
@@ -97,11 +85,7 @@ def test_frozen_weights_that_somebody_changes(store, caplog, how):
     frozen = run_adapted(store, change)
     assert kinds(store) == "brrrbrrrr"
     assert "changed between two steps" in caplog.text
-    fresh = adapted(2)
-    with checkpointer(store, fresh) as restorer:
-        for step in range(9, 0, -1):
-            assert restorer.restore(step) == step
-            check_same(snapshot(fresh), frozen[step])
+    check_steps(store, adapted(2), frozen)
 
 
 def test_one_number_of_frozen_weights_changed_around_the_version_counter(store, other_store):
@@ -113,11 +97,7 @@ def test_one_number_of_frozen_weights_changed_around_the_version_counter(store, 
 
     frozen = run_adapted(store, change, audit="full")
     assert kinds(store) == "brrrbrrrr"
-    fresh = adapted(2)
-    with checkpointer(store, fresh) as restorer:
-        for step in range(9, 0, -1):
-            assert restorer.restore(step) == step
-            check_same(snapshot(fresh), frozen[step])
+    check_steps(store, adapted(2), frozen)
     run_adapted(other_store, change)
     assert kinds(other_store) == "brrrrrrrr"
 
@@ -125,19 +105,11 @@ def test_one_number_of_frozen_weights_changed_around_the_version_counter(store, 
 def test_frozen_weights_and_buffers_of_one_module(store):
     """Running statistics change around the version counter: a sample of bytes shows it."""
 
-    def step(state, number):
-        train(state)
+    def make(state):
+        averaged(state)
+        return {"model": None, "ema": None}
 
-    state, _ = build(1, averaged)
-    frozen = {}
-    with logged(store, state, derive={"model": None, "ema": None}) as saver:
-        for number in range(1, 7):
-            step(state, number)
-            saver.step(number)
-            frozen[number] = snapshot(state)
+    frozen = run(store, make, 6)
     assert kinds(store) == "bbbbbb"
-    fresh, _ = build(2, averaged)
-    with checkpointer(store, fresh) as restorer:
-        for number in range(6, 0, -1):
-            assert restorer.restore(number) == number
-            check_same(snapshot(fresh), frozen[number])
+    fresh, _ = build(2, make)
+    check_steps(store, fresh, frozen)

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from derived import averaged, build, by_hand, check_all, run, train
+from derived import averaged, build, by_hand, check_all, run
+from logs import train
 from runs import check_same, checkpointer, kinds, logged, snapshot
 
 from everstep import Corrupt, Mismatch
-
-# ---- what is not right ---------------------------------------------------------------------------
 
 
 def test_what_can_be_derived(store):
