@@ -5,7 +5,7 @@ import torch
 from keepers import ended, until
 from runs import check_same, check_steps, checkpointer, end_keeper, logged, restore, snapshot
 from torch import nn
-from wholes import build, fill, train, whole_steps, workers_of
+from wholes import advance, build, fill, train, whole_steps, workers_of
 
 import everstep
 from everstep import Checkpointer, Keep, Store, Unsupported
@@ -101,13 +101,9 @@ def test_the_background_makes_them(store, capsys):
 
 
 def test_going_on_after_a_restore_from_what_was_made_whole(store):
-    state, frozen = build(1), {}
-    keep = Keep(last=2)
+    state, keep = build(1), Keep(last=2)
     with logged(store, state, catch_up=4, keep=keep) as saver:
-        for step in range(1, 11):
-            train(state)
-            saver.step(step).wait("local")
-            frozen[step] = snapshot(state)
+        frozen = advance(saver, state, range(1, 11))
         until(lambda: saver.metrics.catch_ups, "a catch-up")
     end_keeper(store)
     fresh = build(2)
@@ -115,10 +111,7 @@ def test_going_on_after_a_restore_from_what_was_made_whole(store):
         assert saver.restore() == 10
         check_same(snapshot(fresh), frozen[10])
         generator = torch.get_rng_state()
-        for step in range(11, 20):
-            train(fresh)
-            saver.step(step).wait("local")
-            frozen[step] = snapshot(fresh)
+        advance(saver, fresh, range(11, 20), frozen)
         until(lambda: (saver.metrics.whole_step or 0) > 10, "a catch-up of the new epoch")
         keeper = saver._client.keeper_pid
     assert ended(keeper)  # no retention changes anything any more

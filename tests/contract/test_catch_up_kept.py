@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from keepers import ended, until
 from runs import check_steps, logged, restore, snapshot
-from wholes import build, fill, train, whole_steps
+from wholes import advance, build, fill, train, whole_steps
 
 from everstep import Conflict, Keep, Missing, Store, Unsupported
 from everstep.restore.materialize import materialize
@@ -131,12 +131,9 @@ def test_a_base_is_not_due_where_a_step_was_made_whole(store):
 
 def test_retention_goes_up_to_a_base_that_is_spread_over_records(store):
     """Its bytes lie in the packs of records that are deleted."""
-    state, frozen, keep = build(1), {}, Keep(last=2)
+    state, keep = build(1), Keep(last=2)
     with logged(store, state, base_every=8, window=3, keep=keep) as saver:
-        for step in range(1, 31):
-            train(state)
-            saver.step(step).wait("local")
-            frozen[step] = snapshot(state)
+        frozen = advance(saver, state, range(1, 31))
         keeper = saver._client.keeper_pid
     assert ended(keeper)
     spread = whole_steps(store)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from keepers import ended, until
 from runs import logged, restore
-from wholes import build, fill, train, whole_steps, workers_of
+from wholes import advance, begun, build, fill, whole_steps, workers_of
 
 from everstep import Store
 from everstep.keeper.catch_up import CatchUp
@@ -30,13 +30,9 @@ class Own(torch.optim.SGD):
 def test_what_can_never_work_is_tried_once(store, caplog):
     state = build(1, Own)
     with logged(store, state, catch_up=2, base_every=1000) as saver:
-        for step in range(1, 6):
-            train(state)
-            saver.step(step).wait("local")
+        advance(saver, state, range(1, 6))
         until(lambda: saver.metrics.catch_up_failures, "a failure")
-        for step in range(6, 12):
-            train(state)
-            saver.step(step).wait("local")
+        advance(saver, state, range(6, 12))
         assert saver.metrics.catch_up_failures == 1
         assert "only torch's own" in saver.metrics.last_error
         assert not workers_of(saver._client.keeper_pid)
@@ -49,11 +45,8 @@ def test_a_worker_that_dies_is_started_again(store):
     """And what it had begun is cleared away."""
     state = build(1)
     with logged(store, state, catch_up=3, base_every=1000) as saver:
-        for step in range(1, 5):
-            train(state)
-            saver.step(step).wait("local")
-        keeper = saver._client.keeper_pid
-        (worker,) = until(lambda: workers_of(keeper), "a worker")
+        advance(saver, state, range(1, 5))
+        _, worker = begun(saver)
         os.kill(worker, signal.SIGKILL)
         until(lambda: saver.metrics.catch_ups, "the next worker")
         assert saver.metrics.catch_up_failures == 0
@@ -67,20 +60,19 @@ def test_workers_that_always_die_are_not_started_for_ever(store):
         keeper = saver._client.keeper_pid
         step = 0
 
-        def advance():
+        def advance_and_kill():
             nonlocal step
             step += 1
-            train(state)
-            saver.step(step).wait("local")
+            advance(saver, state, [step])
             for worker in workers_of(keeper):
                 killed.append(worker)
                 os.kill(worker, signal.SIGKILL)
             return saver.metrics.catch_up_failures == 3
 
-        until(advance, "three failures")
+        until(advance_and_kill, "three failures")
         assert len({*killed}) == 9
         for _ in range(5):
-            advance()
+            advance_and_kill()
         assert not workers_of(keeper)
         assert "the worker died 3 times" in saver.metrics.last_error
     assert restore(store, build(2)) == step
@@ -89,16 +81,11 @@ def test_workers_that_always_die_are_not_started_for_ever(store):
 def test_a_worker_ends_with_its_keeper(store):
     state = build(1)
     with logged(store, state, catch_up=2, base_every=1000) as saver:
-        for step in range(1, 4):
-            train(state)
-            saver.step(step).wait("local")
-        keeper = saver._client.keeper_pid
-        (worker,) = until(lambda: workers_of(keeper), "a worker")
+        advance(saver, state, range(1, 4))
+        keeper, worker = begun(saver)
         os.kill(keeper, signal.SIGKILL)
         assert ended(worker)
-        for step in range(4, 7):  # and the next keeper goes on
-            train(state)
-            saver.step(step).wait("local")
+        advance(saver, state, range(4, 7))  # and the next keeper goes on
         until(lambda: saver.metrics.catch_ups, "a worker of the next keeper")
         assert saver._client.keeper_pid != keeper
     assert Store(store).verify().ok
@@ -109,11 +96,8 @@ def test_a_worker_ends_with_its_trainer(store):
     """In peace: nothing will be added to this log."""
     state = build(1)
     with logged(store, state, catch_up=2, base_every=1000) as saver:
-        for step in range(1, 4):
-            train(state)
-            saver.step(step).wait("local")
-        keeper = saver._client.keeper_pid
-        (worker,) = until(lambda: workers_of(keeper), "a worker")
+        advance(saver, state, range(1, 4))
+        keeper, worker = begun(saver)
     assert ended(worker)
     assert ended(keeper)
     assert Store(store).verify().ok
@@ -124,11 +108,8 @@ def test_a_worker_ends_with_its_trainer(store):
 def test_the_worker_gives_way(store):
     state = build(1)
     with logged(store, state, catch_up=2, base_every=1000) as saver:
-        for step in range(1, 4):
-            train(state)
-            saver.step(step).wait("local")
-        keeper = saver._client.keeper_pid
-        (worker,) = until(lambda: workers_of(keeper), "a worker")
+        advance(saver, state, range(1, 4))
+        keeper, worker = begun(saver)
         is_low = until(
             lambda: ended(worker, 0) or os.getpriority(os.PRIO_PROCESS, worker) == 19, "a low one"
         )

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from keepers import until
 from runs import logged, snapshot
 from torch import nn
 
@@ -40,6 +41,13 @@ def workers_of(keeper):
     return found
 
 
+def begun(saver):
+    """The keeper, and the worker that it has begun by now."""
+    keeper = saver._client.keeper_pid
+    (worker,) = until(lambda: workers_of(keeper), "a worker")
+    return keeper, worker
+
+
 def whole_steps(store):
     disk = Disk(store)
     return [
@@ -49,11 +57,18 @@ def whole_steps(store):
     ]
 
 
-def fill(store, steps=8, **options):
-    state, frozen = build(1), {}
-    with logged(store, state, base_every=1000, **options) as saver:
-        for step in range(1, steps + 1):
-            train(state)
-            saver.step(step).wait("local")
-            frozen[step] = snapshot(state)
+def advance(saver, state, steps, frozen=None):
+    """Train, and save durably; each step's snapshot."""
+    frozen = {} if frozen is None else frozen
+    for step in steps:
+        train(state)
+        saver.step(step).wait("local")
+        frozen[step] = snapshot(state)
     return frozen
+
+
+def fill(store, steps=8):
+    """A base, and records after it; each step's snapshot."""
+    state = build(1)
+    with logged(store, state, base_every=1000) as saver:
+        return advance(saver, state, range(1, steps + 1))
