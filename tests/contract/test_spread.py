@@ -2,7 +2,6 @@
 byte as the state of its last one."""
 
 import contextlib
-import itertools
 import logging
 
 import pytest
@@ -11,15 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from keepers import until
 from runs import check_same, checkpointer, difference, end_keeper, freeze, snapshot
+from spreads import SPREAD, make, run, train
 from test_log import Places, Plan, _check, _steps, build, fast, possible
 from torch import nn
 
 import everstep
 from everstep import Store, Unsupported
 from everstep.cli.main import main
-from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
@@ -68,46 +65,6 @@ def test_every_checkpoint_comes_back(plan, every, window):
                 again, ends = _steps(plan, fresh, range(every + 1, last + 1))
                 assert again == {step: losses[step] for step in again}, plan
                 assert difference(ends[last], frozen[last]) is None
-
-
-class Net(nn.Module):
-    """Six matrices of different sizes, and a buffer that forward mutates."""
-
-    def __init__(self):
-        super().__init__()
-        widths = (12, 40, 8, 64, 6, 32, 4)
-        pairs = itertools.pairwise(widths)
-        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in pairs))
-        self.norm = nn.BatchNorm1d(12)
-
-    def forward(self, x):
-        return self.layers(self.norm(x))
-
-
-def make(seed, kind=torch.optim.AdamW, **options):
-    torch.manual_seed(seed)
-    model = Net()
-    return {"model": model, "optimizer": kind(model.parameters(), lr=0.01, **options)}
-
-
-def train(state):
-    state["optimizer"].zero_grad()
-    state["model"](torch.randn(5, 12)).square().mean().backward()
-    everstep.clip_grad_norm_(state["model"].parameters(), 0.5)
-    state["optimizer"].step()
-
-
-def run(saver, state, steps, frozen=None):
-    """Train and save; the frozen state of each step that was due."""
-    frozen = {} if frozen is None else frozen
-    for step in steps:
-        train(state)
-        if saver.step(step):
-            frozen[step] = freeze(state)
-    return frozen
-
-
-SPREAD = {"strategy": "spread", "every": 4, "window": 3}
 
 
 def test_pieces_are_copied_over_the_window_and_gradients_only_for_them(store):
@@ -364,131 +321,6 @@ def test_a_window_is_no_longer_than_the_way_to_the_due_step(store):
     with checkpointer(store, state, **{**SPREAD, "every": 2, "window": 5}) as saver:
         run(saver, state, range(1, 5))
     assert Store(store).manifest(4).is_spread
-
-
-@settings(fast, max_examples=20)
-@given(plan=possible, base_every=st.integers(2, 6), window=st.integers(2, 4))
-def test_bases_of_a_log_are_spread_too(plan, base_every, window):
-    """Every step of the log comes back, whichever base it goes back to; and goes on."""
-    last = 12
-    with Places() as places:
-        store = places.new()
-        state = build(plan, plan.seed)
-        options = {"strategy": "log", "window": window, "base_every": base_every}
-        with checkpointer(store, state, **options) as saver:
-            _, frozen = _steps(plan, state, range(1, last + 1), saver)
-        assert Store(store).steps() == list(range(1, last + 1))
-        assert Store(store).verify().ok
-        fresh = build(plan, plan.seed + 1)
-        with checkpointer(store, fresh) as restorer:
-            for step in range(last, 0, -1):
-                assert restorer.restore(step) == step
-                found = difference(snapshot(fresh), frozen[step], f"step {step}")
-                assert found is None, f"{plan}: {found}"
-
-
-def logged(store, state, **options):
-    return checkpointer(store, state, strategy="log", base_every=4, window=3, **options)
-
-
-def bases(store):
-    """The steps that have a base beside their record, and the steps of its parts."""
-    names = [path.parent.name for path in (store / "checkpoints").glob("*/state.json")]
-    chains = {int(name.split("-")[0]): Store(store).chain(name)[0] for name in names}
-    return {step: [part.steps for part in base.parts] for step, base in sorted(chains.items())}
-
-
-def test_a_logs_base_has_its_pieces_from_the_last_records(store):
-    state = make(1)
-    with logged(store, state) as saver:
-        frozen = run(saver, state, range(1, 12))
-    assert bases(store) == {5: [3, 4, 5], 9: [7, 8, 9]}
-    assert [len(Store(store).chain(step)) for step in (4, 5, 6, 11)] == [4, 1, 2, 3]
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in range(1, 12):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
-        restorer.restore(9)
-        run(restorer, other, range(10, 12))
-    assert Store(store).verify().ok
-
-
-def test_a_logs_spread_base_is_made_whole(store, capsys):
-    state = make(1)
-    with logged(store, state) as saver:
-        run(saver, state, range(1, 7))
-    for step in (5, 6):
-        assert main(["materialize", str(store), str(step)]) == 0
-        Store(store).read(step)
-    live = state["model"].state_dict()
-    read = Store(store).read(6)
-    assert all(torch.equal(read[f"model.{name}"], value) for name, value in live.items())
-    assert Store(store).verify().ok
-    capsys.readouterr()
-
-
-def test_what_is_not_exact_does_not_replace_a_spread_base(store, monkeypatch):
-    """As of a CUDA run: what the log goes on from is gone."""
-    state = make(1)
-    with logged(store, state, keep=everstep.Keep(last=2)) as saver:
-        frozen = run(saver, state, range(1, 7))
-    until(lambda: Store(store).steps() == [5, 6], "the keeper deletes what is not kept")
-    monkeypatch.setattr("everstep.restore.materialize.differences", lambda then: ["torch 1"])
-    with pytest.raises(everstep.Conflict, match="exact"):
-        materialize(Disk(store), CheckpointName(5, 1))
-    assert not materialize(Disk(store), CheckpointName(6, 1)).exact
-    assert Store(store).verify().ok
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in (5, 6):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
-
-
-def test_a_spread_base_that_was_made_whole_leaves_nothing(store):
-    state = make(1)
-    with logged(store, state, keep=everstep.Keep(last=2)) as saver:
-        frozen = run(saver, state, range(1, 7))
-    until(
-        lambda: len(list((store / "data").glob("*.safetensors"))) == 4, "records 3 to 6 are needed"
-    )
-    assert materialize(Disk(store), CheckpointName(5, 1)).exact
-    assert len(list((store / "data").glob("*.safetensors"))) == 3
-    assert Store(store).verify().ok
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in (5, 6):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
-
-
-def test_audit_of_a_log_with_spread_bases(store):
-    state = make(1)
-    with logged(store, state, audit="full") as saver:
-        frozen = run(saver, state, range(1, 9))
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in (5, 7, 8):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
-
-
-def test_a_log_whose_keeper_dies_within_a_window(store):
-    state = make(1)
-    with logged(store, state) as saver:
-        frozen = run(saver, state, range(1, 5))
-        saver.wait()
-        end_keeper(store)
-        run(saver, state, range(5, 15), frozen)
-        saver.wait()
-    assert Store(store).verify().ok
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in Store(store).steps():
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
-    assert 14 in Store(store).steps()
 
 
 def test_a_keeper_that_dies_between_two_shares(store, caplog):
