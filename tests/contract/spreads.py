@@ -3,10 +3,12 @@
 import itertools
 
 import torch
-from runs import freeze
+from runs import check_same, checkpointer, restore, snapshot
 from torch import nn
 
 import everstep
+
+SPREAD = {"strategy": "spread", "every": 4, "window": 3}
 
 
 class Net(nn.Module):
@@ -37,13 +39,23 @@ def train(state):
 
 
 def run(saver, state, steps, frozen=None):
-    """Train and save; the frozen state of each step that was due."""
+    """Train and save; the snapshot of each step that was due."""
     frozen = {} if frozen is None else frozen
     for step in steps:
         train(state)
         if saver.step(step):
-            frozen[step] = freeze(state)
+            frozen[step] = snapshot(state)
     return frozen
 
 
-SPREAD = {"strategy": "spread", "every": 4, "window": 3}
+def run_saved(store, last, **options):
+    """The same up to that step, by a Checkpointer of its own."""
+    state = make(1)
+    with checkpointer(store, state, **options) as saver:
+        return run(saver, state, range(1, last + 1))
+
+
+def check_newest(store, fresh, frozen, step):
+    """The newest checkpoint is of that step, and is restored as it was."""
+    assert restore(store, fresh) == step
+    check_same(snapshot(fresh), frozen[step])

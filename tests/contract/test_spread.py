@@ -9,14 +9,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from keepers import until
-from runs import check_same, checkpointer, difference, end_keeper, freeze, snapshot
-from spreads import SPREAD, make, run, train
+from runs import check_same, check_steps, checkpointer, difference, end_keeper, snapshot
+from spreads import SPREAD, check_newest, make, run, run_saved, train
 from test_log import Places, Plan, _check, _steps, build, fast, possible
 from torch import nn
 
 import everstep
 from everstep import Store, Unsupported
 from everstep.cli.main import main
+from stores import packs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
@@ -68,9 +69,7 @@ def test_every_checkpoint_comes_back(plan, every, window):
 
 
 def test_pieces_are_copied_over_the_window_and_gradients_only_for_them(store):
-    state = make(1)
-    with checkpointer(store, state, **SPREAD) as saver:
-        run(saver, state, range(1, 9))
+    run_saved(store, 8, **SPREAD)
     first, second = (Store(store).manifest(step) for step in (4, 8))
     assert (len(first.parts), first.records) == (1, ())
     assert [part.steps for part in second.parts] == [6, 7, 8]
@@ -100,17 +99,17 @@ def test_it_is_read_when_it_was_made_whole(store, capsys):
     other = make(2)
     with checkpointer(store, other) as restorer:
         assert restorer.restore(8, only="model") == 8
-        check_same(freeze(other)["model"], frozen[8]["model"])
+        check_same(snapshot(other)["state"]["model"], frozen[8]["state"]["model"])
         assert main(["materialize", str(store), "8"]) == 0
         read = Store(store).read(8)
         assert all(torch.equal(read[f"model.{name}"], value) for name, value in live.items())
         restorer.restore(8, only="model")
         assert restorer.restore(8) == 8
-    check_same(freeze(other), frozen[8])
+    check_same(snapshot(other), frozen[8])
     assert Store(store).verify().ok
     Store(store).delete(8)
     Store(store).delete(4)
-    assert not list((store / "data").glob("*.safetensors"))
+    assert not packs_of(store)
     capsys.readouterr()
 
 
@@ -144,11 +143,7 @@ def test_a_change_behind_the_optimizer_ends_the_window(store, name, caplog):
     assert "cannot be spread" in caplog.text
     assert "layers.0.weight" in caplog.text
     assert [Store(store).manifest(step).is_spread for step in (4, 8, 12)] == [False, False, True]
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in (8, 12):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
+    check_steps(store, make(2), frozen, (8, 12))
 
 
 def test_another_walk_ends_the_window(store):
@@ -162,9 +157,7 @@ def test_another_walk_ends_the_window(store):
     other = make(2)
     other["model"].extra = nn.Linear(2, 2)
     other["optimizer"].add_param_group({"params": other["model"].extra.parameters()})
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 8
-    check_same(freeze(other), frozen[8])
+    check_newest(store, other, frozen, 8)
 
 
 def test_going_back_within_a_window(store):
@@ -172,12 +165,9 @@ def test_going_back_within_a_window(store):
     with checkpointer(store, state, **SPREAD) as saver:
         frozen = run(saver, state, range(1, 8))
         assert saver.restore() == 4
-        check_same(freeze(state), frozen[4])
+        check_same(snapshot(state), frozen[4])
         run(saver, state, range(5, 9), frozen)
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 8
-    check_same(freeze(other), frozen[8])
+    check_newest(store, make(2), frozen, 8)
 
 
 def test_pieces_of_a_way_that_was_left_are_of_no_window(store):
@@ -190,11 +180,8 @@ def test_pieces_of_a_way_that_was_left_are_of_no_window(store):
         frozen = run(saver, state, range(5, 9))
     assert [part.steps for part in Store(store).manifest(8).parts] == [6, 7, 8]
     assert Store(store).manifest(8).epoch == 2
-    assert len(list((store / "data").glob("*.safetensors"))) == 4
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 8
-    check_same(freeze(other), frozen[8])
+    assert len(packs_of(store)) == 4
+    check_newest(store, make(2), frozen, 8)
 
 
 class Coupled(torch.optim.SGD):
@@ -243,9 +230,7 @@ def test_what_is_shared_or_without_state_comes_last(store):
     other = make(2)
     other["model"].layers[2].weight.requires_grad_(False)
     other["other"] = Looking(other["model"].layers[1].weight)
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 8
-    check_same(freeze(other), frozen[8])
+    check_newest(store, other, frozen, 8)
 
 
 def test_steps_that_are_told_only_when_due_are_saved_whole(store):
@@ -263,8 +248,8 @@ def test_what_is_left_of_a_window_is_deleted(store):
     with checkpointer(store, state, **SPREAD) as saver:
         run(saver, state, range(1, 8))  # the window of step 8 has two of its three steps
         saver.wait()
-        assert len(list((store / "data").glob("*.safetensors"))) == 3
-    until(lambda: len(list((store / "data").glob("*.safetensors"))) == 1, "the keeper deletes it")
+        assert len(packs_of(store)) == 3
+    until(lambda: len(packs_of(store)) == 1, "the keeper deletes it")
     with checkpointer(store, make(2), **SPREAD) as saver:
         assert saver.restore() == 4
         saver.save(5).wait("local")
@@ -282,33 +267,22 @@ def test_what_is_left_of_a_window_by_a_dead_keeper_is_swept(store):
         saver.save(5).wait("local")
     assert Store(store).verify().ok
     Store(store).gc()
-    assert len(list((store / "data").glob("*.safetensors"))) == 2
+    assert len(packs_of(store)) == 2
 
 
 def test_audit_looks_at_all_bytes_at_the_end(store):
-    state = make(1)
-    with checkpointer(store, state, audit="full", **SPREAD) as saver:
-        frozen = run(saver, state, range(1, 13))
+    frozen = run_saved(store, 12, audit="full", **SPREAD)
     audited = ["after" in record.calls[0] for record in Store(store).manifest(12).records]
     assert audited == [False, True]
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 12
-    check_same(freeze(other), frozen[12])
+    check_newest(store, make(2), frozen, 12)
 
 
 def test_retention_keeps_what_a_spread_checkpoint_needs(store):
-    state = make(1)
-    with checkpointer(store, state, keep=everstep.Keep(last=2), **SPREAD) as saver:
-        frozen = run(saver, state, range(1, 25))
+    frozen = run_saved(store, 24, keep=everstep.Keep(last=2), **SPREAD)
     until(lambda: Store(store).steps() == [20, 24], "the keeper deletes what is not kept")
     assert Store(store).verify().ok
-    until(lambda: len(list((store / "data").glob("*.safetensors"))) == 6, "and its files")
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in (20, 24):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
+    until(lambda: len(packs_of(store)) == 6, "and its files")
+    check_steps(store, make(2), frozen, (20, 24))
 
 
 def test_a_window_has_steps(store):
@@ -317,9 +291,7 @@ def test_a_window_has_steps(store):
 
 
 def test_a_window_is_no_longer_than_the_way_to_the_due_step(store):
-    state = make(1)
-    with checkpointer(store, state, **{**SPREAD, "every": 2, "window": 5}) as saver:
-        run(saver, state, range(1, 5))
+    run_saved(store, 4, **{**SPREAD, "every": 2, "window": 5})
     assert Store(store).manifest(4).is_spread
 
 
@@ -335,10 +307,7 @@ def test_a_keeper_that_dies_between_two_shares(store, caplog):
         saver.wait()
     assert "the keeper died within the window of step 8" in caplog.text
     assert not Store(store).manifest(8).is_spread
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 8
-    check_same(freeze(other), frozen[8])
+    check_newest(store, make(2), frozen, 8)
 
 
 def test_a_window_whose_keeper_dies(store):
@@ -351,8 +320,4 @@ def test_a_window_whose_keeper_dies(store):
             saver.wait()
     assert Store(store).verify().ok
     assert {4, 12} <= set(Store(store).steps())
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in Store(store).steps():
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
+    check_steps(store, make(2), frozen, Store(store).steps())
