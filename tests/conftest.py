@@ -1,6 +1,6 @@
 """Makes tests/ importable: stores.py and independent_reader.py are shared by all tests.
 
-And gives a store whose keeper does not outlive the test.
+And gives stores whose keepers do not outlive the test.
 """
 
 import pytest
@@ -20,3 +20,17 @@ def other_store(tmp_path):
     path = tmp_path / "other"
     yield path
     end_keeper(path)
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """Stores by name, whose keepers end with the test."""
+    made = set()
+
+    def store(name):
+        made.add(tmp_path / str(name))
+        return tmp_path / str(name)
+
+    yield store
+    for path in made:
+        end_keeper(path)

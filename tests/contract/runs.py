@@ -191,12 +191,15 @@ def kinds(store):
     return "".join("b" if manifest.previous is None else "r" for manifest in manifests)
 
 
-def check_steps(store, fresh, frozen):
-    """Whatever step the store offers is restored as it was; the steps."""
-    steps = Store(store).steps()
-    with checkpointer(store, fresh) as restorer:
-        for step in reversed(steps):
+def check_steps(store, fresh, frozen, steps=None, **options):
+    """Whatever step the store offers is restored as it was, the newest first; its steps.
+
+    `steps`: only these, in this order.
+    """
+    offered = Store(store).steps()
+    with checkpointer(store, fresh, **options) as restorer:
+        for step in reversed(offered) if steps is None else steps:
             assert restorer.restore(step) == step
             found = difference(snapshot(fresh), frozen[step], f"step {step} of {kinds(store)}")
             assert found is None, found
-    return steps
+    return offered

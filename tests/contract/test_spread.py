@@ -2,7 +2,6 @@
 byte as the state of its last one."""
 
 import contextlib
-import itertools
 import logging
 
 import pytest
@@ -10,16 +9,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from keepers import until
-from runs import check_same, checkpointer, difference, end_keeper, freeze, snapshot
+from runs import check_same, check_steps, checkpointer, difference, end_keeper, snapshot
+from spreads import SPREAD, check_newest, make, run, run_saved, train
 from test_log import Places, Plan, _check, _steps, build, fast, possible
 from torch import nn
 
 import everstep
 from everstep import Store, Unsupported
 from everstep.cli.main import main
-from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from stores import packs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
@@ -70,50 +68,8 @@ def test_every_checkpoint_comes_back(plan, every, window):
                 assert difference(ends[last], frozen[last]) is None
 
 
-class Net(nn.Module):
-    """Six matrices of different sizes, and a buffer that forward mutates."""
-
-    def __init__(self):
-        super().__init__()
-        widths = (12, 40, 8, 64, 6, 32, 4)
-        pairs = itertools.pairwise(widths)
-        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in pairs))
-        self.norm = nn.BatchNorm1d(12)
-
-    def forward(self, x):
-        return self.layers(self.norm(x))
-
-
-def make(seed, kind=torch.optim.AdamW, **options):
-    torch.manual_seed(seed)
-    model = Net()
-    return {"model": model, "optimizer": kind(model.parameters(), lr=0.01, **options)}
-
-
-def train(state):
-    state["optimizer"].zero_grad()
-    state["model"](torch.randn(5, 12)).square().mean().backward()
-    everstep.clip_grad_norm_(state["model"].parameters(), 0.5)
-    state["optimizer"].step()
-
-
-def run(saver, state, steps, frozen=None):
-    """Train and save; the frozen state of each step that was due."""
-    frozen = {} if frozen is None else frozen
-    for step in steps:
-        train(state)
-        if saver.step(step):
-            frozen[step] = freeze(state)
-    return frozen
-
-
-SPREAD = {"strategy": "spread", "every": 4, "window": 3}
-
-
 def test_pieces_are_copied_over_the_window_and_gradients_only_for_them(store):
-    state = make(1)
-    with checkpointer(store, state, **SPREAD) as saver:
-        run(saver, state, range(1, 9))
+    run_saved(store, 8, **SPREAD)
     first, second = (Store(store).manifest(step) for step in (4, 8))
     assert (len(first.parts), first.records) == (1, ())
     assert [part.steps for part in second.parts] == [6, 7, 8]
@@ -143,17 +99,17 @@ def test_it_is_read_when_it_was_made_whole(store, capsys):
     other = make(2)
     with checkpointer(store, other) as restorer:
         assert restorer.restore(8, only="model") == 8
-        check_same(freeze(other)["model"], frozen[8]["model"])
+        check_same(snapshot(other)["state"]["model"], frozen[8]["state"]["model"])
         assert main(["materialize", str(store), "8"]) == 0
         read = Store(store).read(8)
         assert all(torch.equal(read[f"model.{name}"], value) for name, value in live.items())
         restorer.restore(8, only="model")
         assert restorer.restore(8) == 8
-    check_same(freeze(other), frozen[8])
+    check_same(snapshot(other), frozen[8])
     assert Store(store).verify().ok
     Store(store).delete(8)
     Store(store).delete(4)
-    assert not list((store / "data").glob("*.safetensors"))
+    assert not packs_of(store)
     capsys.readouterr()
 
 
@@ -187,11 +143,7 @@ def test_a_change_behind_the_optimizer_ends_the_window(store, name, caplog):
     assert "cannot be spread" in caplog.text
     assert "layers.0.weight" in caplog.text
     assert [Store(store).manifest(step).is_spread for step in (4, 8, 12)] == [False, False, True]
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in (8, 12):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
+    check_steps(store, make(2), frozen, (8, 12))
 
 
 def test_another_walk_ends_the_window(store):
@@ -205,9 +157,7 @@ def test_another_walk_ends_the_window(store):
     other = make(2)
     other["model"].extra = nn.Linear(2, 2)
     other["optimizer"].add_param_group({"params": other["model"].extra.parameters()})
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 8
-    check_same(freeze(other), frozen[8])
+    check_newest(store, other, frozen, 8)
 
 
 def test_going_back_within_a_window(store):
@@ -215,12 +165,9 @@ def test_going_back_within_a_window(store):
     with checkpointer(store, state, **SPREAD) as saver:
         frozen = run(saver, state, range(1, 8))
         assert saver.restore() == 4
-        check_same(freeze(state), frozen[4])
+        check_same(snapshot(state), frozen[4])
         run(saver, state, range(5, 9), frozen)
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 8
-    check_same(freeze(other), frozen[8])
+    check_newest(store, make(2), frozen, 8)
 
 
 def test_pieces_of_a_way_that_was_left_are_of_no_window(store):
@@ -233,11 +180,8 @@ def test_pieces_of_a_way_that_was_left_are_of_no_window(store):
         frozen = run(saver, state, range(5, 9))
     assert [part.steps for part in Store(store).manifest(8).parts] == [6, 7, 8]
     assert Store(store).manifest(8).epoch == 2
-    assert len(list((store / "data").glob("*.safetensors"))) == 4
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 8
-    check_same(freeze(other), frozen[8])
+    assert len(packs_of(store)) == 4
+    check_newest(store, make(2), frozen, 8)
 
 
 class Coupled(torch.optim.SGD):
@@ -286,9 +230,7 @@ def test_what_is_shared_or_without_state_comes_last(store):
     other = make(2)
     other["model"].layers[2].weight.requires_grad_(False)
     other["other"] = Looking(other["model"].layers[1].weight)
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 8
-    check_same(freeze(other), frozen[8])
+    check_newest(store, other, frozen, 8)
 
 
 def test_steps_that_are_told_only_when_due_are_saved_whole(store):
@@ -306,8 +248,8 @@ def test_what_is_left_of_a_window_is_deleted(store):
     with checkpointer(store, state, **SPREAD) as saver:
         run(saver, state, range(1, 8))  # the window of step 8 has two of its three steps
         saver.wait()
-        assert len(list((store / "data").glob("*.safetensors"))) == 3
-    until(lambda: len(list((store / "data").glob("*.safetensors"))) == 1, "the keeper deletes it")
+        assert len(packs_of(store)) == 3
+    until(lambda: len(packs_of(store)) == 1, "the keeper deletes it")
     with checkpointer(store, make(2), **SPREAD) as saver:
         assert saver.restore() == 4
         saver.save(5).wait("local")
@@ -325,33 +267,22 @@ def test_what_is_left_of_a_window_by_a_dead_keeper_is_swept(store):
         saver.save(5).wait("local")
     assert Store(store).verify().ok
     Store(store).gc()
-    assert len(list((store / "data").glob("*.safetensors"))) == 2
+    assert len(packs_of(store)) == 2
 
 
 def test_audit_looks_at_all_bytes_at_the_end(store):
-    state = make(1)
-    with checkpointer(store, state, audit="full", **SPREAD) as saver:
-        frozen = run(saver, state, range(1, 13))
+    frozen = run_saved(store, 12, audit="full", **SPREAD)
     audited = ["after" in record.calls[0] for record in Store(store).manifest(12).records]
     assert audited == [False, True]
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 12
-    check_same(freeze(other), frozen[12])
+    check_newest(store, make(2), frozen, 12)
 
 
 def test_retention_keeps_what_a_spread_checkpoint_needs(store):
-    state = make(1)
-    with checkpointer(store, state, keep=everstep.Keep(last=2), **SPREAD) as saver:
-        frozen = run(saver, state, range(1, 25))
+    frozen = run_saved(store, 24, keep=everstep.Keep(last=2), **SPREAD)
     until(lambda: Store(store).steps() == [20, 24], "the keeper deletes what is not kept")
     assert Store(store).verify().ok
-    until(lambda: len(list((store / "data").glob("*.safetensors"))) == 6, "and its files")
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in (20, 24):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
+    until(lambda: len(packs_of(store)) == 6, "and its files")
+    check_steps(store, make(2), frozen, (20, 24))
 
 
 def test_a_window_has_steps(store):
@@ -360,135 +291,8 @@ def test_a_window_has_steps(store):
 
 
 def test_a_window_is_no_longer_than_the_way_to_the_due_step(store):
-    state = make(1)
-    with checkpointer(store, state, **{**SPREAD, "every": 2, "window": 5}) as saver:
-        run(saver, state, range(1, 5))
+    run_saved(store, 4, **{**SPREAD, "every": 2, "window": 5})
     assert Store(store).manifest(4).is_spread
-
-
-@settings(fast, max_examples=20)
-@given(plan=possible, base_every=st.integers(2, 6), window=st.integers(2, 4))
-def test_bases_of_a_log_are_spread_too(plan, base_every, window):
-    """Every step of the log comes back, whichever base it goes back to; and goes on."""
-    last = 12
-    with Places() as places:
-        store = places.new()
-        state = build(plan, plan.seed)
-        options = {"strategy": "log", "window": window, "base_every": base_every}
-        with checkpointer(store, state, **options) as saver:
-            _, frozen = _steps(plan, state, range(1, last + 1), saver)
-        assert Store(store).steps() == list(range(1, last + 1))
-        assert Store(store).verify().ok
-        fresh = build(plan, plan.seed + 1)
-        with checkpointer(store, fresh) as restorer:
-            for step in range(last, 0, -1):
-                assert restorer.restore(step) == step
-                found = difference(snapshot(fresh), frozen[step], f"step {step}")
-                assert found is None, f"{plan}: {found}"
-
-
-def logged(store, state, **options):
-    return checkpointer(store, state, strategy="log", base_every=4, window=3, **options)
-
-
-def bases(store):
-    """The steps that have a base beside their record, and the steps of its parts."""
-    names = [path.parent.name for path in (store / "checkpoints").glob("*/state.json")]
-    chains = {int(name.split("-")[0]): Store(store).chain(name)[0] for name in names}
-    return {step: [part.steps for part in base.parts] for step, base in sorted(chains.items())}
-
-
-def test_a_logs_base_has_its_pieces_from_the_last_records(store):
-    state = make(1)
-    with logged(store, state) as saver:
-        frozen = run(saver, state, range(1, 12))
-    assert bases(store) == {5: [3, 4, 5], 9: [7, 8, 9]}
-    assert [len(Store(store).chain(step)) for step in (4, 5, 6, 11)] == [4, 1, 2, 3]
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in range(1, 12):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
-        restorer.restore(9)
-        run(restorer, other, range(10, 12))
-    assert Store(store).verify().ok
-
-
-def test_a_logs_spread_base_is_made_whole(store, capsys):
-    state = make(1)
-    with logged(store, state) as saver:
-        run(saver, state, range(1, 7))
-    for step in (5, 6):
-        assert main(["materialize", str(store), str(step)]) == 0
-        Store(store).read(step)
-    live = state["model"].state_dict()
-    read = Store(store).read(6)
-    assert all(torch.equal(read[f"model.{name}"], value) for name, value in live.items())
-    assert Store(store).verify().ok
-    capsys.readouterr()
-
-
-def test_what_is_not_exact_does_not_replace_a_spread_base(store, monkeypatch):
-    """As of a CUDA run: what the log goes on from is gone."""
-    state = make(1)
-    with logged(store, state, keep=everstep.Keep(last=2)) as saver:
-        frozen = run(saver, state, range(1, 7))
-    until(lambda: Store(store).steps() == [5, 6], "the keeper deletes what is not kept")
-    monkeypatch.setattr("everstep.restore.materialize.differences", lambda then: ["torch 1"])
-    with pytest.raises(everstep.Conflict, match="exact"):
-        materialize(Disk(store), CheckpointName(5, 1))
-    assert not materialize(Disk(store), CheckpointName(6, 1)).exact
-    assert Store(store).verify().ok
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in (5, 6):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
-
-
-def test_a_spread_base_that_was_made_whole_leaves_nothing(store):
-    state = make(1)
-    with logged(store, state, keep=everstep.Keep(last=2)) as saver:
-        frozen = run(saver, state, range(1, 7))
-    until(
-        lambda: len(list((store / "data").glob("*.safetensors"))) == 4, "records 3 to 6 are needed"
-    )
-    assert materialize(Disk(store), CheckpointName(5, 1)).exact
-    assert len(list((store / "data").glob("*.safetensors"))) == 3
-    assert Store(store).verify().ok
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in (5, 6):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
-
-
-def test_audit_of_a_log_with_spread_bases(store):
-    state = make(1)
-    with logged(store, state, audit="full") as saver:
-        frozen = run(saver, state, range(1, 9))
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in (5, 7, 8):
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
-
-
-def test_a_log_whose_keeper_dies_within_a_window(store):
-    state = make(1)
-    with logged(store, state) as saver:
-        frozen = run(saver, state, range(1, 5))
-        saver.wait()
-        end_keeper(store)
-        run(saver, state, range(5, 15), frozen)
-        saver.wait()
-    assert Store(store).verify().ok
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in Store(store).steps():
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
-    assert 14 in Store(store).steps()
 
 
 def test_a_keeper_that_dies_between_two_shares(store, caplog):
@@ -503,10 +307,7 @@ def test_a_keeper_that_dies_between_two_shares(store, caplog):
         saver.wait()
     assert "the keeper died within the window of step 8" in caplog.text
     assert not Store(store).manifest(8).is_spread
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        assert restorer.restore() == 8
-    check_same(freeze(other), frozen[8])
+    check_newest(store, make(2), frozen, 8)
 
 
 def test_a_window_whose_keeper_dies(store):
@@ -519,8 +320,4 @@ def test_a_window_whose_keeper_dies(store):
             saver.wait()
     assert Store(store).verify().ok
     assert {4, 12} <= set(Store(store).steps())
-    other = make(2)
-    with checkpointer(store, other) as restorer:
-        for step in Store(store).steps():
-            restorer.restore(step)
-            check_same(freeze(other), frozen[step])
+    check_steps(store, make(2), frozen, Store(store).steps())

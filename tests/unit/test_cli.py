@@ -1,25 +1,22 @@
 """The command `everstep`: what it prints, its exit codes, and that it starts without torch."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import CAPTURED, run, run_json
 
 import cli_store
 from everstep.cli import main as command
 from everstep.cli import render, wording
 from everstep.cli.branches import Row, draw
-from everstep.cli.chains import Chains, _Link
-from everstep.store import claims, commit
+from everstep.store import commit
 from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
 
-CALL = cli_store.CALLS[0]
-CAPTURED = pytest.CaptureFixture[str]
+PROGRAM = "import sys; from everstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.fixture
@@ -27,22 +24,6 @@ def store(tmp_path: Path) -> Path:
     path = tmp_path / "runs" / "gpt"
     cli_store.make_branched(path)
     return path
-
-
-@pytest.fixture
-def logged(tmp_path: Path) -> Path:
-    path = tmp_path / "runs" / "log"
-    cli_store.make_logged(path)
-    return path
-
-
-def run(*words: object) -> int:
-    return command.main([str(word) for word in words])
-
-
-def run_json(capsys: CAPTURED, *words: object, code: int = 0):
-    assert run(*words, "--json") == code
-    return json.loads(capsys.readouterr().out)
 
 
 def test_ls_draws_the_branches(store: Path, capsys: CAPTURED) -> None:
@@ -241,205 +222,9 @@ def test_gc_deletes_what_older_epochs_left(store: Path, capsys: CAPTURED) -> Non
     assert "nothing to delete" in capsys.readouterr().out
 
 
-def test_ls_tells_states_from_logs(logged: Path, capsys: CAPTURED) -> None:
-    assert run("ls", logged) == 0
-    lines = capsys.readouterr().out.splitlines()
-    kinds = [line.partition("KiB")[0].partition("MiB")[0].split() for line in lines]
-    shown = [words[:-1] for words in kinds if words and words[0] in "●•│"]
-    assert shown == [
-        ["●", "10", "state"],
-        ["•", "11", "log", "of", "10"],
-        ["•", "12", "log", "of", "10"],
-        ["│", "◦", "13-1", "log", "of", "10"],
-        ["│", "○", "14-1", "state"],
-        ["│", "◦", "15-1", "log", "of", "14"],
-        ["●", "13", "state"],
-        ["•", "14", "log", "of", "13", "←", "latest"],
-    ]
-
-
 def test_ls_says_nothing_of_kinds_where_there_is_one(store: Path, capsys: CAPTURED) -> None:
     run("ls", store)
     assert "KIND" not in capsys.readouterr().out
-
-
-def test_ls_json_tells_bases_and_records(logged: Path, capsys: CAPTURED) -> None:
-    rows = {row["name"]: row for row in run_json(capsys, "ls", logged)["checkpoints"]}
-    log = rows["00000012-0001"]
-    assert (log["kind"], log["base"], log["records"]) == ("log", {"step": 10, "epoch": 1}, 2)
-    assert (log["previous"]["step"], log["previous"]["epoch"]) == (11, 1)
-    state = rows["00000014-0001"]
-    assert (state["kind"], state["base"], state["previous"]) == ("state", None, None)
-
-
-def test_a_log_that_was_made_whole_needs_nothing_before_it(logged: Path, capsys: CAPTURED) -> None:
-    cli_store.make_whole(Disk(logged), CheckpointName(12, 1))
-    rows = {row["name"]: row for row in run_json(capsys, "ls", logged)["checkpoints"]}
-    assert rows["00000012-0001"]["base"] == {"step": 12, "epoch": 1}
-    assert rows["00000013-0001"]["base"] == {"step": 12, "epoch": 1}
-    assert (rows["00000012-0001"]["records"], rows["00000013-0001"]["records"]) == (0, 1)
-    run("ls", logged)
-    assert "log, whole" in capsys.readouterr().out
-    assert run("show", logged, "12") == 0
-    text = capsys.readouterr().out
-    assert "made whole since, 6.7 MiB beside it" in text
-    assert "  whole       6.7 MiB since " in text
-    assert "bit for bit" in text
-    whole = run_json(capsys, "show", logged, "12")["whole"]
-    assert (whole["exact"], whole["size"]) == (True, rows["00000010-0001"]["size"])
-    assert rows["00000012-0001"]["whole"] == whole
-    assert rows["00000013-0001"]["whole"] is None
-    (logged / "checkpoints" / "00000010-0001" / "manifest.json").unlink()
-    assert run_json(capsys, "gc", logged)["orphans"] == ["00000011-0001"]
-
-
-def test_a_log_that_was_made_whole_inexactly_is_still_replayed(
-    logged: Path, capsys: CAPTURED
-) -> None:
-    cli_store.make_whole(Disk(logged), CheckpointName(12, 1), exact=False)
-    rows = {row["name"]: row for row in run_json(capsys, "ls", logged)["checkpoints"]}
-    row = rows["00000012-0001"]
-    assert (row["base"], row["records"]) == ({"step": 10, "epoch": 1}, 2)
-    assert row["whole"]["exact"] is False
-    run("ls", logged)
-    assert "log of 10 (whole: inexact)" in capsys.readouterr().out
-    run("show", logged, "12")
-    text = capsys.readouterr().out
-    assert "2 records to replay" in text
-    assert "but for last bits: a restore goes on replaying" in text
-    assert run("rm", logged, "11-1", "--yes") == 1
-    assert "--following" in capsys.readouterr().err
-
-
-def test_rm_of_what_a_whole_step_does_not_need(logged: Path, capsys: CAPTURED) -> None:
-    cli_store.make_whole(Disk(logged), CheckpointName(12, 1))
-    assert run("rm", logged, "10-1", "11-1", "--yes") == 0
-    assert run("verify", logged) == 0
-    capsys.readouterr()
-    assert run_json(capsys, "gc", logged)["orphans"] == []
-    with claims.hold(Disk(logged), CheckpointName(13, 1)):
-        assert run("rm", logged, "13-1", "--yes") == 1
-        assert "00000013-0001 is being made whole. Try again" in capsys.readouterr().err
-
-
-def test_ls_of_a_log_whose_base_is_gone(logged: Path, capsys: CAPTURED) -> None:
-    (logged / "checkpoints" / "00000013-0002" / "manifest.json").unlink()
-    assert run("ls", logged) == 0
-    assert "log of ?" in capsys.readouterr().out
-    assert run_json(capsys, "ls", logged)["checkpoints"][-2]["base"] is None
-
-
-def test_show_of_a_log(logged: Path, capsys: CAPTURED) -> None:
-    assert run("show", logged, "12") == 0
-    text = capsys.readouterr().out
-    for expected in (
-        "log of      step 10: 2 records to replay, 4.0 MiB, after a state of 6.7 MiB; 10.8 MiB in",
-        "goes on     from step 11 of epoch 1, manifest ",
-        "calls       @0 optimizer    torch.optim.adamw.AdamW · 2 gradients, 2.0 MiB · 2 from bef",
-        "@0 optimizer.1  lr 0.25 · betas (0.9, 0.95)",
-        "hyperparameters 1 (4 B) · gradients 2 (2.0 MiB) · rng 1 (4.9 KiB)",
-        "@0.model.wte.weight",
-        "@0!clip.0",
-    ):
-        assert expected in text
-    assert "follows" not in text
-
-
-def test_show_json_of_a_log(logged: Path, capsys: CAPTURED) -> None:
-    found = run_json(capsys, "show", logged, "12")
-    assert found["kind"] == "log"
-    assert found["previous"]["step"] == 11
-    assert found["chain"]["base"] == {"step": 10, "epoch": 1}
-    assert found["chain"]["records"] == 2
-    assert found["chain"]["bytes"] == found["chain"]["base_bytes"] + found["chain"]["record_bytes"]
-    (record,) = found["records"]
-    assert (record["step"], record["bytes"]) == (12, found["size"])
-    (call,) = record["calls"]
-    assert (call["optimizer"], call["gradients"]) == ("optimizer", 2)
-    assert call["clips"] == [{"gradients": 2, "foreach": True}]
-    assert call["gradient_bytes"] == 512 * 1024 * 4 + 96 * 64 * 2
-    assert {row["name"] for row in found["tensors"]} >= {"@0.model.wte.weight", "@0!clip.0"}
-    state = run_json(capsys, "show", logged, "10")
-    assert (state["kind"], state["chain"], state["records"]) == ("state", None, [])
-
-
-def test_show_of_a_log_whose_chain_is_broken(logged: Path, capsys: CAPTURED) -> None:
-    (logged / "checkpoints" / "00000010-0001" / "manifest.json").unlink()
-    assert run("show", logged, "12") == 0
-    assert "NOT RESTORABLE: " in capsys.readouterr().out
-    found = run_json(capsys, "show", logged, "12")
-    assert found["chain"] is None
-    assert "goes on from it" in found["broken"]
-
-
-@pytest.mark.parametrize(
-    "calls", [({"optimizer": "o"},), (None,), ({"class": 1, "optimizer": 1, "sets": 2},)]
-)
-def test_show_of_calls_that_are_none(tmp_path: Path, capsys: CAPTURED, calls: tuple) -> None:
-    disk, identity = cli_store.begin(tmp_path)
-    commit.claim_epoch(disk, None, 0)
-    base = cli_store.save(disk, identity, 1, 1)
-    cli_store.save_log(disk, identity, 2, base, calls=calls)
-    assert run("show", tmp_path) == 1
-    assert "everstep: Corrupt: the record of step 2" in capsys.readouterr().err
-
-
-def test_verify_of_a_log_reads_its_chain(logged: Path, capsys: CAPTURED) -> None:
-    assert run("verify", logged, "12") == 0
-    assert "3 checkpoints (a log, and what it goes on from) intact" in capsys.readouterr().out
-    assert run("verify", logged, "10") == 0
-    assert "1 checkpoint intact" in capsys.readouterr().out
-
-
-def test_verify_names_the_logs_that_damage_cuts_off(logged: Path, capsys: CAPTURED) -> None:
-    pack = next(logged.glob("data/00000011-0001-*.safetensors"))
-    with pack.open("r+b") as file:
-        file.seek(1 << 20)
-        file.write(b"\0\0\0")
-    assert run("verify", logged) == 1
-    text = capsys.readouterr().out
-    assert "00000012-0001 to 00000013-0001  2 logs cannot be restored" in text
-    assert "1 of 8 checkpoints damaged" in text
-    assert run_json(capsys, "verify", logged, code=1)["cut_off"] == [
-        "00000012-0001",
-        "00000013-0001",
-    ]
-
-
-def test_rm_of_what_logs_go_on_from(logged: Path, capsys: CAPTURED) -> None:
-    assert run("rm", logged, "10", "13-1", "--yes") == 1
-    error = capsys.readouterr().err
-    assert error.startswith("everstep: Conflict: deleting 10-1, 13-1 from ")
-    assert "2 logs (steps 11 to 12) go on from there" in error
-    assert f"everstep rm {logged} 10-1 13-1 --following" in error
-    assert len(run_json(capsys, "ls", logged)["checkpoints"]) == 8
-    deleted = run_json(capsys, "rm", logged, "11", "--following")["deleted"]
-    assert deleted == ["00000011-0001", "00000012-0001", "00000013-0001"]
-    assert run_json(capsys, "rm", logged, "10")["deleted"] == ["00000010-0001"]
-
-
-def test_gc_names_logs_without_a_base(logged: Path, capsys: CAPTURED) -> None:
-    assert run_json(capsys, "gc", logged)["orphans"] == []
-    (logged / "checkpoints" / "00000010-0001" / "manifest.json").unlink()
-    assert run_json(capsys, "gc", logged)["orphans"] == [
-        f"{step:08d}-0001" for step in (11, 12, 13)
-    ]
-    assert run("gc", logged) == 0
-    text = capsys.readouterr().out
-    assert "3 logs cannot be restored any more" in text
-    assert f"everstep rm {logged} 11-1 --following" in text
-    assert run("rm", logged, "11-1", "--following") == 0
-
-
-def test_chains_end_also_where_a_store_is_made_up(tmp_path: Path) -> None:
-    """A ring of logs, which no digest allows: looking at it must end all the same."""
-    disk, _ = cli_store.begin(tmp_path)
-    one, two = CheckpointName(1, 1), CheckpointName(2, 1)
-    chains = Chains(disk)
-    chains._links = {one: _Link(two, 1), two: _Link(one, 1)}
-    assert chains.origin(one) is None
-    assert chains.cut_off([one, two], lambda name: False) == []
-    assert chains.cut_off([one, two], lambda name: name == one) == [one, two]
 
 
 def test_inside_a_store_its_name_may_be_left_out(
@@ -522,12 +307,11 @@ def test_ls_needs_neither_torch_nor_numpy_nor_rich(store: Path) -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error(store: Path) -> None:
-    code = "import sys; from everstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
     reader, writer = os.pipe()
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, "ls", str(store)],
+            [sys.executable, "-c", PROGRAM, "ls", str(store)],
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,
@@ -540,9 +324,8 @@ def test_a_reader_that_leaves_early_is_no_error(store: Path) -> None:
 
 def test_without_stdout_the_exit_code_tells(store: Path) -> None:
     command = 'exec "$0" -c "$1" ls "$2" >&-'
-    code = "import sys; from everstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
     for path, expected in ((store, 0), (store / "missing", 1)):
-        words = ["sh", "-c", command, sys.executable, code, str(path)]
+        words = ["sh", "-c", command, sys.executable, PROGRAM, str(path)]
         done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=False)
         assert done.returncode == expected
         assert "Traceback" not in done.stderr

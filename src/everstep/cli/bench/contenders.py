@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -29,7 +29,7 @@ Finish = Callable[[], float]
 
 
 class Contender(Protocol):
-    """One way to save a run."""
+    """What is driven: one way to save a run, or the run by itself."""
 
     def prepare(self) -> None:
         """Before the first step of a block, off the clock."""
@@ -41,17 +41,22 @@ class Contender(Protocol):
         was due, or it is finished already.
         """
 
-    def reader(self, run: Run, step: int) -> Callable[[], object]:
-        """What restores `step` into a run; made off the clock, called on it."""
-
-    def files(self, step: int) -> list[Path]:
-        """The files of a finished save."""
-
     def discard(self, steps: Iterable[int]) -> None:
         """Delete finished saves, off the clock; nothing where the contender does so by itself."""
 
     def close(self) -> None:
         """Release processes and threads."""
+
+
+@runtime_checkable
+class Saver(Contender, Protocol):
+    """A contender that saves; the baseline is none."""
+
+    def reader(self, run: Run, step: int) -> Callable[[], object]:
+        """What restores `step` into a run; made off the clock, called on it."""
+
+    def files(self, step: int) -> list[Path]:
+        """The files of a finished save."""
 
 
 Maker = Callable[[Run, Path, int], Contender]
@@ -151,9 +156,6 @@ class _NoCheckpoints(Directory):
 
     def step(self, step: int, due: bool) -> Finish | None:
         return None
-
-    def reader(self, run: Run, step: int) -> Callable[[], object]:
-        raise NotImplementedError("nothing is saved, so nothing can be restored")
 
 
 class _PlainWrite(Directory):

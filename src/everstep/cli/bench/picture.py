@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.cli.bench.plan import BASELINE, FLOOR, LOG, OURS, SPREAD
-from everstep.errors import Unsupported
+from everstep.cli.bench.plot import load_pyplot
 
 _OURS, _LOG, _SPREAD, _PEER, _FLOOR = "#0b6e63", "#63c5a4", "#2f9c88", "#7f8fa6", "#c9ced6"
 _LIMIT = "#333333"
@@ -15,15 +15,7 @@ Bar = tuple[float, float, float] | None
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write the picture to `path` (PNG)."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise Unsupported(
-            "drawing the bench: matplotlib is missing. Install it with: pip install everstep[bench]"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     entries = {name: entry for name, entry in report["contenders"].items() if name != BASELINE}
     figure, grid = pyplot.subplots(2, 4, figsize=(18, 7.5), layout="constrained")
     axes = grid.flatten()

@@ -14,8 +14,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from everstep.cli.bench.plot import load_pyplot
 from everstep.cli.bench.report import spread
-from everstep.errors import Unavailable, Unsupported
+from everstep.errors import Unavailable
 
 SECTION = "simulated accelerator"
 SCHEMA = 1
@@ -177,15 +178,7 @@ def _steps(values: dict[str, float]) -> str:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write the section's picture (PNG): a panel for each kind of training."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise Unsupported(
-            "drawing the bench: matplotlib is missing. Install it with: pip install everstep[bench]"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     kinds = list(dict.fromkeys(row["kind"] for row in report["rows"]))
     size = 6.2 * len(kinds), 4.6
     figure, grid = pyplot.subplots(

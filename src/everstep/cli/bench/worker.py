@@ -18,7 +18,7 @@ from typing import Any
 from everstep.cli import workload
 from everstep.cli.bench import recovery, tensors
 from everstep.cli.bench.checks import chill, digest
-from everstep.cli.bench.contenders import OWN, Contender, Finish, state_bytes, sync_directory
+from everstep.cli.bench.contenders import OWN, Contender, Finish, Saver, state_bytes, sync_directory
 from everstep.cli.bench.peers import PEERS
 from everstep.cli.bench.plan import CONTENDERS
 
@@ -118,7 +118,7 @@ class Worker:
     def restore(self) -> dict[str, Any]:
         """Restore the kept save into a fresh run from a cold cache, and compare."""
         run = workload.build(self._text, seed=2, steps=_RUN_STEPS, size=self._size)
-        read = self._contender.reader(run, self._kept)
+        read = self._saver.reader(run, self._kept)
         cache = chill(self._root)
         began = time.perf_counter()
         read()
@@ -145,6 +145,11 @@ class Worker:
         self._contender.close()
         return {}
 
+    @property
+    def _saver(self) -> Saver:
+        assert isinstance(self._contender, Saver), f"{self._name} saves nothing to look at"
+        return self._contender
+
     def _one(self, number: int, every: int) -> Call:
         if self._each_prepared:
             self._contender.prepare()
@@ -169,7 +174,7 @@ class Worker:
 
     def _measured(self, call: Call) -> dict[str, Any]:
         finished = call.wait()
-        files = self._contender.files(call.step)
+        files = self._saver.files(call.step)
         began = time.perf_counter()
         for path in files:
             fd = os.open(path, os.O_RDONLY)

@@ -1,0 +1,165 @@
+"""What was made whole: what holds a log while it is read, and what can go afterwards."""
+
+from dataclasses import replace
+
+import pytest
+from keepers import ended, until
+from runs import check_steps, logged, restore, snapshot
+from wholes import advance, build, fill, train, whole_steps
+
+from everstep import Conflict, Keep, Missing, Store, Unsupported
+from everstep.restore.materialize import materialize
+from everstep.store import claims, commit, names, retain
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+from stores import files_of, packs_of
+
+pytestmark = pytest.mark.timeout(300)  # workers give way to whatever else this machine does
+
+
+def _is_trimmed(store, oldest_kept):
+    """Nothing is there from before what the oldest kept step is rebuilt from."""
+    whole = [step for step in whole_steps(store) if step <= oldest_kept]
+    return Store(store).steps()[0] == max(whole, default=1)
+
+
+@pytest.mark.slow
+def test_retention_keeps_the_disk_bounded(store):
+    """One base, a hundred records, and never more than a few of them on the disk."""
+    state, frozen, most = build(1), {}, 0
+    with logged(store, state, catch_up=10, keep=Keep(last=3)) as saver:
+        for step in range(1, 101):
+            train(state)
+            saver.step(step).wait("local")
+            if step % 25 == 0:
+                until(lambda step=step: (saver.metrics.whole_step or 0) > step - 25, "a catch-up")
+                until(lambda step=step: _is_trimmed(store, step - 2), "retention")
+                most = max(most, len(packs_of(store)))
+            frozen[step] = snapshot(state)
+        bases = [step for step in Store(store).steps() if not Store(store).manifest(step).previous]
+        assert not bases  # the only base, of step 1, is gone
+        keeper = saver._client.keeper_pid
+    assert ended(keeper)  # no retention changes anything any more
+    assert most < 50
+    steps = Store(store).steps()
+    assert steps[-3:] == [98, 99, 100]
+    verdict = Store(store).verify()
+    assert verdict.ok, verdict.problems
+    check_steps(store, build(2), frozen)
+    Store(store).gc()
+    check_steps(store, build(2), frozen)
+
+
+def test_a_claim_holds_what_is_read(store):
+    fill(store)
+    disk, name = Disk(store), CheckpointName(6, 1)
+    materialize(disk, CheckpointName(8, 1))  # retention could delete all that is before it
+    with claims.hold(disk, name):
+        assert retain.apply(disk, Keep(last=1)) > 0
+        assert Store(store).steps() == [1, 2, 3, 4, 5, 6, 8]
+        with pytest.raises(Conflict, match=r"00000006-0001 is being made whole. Try again"):
+            Store(store).delete(6)
+        Store(store).gc()
+        assert Store(store).verify().ok
+    retain.apply(disk, Keep(last=1))
+    assert Store(store).steps() == [8]
+    assert restore(store, build(2)) == 8
+
+
+def test_gc_leaves_what_a_worker_writes_and_takes_what_a_dead_one_left(store):
+    fill(store)
+    disk, name = Disk(store), CheckpointName(6, 1)
+    before = files_of(store)
+    with claims.hold(disk, name) as token:
+        pack = store / names.pack_path(name, token, 0)
+        pack.write_bytes(bytes(1000))
+        (store / names.epoch_path(2)).write_bytes((store / names.epoch_path(1)).read_bytes())
+        Store(store).gc()
+        assert pack.exists()
+    (store / names.epoch_path(2)).unlink()
+    dead = store / names.claim_path(name, token)
+    dead.touch()  # as a process that was killed leaves it
+    assert Store(store).gc() == (1, 1000)
+    assert files_of(store) == before
+
+
+def test_a_step_that_was_made_whole_outlives_what_was_before(store):
+    """Also when it goes itself: its manifest first, since without its state it is nothing."""
+    frozen = fill(store)
+    disk = Disk(store)
+    materialize(disk, CheckpointName(5, 1))
+    assert retain.apply(disk, Keep(last=2)) > 0
+    assert Store(store).steps() == [5, 6, 7, 8]
+    assert Store(store).verify().ok
+    check_steps(store, build(2), frozen)
+    for step in (8, 7, 6, 5):
+        assert Store(store).delete(step) > 0
+    assert files_of(store) & {"data", "checkpoints"} == set()
+    assert not packs_of(store)
+
+
+def test_what_is_not_exact_frees_nothing(store, monkeypatch):
+    """As of a CUDA run. Of several such states the newest stays, for those who read the store."""
+    frozen = fill(store)
+    disk = Disk(store)
+    monkeypatch.setattr("everstep.restore.materialize.differences", lambda then: ["torch 1"])
+    for step in (3, 5, 6):
+        assert not materialize(disk, CheckpointName(step, 1)).exact
+    retain.apply(disk, Keep(last=1))
+    assert Store(store).steps() == list(range(1, 9))
+    assert whole_steps(store) == [6]
+    assert Store(store).verify().ok
+    assert len(packs_of(store)) == 9
+    check_steps(store, build(2), frozen)
+
+
+def test_a_base_is_not_due_where_a_step_was_made_whole(store):
+    """The distance counts from the newest whole state, and a real base still comes."""
+    state = build(1)
+    with logged(store, state, base_every=None) as saver:
+        saver._captures.strategy.distance = lambda: 10
+        for step in range(1, 40):
+            train(state)
+            saver.step(step).wait("local")
+            if step in (8, 15, 24):
+                saver._on_whole(step, 1)
+            if step == 16:
+                saver._on_whole(1000, 7)  # of another epoch
+    manifests = [Store(store).manifest(step) for step in range(1, 40)]
+    assert [m.step for m in manifests if not m.previous] == [1, 34]
+
+
+def test_retention_goes_up_to_a_base_that_is_spread_over_records(store):
+    """Its bytes lie in the packs of records that are deleted."""
+    state, keep = build(1), Keep(last=2)
+    with logged(store, state, base_every=8, window=3, keep=keep) as saver:
+        frozen = advance(saver, state, range(1, 31))
+        keeper = saver._client.keeper_pid
+    assert ended(keeper)
+    spread = whole_steps(store)
+    assert spread
+    assert Store(store).steps() == list(range(spread[-1], 31))
+    assert all(not state.parts for state in map(Store(store).manifest, Store(store).steps()))
+    assert Store(store).verify().ok
+    assert Store(store).gc()[0] == 0
+    check_steps(store, build(2), frozen)
+    with pytest.raises(Unsupported, match="Whole states nearest to it: none"):
+        Store(store).read(30)
+    materialize(Disk(store), CheckpointName(spread[-1], 1))  # takes its place
+    assert Store(store).read(spread[-1])
+    retain.apply(Disk(store), Keep(last=2))
+    assert Store(store).verify().ok
+    check_steps(store, build(2), frozen)
+
+
+def test_a_base_of_which_a_part_is_gone_is_not_published(store):
+    """What holds the parts may have been deleted when a later step was made whole."""
+    fill(store, 6)
+    disk = Disk(store)
+    lost = replace(Store(store).manifest(1), step=6)
+    materialize(disk, CheckpointName(4, 1))
+    retain.apply(disk, Keep(last=1))
+    with pytest.raises(Missing, match="is gone"):
+        commit.publish_base(disk, lost)
+    assert whole_steps(store) == [4]
+    assert Store(store).verify().ok

@@ -1,0 +1,74 @@
+"""Logs of which steps are made whole, for the tests of catch_up."""
+
+from pathlib import Path
+
+import torch
+from keepers import until
+from runs import logged, snapshot
+from torch import nn
+
+from everstep.store import catalog, names
+from everstep.tiers.disk import Disk
+
+
+def build(seed, kind=torch.optim.AdamW, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.Linear(24, 12))
+    groups = [
+        {"params": [model[0].weight, model[2].weight]},
+        {"params": [model[0].bias, model[1].weight, model[1].bias, model[2].bias]},
+    ]
+    groups[1]["weight_decay"] = 0.0
+    optimizer = kind(groups, **{"lr": 0.01, **options})
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train(state, clip=None):
+    state["optimizer"].zero_grad()
+    (3 * state["model"](torch.randn(8, 12)) - 1).square().mean().backward()
+    if clip:
+        clip(state["model"].parameters(), 0.5)
+    state["optimizer"].step()
+    state["scheduler"].step()
+
+
+def workers_of(keeper):
+    """The processes that a keeper has begun."""
+    found = []
+    for task in Path(f"/proc/{keeper}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def begun(saver):
+    """The keeper, and the worker that it has begun by now."""
+    keeper = saver._client.keeper_pid
+    (worker,) = until(lambda: workers_of(keeper), "a worker")
+    return keeper, worker
+
+
+def whole_steps(store):
+    disk = Disk(store)
+    return [
+        name.step
+        for name in catalog.committed(disk)
+        if disk.size(names.state_path(name)) is not None
+    ]
+
+
+def advance(saver, state, steps, frozen=None):
+    """Train, and save durably; each step's snapshot."""
+    frozen = {} if frozen is None else frozen
+    for step in steps:
+        train(state)
+        saver.step(step).wait("local")
+        frozen[step] = snapshot(state)
+    return frozen
+
+
+def fill(store, steps=8):
+    """A base, and records after it; each step's snapshot."""
+    state = build(1)
+    with logged(store, state, base_every=1000) as saver:
+        return advance(saver, state, range(1, steps + 1))
