@@ -89,6 +89,11 @@ class Batch:
         for groups in self.on_device.values():
             yield from (group[0][0] for group in groups)
 
+    def size_on(self, device: torch.device) -> int:
+        """Bytes that are copied off one device."""
+        groups = self.on_device.get(device, ())
+        return sum(tensor.nbytes for group in groups for _, tensor in group)
+
     def copy_from_cpu(
         self,
         arena: Arena,
