@@ -162,10 +162,11 @@ class Full:
             if owner is not None
         }
         batches = [eager, *(part.batch for owner, part in bound.items() if owner is None)]
-        eager_landings = self._copy_eagerly(batches, slot)
         lazy = {device for part in owned.values() for device in part.batch.on_device}
+        devices = {device for batch in batches for device in batch.on_device} | lazy
+        self.devices.use(devices)
+        eager_landings = self._copy_eagerly(batches, slot)
         begins = {device: mark(device) for device in lazy}
-        devices = {device for batch in batches for device in batch.on_device} | begins.keys()
         return Capture(
             step,
             sequence,
