@@ -146,19 +146,23 @@ class _Task:
         # by another trainer meanwhile.
         view = self._buffer(bool(self.devices))[: span.size]
         source.read_into(span.offset, view)
-        for target in span.targets:
-            at = target.offset - span.offset
-            chunk = view[at : at + target.size]
-            where = (
-                f"{self._part.packs[span.pack].path} at byte {target.offset} (tensor "
-                f"{target.name!r})"
-            )
-            check_chunk(chunk, self._part.digests[target.digest], where)
-            if target.size != target.raw:
-                chunk = self._decoded(target, chunk, where)
-            self._deliver(target, chunk)
-        for device in self.devices:
-            torch.cuda.current_stream(device).synchronize()
+        sent: list[memoryview] = []  # a device copies from it until it is waited for
+        try:
+            for target in span.targets:
+                at = target.offset - span.offset
+                chunk = view[at : at + target.size]
+                where = (
+                    f"{self._part.packs[span.pack].path} at byte {target.offset} (tensor "
+                    f"{target.name!r})"
+                )
+                check_chunk(chunk, self._part.digests[target.digest], where)
+                if target.size != target.raw:
+                    chunk = self._decoded(target, chunk, where)
+                self._deliver(target, chunk)
+                sent.append(chunk)
+        finally:  # also where a chunk was bad: the buffer is filled again then
+            for device in self.devices:
+                torch.cuda.current_stream(device).synchronize()
 
     def _deliver(self, target: Target, chunk: memoryview) -> None:
         if not len(chunk):
