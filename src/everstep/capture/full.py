@@ -224,6 +224,11 @@ class Full:
             clean &= capture.check(owner) is None
         return clean
 
+    def await_copies(self) -> None:
+        """Before updates that nobody can hold: block until what was begun is copied."""
+        for capture in self._open:
+            capture.sealed.wait()
+
     def abandon_in_child(self) -> None:
         """In a forked child, where the copying thread does not exist: hold nothing."""
         self._open, self._last = [], None
