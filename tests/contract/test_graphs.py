@@ -1,5 +1,5 @@
 """Updates of which neither hooks nor version counters tell, as of a CUDA graph that is replayed:
-here they are made by numpy. (tests/gpu/test_graphs.py has real graphs.)"""
+here they are made by numpy. (tests/gpu/test_cuda_graphs.py has real graphs.)"""
 
 from functools import partial
 

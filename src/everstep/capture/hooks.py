@@ -19,6 +19,7 @@ from everstep.capture.full import Full
 from everstep.capture.log import Log
 from everstep.capture.spread import Spread
 from everstep.handle import Metrics
+from everstep.state.graphs import is_capturing
 from everstep.state.optimizers import OptimizerState
 
 _FRAMES_MAX = 100
@@ -87,7 +88,7 @@ class Hook:
         return bool(next(reversed(self._optimizer._optimizer_step_pre_hooks)) == self._before.id)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _is_captured():
+        if is_capturing():
             self._state.was_captured = True
             self._capture.await_copies()
             return None
@@ -141,7 +142,7 @@ class Hook:
 
     def _after_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._log
-        if not _is_captured() and self._log.is_recording and not self._is_nested():
+        if not is_capturing() and self._log.is_recording and not self._is_nested():
             self._log.after_step(self._state, time.perf_counter() - self._began)
 
     def _is_nested(self) -> bool:
@@ -157,11 +158,6 @@ class Hook:
                 break
             frame = frame.f_back
         return found > 1
-
-
-def _is_captured() -> bool:
-    """Whether what is called now is not done, but becomes part of a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _ClosureOf:
