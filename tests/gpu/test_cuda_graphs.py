@@ -3,7 +3,7 @@ no hook, and with nothing that counts a version."""
 
 import pytest
 import torch
-from test_cuda import build, state_bytes
+from test_cuda import build, state_bytes, train
 from torch import nn
 
 import everstep
@@ -63,6 +63,21 @@ def test_every_step_is_exact(store, strategy, with_update, is_first):
         for step, wanted in expected.items():
             assert checkpointer.restore(step) == step
             assert state_bytes(other) == wanted, step
+
+
+def test_parts_of_a_capturable_log_are_refused(store):
+    """They would be replayed on the CPU, where torch steps no such optimizer."""
+    state = build(0, capturable=True)
+    with everstep.Checkpointer(
+        store, state, strategy="log", base_every=100, under_pressure="wait"
+    ) as checkpointer:
+        for step in range(1, 6):
+            train(state)
+            checkpointer.step(step)
+    with everstep.Checkpointer(store, build(1, capturable=True)) as checkpointer:
+        with pytest.raises(everstep.Unsupported, match="capturable"):
+            checkpointer.restore(5, only="model")
+        assert checkpointer.restore(5) == 5
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_cuda import build, state_bytes, train
+from torch import nn
 
 import everstep
 from everstep.capture.copies import Devices
@@ -77,3 +78,44 @@ def test_a_failed_pinning_is_no_error_of_the_run(caplog):
     assert image.is_pinned()
     first.unpin(arena)
     assert not image.is_pinned()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("strategy", ["full", "log"])
+def test_every_step_is_exact_on_two_devices(store, strategy):
+    """Each device has streams and events of its own; the second has buffers that are copied at the
+    call."""
+
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(1024, 1024).to("cuda:0")
+            self.second = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024)).to("cuda:1")
+
+        def forward(self, data):
+            return self.second(self.first(data).to("cuda:1"))
+
+    def split(seed):
+        torch.manual_seed(seed)
+        model = Split()
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+
+    state, expected = split(0), {}
+    with everstep.Checkpointer(
+        store, state, strategy=strategy, under_pressure="wait"
+    ) as checkpointer:
+        for step in range(1, 10):
+            for device in ("cuda:0", "cuda:1"):
+                with torch.cuda.device(device):
+                    torch.cuda._sleep(20_000_000)
+            state["optimizer"].zero_grad()
+            state["model"](torch.randn(64, 1024, device="cuda:0")).square().mean().backward()
+            state["optimizer"].step()
+            checkpointer.step(step)
+            if step % 2:
+                expected[step] = state_bytes(state)
+    other = split(1)
+    with everstep.Checkpointer(store, other) as checkpointer:
+        for step, wanted in expected.items():
+            assert checkpointer.restore(step) == step
+            assert state_bytes(other) == wanted, step

@@ -57,7 +57,7 @@ def test_window_and_bandwidth_are_those_of_the_device(store):
     with everstep.Checkpointer(
         store, state, strategy="spread", every=2, window=1, under_pressure="wait"
     ) as checkpointer:
-        pace = checkpointer._pace
+        pace = checkpointer._captures._pace
         for step in range(1, 9):
             data = torch.randn(64, 2048, device="cuda")
             state["model"](data).square().mean().backward()
