@@ -80,6 +80,35 @@ def test_a_failed_pinning_is_no_error_of_the_run(caplog):
     assert not image.is_pinned()
 
 
+def test_gradients_with_strides_are_there_when_the_replay_wants_them(store):
+    """They are read in another thread, whose last kernel runs on another stream."""
+
+    def convolutions(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(6)))
+        model = model.to("cuda", memory_format=torch.channels_last)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        state, expected = convolutions(0), {}
+        with everstep.Checkpointer(
+            store, state, strategy="log", base_every=100, under_pressure="wait"
+        ) as checkpointer:
+            for step in range(1, 10):
+                data = torch.randn(4, 64, 32, 32, device="cuda")
+                data = data.contiguous(memory_format=torch.channels_last)
+                state["optimizer"].zero_grad()
+                state["model"](data).square().mean().backward()
+                state["optimizer"].step()
+                checkpointer.step(step)
+                expected[step] = state_bytes(state)
+        other = convolutions(1)
+        with everstep.Checkpointer(store, other) as checkpointer:
+            for step, wanted in expected.items():
+                assert checkpointer.restore(step) == step
+                assert state_bytes(other) == wanted, step
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("strategy", ["full", "log"])
 def test_every_step_is_exact_on_two_devices(store, strategy):
