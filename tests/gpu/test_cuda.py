@@ -46,6 +46,7 @@ def state_bytes(state) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable")
 @pytest.mark.parametrize(
     "options",
     [

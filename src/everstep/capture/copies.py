@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -88,6 +89,11 @@ class Batch:
         yield from (offset for offset, _ in self.strided)
         for groups in self.on_device.values():
             yield from (group[0][0] for group in groups)
+
+    def size_on(self, device: torch.device) -> int:
+        """Bytes that are copied off one device."""
+        groups = self.on_device.get(device, ())
+        return sum(tensor.nbytes for group in groups for _, tensor in group)
 
     def copy_from_cpu(
         self,
@@ -220,7 +226,12 @@ class Devices:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pinned: dict[int, tuple[Arena, torch.device]] = {}
+        self._used: dict[torch.device, None] = {}
+        self._pinned: dict[int, tuple[Arena, torch.device | None]] = {}
+
+    def use(self, devices: Iterable[torch.device]) -> None:
+        """Copies off these come next. Any thread."""
+        self._used |= dict.fromkeys(devices)
 
     def pin(self, arena: Arena, device: torch.device) -> None:
         """Register the arena with CUDA, once, for all devices; `device` is one in use. Takes
@@ -231,26 +242,22 @@ class Devices:
         if arena.address in self._pinned:
             return
         # Kept, so that it stays mapped for as long as it is registered.
-        self._pinned[arena.address] = arena, device
-        with torch.cuda.device(device):
-            error = int(torch.cuda.cudart().cudaHostRegister(arena.address, arena.size, _PORTABLE))
-            if error:
-                log.warning("pinning %s bytes of host memory: CUDA error %s", arena.size, error)
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(
-                        1, device=device
-                    )  # takes the error, which would hit the next kernel
+        self._pinned[arena.address] = arena, None
+        register = torch.cuda.cudart().cudaHostRegister
+        if error := _error_of(device, register, arena.address, arena.size, _PORTABLE):
+            log.warning("pinning %s bytes of host memory: CUDA error %s", arena.size, error)
+        else:
+            self._pinned[arena.address] = arena, device
 
     def unpin(self, arena: Arena) -> None:
         """Undo `pin`, where it was done; no copy into the arena may be under way. Any thread."""
         _, device = self._pinned.pop(arena.address, (None, None))
         if device is not None:
-            with torch.cuda.device(device):
-                torch.cuda.cudart().cudaHostUnregister(arena.address)
+            _error_of(device, torch.cuda.cudart().cudaHostUnregister, arena.address)
 
     def synchronize(self) -> None:
         """Wait until nothing is on its way into an arena any more."""
-        for device in {*self._streams, *(device for _, device in self._pinned.values())}:
+        for device in list(self._used):
             with contextlib.suppress(RuntimeError):
                 torch.cuda.synchronize(device)
 
@@ -259,3 +266,14 @@ class Devices:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
+
+
+def _error_of(device: torch.device, call: Callable[..., Any], *arguments: int) -> int:
+    """What a call of the runtime returned; 0 where it went well. The error is taken out of this
+    thread, else the next kernel would raise it: that of the run, which has no part in it."""
+    with torch.cuda.device(device):
+        error = int(call(*arguments))
+        if error:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)
+    return error

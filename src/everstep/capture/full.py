@@ -24,6 +24,7 @@ from everstep.capture.log import RECORD_OWNER
 from everstep.capture.pace import Pace
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
+from everstep.capture.timing import Span, Timing, mark
 from everstep.capture.tripwire import Tripwire, describe, sample_places
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.document import seal
@@ -118,7 +119,7 @@ class Full:
         self._seal = seal
         self._fail = fail
         self._pace = pace
-        self._called: float | None = None
+        self._timing = Timing(pace)
         self._queue: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
         self._open: list[Capture] = []
         self._is_sealing = True
@@ -161,12 +162,11 @@ class Full:
             if owner is not None
         }
         batches = [eager, *(part.batch for owner, part in bound.items() if owner is None)]
+        lazy = {device for part in owned.values() for device in part.batch.on_device}
+        devices = {device for batch in batches for device in batch.on_device} | lazy
+        self.devices.use(devices)
         eager_landings = self._copy_eagerly(batches, slot)
-        begins = {}
-        for device in {device for part in owned.values() for device in part.batch.on_device}:
-            begins[device] = torch.cuda.Event()
-            begins[device].record(torch.cuda.current_stream(device))
-        devices = {device for batch in batches for device in batch.on_device} | begins.keys()
+        begins = {device: mark(device) for device in lazy}
         return Capture(
             step,
             sequence,
@@ -199,7 +199,7 @@ class Full:
     def go_on(self, capture: Capture) -> None:
         """Let the copying thread make the lazy copies."""
         self._last = capture
-        self._called = time.monotonic()
+        self._timing.called(capture.begins)
         self._open = [older for older in self._open if not older.is_checked()]
         if any(owner >= 0 for owner in capture.owned):  # else no update will be held for it
             self._open.append(capture)
@@ -213,9 +213,7 @@ class Full:
         for the rest.
         """
         clean = True
-        if self._called is not None:
-            self._pace.note_overlap(time.monotonic() - self._called)
-            self._called = None
+        self._timing.updating()
         for capture in self._open:
             owned = capture.owned.get(owner)
             if owned is None or owned.checked:
@@ -225,6 +223,11 @@ class Full:
                 torch.cuda.current_stream(device).wait_event(end)
             clean &= capture.check(owner) is None
         return clean
+
+    def await_copies(self) -> None:
+        """Before updates that nobody can hold: block until what was begun is copied."""
+        for capture in self._open:
+            capture.sealed.wait()
 
     def abandon_in_child(self) -> None:
         """In a forked child, where the copying thread does not exist: hold nothing."""
@@ -300,26 +303,30 @@ class Full:
         progress = Progress(starts, capture.plan.layout.size, tell)
         for device in capture.devices:
             self.devices.pin(slot.arena, device)
-        landings = list(capture.eager)
+        landings, spans = list(capture.eager), list[Span]()
         for owned in capture.owned.values():
-            landings += self._enqueue(capture, owned)
+            landings += self._enqueue(capture, owned, spans)
             owned.batch.copy_from_cpu(slot.arena, slot.index, self._movers, progress.arrived)
             owned.ready.set()
         for event, start in landings:
             event.synchronize()
             progress.arrived(start)
-        self._pace.note_copy(capture.plan.layout.size, time.monotonic() - began)
+        self._timing.copied(spans, capture.plan.layout.size, time.monotonic() - began)
         if problem := capture.problem:
             raise Unsupported(problem)
 
-    def _enqueue(self, capture: Capture, owned: _Owned) -> list[Landing]:
-        """The copies of one owner's tensors off CUDA devices."""
+    def _enqueue(self, capture: Capture, owned: _Owned, spans: list[Span]) -> list[Landing]:
+        """The copies of one owner's tensors off CUDA devices; `spans` gets when each device makes
+        them."""
         landings: list[Landing] = []
         for device in owned.batch.on_device:
             stream = self.devices.stream(device)
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 stream.wait_event(capture.begins[device])
+                begin = mark(device)
                 landings += owned.batch.enqueue_from(device, capture.slot.arena, capture.slot.index)
+                size = owned.batch.size_on(device)
+                spans.append(Span(device, begin, mark(device), size))
             owned.ends[device] = landings[-1][0]
         return landings
 

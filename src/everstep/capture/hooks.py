@@ -3,7 +3,8 @@
 Ours is the last pre-hook, because those before it may change gradients, and the first post-hook,
 because those after it may change weights. A closure is wrapped, so that holding and noting happen
 after its backward (Lightning always passes one). A step() that is compiled calls them as they are:
-what they do is no part of the update, and must not be traced.
+what they do is no part of the update, and must not be traced. A step() that goes into a CUDA graph
+calls them then, when nothing is updated, and never again.
 """
 
 import sys
@@ -18,6 +19,7 @@ from everstep.capture.full import Full
 from everstep.capture.log import Log
 from everstep.capture.spread import Spread
 from everstep.handle import Metrics
+from everstep.state.graphs import is_capturing
 from everstep.state.optimizers import OptimizerState
 
 _FRAMES_MAX = 100
@@ -86,6 +88,11 @@ class Hook:
         return bool(next(reversed(self._optimizer._optimizer_step_pre_hooks)) == self._before.id)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_capturing():
+            self._state.was_captured = True
+            self._capture.await_copies()
+            return None
+        self._state.has_stepped = True
         if self._log and self._log.is_recording and self._is_nested():
             return None  # the outer call is the one that is noted
         myself, *rest = args
@@ -135,7 +142,7 @@ class Hook:
 
     def _after_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._log
-        if self._log.is_recording and not self._is_nested():
+        if not is_capturing() and self._log.is_recording and not self._is_nested():
             self._log.after_step(self._state, time.perf_counter() - self._began)
 
     def _is_nested(self) -> bool:

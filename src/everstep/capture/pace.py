@@ -7,7 +7,7 @@ from typing import Any
 
 _NEW = 0.3
 _OUTLIER = 2.0
-_SIZE_MIN = 1 << 20
+SIZE_MIN = 1 << 20
 WINDOW_MAX = 64
 FILL = 0.95
 """Of what fits beside forward and backward, the part that is planned for: both vary."""
@@ -34,7 +34,7 @@ class Pace:
 
     def note_copy(self, size: int, seconds: float) -> None:
         """A capture took that long. Small ones tell nothing."""
-        if size >= _SIZE_MIN and seconds > 0:
+        if size >= SIZE_MIN and seconds > 0:
             self.bytes_per_s = _mean(self.bytes_per_s, size / seconds)
 
     def note_overlap(self, seconds: float) -> None:

@@ -12,6 +12,7 @@ tripwire is armed after each call, and looked at before the next.
 Source: LowDiff (SC 2025), which copies eagerly and does not look.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ EAGER_TIMES = 3
 
 PREFIX = "@"
 """Of the names of a record's own tensors: see format.manifest.is_own."""
+
+_GRAPHS = "torch._inductor.cudagraph_trees"
+"""Loaded where torch.compile makes CUDA graphs. Their gradients lie in the same memory at each
+step, in storages that look fresh."""
 
 _UPDATES_MAX = 8
 _SLACK_BYTES = 64 << 10
@@ -199,6 +204,8 @@ class Recorder:
         """The tensors and the calls since the last `take`, which are forgotten here. Raises
         Unsupported where they are no record."""
         for optimizer in self._optimizers:
+            if optimizer.is_graphed:
+                self.refuse(f"updates of {optimizer.name!r} may come from a CUDA graph, unseen")
             self._is_untouched(optimizer)
         for call in self._calls:
             self._look_again(call)
@@ -309,6 +316,8 @@ class Recorder:
     def _is_fresh(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         storage = gradient.untyped_storage()
         if gradient._is_view() or storage.nbytes() != gradient.nbytes:
+            return False
+        if gradient.is_cuda and _GRAPHS in sys.modules:
             return False
         if id(parameter) in self._rewritten or self._noted[id(parameter)] <= EAGER_TIMES:
             return False

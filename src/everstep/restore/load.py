@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -91,8 +91,11 @@ class Loader:
                 filled.append(direct)
         spans = plan((entry for entry, _ in destinations), part, table)
         task = _Task(part, sources, targets, self._buffer)
-        for device in task.devices:
-            torch.cuda.synchronize(device)  # kernels that initialise the tensors may still run
+        devices = _devices(tensor for _, tensors in destinations for tensor in tensors)
+        for device in devices:
+            # Kernels that initialise the tensors may still run, or those of a replay on a stream of
+            # its own that used the memory before.
+            torch.cuda.synchronize(device)
         reads = [self._pool.submit(task.read, span) for span in spans]
         try:
             for read in reads:
@@ -104,6 +107,8 @@ class Loader:
         with torch.no_grad():
             for tensor, contiguous in finals:
                 _put_strided(tensor, contiguous)
+        for device in devices if finals else ():  # whoever uses them may do so on another stream
+            torch.cuda.current_stream(device).synchronize()
 
     def _buffer(self, pinned: bool) -> memoryview:
         """This thread's page-aligned buffer."""
@@ -126,8 +131,7 @@ class _Task:
         self._sources = sources
         self._targets = targets
         self._buffer = buffer
-        tensors = [tensor for members in targets.values() for tensor in members]
-        self.devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        self.devices = _devices(tensor for members in targets.values() for tensor in members)
 
     def read(self, span: Span) -> None:
         """One span: from the first source whose bytes are right."""
@@ -146,19 +150,23 @@ class _Task:
         # by another trainer meanwhile.
         view = self._buffer(bool(self.devices))[: span.size]
         source.read_into(span.offset, view)
-        for target in span.targets:
-            at = target.offset - span.offset
-            chunk = view[at : at + target.size]
-            where = (
-                f"{self._part.packs[span.pack].path} at byte {target.offset} (tensor "
-                f"{target.name!r})"
-            )
-            check_chunk(chunk, self._part.digests[target.digest], where)
-            if target.size != target.raw:
-                chunk = self._decoded(target, chunk, where)
-            self._deliver(target, chunk)
-        for device in self.devices:
-            torch.cuda.current_stream(device).synchronize()
+        sent: list[memoryview] = []  # a device copies from it until it is waited for
+        try:
+            for target in span.targets:
+                at = target.offset - span.offset
+                chunk = view[at : at + target.size]
+                where = (
+                    f"{self._part.packs[span.pack].path} at byte {target.offset} (tensor "
+                    f"{target.name!r})"
+                )
+                check_chunk(chunk, self._part.digests[target.digest], where)
+                if target.size != target.raw:
+                    chunk = self._decoded(target, chunk, where)
+                self._deliver(target, chunk)
+                sent.append(chunk)
+        finally:  # also where a chunk was bad: the buffer is filled again then
+            for device in self.devices:
+                torch.cuda.current_stream(device).synchronize()
 
     def _deliver(self, target: Target, chunk: memoryview) -> None:
         if not len(chunk):
@@ -182,6 +190,11 @@ class _Task:
         except Corrupt as error:
             raise Corrupt(f"reading {where}: {error}") from error
         return view
+
+
+def _devices(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    """The CUDA devices on which they lie."""
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
 def _huge_buffer() -> memoryview:

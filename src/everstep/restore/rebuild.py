@@ -108,6 +108,11 @@ def _optimizer(
             f"can be built then. Restore the whole step there instead"
         )
     sets = manifest.hyperparameters[name]
+    if any(values.get("capturable") for values in sets):
+        raise Unsupported(
+            f"replaying without the program: {name!r} is capturable, and torch steps such an "
+            f"optimizer on a GPU only. Restore the whole step there instead"
+        )
     members: dict[int, list[str]] = {number: [] for number in range(len(sets))}
     for parameter, number in table["groups"].items():
         members[number].append(parameter)

@@ -51,11 +51,11 @@ class Records:
         del self._first
         for _, following in pairwise(self._records):
             current = futures.pop()
-            loaded = current.result()
+            loaded = _used_here(current.result())
             futures.append(self._reader.submit(self._load, *following))
             yield loaded
             del current, loaded
-        yield futures.pop().result()
+        yield _used_here(futures.pop().result())
 
     def _load(self, record: Record, table: Table) -> Loaded:
         ahead = {name for name, step in self._since.items() if step >= record.step}
@@ -63,6 +63,15 @@ class Records:
             self._candidate, record, table, self._devices, self._loader, self._slabs, ahead
         )
         return replace(loaded, is_whole=not ahead or record.step >= self._base_step)
+
+
+def _used_here(loaded: Loaded) -> Loaded:
+    """Its memory was taken on the reader's stream, and is free again only when this thread's stream
+    is done with it."""
+    for tensor in loaded.tensors.values():
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return loaded
 
 
 def _load(

@@ -1,8 +1,8 @@
 """Clipping as torch does it, bit for bit, that keeps the gradients from before it for a recorder.
 
 Clipping fills the mantissa, so a record packs better with the raw gradient and the coefficient in
-it; `scale` makes the clipped gradient of them again. While no recorder is attached,
-`clip_grad_norm_` is torch's own function and keeps nothing.
+it; `scale` makes the clipped gradient of them again. While no recorder is attached, and within the
+capture of a CUDA graph, `clip_grad_norm_` is torch's own function and keeps nothing.
 
 What decides how a gradient is scaled while a recorder is attached:
 
@@ -31,6 +31,7 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 from torch.utils.weak import TensorWeakRef
 
 from everstep.state import kept
+from everstep.state.graphs import is_capturing
 from everstep.state.leaves import sample
 
 # Where the tensor behind `p.grad` may be replaced. On CUDA it may be a graph's static memory.
@@ -91,7 +92,7 @@ def clip_grad_norm_(
             warnings.warn(message, stacklevel=2)  # here: torch would blame this file
     else:
         parameters = list(parameters)
-    if not kept.is_wanted() or torch.compiler.is_compiling():
+    if not kept.is_wanted() or torch.compiler.is_compiling() or is_capturing():
         return torch_clipping.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )

@@ -23,6 +23,7 @@ from everstep.errors import Mismatch, Unsupported
 from everstep.state import compressed, kept
 from everstep.state.buckets import Bucket, Compressor, Future
 from everstep.state.forms import Form, scatter
+from everstep.state.graphs import is_capturing
 from everstep.state.leaves import canonical
 from everstep.state.powersgd import PowerSGD
 
@@ -206,7 +207,7 @@ class Compression:
         numbers = tuple(self._numbers[id(parameter)] for parameter in parameters)
         bucket = Bucket(source, source.index(), source.buffer(), parameters, numbers)
         if bucket.index == 0:
-            self._round = [] if kept.is_wanted() else None
+            self._round = [] if kept.is_wanted() and not is_capturing() else None
             if self._round is not None:
                 _after_backward(self._keep)
         if self._round is not None:

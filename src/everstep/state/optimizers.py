@@ -28,6 +28,10 @@ class OptimizerState:
         self.optimizer = optimizer
         self.index = index
         self.parameter_names: Mapping[int, str] = {}
+        self.has_stepped = False
+        """Whether a hook has seen an update."""
+        self.was_captured = False
+        """Whether a hook has seen one go into a CUDA graph, in place of being made."""
         kind = type(optimizer)
         self._has_own_methods = (
             kind.load_state_dict is not Optimizer.load_state_dict
@@ -35,6 +39,15 @@ class OptimizerState:
         )
         self._keys: dict[str, list[str]] = {}
         self._plain: list[tuple[str, dict[Any, Any], str]] = []
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether updates may come of which no hook tells: those of a CUDA graph, which may be
+        older than the hook."""
+        groups = self.optimizer.param_groups
+        return self.was_captured or (
+            not self.has_stepped and any(group.get("capturable") for group in groups)
+        )
 
     def parameters(self) -> Iterator[tuple[int, str, torch.Tensor, bool]]:
         """(group index, name, parameter, whether a module gave the name) of every parameter."""

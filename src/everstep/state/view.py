@@ -131,6 +131,7 @@ class State:
         self._walk: Walk | None = None
         self._guard = Guard()
         self._owners: dict[int, int | None] = {}
+        self._graphed: set[int] = set()
         self._torn: Counter[str] = Counter()
         self.user_seconds = 0.0
         """Spent in state_dict() methods that are not ours."""
@@ -189,7 +190,9 @@ class State:
 
     def collect(self) -> Collected:
         """The state at this moment, by reference: tensors are not copied here, objects are."""
-        if self._walk is None or not self._guard.holds():
+        graphed = {optimizer.index for optimizer in self.optimizers if optimizer.is_graphed}
+        if self._walk is None or graphed != self._graphed or not self._guard.holds():
+            self._graphed = graphed
             self._walk = self._walk_anew()
         walk = self._walk
         sink = _Loose(walk.names, self._owners)
@@ -258,13 +261,14 @@ class State:
         leaves, aliases = find_aliases(
             Leaf(leaf.name, leaf.tensor, owners.get(id(leaf.tensor), leaf.owner)) for leaf in found
         )
-        leaves = [
-            Leaf(leaf.name, leaf.tensor) if self._torn[leaf.name] >= _TORN_MAX else leaf
-            for leaf in leaves
-        ]
+        leaves = [Leaf(leaf.name, leaf.tensor) if self._is_eager(leaf) else leaf for leaf in leaves]
         table = {entry.name: entry.table() for entry in self.optimizers}
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
         return Walk(tuple(_own_storages(leaves)), names, aliases, table)
+
+    def _is_eager(self, leaf: Leaf) -> bool:
+        """Whether nobody can hold what writes to it: it is copied at the call."""
+        return self._torn[leaf.name] >= _TORN_MAX or leaf.owner in self._graphed
 
     def _name_parameters(self) -> None:
         names: dict[int, str] = {}

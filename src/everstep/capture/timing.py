@@ -1,0 +1,115 @@
+"""How long copies take, and forward and backward: told to the `Pace`, by host time on the CPU and
+by events on CUDA.
+
+    training stream   begins ─ forward, backward ─ mark │ wait for the copies │ update
+    side stream       mark ─ copies ─ mark
+
+A CUDA call returns when its work is enqueued, so that host time tells nothing of it. The marks are
+read when the device has passed them, in a later call of the thread that trains; nobody waits.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from everstep.capture.pace import SIZE_MIN, Pace
+
+_UNREAD_MAX = 64
+
+
+def mark(device: torch.device) -> torch.cuda.Event:
+    """Recorded now, on the current stream of that device."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a device does between two marks; `size`: bytes that are copied meanwhile."""
+
+    device: torch.device
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    size: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its length can be read. Does not block."""
+        return bool(self.begin.query() and self.end.query())
+
+    @property
+    def seconds(self) -> float:
+        """Its length, once it is over."""
+        return float(self.begin.elapsed_time(self.end)) / 1e3
+
+
+class Timing:
+    """Of one run. `called` and `updating` are for the thread that trains, `copied` for the one that
+    copies."""
+
+    def __init__(
+        self,
+        pace: Pace,
+        mark: Callable[[torch.device], torch.cuda.Event] = mark,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pace = pace
+        self._mark = mark
+        self._clock = clock
+        self._call: tuple[float, Mapping[torch.device, torch.cuda.Event]] | None = None
+        # Bounded: without updates nobody reads.
+        self._overlaps: deque[list[Span]] = deque(maxlen=_UNREAD_MAX)
+        self._copies: deque[list[Span]] = deque(maxlen=_UNREAD_MAX)
+
+    def called(self, begins: Mapping[torch.device, torch.cuda.Event]) -> None:
+        """Copies may begin now: those off CUDA devices at these marks."""
+        self._call = self._clock(), begins
+
+    def updating(self) -> None:
+        """An update comes next; before anything waits for copies."""
+        self._read()
+        if self._call is None:
+            return
+        (began, begins), self._call = self._call, None
+        if begins:
+            self._overlaps.append(
+                [Span(device, begin, self._mark(device)) for device, begin in begins.items()]
+            )
+        else:
+            self._pace.note_overlap(self._clock() - began)
+
+    def copied(self, spans: Iterable[Span], size: int, seconds: float) -> None:
+        """All of one capture, of `size` bytes, is there, after `seconds` of host time. `spans`: of
+        the copies off CUDA devices; where there are some, the rest is little."""
+        if chosen := list(spans):
+            self._copies.append(chosen)
+        else:
+            self._pace.note_copy(size, seconds)
+
+    def _read(self) -> None:
+        """What is over. Of several devices the one with the shortest step, and the one that copies
+        slowest: any piece may lie there, and updates wait for the last copy."""
+        for spans in _over(self._overlaps):
+            self._pace.note_overlap(min(span.seconds for span in spans))
+        for spans in _over(self._copies):
+            totals: dict[torch.device, tuple[int, float]] = {}
+            for span in spans:
+                size, seconds = totals.get(span.device, (0, 0.0))
+                totals[span.device] = size + span.size, seconds + span.seconds
+            large = [row for row in totals.values() if row[0] >= SIZE_MIN and row[1] > 0]
+            if large:
+                self._pace.note_copy(*min(large, key=lambda row: row[0] / row[1]))
+
+
+def _over(unread: deque[list[Span]]) -> Iterable[list[Span]]:
+    """Those at the front that are over, taken out."""
+    while unread:
+        spans = unread.popleft()
+        if not all(span.is_over for span in spans):
+            unread.appendleft(spans)
+            return
+        yield spans

@@ -1,0 +1,132 @@
+"""strategy="log" on CUDA: whatever is done with gradients, every step comes back byte for byte."""
+
+import pytest
+import torch
+from test_cuda import build, state_bytes
+
+import everstep
+
+DATA = (64, 512)
+
+
+def plain(state):
+    state["optimizer"].zero_grad()
+    loss_of(state).backward()
+    state["optimizer"].step()
+
+
+def clipped(state):
+    state["optimizer"].zero_grad()
+    loss_of(state).backward()
+    everstep.clip_grad_norm_(state["model"].parameters(), 0.01)
+    state["optimizer"].step()
+
+
+def accumulated(state):
+    state["optimizer"].zero_grad()
+    for _ in range(2):
+        loss_of(state).backward()
+    state["optimizer"].step()
+
+
+def kept(state):
+    """The same memory at each step."""
+    state["optimizer"].zero_grad(set_to_none=False)
+    loss_of(state).backward()
+    state["optimizer"].step()
+
+
+def scaled(state):
+    """The first ones overflow and are skipped; a fused optimizer is told so by a tensor."""
+    state["optimizer"].zero_grad()
+    with torch.autocast("cuda", torch.float16):
+        loss = loss_of(state)
+    state["scaler"].scale(loss).backward()
+    state["scaler"].step(state["optimizer"])
+    state["scaler"].update()
+
+
+def scaled_and_clipped(state):
+    state["optimizer"].zero_grad()
+    with torch.autocast("cuda", torch.float16):
+        loss = loss_of(state)
+    state["scaler"].scale(loss).backward()
+    state["scaler"].unscale_(state["optimizer"])
+    everstep.clip_grad_norm_(state["model"].parameters(), 0.01)
+    state["scaler"].step(state["optimizer"])
+    state["scaler"].update()
+
+
+def in_closure(state):
+    def closure():
+        state["optimizer"].zero_grad()
+        loss = loss_of(state)
+        loss.backward()
+        return loss
+
+    state["optimizer"].step(closure)
+
+
+def loss_of(state):
+    data = torch.randn(*DATA, device="cuda")
+    return (state["model"](data) - data).square().mean()
+
+
+def make(seed, train, options):
+    state = build(seed, width=DATA[1], layers=3, **options)
+    if train in (scaled, scaled_and_clipped):
+        state["scaler"] = torch.amp.GradScaler("cuda", init_scale=2.0**30, growth_interval=3)
+    return state
+
+
+@pytest.mark.parametrize(
+    "train", [plain, clipped, accumulated, kept, scaled, scaled_and_clipped, in_closure]
+)
+@pytest.mark.parametrize("audit", ["sample", "full"])
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
+def test_every_step_comes_back(store, train, audit, options):
+    state, expected = make(1, train, options), {}
+    with everstep.Checkpointer(
+        store, state, strategy="log", base_every=100, audit=audit, under_pressure="wait"
+    ) as saver:
+        for step in range(1, 16):
+            train(state)
+            saver.step(step)
+            expected[step] = state_bytes(state)
+    assert everstep.Store(store).manifest(15).previous is not None
+    fresh = make(2, train, options)
+    with everstep.Checkpointer(store, fresh) as restorer:
+        for step in range(15, 0, -1):
+            assert restorer.restore(step) == step
+            assert state_bytes(fresh) == expected[step], step
+        assert restorer.restore(7) == 7
+        for step in range(8, 16):
+            train(fresh)
+            assert state_bytes(fresh) == expected[step], step
+
+
+def test_a_learning_rate_on_the_device_is_noted_as_it_was(store):
+    """It changes in place, after the call that used it."""
+
+    def with_rate(seed):
+        state = build(seed, width=DATA[1], layers=2, fused=True)
+        state["optimizer"].param_groups[0]["lr"] = torch.tensor(1e-2, device="cuda")
+        return state
+
+    state, expected = with_rate(1), {}
+    with everstep.Checkpointer(
+        store, state, strategy="log", base_every=100, under_pressure="wait"
+    ) as saver:
+        for step in range(1, 10):
+            plain(state)
+            state["optimizer"].param_groups[0]["lr"].mul_(0.7)
+            saver.step(step)
+            expected[step] = state_bytes(state)
+    fresh = with_rate(2)
+    with everstep.Checkpointer(store, fresh) as restorer:
+        for step in range(9, 0, -1):
+            assert restorer.restore(step) == step
+            assert state_bytes(fresh) == expected[step], step
+        assert restorer.restore() == 9
+        rates = [one["optimizer"].param_groups[0]["lr"] for one in (state, fresh)]
+        assert rates[0].equal(rates[1])
