@@ -5,7 +5,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,11 +75,12 @@ class Trainer:
     epoch: int | None = None
     parent: CheckpointName | None = None
     aliases: dict[str, list[str]] = field(default_factory=dict)
+    slots: int = 2
 
     def __post_init__(self) -> None:
         self.layout = lay_out(self.specs)
         self.table = encode_table(self.layout, self.aliases, {}, {})
-        self.arena = Arena.create(2, 64 << 10, self.layout.size)
+        self.arena = Arena.create(self.slots, 64 << 10, self.layout.size)
         self.writer = Writer(self.disk, self.keep, self.epoch, self.parent)
         self.sequence = 0
 
@@ -129,20 +130,33 @@ class Trainer:
 
     def save(self, step: int, tag: str | None = None, salt: int = 0) -> Outcome:
         """Commit the state of `step`; returns when it is durable."""
-        return persist(self.writer, self.seal(step, tag, salt), lambda: None)
+        return self.commit(self.seal(step, tag, salt))
 
     def record(
         self, step: int, follows: int, window: tuple[int, ...] = (), ends: bool = False
     ) -> Outcome:
         """Commit a record that leads from one step to another; returns when it is durable."""
         job = self.seal(step, follows=follows, window=window, ends=ends)
-        return persist(self.writer, job, lambda: None)
+        return self.commit(job)
+
+    def group(self, steps: Sequence[int]) -> list[Outcome | Exception]:
+        """Commit records of these steps together, each of which follows the step before it; what
+        became of each."""
+        jobs = [self.seal(step, follows=step - 1) for step in steps]
+        return [ended for _, ended in persist(self.writer, jobs, lambda job: None)]
+
+    def commit(self, job: Job) -> Outcome:
+        """Commit one job; returns when it is durable."""
+        ((_, ended),) = persist(self.writer, [job], lambda job: None)
+        if isinstance(ended, Exception):
+            raise ended
+        return ended
 
     def spread(self, steps: tuple[int, ...]) -> Outcome:
         """Commit a state that is spread over these steps."""
         for index, step in enumerate(steps):
             job = self.seal(step, window=steps[: index + 1], ends=step == steps[-1])
-            outcome = persist(self.writer, job, lambda: None)
+            outcome = self.commit(job)
         return outcome
 
 

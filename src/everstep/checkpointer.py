@@ -61,6 +61,7 @@ class Checkpointer:
         recovery_budget: float = 10.0,
         audit: Literal["sample", "full"] = "sample",
         catch_up: int | None = None,
+        group_commit: tuple[int, float] | None = None,
         keep: Keep | None = None,
         memory_budget: int | None = None,
         under_pressure: Literal["skip", "wait"] = "skip",
@@ -105,6 +106,7 @@ class Checkpointer:
             recovery_budget,
             audit,
             catch_up,
+            group_commit,
             keep,
             memory_budget,
             under_pressure,
@@ -121,7 +123,13 @@ class Checkpointer:
         open_store(self._disk)
         self._saves = Saves(self.metrics)
         self._saves.on_whole = self._on_whole
-        self._client = Client(self._disk.root, keep, self._saves.on_event, catch_up=catch_up)
+        self._client = Client(
+            self._disk.root,
+            keep,
+            self._saves.on_event,
+            catch_up=catch_up,
+            group_commit=group_commit,
+        )
         self._captures = Captures(
             self._state, chosen, pace, settings, self._client, self._saves, self.metrics
         )

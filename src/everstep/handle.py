@@ -24,6 +24,7 @@ class SaveHandle:
         self.times: dict[str, float] = {}
         """time.monotonic() of the call (under "called") and at which each level was reached."""
         self._confirm: Callable[[], str | None] | None = None
+        self._hasten: Callable[[], None] | None = None
         self._changed = threading.Condition()
         self.times["called"] = time.monotonic()
 
@@ -35,6 +36,8 @@ class SaveHandle:
         """Block until `level` is reached. Raises the save's error, or TimeoutError after `timeout`
         seconds."""
         check_level(level)
+        if level == "local" and self._hasten:
+            self._hasten()
         with self._changed:
             reached = self._changed.wait_for(
                 lambda: self.error is not None or self._has(level), timeout
@@ -55,6 +58,10 @@ class SaveHandle:
         """For everstep: how to check the copy when somebody has waited for it and may change
         tensors next."""
         self._confirm = check
+
+    def hasten_with(self, flush: Callable[[], None] | None) -> None:
+        """For everstep: whom to tell that somebody waits for it to be durable."""
+        self._hasten = flush
 
     def advance(self, level: str, error: EverstepError | None = None) -> None:
         """For everstep: the save has reached `level`; a level never falls. `error`: what went wrong

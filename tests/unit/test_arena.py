@@ -148,8 +148,6 @@ def test_a_slot_that_was_torn_is_never_committed(tmp_path):
     job = trainer.seal(1)
     row = job.arena.row(job.slot)
     job.arena.descriptor(job.slot, row)[0] ^= 1
-    from everstep.keeper.persist import persist
-
     with pytest.raises(Corrupt, match="not whole"):
-        persist(trainer.writer, job, lambda: None)
+        trainer.commit(job)
     assert not (tmp_path / "checkpoints").exists()

@@ -20,7 +20,6 @@ from everstep.keeper.client import Client
 SLOTS = 3
 BUDGET_FORMULA = "3 slots where they fit into half of the available memory, else 2"
 _DOCUMENT_SLACK_BYTES = 1 << 20
-_REUSABLE = (SlotState.FREE, SlotState.DONE, SlotState.FAILED)
 
 
 @dataclass(slots=True)
@@ -96,7 +95,8 @@ class Pool:
         key, arena = self._current
         with self._changed:
             self._check_failure()
-            while (index := self._free_slot(arena)) is None:
+            while (index := arena.free_slot(self._own_from)) is None:
+                self._client.flush(self._sequence)
                 if not wait:
                     return None
                 self._changed.wait(0.2)  # a new keeper changes states without a message to us
@@ -126,6 +126,7 @@ class Pool:
                 if not self._retired:
                     break
                 self._check_failure()
+                self._client.flush(self._sequence)
                 if not wait:
                     return False
                 self._changed.wait(0.2)
@@ -172,13 +173,6 @@ class Pool:
     def _check_failure(self) -> None:
         if self.failure:
             raise Unavailable(self.failure)
-
-    def _free_slot(self, arena: Arena) -> int | None:
-        newest = arena.newest_complete(self._own_from)
-        for slot in range(arena.slot_count):
-            if slot != newest and arena.state(slot) in _REUSABLE:
-                return slot
-        return None
 
     def _adopt(self, image: int, documents: int) -> tuple[str, Arena] | None:
         chosen = None

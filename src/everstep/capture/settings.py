@@ -7,6 +7,7 @@ from everstep.capture.derived import Derived
 from everstep.capture.log import Log
 from everstep.capture.pace import Pace
 from everstep.capture.spread import Spread
+from everstep.keeper.tasks import MILLISECONDS_MAX
 from everstep.state.optimizers import OptimizerState
 from everstep.store.retain import Keep
 
@@ -24,6 +25,7 @@ _COUNTS = {
     "catch_up": "steps",
     "memory_budget": "bytes",
 }
+_GROUP = ([int, int], [int, float])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Settings:
     recovery_budget: float
     audit: str
     catch_up: int | None
+    group_commit: tuple[int, float] | None
     keep: Keep | None
     memory_budget: int | None
     under_pressure: str
@@ -57,6 +60,8 @@ class Settings:
             raise ValueError(
                 f"recovery_budget must be a number of seconds above 0, not {seconds!r}"
             )
+        if self.group_commit is not None:
+            _check_group(self.group_commit)
         if self.keep is not None and not isinstance(self.keep, Keep):
             raise TypeError(f"keep must be an everstep.Keep, not {self.keep!r}")
 
@@ -88,4 +93,15 @@ class Settings:
             self.window,
             derived,
             self.recovery_budget,
+        )
+
+
+def _check_group(value: object) -> None:
+    if type(value) is not tuple or [type(part) for part in value] not in _GROUP:
+        raise TypeError(f"group_commit must be (bytes, milliseconds), not {value!r}")
+    size, milliseconds = value
+    if size < 1 or not 0 < milliseconds <= MILLISECONDS_MAX:
+        raise ValueError(
+            f"group_commit must be a positive number of bytes, and of milliseconds up to "
+            f"{MILLISECONDS_MAX} (an hour), not {value!r}"
         )

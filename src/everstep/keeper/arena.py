@@ -62,6 +62,7 @@ class SlotState(IntEnum):
 COMPLETE = (SlotState.SEALED, SlotState.DONE, SlotState.FAILED)
 SUBMITTED = (SlotState.ANNOUNCED, SlotState.SEALED, SlotState.TORN)
 """The keeper has to end them."""
+_REUSABLE = (SlotState.FREE, SlotState.DONE, SlotState.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +244,15 @@ class Arena:
                 continue
             is_known = known_from is not None and self._sequence_at(slot) >= known_from
             if is_known or self.row(slot):
+                return slot
+        return None
+
+    def free_slot(self, known_from: int | None = None) -> int | None:
+        """A slot for the next capture: it holds nothing that has still to be written, and not the
+        newest whole state. `known_from`: see `newest_complete`."""
+        newest = self.newest_complete(known_from)
+        for slot in range(self.slot_count):
+            if slot != newest and self.state(slot) in _REUSABLE:
                 return slot
         return None
 

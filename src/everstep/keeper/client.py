@@ -56,14 +56,17 @@ class Client:
         on_event: Callable[[wire.Message], None],
         idle_s: float = IDLE_S,
         catch_up: int | None = None,
+        group_commit: tuple[int, float] | None = None,
     ) -> None:
-        """Connects, which starts a keeper where none runs. `catch_up`: see Checkpointer. Raises
-        Unavailable."""
+        """Connects, which starts a keeper where none runs. `catch_up`, `group_commit`: see
+        Checkpointer. Raises Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event
         self._idle_s = idle_s
         self._catch_up = catch_up
+        self._group_commit = group_commit
+        self._awaited = 0
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
         self._parent: CheckpointName | None = None
@@ -135,6 +138,14 @@ class Client:
     def confirm(self, sequence: int, problem: str | None) -> None:
         """Answer "written": None, or how the copy was torn."""
         self._send({"type": "confirm", "sequence": sequence, "problem": problem})
+
+    def flush(self, sequence: int) -> None:
+        """Somebody waits for the jobs up to this one: no group that has one of them shall wait for
+        more. A new keeper is told, too."""
+        with self._lock:
+            if self._group_commit and sequence > self._awaited:
+                self._awaited = sequence
+                self._send_locked({"type": "flush", "sequence": sequence})
 
     def settle(self) -> list[tuple[str, Arena]]:
         """Wait until the keeper has finished what dead trainers sealed.
@@ -358,6 +369,8 @@ class Client:
             "epoch": self._epoch,
             "parent": self._parent,
             "catch_up": self._catch_up,
+            "group_commit": self._group_commit,
+            "awaited": self._awaited,
         }
         try:
             wire.send(connection, hello)

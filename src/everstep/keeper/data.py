@@ -39,8 +39,8 @@ class Data:
         """Raises Corrupt where the image is not what its table says; Unsupported where the trainer
         gives the slot up."""
         self.document = job.arena.table(job.slot, row)
-        self.links: tuple[FileLink, ...] = ()
-        """The files, when they are durable."""
+        self._written: list[commit.NewPack] = []
+        self._seconds = 0.0
         self._writer = writer
         self._arrival = job.arrival
         self._parsed = _parse(bytes(self.document))
@@ -66,9 +66,9 @@ class Data:
             self._shares = self._begin_digests()
 
     def write(self, name: CheckpointName) -> None:
-        """Write the files of a checkpoint; blocks until they are durable."""
+        """Write the files of a checkpoint; they are durable after `sync`, and when the entries of
+        `links` are."""
         writer, began = self._writer, time.monotonic()
-        seconds = None
         if self._packs_it:
             self._packed = write_packed(
                 writer.disk,
@@ -79,12 +79,28 @@ class Data:
                 writer.hasher,
                 self._entropy,
             )
-            self.links, seconds = (self._packed.link,), self._packed.seconds
+            self._written, self._seconds = [self._packed.pack], self._packed.seconds
         else:
-            self.links = commit.write_packs(writer.disk, name, self._packs, self._await)
-        if seconds is None:
-            seconds = time.monotonic() - began - self._waited
-        writer.speed.note(self.size, seconds)
+            self._written = commit.begin_packs(writer.disk, name, self._packs, self._await)
+            self._seconds = time.monotonic() - began - self._waited
+
+    def sync(self) -> None:
+        """Make the bytes durable."""
+        began = time.monotonic()
+        commit.sync_packs(self._writer.disk, self._written)
+        seconds = self._seconds + (0.0 if self._packed else time.monotonic() - began)
+        self._writer.speed.note(self.size, seconds)
+
+    def discard(self, name: CheckpointName, others: tuple[FileLink, ...] = ()) -> None:
+        """Nothing came of it: its files are deleted, and `others` of the same checkpoint."""
+        for pack in self._written:
+            pack.file.close()
+        commit.discard_packs(self._writer.disk, name, self.links + others)
+
+    @property
+    def links(self) -> tuple[FileLink, ...]:
+        """The files."""
+        return tuple(pack.link for pack in self._written)
 
     @property
     def size(self) -> int:

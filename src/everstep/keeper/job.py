@@ -4,6 +4,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from everstep.keeper.arena import Arena
 from everstep.keeper.arrival import Arrival
@@ -27,6 +28,14 @@ class Job:
     written: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
     problem: str | None = None
+    said: dict[str, Any] | None = None
+    """Its descriptor, once it was read."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its image; 0 where its row is not whole."""
+        row = self.arena.row(self.slot)
+        return row.image_size if row else 0
 
     def answer(self, problem: str | None) -> None:
         """What the trainer says of the copy, from any thread: None, or how it was torn."""
@@ -59,6 +68,7 @@ class Outcome:
     """What a commit cost: bytes written, seconds until durable. `warning`: what failed after it.
     `is_part`: durable, but committed by a later one. `takes_replay`: it is no whole state."""
 
+    name: CheckpointName
     bytes: int
     seconds: float
     warning: str | None = None

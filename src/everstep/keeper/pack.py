@@ -20,6 +20,7 @@ from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.format.tables import FileLink
 from everstep.keeper.arrival import Arrival
 from everstep.store import names
+from everstep.store.commit import NewPack
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from everstep.tiers.files import NewFile
@@ -33,10 +34,10 @@ _AHEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed part on the disk: its file, and per digest the stored bytes and their digest.
+    """A packed part, written: its file, and per digest the stored bytes and their digest.
     `seconds`: spent writing, without the encoding."""
 
-    link: FileLink
+    pack: NewPack
     stored: tuple[int, ...]
     digests: tuple[str, ...]
     seconds: float
@@ -77,7 +78,7 @@ def write_packed(
     pool: ThreadPoolExecutor,
     entropy: bool,
 ) -> Packed:
-    """Encode and write all chunks; blocks until the file is durable. Takes BUFFER_BYTES and some
+    """Encode and write all chunks; the file is not durable yet. Takes BUFFER_BYTES and some
     chunks of memory, whatever the record's size. Raises what the arrival and the disk raise."""
     path = names.pack_path(name, token_hex(4), 0)
     stored: dict[int, int] = {}
@@ -101,7 +102,7 @@ def write_packed(
     stored[index], digests[index] = len(first), digest_of(first)
     order = range(len(stored))
     return Packed(
-        FileLink(path, size),
+        NewPack(FileLink(path, size), file),
         tuple(stored[index] for index in order),
         tuple(digests[index] for index in order),
         tail.seconds,

@@ -1,18 +1,19 @@
 """From a sealed slot to a committed checkpoint: digest, write, ask the trainer, commit, retain."""
 
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from everstep.errors import Conflict, Corrupt, EverstepError, Missing, Unavailable, Unsupported
+from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of, unseal
 from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
-from everstep.format.tables import FileLink
 from everstep.keeper.arena import SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.arrival import ALL
 from everstep.keeper.data import Data
+from everstep.keeper.existing import settle
 from everstep.keeper.job import Job, Outcome, Writer
 from everstep.keeper.window import Share
 from everstep.store import catalog, commit, names, retain
@@ -26,55 +27,231 @@ UNCLAIMED = "unclaimed"
 manifest has the number that would have been next."""
 
 
-def persist(writer: Writer, job: Job, announce_written: Callable[[], None]) -> Outcome:
-    """Make a sealed slot durable; blocks until it is committed. Raises EverstepError.
+def persist(
+    writer: Writer, jobs: Iterable[Job], announce_written: Callable[[Job], None]
+) -> list[tuple[Job, Outcome | Exception]]:
+    """Make sealed slots durable together: a chain of records, or one slot of any kind. Blocks until
+    they are committed, and says of each what became of it.
 
-    The image is digested and written at the same time, and while it still arrives. Only then is
-    the trainer asked whether the copy was clean: a torn one is never committed.
+    The data of all is written, then synced; then each manifest is created when the one before it is
+    durable: whenever this ends, those committed are the first so many. A job is taken from `jobs`
+    when the one before it is written, none after one that failed.
     """
-    began = time.monotonic()
-    arena, slot = job.arena, job.slot
-    row = arena.row(slot)
-    if row is None:
-        raise Corrupt(f"reading slot {slot} of the arena: its row is not whole")
-    manifest, record, share = _describe(writer, arena, slot, row)
-    name = CheckpointName(manifest.step, manifest.epoch)
-    pieces, share = _begin_window(writer, name, share, record)
-    data = Data(writer, job, row, is_record=record is not None)
-    failure: EverstepError | None = None
-    try:
-        existing, failure = _write(writer, name, share, data)
-        part = data.part(manifest.step)
+    saves: list[Save] = []
+    for job in jobs:
+        saves.append(Save(writer, job, saves[-1] if saves else None))
+        saves[-1].write(announce_written)
+        if saves[-1].has_failed:
+            break
+    _sync(writer.disk, saves)
+    for save in saves:
+        save.hear()
+    _make_directories(writer.disk, saves)
+    for save in saves:
+        save.publish()
+    return [(save.job, save.end()) for save in saves]
+
+
+def _sync(disk: Disk, saves: list["Save"]) -> None:
+    """Make the data of all durable: each file, and once the directory."""
+    for save in saves:
+        save.sync()
+    _together(saves, lambda alive: disk.sync_entries([p for save in alive for p in save.paths]))
+
+
+def _make_directories(disk: Disk, saves: list["Save"]) -> None:
+    """For the manifests, with one sync for all."""
+    _together(
+        saves,
+        lambda alive: disk.make_directories(
+            [os.path.dirname(names.manifest_path(save.name)) for save in alive if save.publishes]
+        ),
+    )
+
+
+def _together(saves: list["Save"], action: Callable[[list["Save"]], None]) -> None:
+    """Do something for those that have not failed; where that fails, none of them goes on."""
+    alive = [save for save in saves if not save.has_failed]
+    if alive:
+        alive[0].attempt(lambda: action(alive))
+
+
+class Save:
+    """One sealed slot on its way: written, synced, confirmed, published. For the session's thread.
+
+    Its phases raise no Exception. What goes wrong in one is kept for `end`, and there are no later
+    ones then, for this save and for those that follow it.
+    """
+
+    name: CheckpointName
+    _manifest: Manifest
+    _record: dict[str, Any] | None
+    _share: Share | None
+    _pieces: Share | None
+    _data: Data
+
+    def __init__(self, writer: Writer, job: Job, before: "Save | None") -> None:
+        """`before`: the one that it follows, if that is not committed yet."""
+        self.job = job
+        self.digest: str | None = None
+        """Of its manifest; None where it was on the disk already, perhaps as another."""
+        self._writer = writer
+        self._before = before
+        self._began = time.monotonic()
+        self._exists = self._is_begun = False
+        self._outcome: Outcome | None = None
+        self._error: Exception | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this one, or one that it follows, will not be committed."""
+        return self._error is not None or (self._before is not None and self._before.has_failed)
+
+    @property
+    def paths(self) -> list[str]:
+        """Its files."""
+        return [link.path for link in self._data.links]
+
+    @property
+    def publishes(self) -> bool:
+        """Whether it will create a manifest."""
+        return not self._exists and (self._share is None or self._share.ends)
+
+    def attempt(self, phase: Callable[[], None]) -> None:
+        """Do it, unless something has failed before; an Exception is kept."""
+        if not self.has_failed:
+            try:
+                phase()
+            except Exception as error:  # noqa: BLE001 - each reaches its handle
+                self._error = error
+
+    def write(self, announce_written: Callable[[Job], None]) -> None:
+        """Digest and write at the same time, while the image still arrives. Only then is the
+        trainer asked whether the copy was clean: a torn one is never committed."""
+        self.attempt(lambda: self._write(announce_written))
+
+    def sync(self) -> None:
+        """Make the bytes of its files durable."""
+        self.attempt(lambda: self._data.sync())
+
+    def hear(self) -> None:
+        """Wait for the trainer's word on the copy, or its death. Also after a failure: memory must
+        not offer a torn copy."""
+        if self.job.written:
+            self.job.answered.wait()
+            if self.job.problem:
+                self._error = Unsupported(self.job.problem)
+
+    def publish(self) -> None:
+        """All that it needs is durable: commit it."""
+        self.attempt(self._publish)
+
+    def end(self) -> Outcome | Exception:
+        """What became of it. What was written in vain is deleted."""
+        if self._outcome:
+            return self._outcome
+        if self._is_begun:
+            self._data.discard(self.name, self._writer.window.end(self._share))
+        error, self._error = self._error, None  # its traceback holds this object
+        return error or _lost(self._before.name if self._before else None)
+
+    def _write(self, announce_written: Callable[[Job], None]) -> None:
+        writer, job = self._writer, self.job
+        row = job.arena.row(job.slot)
+        if row is None:
+            raise Corrupt(f"reading slot {job.slot} of the arena: its row is not whole")
+        said = describe(job, row)
+        self._manifest = self._manifest_of(row, said)
+        self._record, share = said.get("record"), Share.of(said.get("share"))
+        self.name = CheckpointName(row.step, self._manifest.epoch)
+        self._pieces, self._share = _begin_window(writer, self.name, share, self._record)
+        self._data = Data(writer, job, row, is_record=self._record is not None)
+        self._is_begun = True
+        try:
+            self._write_data()
+        except EverstepError as error:  # memory can be restored from, with the manifest beside it
+            self._error = error
+        part = self._data.part(row.step)
         if part is None:
             job.arrival.wait(ALL)  # the trainer still fills the slot
-        elif share is None:
-            manifest = _with_part(manifest, record, part)
-            arena.put_manifest(slot, row, encode_manifest(manifest))
-        _ask(job, announce_written)  # also before a failure: memory must not offer a torn copy
-        if failure:
-            raise failure
-        if share and part and not existing:
-            manifest = writer.window.add(share, part, bytes(data.document), manifest)
+        elif self._share is None:
+            self._manifest = _with_part(self._manifest, self._record, part)
+            document = encode_manifest(self._manifest)
+            job.arena.put_manifest(job.slot, row, document)
+            self.digest = None if self._exists else digest_of(document)
+        job.written = True
+        announce_written(job)
+
+    def _write_data(self) -> None:
+        """Unless it was committed before."""
+        if self._writer.epoch is None:
+            raise Unavailable(self._writer.unclaimed)
+        self._exists = _is_there(self._writer, self.name, self._share)
+        commit.check_epoch(self._writer.disk, self.name.epoch, self.name.step)
+        if not self._exists:
+            self._data.write(self.name)
+
+    def _manifest_of(self, row: Row, said: dict[str, Any]) -> Manifest:
+        """The manifest as far as it is known before the data is written."""
+        writer, before = self._writer, self._before
+        parent, digest = writer.parent, writer.parent_digest
+        if before:
+            parent, digest = before.name, before.digest
+        capture = said["capture"]
+        if writer.epoch is None:
+            capture = {**capture, UNCLAIMED: True}
+        writer.run = writer.run or commit.open_store(writer.disk)
+        record = said.get("record")
+        return Manifest(
+            step=row.step,
+            epoch=writer.epoch or catalog.newest_epoch(writer.disk) + 1,
+            run=writer.run,
+            created=commit.now(),
+            parts=(),
+            objects=said["objects"],
+            hyperparameters=said["hyperparameters"],
+            parent=parent and parent._asdict(),
+            topology=said["topology"],
+            capture=capture,
+            metrics=said["metrics"],
+            tag=said["tag"],
+            previous=_previous(writer, record["previous"], parent, digest) if record else None,
+        )
+
+    def _publish(self) -> None:
+        writer, share, manifest = self._writer, self._share, self._manifest
+        if share and not self._exists:
+            manifest = self._add_to_window(share)
             if not share.ends:
-                return Outcome(data.size, time.monotonic() - began, is_part=True)
-        if existing:
-            _settle(writer.disk, manifest, record, share, data, job)
+                self._outcome = Outcome(self.name, self._data.size, self._seconds, is_part=True)
+                return
+        if self._exists:
+            settle(writer.disk, manifest, self._record, share, self._data, self.job)
         else:
-            tables = writer.window.documents if share else [data.document]
-            commit.publish(writer.disk, manifest, encode_manifest(manifest), tables)
+            tables = writer.window.documents if share else [self._data.document]
+            document = encode_manifest(manifest)
+            commit.publish(writer.disk, manifest, document, tables)
+            self.digest = digest_of(document)
             if share:  # from now on its files are the checkpoint's
                 writer.window.clear()
-    except BaseException:
-        commit.discard_packs(writer.disk, name, data.links + writer.window.end(share))
-        raise
-    finally:
-        failure = None  # its traceback holds this frame, and so the arena's memory
-    warning = _set_tag(writer, manifest)
-    warning = _extend_base(writer, None if existing else pieces, manifest, data) or warning
-    digest = None if existing else digest_of(encode_manifest(manifest))
-    writer.parent, writer.parent_digest = name, digest
-    takes_replay = record is not None or bool(manifest.records)
-    return Outcome(data.size, time.monotonic() - began, warning, takes_replay=takes_replay)
+        warning = _set_tag(writer, manifest)
+        pieces = None if self._exists else self._pieces
+        warning = _extend_base(writer, pieces, manifest, self._data) or warning
+        writer.parent, writer.parent_digest = self.name, self.digest
+        takes_replay = self._record is not None or bool(manifest.records)
+        self._outcome = Outcome(
+            self.name, self._data.size, self._seconds, warning, takes_replay=takes_replay
+        )
+
+    def _add_to_window(self, share: Share) -> Manifest:
+        part = self._data.part(self._manifest.step)
+        assert part, "what is not packed has its digests"
+        document = bytes(self._data.document)
+        return self._writer.window.add(share, part, document, self._manifest)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
 
 
 def _extend_base(writer: Writer, share: Share | None, manifest: Manifest, data: Data) -> str | None:
@@ -95,24 +272,6 @@ def _extend_base(writer: Writer, share: Share | None, manifest: Manifest, data: 
     except EverstepError as error:
         return f"step {manifest.step} is saved, but no base beside it: {error}"
     return None
-
-
-def _write(
-    writer: Writer, name: CheckpointName, share: Share | None, data: Data
-) -> tuple[bool, EverstepError | None]:
-    """Whether it was committed before, else write the data; and what went wrong: with its manifest
-    beside it, memory can be restored from all the same."""
-    existing = False
-    try:
-        if writer.epoch is None:
-            raise Unavailable(writer.unclaimed)
-        existing = _is_there(writer, name, share)
-        commit.check_epoch(writer.disk, name.epoch, name.step)
-        if not existing:
-            data.write(name)
-    except EverstepError as error:
-        return existing, error
-    return existing, None
 
 
 def _begin_window(
@@ -143,23 +302,6 @@ def _is_there(writer: Writer, name: CheckpointName, share: Share | None) -> bool
     return found
 
 
-def _settle(
-    disk: Disk,
-    manifest: Manifest,
-    record: dict[str, Any] | None,
-    share: Share | None,
-    data: Data,
-    job: Job,
-) -> None:
-    """It was committed before: its keeper died then. Raises Conflict where that is another."""
-    if share:
-        _check_same_window(disk, manifest, share, commit.table_link(data.document))
-    elif record is not None:
-        _check_same_record(disk, manifest, record, commit.table_link(data.document))
-    elif row := job.arena.row(job.slot):
-        job.arena.put_manifest(job.slot, row, _existing(disk, manifest))
-
-
 def _set_tag(writer: Writer, manifest: Manifest) -> str | None:
     """Also where the step was there: who committed it may have died before this. What failed."""
     if not manifest.tag:
@@ -169,61 +311,6 @@ def _set_tag(writer: Writer, manifest: Manifest) -> str | None:
     except EverstepError as error:
         return f"step {manifest.step} is saved, but not tagged {manifest.tag!r}: {error}"
     return None
-
-
-def _ask(job: Job, announce_written: Callable[[], None]) -> None:
-    """Wait for the trainer's word on the copy, or its death. Raises Unsupported for a torn one."""
-    job.written = True
-    announce_written()
-    job.answered.wait()
-    if job.problem:
-        raise Unsupported(job.problem)
-
-
-def _existing(disk: Disk, manifest: Manifest) -> bytes:
-    """The manifest of this step as it is on the disk already. Raises Conflict where it differs."""
-    name = CheckpointName(manifest.step, manifest.epoch)
-    if not commit.find_same(disk, manifest):
-        raise Conflict(f"saving step {manifest.step}: {name} was deleted at the same time")
-    return disk.read(names.manifest_path(name))
-
-
-def _check_same_record(
-    disk: Disk, manifest: Manifest, record: dict[str, Any], table: FileLink
-) -> None:
-    """Whether the step is on the disk as just this record: its keeper died after the commit. Not by
-    digests: another keeper may have packed it in another way. Raises Conflict where it differs."""
-    name = CheckpointName(manifest.step, manifest.epoch)
-    found = catalog.read_manifest(disk, name)
-    is_same = (
-        [(list(row.calls), row.derived, row.part.table) for row in found.records]
-        == [(record["calls"], record.get("derived", {}), table)]
-        and found.previous == manifest.previous
-        and (found.objects, found.hyperparameters) == (manifest.objects, manifest.hyperparameters)
-    )
-    if not is_same or not disk.holds(names.manifest_path(name)):
-        raise _is_other(disk, manifest.step)
-
-
-def _check_same_window(disk: Disk, manifest: Manifest, share: Share, table: FileLink) -> None:
-    """Whether the step is on the disk as the end of just this window: see _check_same_record."""
-    name = CheckpointName(manifest.step, manifest.epoch)
-    found = catalog.read_manifest(disk, name)
-    is_same = (
-        tuple(part.steps for part in found.parts) == share.steps
-        and found.parts[-1].table == table
-        and (found.objects, found.hyperparameters) == (manifest.objects, manifest.hyperparameters)
-    )
-    if not is_same or not disk.holds(names.manifest_path(name)):
-        raise _is_other(disk, manifest.step)
-
-
-def _is_other(disk: Disk, step: int) -> Conflict:
-    return Conflict(
-        f"saving step {step} to {disk.root}: this step is saved already with other content. A step "
-        f"is written once: save under the next step, or restore() before you begin again; for "
-        f"metrics, call save(step, metrics=...) in place of step(step)"
-    )
 
 
 def apply_retention(writer: Writer) -> None:
@@ -236,51 +323,42 @@ def apply_retention(writer: Writer) -> None:
         log.exception("retention in %s", writer.disk.root)
 
 
-def _describe(
-    writer: Writer, arena: Arena, slot: int, row: Row
-) -> tuple[Manifest, dict[str, Any] | None, Share | None]:
-    """The manifest as far as it is known before the data is written; what is said of the record,
-    where it is one and no state; and what it adds to a window, where it is a part of one."""
-    said = unseal(arena.descriptor(slot, row), "a descriptor in the arena")
-    parent: dict[str, Any] | None = writer.parent and writer.parent._asdict()
-    capture = said["capture"]
-    if writer.epoch is None:
-        capture = {**capture, UNCLAIMED: True}
-    writer.run = writer.run or commit.open_store(writer.disk)
-    record = said.get("record")
-    manifest = Manifest(
-        step=row.step,
-        epoch=writer.epoch or catalog.newest_epoch(writer.disk) + 1,
-        run=writer.run,
-        created=commit.now(),
-        parts=(),
-        objects=said["objects"],
-        hyperparameters=said["hyperparameters"],
-        parent=parent,
-        topology=said["topology"],
-        capture=capture,
-        metrics=said["metrics"],
-        tag=said["tag"],
-        previous=_previous(writer, record["previous"]) if record else None,
-    )
-    return manifest, record, Share.of(said.get("share"))
+def describe(job: Job, row: Row) -> dict[str, Any]:
+    """What the trainer says of this step; read once. Raises Corrupt."""
+    if job.said is None:
+        job.said = unseal(job.arena.descriptor(job.slot, row), "a descriptor in the arena")
+    return job.said
 
 
-def _previous(writer: Writer, step: int) -> Previous:
-    """What a record goes on from: a checkpoint of this epoch. Raises Unavailable where it was never
-    committed: then the chain has ended, and the trainer begins another with a whole state."""
+def is_plain(job: Job) -> bool:
+    """Whether it is a record and nothing else: such ones are committed in groups."""
+    row = job.arena.row(job.slot)
+    try:
+        said = describe(job, row) if row else {}
+    except Exception:  # noqa: BLE001 - told when its turn comes
+        return False
+    return bool(said.get("record")) and not said.get("share") and not said.get("tag")
+
+
+def _previous(
+    writer: Writer, step: int, parent: CheckpointName | None, digest: str | None
+) -> Previous:
+    """What a record goes on from: a checkpoint of this epoch, the `parent` with that digest, or
+    another one. Raises Unavailable where it was never committed: then the chain has ended, and the
+    trainer begins another with a whole state."""
     if writer.epoch is None:
         raise Unavailable(writer.unclaimed)
     name = CheckpointName(step, writer.epoch)
-    if writer.parent != name or writer.parent_digest is None:
+    if parent != name or digest is None:
         try:
             digest = catalog.digest_of_manifest(writer.disk, name)
         except Missing as error:
-            raise Unavailable(
-                f"saving a record: {name}, which it follows, was not saved"
-            ) from error
-        return Previous(step, writer.epoch, digest)
-    return Previous(step, writer.epoch, writer.parent_digest)
+            raise _lost(name) from error
+    return Previous(step, writer.epoch, digest)
+
+
+def _lost(name: CheckpointName | None) -> Unavailable:
+    return Unavailable(f"saving a record: {name}, which it follows, was not saved")
 
 
 def _with_part(manifest: Manifest, said: dict[str, Any] | None, part: Part) -> Manifest:

@@ -198,7 +198,7 @@ class Keeper:
         match message["type"]:
             case "arena":
                 self._take_arena(session, message["arena"], fds)
-            case "job" | "copied" | "confirm" | "claim" | "release":
+            case "job" | "copied" | "confirm" | "claim" | "flush" | "release":
                 session.hear(message)
             case "settle":
                 self._settle(session, message["id"])

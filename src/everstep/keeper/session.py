@@ -16,7 +16,6 @@ Invariants:
 import contextlib
 import logging
 import os
-import queue
 import select
 import socket
 import threading
@@ -31,6 +30,7 @@ from everstep.keeper.arrival import ALL
 from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.job import Job, Outcome, Writer
 from everstep.keeper.persist import apply_retention, end_window, persist, submitted
+from everstep.keeper.tasks import Bounds, Tasks
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -67,6 +67,8 @@ class Session:
         self.writer = Writer(disk, keep, epoch, parent)
         every = _number(hello["catch_up"]) if hello.get("catch_up") else 0
         self._catch_up = self._catch_up_every(every, epoch is not None) if every else None
+        self._bounds = Bounds.of(hello.get("group_commit"))
+        self._awaited = _number(hello.get("awaited", 0))
         self.arenas: dict[str, Arena] = {}
         self.orphan = False
         self.detached = False
@@ -76,22 +78,21 @@ class Session:
         self._wake = wake
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks = Tasks()
         self._send_lock = threading.Lock()
-        self._pending = 0
         if epoch is not None:
-            self.submit(self._find_parent)
+            self._tasks.put(self._find_parent)
         threading.Thread(target=self._work, name=f"everstep-{self.pid}", daemon=True).start()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or running."""
-        return self._pending == 0
+        return not self._tasks
 
     @property
     def is_overloaded(self) -> bool:
         """Whether no more tasks should be taken from the trainer."""
-        return self._pending >= TASKS_MAX
+        return len(self._tasks) >= TASKS_MAX
 
     def has_died(self) -> bool:
         """Whether the trainer's process is gone, heard of or not."""
@@ -100,12 +101,6 @@ class Session:
         poll = select.poll()  # select() ends at descriptor 1024
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Queue work for this session's thread."""
-        with self._lock:
-            self._pending += 1
-        self._queue.put(task)
 
     def tell(self, message: wire.Message, fds: list[int] | None = None) -> None:
         """Send to the trainer, or lose it where it does not read. Any thread; does not block."""
@@ -129,7 +124,10 @@ class Session:
             case "confirm":
                 self.answer(message["sequence"], message["problem"])
             case "claim":
-                self.submit(lambda: self.claim(message))
+                self._tasks.put(lambda: self.claim(message))
+            case "flush":
+                self._awaited = max(self._awaited, _number(message["sequence"]))
+                self._tasks.nudge()
             case "release":
                 self.release(message["arena"])
 
@@ -171,11 +169,13 @@ class Session:
                 job.arrival.advance(ALL)
                 if self.orphan:
                     job.answer(None)
+                self._tasks.nudge()
                 self.tell({"type": "held", "sequence": job.sequence})
             elif state is SlotState.TORN:
                 job.arrival.give_up(f"the trainer gave job {sequence} up")
+                self._tasks.nudge()
             if is_new:
-                self.submit(lambda job=job: self._persist(job))  # type: ignore[misc]
+                self._tasks.put(job)
 
     def answer(self, sequence: int, problem: str | None) -> None:
         """The trainer's word on a copy."""
@@ -185,7 +185,7 @@ class Session:
     def release(self, key: str) -> None:
         """Close an arena when its jobs are done."""
         if arena := self.arenas.pop(key, None):
-            self.submit(arena.close)
+            self._tasks.put(arena.close)
 
     def newest(self) -> tuple[int, str] | None:
         """Sequence and arena of the newest complete state."""
@@ -258,7 +258,7 @@ class Session:
             if job.arrival.over and not job.answered.is_set():  # else it may still be heard of
                 job.answer(None)
         if self.dead or self.detached:
-            self.submit(lambda: end_window(self.writer))
+            self._tasks.put(lambda: end_window(self.writer))
 
     def disconnect(self) -> None:
         """Close the socket."""
@@ -266,13 +266,14 @@ class Session:
             if self.connection:
                 self.connection.close()
                 self.connection = None
+        self._tasks.nudge()  # nobody is waited for any more
 
     def close(self) -> None:
         """Release arenas and descriptors; the session must be idle."""
         self.disconnect()
         if self._catch_up:
             self._catch_up.close()
-        self._queue.put(None)
+        self._tasks.close()
         self.writer.hasher.shutdown(wait=False)
         for arena in self.arenas.values():
             arena.close()
@@ -313,30 +314,48 @@ class Session:
         self.writer.parent = max(mine, default=self.writer.parent)
 
     def _work(self) -> None:
-        while task := self._queue.get():
+        while task := self._tasks.take():
             try:
-                task()
+                if isinstance(task, Job):
+                    self._persist(task)
+                else:
+                    task()
             except Exception:
                 log.exception("a task of trainer %s", self.pid)
             del task  # it holds an arena
-            with self._lock:
-                self._pending -= 1
-            if not self._pending:
+            if self._tasks.finish():
                 self._wake()
 
-    def _persist(self, job: Job) -> None:
-        try:
-            if self.writer.epoch is None and not self.writer.unclaimed:
-                raise Unavailable("saving: this trainer has claimed no epoch")
-            message = {"type": "written", "sequence": job.sequence}
-            outcome = persist(self.writer, job, lambda: self.tell(message))
-        except Exception as error:  # noqa: BLE001 - each reaches the handle, none ends the keeper
-            job.arrival.wait_until_over()  # until then the trainer writes to the slot
-            self._fail(job, error)
+    def _persist(self, first: Job) -> None:
+        """Commit a job, and with it the records that are gathered meanwhile."""
+        if self.writer.epoch is None and not self.writer.unclaimed:
+            self._fail(first, Unavailable("saving: this trainer has claimed no epoch"))
             return
-        self._done(job, outcome)
+        group = self._tasks.gather(first, self._bounds, self._may_wait)
+        ended = persist(self.writer, group, self._announce_written)
+        committed = self.committed
+        for job, outcome in ended:
+            if isinstance(outcome, Outcome):
+                self._done(job, outcome)
+            else:
+                self._fail(job, outcome)
+        if self.committed > committed:
+            apply_retention(self.writer)
+
+    def _may_wait(self, first: Job) -> bool:
+        """Whether a group need not be committed yet: nobody waits for it, the trainer is there, and
+        finds a free slot for its next step."""
+        return (
+            self.connection is not None
+            and first.sequence > self._awaited
+            and first.arena.free_slot() is not None
+        )
+
+    def _announce_written(self, job: Job) -> None:
+        self.tell({"type": "written", "sequence": job.sequence})
 
     def _fail(self, job: Job, error: Exception) -> None:
+        job.arrival.wait_until_over()  # until then the trainer writes to the slot
         kind = type(error).__name__ if isinstance(error, EverstepError) else "Unavailable"
         text = str(error) if isinstance(error, EverstepError) else f"the keeper failed: {error!r}"
         level = logging.ERROR if job.arrival.complete else logging.INFO  # the trainer knows why
@@ -360,9 +379,8 @@ class Session:
         self.tell(message | {"bytes": outcome.bytes, "seconds": outcome.seconds})
         if not outcome.is_part:
             self.committed += 1
-            apply_retention(self.writer)
-            if self._catch_up and self.writer.parent:  # what was just committed
-                self._catch_up.note(self.writer.parent, outcome.takes_replay)
+            if self._catch_up:
+                self._catch_up.note(outcome.name, outcome.takes_replay)
 
     def _catch_up_every(self, every: int, is_resumed: bool) -> CatchUp:
         """What was kept for the sake of later steps may go when one of them is whole."""
@@ -371,7 +389,7 @@ class Session:
             every,
             is_resumed=is_resumed,
             tell=self.tell,
-            on_whole=lambda: self.submit(lambda: apply_retention(self.writer)),
+            on_whole=lambda: self._tasks.put(lambda: apply_retention(self.writer)),
         )
 
     def _finish(self, job: Job, state: SlotState) -> None:

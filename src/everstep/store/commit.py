@@ -13,6 +13,7 @@ import secrets
 import socket
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,6 +24,7 @@ from everstep.format.tables import FileLink
 from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from everstep.tiers.files import NewFile
 
 
 def open_store(disk: Disk) -> str:
@@ -77,31 +79,66 @@ def check_epoch(disk: Disk, epoch: int, step: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class NewPack:
+    """A pack that is written, and not durable before `sync_packs`."""
+
+    link: FileLink
+    file: NewFile
+
+
 def write_packs(
+    disk: Disk, name: CheckpointName, packs: Sequence[memoryview], token: str | None = None
+) -> tuple[FileLink, ...]:
+    """Write each pack to a new file; returns when all are durable."""
+    written = begin_packs(disk, name, packs, token=token)
+    try:
+        sync_packs(disk, written)
+        disk.sync_entries([pack.link.path for pack in written])
+    except BaseException:
+        discard_packs(disk, name, [pack.link for pack in written])
+        raise
+    return tuple(pack.link for pack in written)
+
+
+def begin_packs(
     disk: Disk,
     name: CheckpointName,
     packs: Sequence[memoryview],
     await_bytes: Callable[[int], None] = lambda end: None,
     token: str | None = None,
-) -> tuple[FileLink, ...]:
-    """Write each pack to a new file; returns when all are durable.
+) -> list[NewPack]:
+    """Write each pack to a new file, for `sync_packs`.
 
     `await_bytes(end)` blocks until the first `end` bytes of all packs together may be read.
     `token`: what makes the files' names new; None: chosen here.
     """
     token = token or secrets.token_hex(4)
-    links = []
+    written: list[NewPack] = []
     start = 0
     try:
         for index, pack in enumerate(packs):
             path = names.pack_path(name, token, index)
-            disk.write(path, [pack], lambda end, start=start: await_bytes(start + end))  # type: ignore[misc]
-            links.append(FileLink(path, len(pack)))
+            file = disk.begin(path, [pack], lambda end, start=start: await_bytes(start + end))  # type: ignore[misc]
+            written.append(NewPack(FileLink(path, len(pack)), file))
             start += len(pack)
     except BaseException:
-        discard_packs(disk, name, links)
+        for done in written:
+            done.file.close()
+        discard_packs(disk, name, [done.link for done in written])
         raise
-    return tuple(links)
+    return written
+
+
+def sync_packs(disk: Disk, packs: Sequence[NewPack]) -> None:
+    """Make the bytes of new packs durable; their entries are left to `Disk.sync_entries`, which
+    does it for any number of them. All files are closed, also after an error."""
+    try:
+        for pack in packs:
+            disk.finish(pack.link.path, pack.file)
+    finally:
+        for pack in packs:
+            pack.file.close()
 
 
 def discard_packs(disk: Disk, name: CheckpointName, links: Sequence[FileLink]) -> None:

@@ -54,36 +54,47 @@ class Disk:
         `end` are read, and blocks until they may be. On any error the file is unlinked; Unavailable
         is raised, or what `await_bytes` raised.
         """
-        size = sum(map(len, data))
-        with self._telling("writing", path, size):
-            self._make_directories(os.path.dirname(path))
-            name = str(self.root / path)
-            try:
-                self._files.write(name, data, await_bytes)
-                self._sync_directory(os.path.dirname(path))
-            except FileExistsError:
-                raise
-            except BaseException:
-                self._forget(name)
-                raise
+        self.finish(path, self.begin(path, data, await_bytes))
+        try:
+            self.sync_entries([path])
+        except BaseException:
+            self._forget(str(self.root / path))
+            raise
+
+    def begin(
+        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
+    ) -> NewFile:
+        """As `write`, but nothing is durable before `finish`, and after it `sync_entries`: several
+        files are made durable together."""
+        with self._creating(path, sum(map(len, data))) as name:
+            return self._files.write(name, data, await_bytes)
 
     @contextmanager
     def new_file(self, path: str) -> Iterator[NewFile]:
-        """Write the new file `path` piece by piece; when this ends it is durable. On any error it
+        """Write the new file `path` piece by piece; then it is as after `begin`. On any error it
         is unlinked; Unavailable is raised, or what was raised within."""
-        with self._telling("writing", path, 0):
-            self._make_directories(os.path.dirname(path))
-            name = str(self.root / path)
-            file = NewFile(self._system, name)
+        with self._creating(path, 0) as name:
+            file = NewFile.create(self._system, name)
             try:
                 yield file
-                file.sync()
-                file.close()
-                self._sync_directory(os.path.dirname(path))
             except BaseException:
                 file.close()
-                self._forget(name)
                 raise
+
+    def finish(self, path: str, file: NewFile) -> None:
+        """Make the bytes of a new file durable, and close it. On any error it is unlinked."""
+        with self._telling("writing", path, self.size(path) or 0):
+            try:
+                file.finish()
+            except BaseException:
+                self._forget(str(self.root / path))
+                raise
+
+    def sync_entries(self, paths: Sequence[str]) -> None:
+        """Make it durable that these files are there: one sync for each directory."""
+        for directory, path in {os.path.dirname(path): path for path in paths}.items():
+            with self._telling("writing", path, self.size(path) or 0):
+                self._sync_directory(directory)
 
     def create(self, path: str, data: bytes) -> bool:
         """Publish `data` under `path` at once and durably; False where `path` exists already."""
@@ -107,6 +118,11 @@ class Disk:
             with self._draft(path, data) as draft:
                 self._system.rename(draft, str(self.root / path))
             self._sync_directory(os.path.dirname(path))
+
+    def make_directories(self, directories: Sequence[str]) -> None:
+        """Make directories durably, with one sync for all that lie in the same one."""
+        with self._telling("making", directories[0] if directories else "", 0):
+            self._make_directories(directories)
 
     def holds(self, path: str) -> bool:
         """Whether the file exists, and durably: its directory is synced here, once for each file.
@@ -222,7 +238,7 @@ class Disk:
         a claim from what a process that died left behind: see `is_claimed`."""
         name = str(self.root / path)
         with self._telling("claiming", path, 0):
-            self._make_directories(os.path.dirname(path))
+            self._make_directories([os.path.dirname(path)])
             fd = self._system.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
         try:
             self._try_lock(fd, fcntl.LOCK_EX)
@@ -264,10 +280,10 @@ class Disk:
     @contextmanager
     def _draft(self, path: str, data: bytes) -> Iterator[str]:
         """A durable file of another name that holds `data`, gone afterwards."""
-        self._make_directories(os.path.dirname(path))
+        self._make_directories([os.path.dirname(path)])
         draft = f"{self.root / path}.{secrets.token_hex(4)}.tmp"
         try:
-            self._files.write_buffered(draft, [memoryview(data)])
+            self._files.write_buffered(draft, [memoryview(data)]).finish()
             yield draft
         finally:
             self._forget(draft)
@@ -286,20 +302,26 @@ class Disk:
             ) from error
         return True
 
-    def _make_directories(self, directory: str) -> None:
-        """Make `directory` below the root durably.
+    def _make_directories(self, directories: Sequence[str]) -> None:
+        """Make directories below the root durably.
 
         What exists is synced once by each process too: whoever made it may have died before.
         """
-        if directory in self._known_directories and os.path.isdir(self.root / directory):
-            return
-        if directory:
-            self._make_directories(os.path.dirname(directory))
-            self._make_directory(self.root / directory)
-            self._sync_directory(os.path.dirname(directory))
-        else:
+        unknown = [each for each in directories if not self._knows(each)]
+        below = [each for each in unknown if each]
+        if len(below) < len(unknown):
             self._make_root()
-        self._known_directories.add(directory)
+        parents = list(dict.fromkeys(map(os.path.dirname, below)))
+        if parents:
+            self._make_directories(parents)
+        for directory in below:
+            self._make_directory(self.root / directory)
+        for parent in parents:
+            self._sync_directory(parent)
+        self._known_directories.update(unknown)
+
+    def _knows(self, directory: str) -> bool:
+        return directory in self._known_directories and os.path.isdir(self.root / directory)
 
     def _make_root(self) -> None:
         root = self.root.absolute()
@@ -336,6 +358,21 @@ class Disk:
     def _forget(self, name: str) -> None:
         with contextlib.suppress(OSError):  # gc finds it
             self._system.unlink(name)
+
+    @contextmanager
+    def _creating(self, path: str, size: int) -> Iterator[str]:
+        """The full name of a new file, which is gone again after an error but where another was
+        there."""
+        with self._telling("writing", path, size):
+            self._make_directories([os.path.dirname(path)])
+            name = str(self.root / path)
+            try:
+                yield name
+            except FileExistsError:
+                raise
+            except BaseException:
+                self._forget(name)
+                raise
 
     @contextmanager
     def _telling(self, verb: str, path: str, size: int) -> Iterator[None]:

@@ -50,41 +50,43 @@ class FileWriter:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    def write(self, name: str, data: Sequence[memoryview], await_bytes: Await) -> None:
-        """Create the file `name` of `data`; blocks until its bytes are durable. See Disk.write."""
+    def write(
+        self, name: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
+    ) -> "NewFile":
+        """Create the file `name` of `data`, and leave it open: see NewFile.finish."""
         if all(_is_aligned(view) for view in data):
             fd = _create_direct(self._system, name)
             if fd is not None:
                 if self._fill_directly(fd, data, await_bytes):
-                    return
+                    return NewFile(self._system, fd)
                 self._system.unlink(name)
-        self.write_buffered(name, data, await_bytes)
+        return self.write_buffered(name, data, await_bytes)
 
     def write_buffered(
         self, name: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> None:
+    ) -> "NewFile":
         """The same through the page cache, in this thread."""
-        fd = self._system.open(name, _CREATE)
+        file = NewFile(self._system, self._system.open(name, _CREATE))
         try:
             for view, offset in _extents(data):
                 await_bytes(offset + len(view))
-                _write_all(self._system, fd, view, offset)
-            self._system.fsync(fd)
-        finally:
-            self._system.close(fd)
+                file.write(view, offset)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def _fill_directly(self, fd: int, data: Sequence[memoryview], await_bytes: Await) -> bool:
-        """False where the file system opened the file for direct I/O, but refuses to do it."""
+        """False where the file system opened the file for direct I/O, but refuses to do it. The
+        descriptor is closed then, and after an error."""
         try:
             self._allocate(fd, sum(map(len, data)))
             self._write_extents(fd, data, await_bytes)
-            self._system.fsync(fd)
-        except OSError as error:
-            if error.errno in _NO_DIRECT:
+        except BaseException as error:
+            self._system.close(fd)
+            if isinstance(error, OSError) and error.errno in _NO_DIRECT:
                 return False
             raise
-        finally:
-            self._system.close(fd)
         return True
 
     def _write_extents(self, fd: int, data: Sequence[memoryview], await_bytes: Await) -> None:
@@ -127,15 +129,20 @@ class FileWriter:
 
 
 class NewFile:
-    """A file in the making: see Disk.new_file. For one thread."""
+    """A new file that is open, and whose bytes are not durable before `finish`. For one thread."""
 
-    def __init__(self, system: System, name: str) -> None:
+    def __init__(self, system: System, fd: int) -> None:
         self._system = system
+        self._fd = fd
+
+    @classmethod
+    def create(cls, system: System, name: str) -> "NewFile":
+        """For `write` from page-aligned memory: by direct I/O where that can be had."""
         fd = _create_direct(system, name)
-        self._fd = system.open(name, _CREATE) if fd is None else fd
+        return cls(system, system.open(name, _CREATE) if fd is None else fd)
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write whole pages, from page-aligned memory, at a multiple of a page. Raises OSError."""
+        """Write all of `view` (of whole pages, if it was opened by `create`). Raises OSError."""
         try:
             _write_all(self._system, self._fd, view, offset)
         except OSError as error:
@@ -146,9 +153,13 @@ class NewFile:
             )
             _write_all(self._system, self._fd, view, offset)
 
-    def sync(self) -> None:
-        """Make the bytes durable."""
-        self._system.fsync(self._fd)
+    def finish(self) -> None:
+        """Make the bytes durable, and close it, whatever happens. By the descriptor that wrote
+        them: another one may not be told of an error. Raises OSError."""
+        try:
+            self._system.fsync(self._fd)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Close it; a second call does nothing."""
