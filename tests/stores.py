@@ -142,12 +142,15 @@ class Trainer:
     def group(self, steps: Sequence[int]) -> list[Outcome | Exception]:
         """Commit records of these steps together, each of which follows the step before it; what
         became of each."""
-        jobs = [self.seal(step, follows=step - 1) for step in steps]
+        return self.commit_all([self.seal(step, follows=step - 1) for step in steps])
+
+    def commit_all(self, jobs: list[Job]) -> list[Outcome | Exception]:
+        """Commit jobs together; what became of each that was taken."""
         return [ended for _, ended in persist(self.writer, jobs, lambda job: None)]
 
     def commit(self, job: Job) -> Outcome:
         """Commit one job; returns when it is durable."""
-        ((_, ended),) = persist(self.writer, [job], lambda job: None)
+        (ended,) = self.commit_all([job])
         if isinstance(ended, Exception):
             raise ended
         return ended

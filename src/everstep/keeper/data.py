@@ -94,7 +94,7 @@ class Data:
     def discard(self, name: CheckpointName, others: tuple[FileLink, ...] = ()) -> None:
         """Nothing came of it: its files are deleted, and `others` of the same checkpoint."""
         for pack in self._written:
-            pack.file.close()
+            pack.file.abandon()
         commit.discard_packs(self._writer.disk, name, self.links + others)
 
     @property

@@ -124,7 +124,7 @@ def begin_packs(
             start += len(pack)
     except BaseException:
         for done in written:
-            done.file.close()
+            done.file.abandon()
         discard_packs(disk, name, [done.link for done in written])
         raise
     return written
@@ -138,7 +138,7 @@ def sync_packs(disk: Disk, packs: Sequence[NewPack]) -> None:
             disk.finish(pack.link.path, pack.file)
     finally:
         for pack in packs:
-            pack.file.close()
+            pack.file.abandon()
 
 
 def discard_packs(disk: Disk, name: CheckpointName, links: Sequence[FileLink]) -> None:

@@ -78,7 +78,7 @@ class Disk:
             try:
                 yield file
             except BaseException:
-                file.close()
+                file.abandon()
                 raise
 
     def finish(self, path: str, file: NewFile) -> None:

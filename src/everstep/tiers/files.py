@@ -72,7 +72,7 @@ class FileWriter:
                 await_bytes(offset + len(view))
                 file.write(view, offset)
         except BaseException:
-            file.close()
+            file.abandon()
             raise
         return file
 
@@ -158,11 +158,17 @@ class NewFile:
         them: another one may not be told of an error. Raises OSError."""
         try:
             self._system.fsync(self._fd)
-        finally:
-            self.close()
+        except BaseException:
+            self.abandon()
+            raise
+        self._close()
 
-    def close(self) -> None:
-        """Close it; a second call does nothing."""
+    def abandon(self) -> None:
+        """Close it, if it is open: what it holds is not wanted. Raises nothing."""
+        with contextlib.suppress(OSError):
+            self._close()
+
+    def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._system.close(fd)
