@@ -13,7 +13,7 @@ from everstep.capture.hooks import Hook
 from everstep.capture.log import Captured
 from everstep.capture.pace import Pace
 from everstep.capture.plan import Planner
-from everstep.capture.pool import Pool
+from everstep.capture.pool import SLOTS, SLOTS_OF_GROUPS, Pool
 from everstep.capture.settings import Settings, Strategy
 from everstep.errors import Unavailable
 from everstep.handle import Metrics, SaveHandle
@@ -53,7 +53,8 @@ class Captures:
         self._client = client
         self._saves = saves
         self._metrics = metrics
-        self.pool = Pool(client, settings.memory_budget)
+        slots = SLOTS_OF_GROUPS if settings.group_commit else SLOTS
+        self.pool = Pool(client, settings.memory_budget, slots)
         saves.attach(client, self.pool)
         self._attachments = client.attachments
         self._planners: dict[object, Planner] = {}

@@ -87,7 +87,12 @@ class Checkpointer:
         sample of bytes at each step, or by all of them ("full": a pass over the whole state before
         and after each update, and again at replay). catch_up: when so many steps would have to be
         replayed, a process in the background makes the newest durable one a whole state, from which
-        a recovery begins then, so that retention can delete what is older; None for never. keep:
+        a recovery begins then, so that retention can delete what is older; None for never.
+        group_commit: (bytes, milliseconds): records wait until there are so many bytes of them, or
+        so much time has passed since the first was written, and are made durable together. A crash
+        of this process loses no more than without, one of the machine those records as well. Not
+        while anybody waits for one, nor where no memory is free (memory_budget= may give more than
+        three states then). None: only what waits anyway is taken together. keep:
         retention, None for all. memory_budget: bytes of host memory for captures, at least two
         states; None: three states where they fit into half of the available memory, else two.
         under_pressure: what a save does when no memory is free: be skipped, or wait. rng: capture

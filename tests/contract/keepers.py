@@ -1,6 +1,7 @@
 """A trainer without torch: a client, an arena, and what the keeper said. Also run as a process:
 
-python keepers.py STORE SCRIPT IDLE_S: runs the script with `trainer` and the names of this module.
+python keepers.py STORE SCRIPT IDLE_S [BYTES MILLISECONDS]: runs the script with `trainer` and the
+names of this module.
 """
 
 import os
@@ -36,7 +37,9 @@ def until(condition, what):
 class Trainer:
     """Attached to the keeper of `store`; `confirms=False`: "written" is left to the test."""
 
-    def __init__(self, store, idle_s=600.0, specs=stores.SMALL, confirms=True, slots=3):
+    def __init__(
+        self, store, idle_s=600.0, specs=stores.SMALL, confirms=True, slots=3, group_commit=None
+    ):
         self.specs, self.confirms = specs, confirms
         self.events = []
         self._changed = threading.Condition()
@@ -44,7 +47,7 @@ class Trainer:
         self.table = encode_table(self.layout, {}, {}, {})
         self.slots = slots
         self.key, self.arena, self.sequence = f"key-{os.getpid()}-{id(self)}", None, 0
-        self.client = Client(Path(store), None, self._on_event, idle_s)
+        self.client = Client(Path(store), None, self._on_event, idle_s, group_commit=group_commit)
 
     @property
     def keeper(self):
@@ -57,19 +60,23 @@ class Trainer:
         self.client.add_arena(self.key, self.arena)
         return self
 
-    def seal(self, step, submit=True):
-        """Put a state into the next slot; its sequence."""
+    def seal(self, step, submit=True, follows=None):
+        """Put a state into the next slot, or a record which `follows` a step; its sequence."""
         self.sequence += 1
         self.fill(step, 0, self.layout.size)
-        self.arena.seal(*self.documents(step))
+        self.arena.seal(*self.documents(step, follows))
         if submit:
             self.client.submit(self.key)
         return self.sequence
 
-    def announce(self, step):
-        """Tell of a state whose image is still to come (`arrive`); its sequence."""
+    def record(self, step, submit=True):
+        """Put a record into the next slot, which follows the step before; its sequence."""
+        return self.seal(step, submit, follows=step - 1)
+
+    def announce(self, step, follows=None):
+        """Tell of a state (or record) whose image is still to come (`arrive`); its sequence."""
         self.sequence += 1
-        self.arena.announce(*self.documents(step))
+        self.arena.announce(*self.documents(step, follows))
         self.client.submit(self.key)
         return self.sequence
 
@@ -92,9 +99,11 @@ class Trainer:
         image = stores.image_of(self.layout, contents)
         self.arena.image(self.slot)[start:end] = image[start:end]
 
-    def documents(self, step):
+    def documents(self, step, follows=None):
         said = {"objects": {}, "hyperparameters": {}, "topology": {}, "capture": {}}
         said |= {"metrics": {}, "tag": None}
+        if follows is not None:
+            said["record"] = {"previous": follows, "calls": [{"optimizer": "optimizer"}]}
         descriptor = seal(said)
         sizes = self.layout.size, len(self.table), len(descriptor)
         return self.slot, Row(self.sequence, step, *sizes), self.table, descriptor
@@ -143,9 +152,10 @@ class Trainer:
 class Process:
     """A script with a trainer in a process of its own; `read` takes a line that it printed."""
 
-    def __init__(self, store, script, idle_s=600.0, env=None):
+    def __init__(self, store, script, idle_s=600.0, env=None, group_commit=None):
+        bounds = map(str, group_commit or ())
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(store), script, str(idle_s)],
+            [sys.executable, __file__, str(store), script, str(idle_s), *bounds],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -215,5 +225,8 @@ def socket_of(store):
 
 
 if __name__ == "__main__":
-    with Trainer(sys.argv[1], float(sys.argv[3])) as trainer:
+    bounds = tuple(map(int, sys.argv[4:])) or None
+    with Trainer(
+        sys.argv[1], float(sys.argv[3]), slots=8 if bounds else 3, group_commit=bounds
+    ) as (trainer):
         exec(sys.argv[2])  # noqa: S102 - the test's own words

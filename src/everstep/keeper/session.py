@@ -60,6 +60,8 @@ class Session:
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
         epoch = None if hello["epoch"] is None else _number(hello["epoch"])
         parent = CheckpointName(*map(_number, hello["parent"])) if hello["parent"] else None
+        self._bounds = Bounds.of(hello.get("group_commit"))
+        self._awaited = _number(hello.get("awaited", 0))
         self.token = hello.get("token")
         self.pid = wire.check_peer(connection)
         self.pidfd = wire.open_peer(connection, self.pid)
@@ -67,8 +69,6 @@ class Session:
         self.writer = Writer(disk, keep, epoch, parent)
         every = _number(hello["catch_up"]) if hello.get("catch_up") else 0
         self._catch_up = self._catch_up_every(every, epoch is not None) if every else None
-        self._bounds = Bounds.of(hello.get("group_commit"))
-        self._awaited = _number(hello.get("awaited", 0))
         self.arenas: dict[str, Arena] = {}
         self.orphan = False
         self.detached = False
