@@ -8,7 +8,6 @@ import pytest
 
 from everstep import Corrupt, Unavailable
 from everstep.keeper.arena import _ROW, SLOTS_MAX, Arena, Row, SlotState
-from everstep.keeper.persist import submitted
 from everstep.tiers.disk import Disk
 from stores import Trainer
 
@@ -101,7 +100,7 @@ def test_a_changed_descriptor_is_no_job():
     row = _seal(arena, 0, 1)
     arena.descriptor(0, row)[3] ^= 1
     assert arena.row(0) is None
-    assert [row[:2] for row in submitted(arena)] == []
+    assert [row[:2] for row in arena.submitted()] == []
 
 
 @pytest.mark.parametrize("field", range(5))
@@ -124,10 +123,10 @@ def test_jobs_come_in_their_order():
     arena = Arena.create(4, 4096, 4096)
     for slot, sequence in ((2, 5), (0, 6), (3, 4)):
         _seal(arena, slot, sequence)
-    assert [row[:2] for row in submitted(arena)] == [(4, 3), (5, 2), (6, 0)]
+    assert [row[:2] for row in arena.submitted()] == [(4, 3), (5, 2), (6, 0)]
     arena.set_state(2, SlotState.DONE)
     arena.set_state(0, SlotState.CAPTURING)
-    assert [row[:2] for row in submitted(arena)] == [(4, 3)]
+    assert [row[:2] for row in arena.submitted()] == [(4, 3)]
     assert arena.newest_complete() == 2
     arena.set_state(2, SlotState.FAILED)
     assert arena.newest_complete() == 2

@@ -247,6 +247,24 @@ class Arena:
                 return slot
         return None
 
+    def submitted(self) -> list[tuple[int, int, SlotState]]:
+        """(sequence, slot, state) of the slots that wait for the keeper, in their order."""
+        states = [self.state(slot) for slot in range(self.slot_count)]
+        return sorted(
+            (row.sequence, slot, state)
+            for slot, state in enumerate(states)
+            if state in SUBMITTED and (row := self.row(slot))
+        )
+
+    def end_unfinished(self) -> None:
+        """End what a dead trainer was filling, and what it had not quite sealed."""
+        for slot in range(self.slot_count):
+            state = self.state(slot)
+            if state is SlotState.ANNOUNCED:
+                self.set_state(slot, SlotState.TORN)
+            elif state is SlotState.CAPTURING or (state in COMPLETE and self.row(slot) is None):
+                self.set_state(slot, SlotState.FREE)
+
     def free_slot(self, known_from: int | None = None) -> int | None:
         """A slot for the next capture: it holds nothing that has still to be written, and not the
         newest whole state. `known_from`: see `newest_complete`."""

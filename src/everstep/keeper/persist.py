@@ -10,7 +10,7 @@ from typing import Any
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of, unseal
 from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
-from everstep.keeper.arena import SUBMITTED, Arena, Row, SlotState
+from everstep.keeper.arena import Row
 from everstep.keeper.arrival import ALL
 from everstep.keeper.data import Data
 from everstep.keeper.existing import settle
@@ -53,27 +53,21 @@ def persist(
 
 
 def _sync(disk: Disk, saves: list["Save"]) -> None:
-    """Make the data of all durable: each file, and once the directory."""
+    """Make the data of all durable: each file, and their entries together."""
     for save in saves:
         save.sync()
-    _together(saves, lambda alive: disk.sync_entries([p for save in alive for p in save.paths]))
+    written = [save for save in saves if not save.has_failed and save.paths]
+    if written:  # where it fails for the first, the others follow
+        paths = [path for save in written for path in save.paths]
+        written[0].attempt(lambda: disk.sync_entries(paths))
 
 
 def _make_directories(disk: Disk, saves: list["Save"]) -> None:
     """For the manifests, with one sync for all."""
-    _together(
-        saves,
-        lambda alive: disk.make_directories(
-            [os.path.dirname(names.manifest_path(save.name)) for save in alive if save.publishes]
-        ),
-    )
-
-
-def _together(saves: list["Save"], action: Callable[[list["Save"]], None]) -> None:
-    """Do something for those that have not failed; where that fails, none of them goes on."""
-    alive = [save for save in saves if not save.has_failed]
-    if alive:
-        alive[0].attempt(lambda: action(alive))
+    ready = [save for save in saves if not save.has_failed and save.publishes]
+    if ready:
+        directories = [os.path.dirname(names.manifest_path(save.name)) for save in ready]
+        ready[0].attempt(lambda: disk.make_directories(directories))
 
 
 class Save:
@@ -366,13 +360,3 @@ def _with_part(manifest: Manifest, said: dict[str, Any] | None, part: Part) -> M
         return replace(manifest, parts=(part,))
     record = Record(manifest.step, tuple(said["calls"]), part, said.get("derived", {}))
     return replace(manifest, records=(record,))
-
-
-def submitted(arena: Arena) -> list[tuple[int, int, SlotState]]:
-    """(sequence, slot, state) of the slots that wait for the keeper, in their order."""
-    states = [arena.state(slot) for slot in range(arena.slot_count)]
-    return sorted(
-        (row.sequence, slot, state)
-        for slot, state in enumerate(states)
-        if state in SUBMITTED and (row := arena.row(slot))
-    )

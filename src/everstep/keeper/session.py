@@ -25,11 +25,11 @@ from typing import Any
 
 from everstep.errors import Conflict, EverstepError, Unavailable
 from everstep.keeper import wire
-from everstep.keeper.arena import COMPLETE, Arena, SlotState
+from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.arrival import ALL
 from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.job import Job, Outcome, Writer
-from everstep.keeper.persist import apply_retention, end_window, persist, submitted
+from everstep.keeper.persist import apply_retention, end_window, persist
 from everstep.keeper.tasks import Bounds, Tasks
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
@@ -58,16 +58,16 @@ class Session:
         greeting that is none.
         """
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
-        epoch = None if hello["epoch"] is None else _number(hello["epoch"])
-        parent = CheckpointName(*map(_number, hello["parent"])) if hello["parent"] else None
+        epoch = None if hello["epoch"] is None else wire.number(hello["epoch"])
+        parent = CheckpointName(*map(wire.number, hello["parent"])) if hello["parent"] else None
         self._bounds = Bounds.of(hello.get("group_commit"))
-        self._awaited = _number(hello.get("awaited", 0))
+        self._awaited = wire.number(hello.get("awaited", 0))
         self.token = hello.get("token")
         self.pid = wire.check_peer(connection)
         self.pidfd = wire.open_peer(connection, self.pid)
         self.connection: socket.socket | None = connection
         self.writer = Writer(disk, keep, epoch, parent)
-        every = _number(hello["catch_up"]) if hello.get("catch_up") else 0
+        every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
         self._catch_up = self._catch_up_every(every, epoch is not None) if every else None
         self.arenas: dict[str, Arena] = {}
         self.orphan = False
@@ -120,13 +120,13 @@ class Session:
                     self.scan(arena)
             case "copied":
                 if job := self._jobs.get(message["sequence"]):
-                    job.arrival.advance(_number(message["bytes"]))
+                    job.arrival.advance(wire.number(message["bytes"]))
             case "confirm":
                 self.answer(message["sequence"], message["problem"])
             case "claim":
                 self._tasks.put(lambda: self.claim(message))
             case "flush":
-                self._awaited = max(self._awaited, _number(message["sequence"]))
+                self._awaited = max(self._awaited, wire.number(message["sequence"]))
                 self._tasks.nudge()
             case "release":
                 self.release(message["arena"])
@@ -154,7 +154,7 @@ class Session:
     def scan(self, arena: Arena) -> None:
         """Take every slot of the arena that was announced or sealed, and has no job yet; and see
         what has become of those that have one."""
-        for sequence, slot, state in submitted(arena):
+        for sequence, slot, state in arena.submitted():
             with self._lock:
                 if arena.state(slot) is not state:  # the job has just ended
                     continue
@@ -252,7 +252,7 @@ class Session:
         self.disconnect()
         for arena in self.arenas.values():
             if self.dead:
-                _end_unfinished(arena)
+                arena.end_unfinished()
             self.scan(arena)
         for job in list(self._jobs.values()):
             if job.arrival.over and not job.answered.is_set():  # else it may still be heard of
@@ -287,8 +287,8 @@ class Session:
         reply: dict[str, Any] = {"type": "claimed", "id": message["id"]}
         writer = self.writer
         try:
-            fork = _number(message["fork"])
-            parent = None if message["parent"] is None else _number(message["parent"])
+            fork = wire.number(message["fork"])
+            parent = None if message["parent"] is None else wire.number(message["parent"])
             writer.parent = None if parent is None else CheckpointName(fork, parent)
             writer.epoch = commit.claim_epoch(writer.disk, parent, fork)
             writer.run = commit.open_store(writer.disk)
@@ -332,7 +332,10 @@ class Session:
             self._fail(first, Unavailable("saving: this trainer has claimed no epoch"))
             return
         group = self._tasks.gather(first, self._bounds, self._may_wait)
-        ended = persist(self.writer, group, self._announce_written)
+        written = {"type": "written"}
+        ended = persist(
+            self.writer, group, lambda job: self.tell(written | {"sequence": job.sequence})
+        )
         committed = self.committed
         for job, outcome in ended:
             if isinstance(outcome, Outcome):
@@ -348,11 +351,8 @@ class Session:
         return (
             self.connection is not None
             and first.sequence > self._awaited
-            and first.arena.free_slot() is not None
+            and all(arena.free_slot() is not None for arena in list(self.arenas.values()))
         )
-
-    def _announce_written(self, job: Job) -> None:
-        self.tell({"type": "written", "sequence": job.sequence})
 
     def _fail(self, job: Job, error: Exception) -> None:
         job.arrival.wait_until_over()  # until then the trainer writes to the slot
@@ -396,22 +396,6 @@ class Session:
         with self._lock:
             del self._jobs[job.sequence]
             job.arena.set_state(job.slot, state)
-
-
-def _end_unfinished(arena: Arena) -> None:
-    """End what a dead trainer was filling, and what it had not quite sealed."""
-    for slot in range(arena.slot_count):
-        state = arena.state(slot)
-        if state is SlotState.ANNOUNCED:
-            arena.set_state(slot, SlotState.TORN)
-        elif state is SlotState.CAPTURING or (state in COMPLETE and arena.row(slot) is None):
-            arena.set_state(slot, SlotState.FREE)
-
-
-def _number(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"not a number of a step or epoch: {value!r}")
-    return value
 
 
 def _physical_memory() -> int:

@@ -155,3 +155,10 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
             os.close(fd)
         raise ValueError(str(error)) from error
     return message, list(fds)
+
+
+def number(value: object) -> int:
+    """A step, an epoch, a count of bytes that a message names. Raises ValueError."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"not a number of a step or epoch: {value!r}")
+    return value
