@@ -28,11 +28,18 @@ class Run:
     begun: ClassVar[list["Run"]] = []
 
     def __init__(
-        self, store: Path, steps: int = STEPS, every: int = 1, log: int | None = None
+        self,
+        store: Path,
+        steps: int = STEPS,
+        every: int = 1,
+        log: int | None = None,
+        group: int | None = None,
     ) -> None:
-        """`log`: steps from base to base; None: whole states."""
+        """`log`: steps from base to base; None: whole states. `group`: milliseconds for which its
+        records wait for each other."""
         command = [sys.executable, str(TRAINER), str(store), str(steps), str(every)]
         command += ["log", str(log)] if log else []
+        command += [str(group)] if group else []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.begun.append(self)
         self.losses: dict[int, str] = {}
@@ -110,12 +117,17 @@ def check_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def die_and_go_on(
-    store: Path, rng: random.Random, kills: int, keeper_too: bool, log: int | None = None
+    store: Path,
+    rng: random.Random,
+    kills: int,
+    keeper_too: bool,
+    log: int | None = None,
+    group: int | None = None,
 ) -> None:
     losses: dict[int, str] = {}
     previous = 0
     for kill in range(kills):
-        run = Run(store, log=log)
+        run = Run(store, log=log, group=group)
         assert previous - run.restored <= 1, (
             f"kill {kill}: {previous} was done, {run.restored} restored"
         )
@@ -132,7 +144,7 @@ def die_and_go_on(
         losses.update(run.losses)
         # The step whose line was not printed any more may still have been taken.
         previous = max(run.last, run.restored)
-    run = Run(store, log=log)
+    run = Run(store, log=log, group=group)
     assert previous - run.restored <= 1
     run.finish()
     losses.update(run.losses)
@@ -147,6 +159,11 @@ def test_trainer_killed_at_random_moments(store):
 @pytest.mark.parametrize("base_every", [3, 50])
 def test_trainer_with_a_log_killed_at_random_moments(store, base_every):
     die_and_go_on(store, random.Random(seed()), kills=4, keeper_too=False, log=base_every)
+
+
+def test_trainer_with_groups_killed_at_random_moments(store):
+    """Groups that end by themselves after an hour: the keeper has what the disk does not have."""
+    die_and_go_on(store, random.Random(seed()), kills=4, keeper_too=False, log=50, group=3_600_000)
 
 
 @pytest.mark.slow
