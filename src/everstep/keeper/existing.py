@@ -71,6 +71,5 @@ def _check_same_window(disk: Disk, manifest: Manifest, share: Share, table: File
 def _is_other(disk: Disk, step: int) -> Conflict:
     return Conflict(
         f"saving step {step} to {disk.root}: this step is saved already with other content. A step "
-        f"is written once: save under the next step, or restore() before you begin again; for "
-        f"metrics, call save(step, metrics=...) in place of step(step)"
+        f"is written once: save under the next step, or restore() before you begin again"
     )
