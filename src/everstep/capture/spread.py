@@ -108,7 +108,7 @@ class Spread:
 
     def size(self) -> int:
         """Steps of the next window."""
-        if self.refusal or self._sizes is None:
+        if self._every == 1 or self.refusal or self._sizes is None:
             return 1
         if self._fixed is not None:
             return min(self._fixed, self._every)
