@@ -17,7 +17,7 @@ from everstep.replay import selftest
 from everstep.replay.redo import find, redo
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.derived import Derivation
-from everstep.restore.load import Loader
+from everstep.restore.load import Loader, put
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
 from everstep.state.optimizers import OptimizerState, owned_names
@@ -100,10 +100,9 @@ def _take(
         log.warning("%s", problem)
     with adopted(last.manifest.topology):
         found = rebuilt(candidate, base, logs)
-    with torch.no_grad():
-        for name, (_, tensors) in placement.destinations.items():
-            for tensor in tensors:
-                tensor.copy_(found[name])
+    for name, (_, tensors) in placement.destinations.items():
+        for tensor in tensors:
+            put(tensor, found[name])
     placement.finish()
     return last.manifest
 
