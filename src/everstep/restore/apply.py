@@ -16,13 +16,13 @@ from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay import selftest
 from everstep.replay.redo import find, redo
 from everstep.restore.choose import Candidate, Described
-from everstep.restore.derived import Derivation
+from everstep.restore.derived import Derivation, derived_names, derived_parts
 from everstep.restore.load import Loader, put
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
 from everstep.state.optimizers import OptimizerState, owned_names
 from everstep.state.placement import Placement, Saved
-from everstep.state.rules import Rules
+from everstep.state.rules import Rules, is_in
 from everstep.state.topology import adopted, differences
 from everstep.state.view import State
 
@@ -57,10 +57,10 @@ def apply(
             f"{found and f' ({found})'}. Restore it there, or with exact='allow'"
         )
     optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
-    derivation = Derivation(base, logs, rules, state, optimized)
-    optimized |= derivation.names
     if replayed and only is not None:
         return _take(candidate, base, replayed, state, only, optimized, must_be_exact)
+    derivation = Derivation(base, logs, rules, state, optimized)
+    optimized |= derivation.names
     placement = _place(
         state,
         Saved.of(base.manifest, base.tables),
@@ -87,9 +87,21 @@ def _take(
     """Parts of what a log comes to, which is replayed beside the state. Takes memory for all of
     it."""
     last = logs[-1]
-    saved = _saved_after(base, last, optimized)
+    derived, ruled = derived_parts(logs)
+    saved = _saved_after(base, last, optimized | derived_names(base, derived, optimized))
     placement = _place(state, saved, only)
     placement.check(candidate.name.step, candidate.disk.root)
+    named = {
+        name
+        for entry, _ in placement.destinations.values()
+        for name in (entry.spec.name, *entry.aliases)
+    }
+    if taken := sorted(part for part in ruled if any(is_in(name, part) for name in named)):
+        raise Unsupported(
+            f"restoring only={only} of step {candidate.name.step}: {taken[0]!r} is derived by a "
+            f"rule of its own (derive=), which runs in the whole state alone. Restore all of it, "
+            f"or parts without {taken[0]!r}"
+        )
     if any(saved.tensors[name].device != "cpu" for name in optimized & saved.tensors.keys()):
         problem = (
             f"restoring only={only} of step {candidate.name.step}: it was trained on a GPU, and "
@@ -99,7 +111,7 @@ def _take(
             raise Unsupported(f"{problem}. Restore all of it, or with exact='allow'")
         log.warning("%s", problem)
     with adopted(last.manifest.topology):
-        found = rebuilt(candidate, base, logs)
+        found = rebuilt(candidate, base, logs, without_derived=True)
     for name, (_, tensors) in placement.destinations.items():
         for tensor in tensors:
             put(tensor, found[name])
