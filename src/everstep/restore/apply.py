@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from everstep.errors import Corrupt, Unsupported
+from everstep.errors import Corrupt, Mismatch, Unsupported
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay import selftest
@@ -167,14 +167,38 @@ def _replay(
 
 
 def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerState]) -> None:
-    """Raises Mismatch where an optimizer that was called is not there, or is another."""
+    """Raises Mismatch where an optimizer that was called is not there, or is another, or has
+    parameters in one group that had different hyperparameters then."""
+    merged: dict[tuple[int, str], list[set[int]]] = {}  # most steps share a table
     for described in logs:
-        for record in described.manifest.records:
+        for record, table in described.records:
             for call in record.calls:
                 try:
-                    find(record.step, call, optimizers)
-                except (KeyError, TypeError) as error:
+                    state = find(record.step, call, optimizers)
+                    key = id(table), state.name
+                    if key not in merged:
+                        merged[key] = _merged(state, table.optimizers[state.name]["groups"])
+                    differing = [
+                        numbers
+                        for numbers in merged[key]
+                        if len({repr(call["sets"][number]) for number in numbers}) > 1
+                    ]
+                except (KeyError, TypeError, IndexError) as error:
                     raise Corrupt(f"reading the record of step {record.step}: {error!r}") from error
+                if differing:
+                    raise Mismatch(
+                        f"replaying step {record.step}: a group of {state.name!r} has parameters "
+                        f"that had different hyperparameters then (its groups "
+                        f"{sorted(differing[0])}). Build the state as it was"
+                    )
+
+
+def _merged(state: OptimizerState, groups: Mapping[str, int]) -> list[set[int]]:
+    """The groups of then whose parameters stand in one group now."""
+    members: dict[int, set[int]] = {}
+    for index, name, _, _ in state.parameters():
+        members.setdefault(index, set()).add(groups[name])
+    return [numbers for numbers in members.values() if len(numbers) > 1]
 
 
 def _first_step(base: Described) -> int:
