@@ -86,7 +86,7 @@ class Loader:
             for tensor in tensors:
                 direct = tensor.detach()
                 if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                    direct = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    direct = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     finals.append((tensor.detach(), direct))
                 filled.append(direct)
         spans = plan((entry for entry, _ in destinations), part, table)

@@ -41,7 +41,7 @@ def rebuilt(
             f"{', '.join(map(repr, derived))} is derived by a rule of its own (derive=). Restore "
             f"the whole step there instead"
         )
-    with Loader() as loader:
+    with torch.device("cpu"), Loader() as loader:
         return _replayed(candidate, base, logs, loader)
 
 
