@@ -168,7 +168,9 @@ class Captures:
     def _describe(
         self, captured: Captured, tag: str | None, metrics: dict[str, Any]
     ) -> dict[str, Any]:
-        self._topology = self._topology or topology()
+        now = topology()  # threads and the like may have been set anew
+        if self._topology is None or not now.items() <= self._topology.items():
+            self._topology = now
         is_replayed = captured.record is not None or captured.share is not None
         if is_replayed and "selftest" not in self._topology:
             tests = selftest.record(self._state.optimizers)

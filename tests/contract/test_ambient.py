@@ -5,8 +5,13 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from runs import check_same, checkpointer, freeze, kinds, supervised
+from runs import check_same, checkpointer, freeze, kinds, supervised, tensor_bits
 from torch import nn
+
+from everstep import Store
+from everstep.restore.materialize import materialize
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 
 
 @contextlib.contextmanager
@@ -67,6 +72,39 @@ def test_saving_and_restoring(store, name, strategy):
         check_same(freeze(second), saved)
         supervised(second)
         check_same(freeze(second), final)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_parts_and_reads_of_a_log(store, name):
+    def make(seed):
+        state = build(seed)
+        state["model"].append(nn.Linear(6, 6, bias=False))  # unused: no gradient before step 3
+        state["model"].register_buffer("turned", torch.full((2, 3), float(seed)).t())
+        state["model"].register_buffer("empty", torch.empty(0, 3))
+        return {**state, "optimizer": torch.optim.AdamW(state["model"].parameters())}
+
+    def loss(model, inputs):
+        return (model if step > 2 else model[:2])(inputs).square().mean()
+
+    state, frozen = make(1), {}
+    with checkpointer(store, state, strategy="log") as saver:
+        for step in range(1, 6):
+            supervised(state, loss)
+            saver.save(step).wait("local")
+            frozen[step] = freeze(state)
+    assert kinds(store) == "brbrr"
+    fresh = make(2)
+    with checkpointer(store, fresh) as restorer, SETTINGS[name]():
+        assert restorer.restore(2) == 2
+        assert restorer.restore(5, only="model") == 5
+        assert restorer.restore(4, only="optimizer") == 4
+        materialize(Disk(store), CheckpointName(4, 1))
+        found = {key: tensor_bits(value) for key, value in Store(store).read(4).items()}
+        assert restorer.restore(1, only="values") == 1
+    check_same(freeze(fresh["model"]), frozen[5]["model"])
+    check_same(freeze(fresh["optimizer"])["state"], frozen[4]["optimizer"]["state"])
+    models = {key: value for key, value in found.items() if key.startswith("model.")}
+    check_same(models, {f"model.{key}": value for key, value in frozen[4]["model"].items()})
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep import Checkpointer, Store
+from everstep import Checkpointer, Store, Unsupported
 from everstep.capture import auto
 from everstep.capture.auto import Balance
 from everstep.state import kept
@@ -116,6 +116,41 @@ def test_frozen_weights_keep_it_full(store, monkeypatch):
     opened = Store(store)
     assert not any(opened.manifest(step).previous for step in opened.steps())
     assert "belong to no optimizer" in opened.manifest(7).capture["auto"]["reason"]
+
+
+class Memory:
+    """What a library has beside the model, behind its own methods."""
+
+    def __init__(self):
+        self.rows = torch.zeros(300, 300)
+
+    def state_dict(self):
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state):
+        self.rows = state["rows"]
+
+
+@pytest.mark.parametrize("make", [Memory, lambda: {"rows": torch.zeros(300, 300)}])
+def test_large_tensors_that_no_module_has_keep_it_full(store, other_store, monkeypatch, make):
+    monkeypatch.setattr(auto, "SAVES_MIN", 2)
+
+    def run(path, **options):
+        state = {**run_of(1, torch.optim.AdamW), "memory": make()}
+        with Checkpointer(path, state, under_pressure="wait", **options) as checkpointer:
+            for step in range(1, 8):
+                state["model"](torch.randn(2, 16)).sum().backward()
+                state["optimizer"].step()
+                checkpointer.step(step)
+        opened = Store(path)
+        return [opened.manifest(step) for step in opened.steps()]
+
+    manifests = run(store, strategy="auto")
+    assert len(manifests) == 7
+    assert not any(manifest.previous for manifest in manifests)
+    assert manifests[-1].capture["auto"]["state_bytes"] > 360_000 - (64 << 10)
+    with pytest.raises(Unsupported, match="belong to no optimizer"):
+        run(other_store, strategy="log")
 
 
 def test_it_leaves_a_log_for_good_where_steps_take_longer():

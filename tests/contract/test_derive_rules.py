@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from derived import averaged, build, by_hand, check_all, run
+from derived import averaged, build, by_hand, check_all, run, with_buffers
 from logs import train
-from runs import check_same, checkpointer, kinds, logged, snapshot
+from runs import check_same, checkpointer, freeze, kinds, logged, snapshot
 
-from everstep import Corrupt, Mismatch
+from everstep import Corrupt, Mismatch, Unsupported
 
 
 def test_what_can_be_derived(store):
@@ -56,6 +56,25 @@ def test_a_log_is_not_replayed_without_the_rule_or_under_another_name(store):
         with pytest.raises(Mismatch, match="'ema' was derived by a rule"):
             restorer.restore()
         check_same(snapshot(renamed), before)
+
+
+def test_parts_that_no_rule_derives_need_none(store):
+    frozen = run(store, with_buffers, base_every=6)
+    assert kinds(store) == "brrrrrbrr"
+    fresh, _ = build(2, with_buffers)
+    before = snapshot(fresh)["state"]
+    with checkpointer(store, fresh) as restorer:
+        for step in (9, 4):
+            with pytest.raises(Unsupported, match="'ema' is derived by a rule"):
+                restorer.restore(step, only=["model", "ema"])
+            check_same(snapshot(fresh)["state"]["ema"], before["ema"])
+            assert restorer.restore(step, only=["model", "optimizer"]) == step
+            after = snapshot(fresh)["state"]
+            check_same(after, {**frozen[step]["state"], "ema": before["ema"]})
+    model = build(3, with_buffers)[0]["model"]
+    with checkpointer(store, {"model": model}) as restorer:
+        assert restorer.restore(5, only="model") == 5
+    check_same(freeze(model), frozen[5]["state"]["model"])
 
 
 def test_a_rule_that_the_run_did_not_have_is_not_called(store):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from logs import Plain, backward, build, check_run, durable, train, train_in_closure, write
-from runs import check_steps, checkpointer, kinds, logged, run_logged, snapshot
+from runs import check_same, check_steps, checkpointer, freeze, kinds, logged, run_logged, snapshot
 from torch import nn
 
 from everstep import Unsupported
@@ -215,3 +215,76 @@ def test_lbfgs(store):
     with checkpointer(store, state) as saver:
         train_in_closure(state)
         saver.step(1)
+
+
+class Attribute(Plain):
+    """Keeps what its next update depends on beside its state, where no checkpoint has it."""
+
+    def __init__(self, parameters, lr, how="number"):
+        super().__init__(parameters, lr)
+        self.how = how
+        self.number, self.rows, self.tensor = 0, {"all": []}, torch.zeros(())
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.mine, self.group = self.param_groups[0]["params"], self.param_groups[0]
+
+    @torch.no_grad()
+    def update(self):
+        if self.how == "number":
+            self.number += 1
+        elif self.how == "new":
+            self.count = getattr(self, "count", 0) + 1
+        elif self.how == "list":
+            self.rows["all"].append(self.number)
+        elif self.how == "tensor":
+            self.tensor += 1
+        elif self.how == "inner":
+            self.inner.step()
+        elif self.how == "shared":
+            self.inner.state = self.state
+            self.inner.step()
+            self.group["weight"] = self.group.get("weight", 0) + 1
+        seen = self.number + getattr(self, "count", 0) + len(self.rows["all"]) + self.tensor.item()
+        super().update(1 / (1 + seen))
+
+
+def train_with_a_setting(state, step=0):
+    state["optimizer"].number = step
+    train(state)
+
+
+class Said(Attribute):
+    """The same, and its state_dict() has it."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("how", ["number", "new", "list", "tensor", "inner"])
+def test_an_optimizer_with_state_that_no_checkpoint_has(store, caplog, how):
+    state = build(1, Attribute, how=how)
+    frozen = run_logged(store, state, train, steps=6)
+    assert kinds(store) == "bbbbbb"
+    assert "in an attribute, which is in no checkpoint" in caplog.text
+    fresh = build(2, Attribute)
+    with checkpointer(store, fresh) as restorer:
+        for step in range(6, 0, -1):
+            assert restorer.restore(step) == step
+            check_same(freeze(fresh["model"]), frozen[step]["state"]["model"])
+
+
+def test_an_optimizer_that_is_set_anew_by_the_program(store):
+    """As groups are, but nowhere to be read again."""
+    run_logged(store, build(1, Attribute, how="none"), train_with_a_setting, steps=5)
+    assert kinds(store) == "bbbbb"
+
+
+def test_an_optimizer_whose_own_state_dict_has_it(store):
+    check_run(store, lambda seed: build(seed, Said), train, saved="brrrrrrr")
+
+
+@pytest.mark.parametrize(("how", "saved"), [("none", "brrrrrrr"), ("shared", "brrrrrrr")])
+def test_an_optimizer_with_attributes_that_stay(store, how, saved):
+    check_run(store, lambda seed: build(seed, Attribute, how=how), train, saved=saved)

@@ -4,10 +4,20 @@ names. What cannot be logged at all is refused with advice."""
 import pytest
 import torch
 from logs import build, check_run, train
-from runs import check_same, kinds, logged, restore, run_logged, snapshot
+from runs import (
+    check_same,
+    check_steps,
+    checkpointer,
+    freeze,
+    kinds,
+    logged,
+    restore,
+    run_logged,
+    snapshot,
+)
 from torch import nn
 
-from everstep import Store, Unsupported
+from everstep import Mismatch, Store, Unsupported
 
 
 def test_no_optimizer(store):
@@ -173,3 +183,60 @@ def test_parameters_of_two_optimizers(store):
         state["second"].step()
 
     check_run(store, make, step, "brrrrrrr")
+
+
+def test_parameters_that_no_module_has_are_in_bases_only(store):
+    def make(seed):
+        torch.manual_seed(seed)
+        weights = [torch.randn(9, 6, requires_grad=True), torch.randn(6, requires_grad=True)]
+        return {"weights": weights, "optimizer": torch.optim.AdamW(weights), "note": [0.5]}
+
+    def train(state, step):
+        first, second = state["weights"]
+        state["optimizer"].zero_grad()
+        (torch.randn(4, 9) @ first + second).square().mean().backward()
+        state["optimizer"].step()
+        state["note"].append(step)
+
+    frozen = run_logged(store, make(1), train, steps=9, base_every=4, window=2)
+    for step in (2, 3, 7, 8):
+        (table,) = Store(store).tables(Store(store).manifest(step))[-1:]
+        assert not [name for name in table.tensors if name.startswith("weights")]
+    check_steps(store, make(2), frozen)
+    fresh = make(3)
+    with checkpointer(store, fresh) as restorer:
+        for step in (9, 6, 2):
+            assert restorer.restore(step, only="weights") == step
+            assert freeze(fresh["weights"]) == frozen[step]["state"]["weights"]
+
+
+def test_groups_that_are_one_now(store):
+    """Their hyperparameters were equal at the base, and are at the end, but not between."""
+
+    def make(seed, is_one):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 6))
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        if is_one:
+            groups = [{"params": list(model.parameters())}]
+        return {"model": model, "optimizer": torch.optim.AdamW(groups, lr=0.01)}
+
+    def train_at(state, step):
+        group = state["optimizer"].param_groups[1]
+        group["lr"] = 0.05 if step == 4 else 0.01
+        train(state)
+        group["lr"] = 0.01
+
+    frozen = run_logged(store, make(1, False), train_at, steps=6)
+    assert kinds(store) == "brrrrr"
+    check_steps(store, make(2, False), frozen)
+    fresh = make(2, True)
+    with checkpointer(store, fresh) as restorer:
+        for step in (1, 3):
+            assert restorer.restore(step) == step
+            check_same(freeze(fresh["model"]), frozen[step]["state"]["model"])
+        before = freeze(fresh)
+        for step in (4, 6):
+            with pytest.raises(Mismatch, match="different hyperparameters then"):
+                restorer.restore(step)
+            check_same(freeze(fresh), before)

@@ -167,6 +167,37 @@ def test_parts_and_tensors_of_a_logged_step(store):
     assert Store(store).read(6)
 
 
+def test_a_part_of_a_log_into_buffers_of_any_kind(store):
+    def make(seed):
+        state = build(seed)
+        repeated = torch.zeros(1, 6).expand(4, 6)
+        state["model"].register_buffer("repeated", repeated)
+        state["model"].register_buffer("gaps", torch.zeros(6, 4)[:, ::2])
+        with torch.inference_mode():
+            state["model"].register_buffer("inferred", torch.zeros(2, 3))
+            state["model"].register_buffer("turned", torch.zeros(2, 3).t())
+        return state
+
+    state, frozen = make(1), {}
+    with logged(store, state) as saver:
+        for step in range(1, 5):
+            train(state)
+            with torch.inference_mode():
+                state["model"].repeated.narrow(0, 0, 1).add_(1)
+                state["model"].gaps.add_(2)
+                state["model"].inferred.add_(3)
+                state["model"].turned.add_(4)
+            saver.step(step)
+            frozen[step] = snapshot(state)
+    assert kinds(store) == "brrr"
+    check_steps(store, make(2), frozen)
+    fresh = make(3)
+    with checkpointer(store, fresh) as restorer:
+        for step in (4, 2):
+            assert restorer.restore(step, only="model") == step
+            check_same(freeze(fresh["model"]), frozen[step]["state"]["model"])
+
+
 def test_a_part_of_a_log_that_takes_the_program(store):
     run_logged(store, build(1, Plain), train, steps=3)
     assert kinds(store) == "brr"

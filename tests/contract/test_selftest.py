@@ -18,7 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from everstep import Store, Unsupported
 from everstep.cli.main import main
 from everstep.replay import selftest
+from everstep.restore.materialize import materialize
 from everstep.state.optimizers import OptimizerState
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 
 ADAMW, SGD, RPROP = torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop
 
@@ -98,6 +101,30 @@ def test_another_number_of_threads(store, caplog):
         assert restorer.restore(exact="require") == 5
         assert restorer.metrics.selftest == {}
     assert "self-test" not in caplog.text
+
+
+def test_a_number_of_threads_that_is_set_while_the_run_goes_on(store):
+    here = torch.get_num_threads()
+    state = build(1)
+    with logged(store, state) as saver:
+        for step in range(1, 4):
+            train(state)
+            saver.step(step)
+        with threads(here + 1):
+            train(state)
+            saver.step(4)
+    found = [Store(store).manifest(step).topology["threads"] for step in range(1, 5)]
+    assert found == [here, here, here, here + 1]
+    for there in (here, here + 1):
+        said = f"recorded under threads {2 * here + 1 - there}"
+        with (
+            threads(there),
+            checkpointer(store, build(2)) as restorer,
+            pytest.raises(Unsupported, match=said),
+        ):
+            restorer.restore(4, exact="require")
+    assert not materialize(Disk(store), CheckpointName(4, 1)).exact
+    assert materialize(Disk(store), CheckpointName(3, 1)).exact
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,10 @@ def test_it_is_read_when_it_was_made_whole(store, capsys):
     with checkpointer(store, state, **SPREAD) as saver:
         frozen = run(saver, state, range(1, 9))
         live = {name: value.clone() for name, value in state["model"].state_dict().items()}
-    with pytest.raises(Unsupported, match=f"everstep materialize {store} 8"):
+    with pytest.raises(Unsupported, match=f"everstep materialize {store} 8") as caught:
         Store(store).read(8)
+    assert "redo records since step 6, " in str(caught.value)
+    assert str(caught.value).endswith("Whole states nearest to it: 4")
     other = make(2)
     with checkpointer(store, other) as restorer:
         assert restorer.restore(8, only="model") == 8

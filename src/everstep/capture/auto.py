@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from everstep.capture.log import BREAKS_MAX, Captured, Log
+from everstep.capture.log import BREAKS_MAX, Captured, Log, loose_bytes
 from everstep.capture.spread import Spread
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
@@ -182,11 +182,14 @@ class Auto:
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """This is being captured."""
+        met = captured.collected.loose
+        loose = loose_bytes(leaf for leaf in met if leaf.owner is None)
         if captured.record is not None:
             leaves = captured.collected.walk.leaves
-            self._balance.note_record(sum(leaf.tensor.nbytes for leaf in leaves))
+            self._balance.note_record(sum(leaf.tensor.nbytes for leaf in leaves) + loose)
         elif captured.commits and self._active is self._spread:
-            self._balance.note_state(*self._spread.sizes)
+            state, gradients = self._spread.sizes
+            self._balance.note_state(state + loose_bytes(met), gradients + loose)
         self._active.begun(captured, handle)
         if self._log and not self._log.is_on and self._balance.is_log:
             self._leave_log(f"a log was wrong {BREAKS_MAX} times, as the warnings say")

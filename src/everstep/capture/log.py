@@ -13,7 +13,7 @@ Source: LowDiff (SC 2025); the redo log of ARIES.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ BREAKS_MAX = 3
 FORGIVEN_AFTER = 100
 """... unless so many records came between them."""
 LOOSE_PART = 0.5
+_FREE_BYTES = 64 << 10
+"""Of tensors in objects: generators have some in each state."""
 RECOVERY_S = 10.0
 READ_BYTES_PER_S = 1e9
 BASE_EVERY_MIN, BASE_EVERY_MAX = 10, 1000
@@ -221,6 +223,7 @@ class Log:
             return
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
         self._base_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
+        self._base_bytes += loose_bytes(captured.collected.loose)
         self._base_aliases = _owned_aliases(captured.collected)
         self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
@@ -314,10 +317,13 @@ class Log:
         others = tuple(
             leaf for leaf in collected.walk.leaves if leaf.owner is None and id(leaf) not in derived
         )
-        met = tuple(leaf for leaf in collected.loose if id(leaf) not in derived)
+        met = tuple(
+            leaf for leaf in collected.loose if leaf.owner is None and id(leaf) not in derived
+        )
         if taken := [leaf.name for leaf in (*others, *met) if is_own(leaf.name)]:
             raise Unsupported(f"recording: {taken[0]!r} is a name that records use. Rename it")
         loose, whole = sum(leaf.tensor.nbytes for leaf in others), self._base_bytes
+        loose += loose_bytes(met)
         if loose > LOOSE_PART * whole:
             raise Unsupported(
                 f"recording: {loose} of the state's {whole} bytes belong to no optimizer (frozen "
@@ -334,6 +340,12 @@ class Log:
         aliases = {name: found for name, found in collected.aliases.items() if name in kept}
         walk = Walk(leaves, names, {}, collected.walk.optimizers)
         return Collected(walk, met, aliases, collected.objects, collected.hyperparameters)
+
+
+def loose_bytes(leaves: Iterable[Leaf]) -> int:
+    """Of tensors met in objects (a state_dict(), a value), which no walk has, where they are
+    many."""
+    return max(0, sum(leaf.tensor.nbytes for leaf in leaves) - _FREE_BYTES)
 
 
 def _owned_aliases(collected: Collected) -> dict[str, list[str]]:

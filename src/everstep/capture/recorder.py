@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from everstep.capture.attributes import attributes
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
 from everstep.format.tables import is_dense
@@ -117,6 +118,7 @@ class Recorder:
         """Parameters whose gradients were seen to be written to after the update."""
         self._seen: dict[int, StorageWeakRef] = {}
         self._watched: dict[int, _Watched] = {}
+        self._attributes: dict[int, dict[str, Any]] = {}
         self._bytes_max = 0
         self._has_shared = False
 
@@ -132,6 +134,7 @@ class Recorder:
         self._bytes_max = _UPDATES_MAX * sum(parameter.nbytes for parameter in parameters)
         self._has_shared = len({id(parameter) for parameter in parameters}) < len(parameters)
         for optimizer in self._optimizers:
+            self._attributes[optimizer.index] = attributes(optimizer)
             self._arm(optimizer)
 
     @property
@@ -159,6 +162,7 @@ class Recorder:
     ) -> None:
         """The gradients are final, the update comes next. `args`, `kwargs`: of step(); a closure is
         {"closure": what it returned}."""
+        self._check_attributes(optimizer)
         if self.problem or not self._is_untouched(optimizer):
             return
         if any(call.is_open for call in self._calls):
@@ -233,6 +237,7 @@ class Recorder:
             before = {key: call.generators[key] for key in drawn}
             call.said["generators"] = encode(before, "generators", call.sink)
         call.generators = {}
+        self._check_attributes(optimizer)
 
     def _look_again(self, call: Call) -> None:
         """Whether a gradient was written to after its update (a second backward that adds to it,
@@ -272,6 +277,18 @@ class Recorder:
                 f"{optimizer.name!r}, by something else than the optimizer, which no replay repeats"
             )
         return not changed
+
+    def _check_attributes(self, optimizer: OptimizerState) -> None:
+        """A replay has those of a new optimizer."""
+        now = attributes(optimizer)
+        known = self._attributes.get(optimizer.index, now)
+        self._attributes[optimizer.index] = now
+        if changed := sorted(key for key in now | known if now.get(key) != known.get(key)):
+            self.refuse(
+                f"{optimizer.name!r} keeps {', '.join(map(repr, changed))} in an attribute, which "
+                f"is in no checkpoint. Keep it in its `state` or its groups, or use "
+                f"strategy='full'"
+            )
 
     def _note_gradients(self, call: Call, must_copy: bool) -> None:
         clips: dict[tuple[int, bool], dict[str, Any]] = {}

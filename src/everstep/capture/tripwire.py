@@ -12,6 +12,7 @@ from operator import attrgetter
 
 import torch
 
+from everstep.format.tables import is_dense
 from everstep.state.leaves import Leaf
 
 _SAMPLE_BYTES = 16
@@ -68,7 +69,7 @@ def sample_places(leaves: Sequence[Leaf]) -> list[tuple[int, int, int]]:
     for index, leaf in enumerate(leaves):
         tensor: torch.Tensor = leaf.tensor
         size = tensor.numel() * tensor.element_size()
-        if tensor.device.type == "cpu" and size and tensor.is_contiguous():
+        if tensor.device.type == "cpu" and size and is_dense(tensor.shape, tensor.stride()):
             places.append((tensor.data_ptr(), size, index))
     return places
 

@@ -107,7 +107,7 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
     for index, name, parameter, _ in state.parameters():
         parameter.grad = forms.gradient_of(record.tensors, at, name, parameter, compressed)
         parameters[name] = parameter
-        # Every parameter of a group has the same set: the restore has checked that.
+        # Every parameter of a group has the same set: restore.apply has checked that.
         sets.setdefault(index, said["sets"][groups[name]])
     for index, values in sets.items():
         decoded = {key: decode(value, tensor) for key, value in values.items()}

@@ -127,7 +127,7 @@ def _try(recipe: Recipe, live: Optimizer | None, device: torch.device) -> str:
     for number, row in enumerate(recipe["groups"][:_GROUPS_MAX]):
         values = decode(row["set"], lambda name, _: _missing(name))
         if row["rate_is_tensor"]:
-            values["lr"] = torch.tensor(_RATE)
+            values["lr"] = torch.tensor(_RATE, device="cpu")
         made = [
             _values(getattr(torch, dtype), _shape(dim), 100 * number + index).to(device)
             for index, (dtype, dim) in enumerate(row["tensors"][:_TENSORS_MAX])
@@ -217,7 +217,7 @@ def _values(dtype: torch.dtype, shape: Sequence[int], turn: int) -> torch.Tensor
         pair = _values(torch.float32, (2, *shape), turn)
         return torch.complex(pair[0], pair[1]).to(dtype)
     bits = _BITS.get(dtype, 23)
-    whole = torch.arange(math.prod(shape), dtype=torch.int64) + 1_000_003 * (turn + 1)
+    whole = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu") + 1_000_003 * (turn + 1)
     for factor, shift in ((0x1E3779B97F4A7C15, 31), (0x3F58476D1CE4E5B9, 29)):
         whole = whole * factor
         whole = whole ^ (whole >> shift)

@@ -10,19 +10,19 @@ from dataclasses import replace
 
 import torch
 
-from everstep.errors import Corrupt, Unsupported
+from everstep.errors import Corrupt, Mismatch, Unsupported
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay import selftest
 from everstep.replay.redo import find, redo
 from everstep.restore.choose import Candidate, Described
-from everstep.restore.derived import Derivation
-from everstep.restore.load import Loader
+from everstep.restore.derived import Derivation, derived_names, derived_parts
+from everstep.restore.load import Loader, put
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
 from everstep.state.optimizers import OptimizerState, owned_names
 from everstep.state.placement import Placement, Saved
-from everstep.state.rules import Rules
+from everstep.state.rules import Rules, is_in
 from everstep.state.topology import adopted, differences
 from everstep.state.view import State
 
@@ -57,10 +57,10 @@ def apply(
             f"{found and f' ({found})'}. Restore it there, or with exact='allow'"
         )
     optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
-    derivation = Derivation(base, logs, rules, state, optimized)
-    optimized |= derivation.names
     if replayed and only is not None:
         return _take(candidate, base, replayed, state, only, optimized, must_be_exact)
+    derivation = Derivation(base, logs, rules, state, optimized)
+    optimized |= derivation.names
     placement = _place(
         state,
         Saved.of(base.manifest, base.tables),
@@ -87,9 +87,21 @@ def _take(
     """Parts of what a log comes to, which is replayed beside the state. Takes memory for all of
     it."""
     last = logs[-1]
-    saved = _saved_after(base, last, optimized)
+    derived, ruled = derived_parts(logs)
+    saved = _saved_after(base, last, optimized | derived_names(base, derived, optimized))
     placement = _place(state, saved, only)
     placement.check(candidate.name.step, candidate.disk.root)
+    named = {
+        name
+        for entry, _ in placement.destinations.values()
+        for name in (entry.spec.name, *entry.aliases)
+    }
+    if taken := sorted(part for part in ruled if any(is_in(name, part) for name in named)):
+        raise Unsupported(
+            f"restoring only={only} of step {candidate.name.step}: {taken[0]!r} is derived by a "
+            f"rule of its own (derive=), which runs in the whole state alone. Restore all of it, "
+            f"or parts without {taken[0]!r}"
+        )
     if any(saved.tensors[name].device != "cpu" for name in optimized & saved.tensors.keys()):
         problem = (
             f"restoring only={only} of step {candidate.name.step}: it was trained on a GPU, and "
@@ -99,11 +111,10 @@ def _take(
             raise Unsupported(f"{problem}. Restore all of it, or with exact='allow'")
         log.warning("%s", problem)
     with adopted(last.manifest.topology):
-        found = rebuilt(candidate, base, logs)
-    with torch.no_grad():
-        for name, (_, tensors) in placement.destinations.items():
-            for tensor in tensors:
-                tensor.copy_(found[name])
+        found = rebuilt(candidate, base, logs, without_derived=True)
+    for name, (_, tensors) in placement.destinations.items():
+        for tensor in tensors:
+            put(tensor, found[name])
     placement.finish()
     return last.manifest
 
@@ -156,14 +167,38 @@ def _replay(
 
 
 def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerState]) -> None:
-    """Raises Mismatch where an optimizer that was called is not there, or is another."""
+    """Raises Mismatch where an optimizer that was called is not there, or is another, or has
+    parameters in one group that had different hyperparameters then."""
+    merged: dict[tuple[int, str], list[set[int]]] = {}  # most steps share a table
     for described in logs:
-        for record in described.manifest.records:
+        for record, table in described.records:
             for call in record.calls:
                 try:
-                    find(record.step, call, optimizers)
-                except (KeyError, TypeError) as error:
+                    state = find(record.step, call, optimizers)
+                    key = id(table), state.name
+                    if key not in merged:
+                        merged[key] = _merged(state, table.optimizers[state.name]["groups"])
+                    differing = [
+                        numbers
+                        for numbers in merged[key]
+                        if len({repr(call["sets"][number]) for number in numbers}) > 1
+                    ]
+                except (KeyError, TypeError, IndexError) as error:
                     raise Corrupt(f"reading the record of step {record.step}: {error!r}") from error
+                if differing:
+                    raise Mismatch(
+                        f"replaying step {record.step}: a group of {state.name!r} has parameters "
+                        f"that had different hyperparameters then (its groups "
+                        f"{sorted(differing[0])}). Build the state as it was"
+                    )
+
+
+def _merged(state: OptimizerState, groups: Mapping[str, int]) -> list[set[int]]:
+    """The groups of then whose parameters stand in one group now."""
+    members: dict[int, set[int]] = {}
+    for index, name, _, _ in state.parameters():
+        members.setdefault(index, set()).add(groups[name])
+    return [numbers for numbers in members.values() if len(numbers) > 1]
 
 
 def _first_step(base: Described) -> int:

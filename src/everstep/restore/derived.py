@@ -47,11 +47,10 @@ class Derivation:
             for described in logs
             for record, table in described.records
         }
-        parts = {part for _, record, _ in self._rows.values() for part in record.derived}
+        parts, ruled = derived_parts(logs)
         self._parts = parts
         self._rules = rules
         self._state = state
-        ruled = {part for _, record, _ in self._rows.values() for part in record.ruled}
         self._constant = parts - ruled
         self._optimized = frozenset(optimized)
         self._constants: dict[str, dict[str, torch.Tensor]] = {}
@@ -63,12 +62,7 @@ class Derivation:
                 f"that this Checkpointer does not have. Give it derive={{{missing[0]!r}: ...}} as "
                 f"the run did, or restore step {base.manifest.step}, which is whole"
             )
-        self.names: Set[str] = {
-            name
-            for table in base.tables
-            for name in table.tensors
-            if name not in optimized and any(is_in(name, part) for part in parts)
-        }
+        self.names: Set[str] = derived_names(base, parts, optimized)
         """Of the tensors that are derived."""
 
     def live(self) -> dict[str, torch.Tensor]:
@@ -87,19 +81,12 @@ class Derivation:
             assert self._rules is not None
             self._put_back(described, record, table, tensors, fill)
             self._rules.run(record.step, ruled)
-        for part, said in record.derived.items():
+        for part in record.derived:
             live = self._tensors(part)
             names = [name for name in self.names if is_in(name, part)]
             if lost := [name for name in names if name not in live]:
                 raise Corrupt(f"{_at(record, part)} has no tensor {lost[0]!r} any more")
-            found = {name: live[name] for name in names}
-            known = loaded.tensors.get(f"{SAMPLE}{part}")
-            is_same = known is None or sample_of(found, record.step).cpu().equal(known.cpu())
-            if not is_same or said["digest"] not in (None, digest_of(found)):
-                raise Corrupt(
-                    f"{_at(record, part)} came to other bytes than the run had after this step. "
-                    f"{_RULED if said['rule'] else _CONSTANT}"
-                )
+            compare(loaded, record, part, {name: live[name] for name in names})
 
     def _tensors(self, part: str) -> dict[str, torch.Tensor]:
         """By all names; of a part that nobody changes they stay the same."""
@@ -125,6 +112,36 @@ class Derivation:
             raise Corrupt(f"replaying step {record.step}: {'; '.join(placement.problems)}")
         if placement.destinations:
             fill(record, table, list(placement.destinations.values()))
+
+
+def derived_parts(logs: Sequence[Described]) -> tuple[set[str], set[str]]:
+    """The names of the parts that are in bases only; and of those among them that have a rule."""
+    records = [record for described in logs for record, _ in described.records]
+    derived = {part for record in records for part in record.derived}
+    return derived, {part for record in records for part in record.ruled}
+
+
+def derived_names(base: Described, parts: Set[str], optimized: Set[str]) -> set[str]:
+    """The tensors in these parts, but for what optimizers change (`optimized`)."""
+    return {
+        name
+        for table in base.tables
+        for name in table.tensors
+        if name not in optimized and any(is_in(name, part) for part in parts)
+    }
+
+
+def compare(loaded: Loaded, record: Record, part: str, found: Mapping[str, torch.Tensor]) -> None:
+    """Raises Corrupt where a part is not what the run had after this step, as far as its record
+    tells."""
+    said = record.derived[part]
+    known = loaded.tensors.get(f"{SAMPLE}{part}")
+    is_same = known is None or sample_of(found, record.step).cpu().equal(known.cpu())
+    if not is_same or said["digest"] not in (None, digest_of(found)):
+        raise Corrupt(
+            f"{_at(record, part)} came to other bytes than the run had after this step. "
+            f"{_RULED if said['rule'] else _CONSTANT}"
+        )
 
 
 def _at(record: Record, part: str) -> str:

@@ -86,7 +86,7 @@ class Loader:
             for tensor in tensors:
                 direct = tensor.detach()
                 if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                    direct = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    direct = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     finals.append((tensor.detach(), direct))
                 filled.append(direct)
         spans = plan((entry for entry, _ in destinations), part, table)
@@ -104,9 +104,8 @@ class Loader:
             for read in reads:  # after an error none may go on filling
                 read.cancel()
             wait(reads)
-        with torch.no_grad():
-            for tensor, contiguous in finals:
-                _put_strided(tensor, contiguous)
+        for tensor, contiguous in finals:
+            put(tensor, contiguous)
         for device in devices if finals else ():  # whoever uses them may do so on another stream
             torch.cuda.current_stream(device).synchronize()
 
@@ -216,9 +215,14 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
+def put(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write into any tensor: with gaps, of inference mode, or one whose elements share memory
+    (expand): then they must agree. Else raises Mismatch."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        _put_strided(tensor.detach(), values)
+
+
 def _put_strided(tensor: torch.Tensor, contiguous: torch.Tensor) -> None:
-    """Write into a tensor with gaps, or one whose elements share memory (expand):
-    then they must agree."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             first = contiguous.narrow(dim, 0, 1)

@@ -127,7 +127,7 @@ def _write(
 
 
 def _image(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> memoryview:
-    image = torch.zeros(layout.size, dtype=torch.uint8)
+    image = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
     starts = pack_starts(pack.size for pack in layout.packs)
     for start, pack in zip(starts, layout.packs, strict=True):
         header = torch.frombuffer(bytearray(pack.header), dtype=torch.uint8)

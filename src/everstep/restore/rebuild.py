@@ -8,45 +8,56 @@ from typing import Any
 import torch
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import is_own
 from everstep.replay.redo import redo
 from everstep.restore.choose import Candidate, Described
+from everstep.restore.derived import compare, derived_names
 from everstep.restore.load import Loader
 from everstep.restore.records import Records, empty
 from everstep.state.objects import decode
-from everstep.state.optimizers import OptimizerState, install
+from everstep.state.optimizers import OptimizerState, install, owned_names
 from everstep.tiers.disk import Disk
 
 
 def rebuilt(
-    candidate: Candidate, base: Described, logs: Sequence[Described]
+    candidate: Candidate,
+    base: Described,
+    logs: Sequence[Described],
+    without_derived: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The tensors of the state after the last record, by name, on the CPU; blocks. `logs`: with the
     base as the first, where it is spread.
 
+    `without_derived`: what rules derive is left as it was at the base; nothing else depends on it.
     As exact as this process is like the one that wrote them (state.topology). Raises Corrupt,
     Unsupported where it takes the program: an optimizer that is not torch's own, a derived part.
     """
     records = [record for described in logs for record in described.manifest.records]
-    if derived := sorted({part for record in records for part in record.ruled}):
+    derived = sorted({part for record in records for part in record.ruled})
+    if derived and not without_derived:
         raise Unsupported(
             f"replaying {candidate.name} of {candidate.disk.root} without the program: "
             f"{', '.join(map(repr, derived))} is derived by a rule of its own (derive=). Restore "
             f"the whole step there instead"
         )
-    with Loader() as loader:
+    with torch.device("cpu"), Loader() as loader:
         return _replayed(candidate, base, logs, loader)
 
 
 def _replayed(
     candidate: Candidate, base: Described, logs: Sequence[Described], loader: Loader
 ) -> dict[str, torch.Tensor]:
+    constant = _constant(base, logs)
     with Records(candidate, logs, {}, loader) as records:
         tensors = _tensors_of(candidate, base, loader)
         optimizers = _rebuild(base, logs, tensors, candidate.disk)
         for loaded in records:
             redo(loaded, optimizers)
+            record, parts = constant.get(loaded.step, (None, {}))
+            for part, keys in parts.items():
+                assert record
+                compare(loaded, record, part, {key: tensors[key] for key in keys})
             del loaded
     for optimizer in optimizers.values():
         for _, parameter_name, parameter, _ in optimizer.parameters():
@@ -54,6 +65,23 @@ def _replayed(
                 if isinstance(value, torch.Tensor):
                     tensors[f"{optimizer.name}.{parameter_name}.{key}"] = value
     return tensors if logs[-1] is base else tensors | _tensors_of(candidate, logs[-1], loader)
+
+
+def _constant(
+    base: Described, logs: Sequence[Described]
+) -> dict[int, tuple[Record, dict[str, set[str]]]]:
+    """By step its record, and the names of the tensors in each part that nobody changes."""
+    optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
+    rows = [record for each in logs if each is not base for record in each.manifest.records]
+    parts = {part for record in rows for part in record.derived}
+    names = {part: derived_names(base, {part}, optimized) for part in parts}
+    return {
+        record.step: (
+            record,
+            {part: names[part] for part in record.derived if part not in record.ruled},
+        )
+        for record in rows
+    }
 
 
 def _tensors_of(

@@ -62,6 +62,6 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
 def _place(entry: TensorEntry, slab: memoryview, start: int) -> torch.Tensor:
     shape = entry.spec.shape
     if not math.prod(shape):  # which frombuffer refuses
-        return torch.empty(shape, dtype=dtype_of(entry))
+        return torch.empty(shape, dtype=dtype_of(entry), device="cpu")
     flat = torch.frombuffer(slab, dtype=dtype_of(entry), count=math.prod(shape), offset=start)
     return flat.view(shape) if entry.strides is None else flat.as_strided(shape, entry.strides)

@@ -33,10 +33,11 @@ class OptimizerState:
         self.was_captured = False
         """Whether a hook has seen one go into a CUDA graph, in place of being made."""
         kind = type(optimizer)
-        self._has_own_methods = (
+        self.has_own_methods = (
             kind.load_state_dict is not Optimizer.load_state_dict
             or kind.state_dict is not Optimizer.state_dict
         )
+        """Whether its class says itself what its state is."""
         self._keys: dict[str, list[str]] = {}
         self._plain: list[tuple[str, dict[Any, Any], str]] = []
 
@@ -86,7 +87,7 @@ class OptimizerState:
     def plain(self) -> Any:
         """What its state holds beside tensors, to be compared; None where its class has methods of
         its own for that."""
-        if self._has_own_methods:
+        if self.has_own_methods:
             return None
         return repr([value for _, state, key in self._plain if (value := state.get(key))])
 
@@ -108,7 +109,7 @@ class OptimizerState:
             if not is_named:
                 check_tensor(name, parameter)
                 found.append(Leaf(name, parameter, self.index))
-            if not self._has_own_methods and parameter in self.optimizer.state:
+            if not self.has_own_methods and parameter in self.optimizer.state:
                 guard.watch_part(self.optimizer.state, parameter)
                 found += self._state_leaves(name, self.optimizer.state[parameter], guard)
         return found
@@ -132,7 +133,7 @@ class OptimizerState:
 
     def objects(self, sink: TensorSink) -> Any:
         """State that is no tensor: counters, lists (LBFGS), whatever is not kept by parameter."""
-        if self._has_own_methods:
+        if self.has_own_methods:
             state = self.optimizer.state_dict()
             return {"state_dict": encode(state, f"{self.name}.state_dict", sink)}
         plain: dict[str, dict[Any, Any]] = {}

@@ -140,7 +140,7 @@ class PowerSGD:
 
     def _first_q(self, number: int, size: int, dtype: torch.dtype) -> Tensor:
         generator = torch.Generator().manual_seed((self._seed << 24) + number)
-        return torch.randn(size, generator=generator, dtype=dtype)
+        return torch.randn(size, generator=generator, dtype=dtype, device="cpu")
 
     def _sum(self, tensors: list[Tensor]) -> list[Tensor]:
         """Over all ranks; flat."""

@@ -146,7 +146,7 @@ class Store:
     def _no_state(self, manifest: Manifest) -> str:
         """Why a log cannot be read, and what can."""
         name = CheckpointName(manifest.step, manifest.epoch)
-        behind = catalog.read_chain(self._disk, name)[0].step
+        behind = min(part.steps for part in catalog.read_chain(self._disk, name)[0].parts)
         whole = (self._whole_behind(name), self._whole_after(name))
         nearest = " and ".join(f"{step}" for step in whole if step is not None)
         return (
@@ -156,16 +156,19 @@ class Store:
         )
 
     def _whole_behind(self, name: CheckpointName) -> int | None:
-        """The nearest step that it goes on from and that can be read."""
+        """The nearest step before it that can be read: one that it goes on from, or else of the run
+        as it is now."""
         here = catalog.read_manifest(self._disk, name)
         while here.previous:
             behind = CheckpointName(here.previous.step, here.previous.epoch)
             if not self._is_there(behind):  # since a base, or an exact state, came after it
-                return None
+                break
             if self._is_whole(behind):
                 return behind.step
             here = catalog.read_manifest(self._disk, behind)
-        return None
+        run = catalog.lineage(self._disk)
+        earlier = (other for other in reversed(run) if name in run and other.step < name.step)
+        return next((other.step for other in earlier if self._is_whole(other)), None)
 
     def _whole_after(self, name: CheckpointName) -> int | None:
         """The nearest step after it, of the run as it is now, that can be read."""

@@ -56,7 +56,7 @@ def _read(readers: list[DiskReader], part: Part, entry: TensorEntry) -> torch.Te
     whole = Box.whole(entry.spec.shape)
     if [piece.box for piece in entry.pieces] == [whole]:
         return _read_piece(readers, part, entry.pieces[0], entry.spec.name, dtype)
-    tensor = torch.empty(entry.spec.shape, dtype=dtype)
+    tensor = torch.empty(entry.spec.shape, dtype=dtype, device="cpu")
     for piece in entry.pieces:
         found = _read_piece(readers, part, piece, entry.spec.name, dtype)
         tensor[
@@ -69,6 +69,6 @@ def _read_piece(
     readers: list[DiskReader], part: Part, piece: Piece, name: str, dtype: torch.dtype
 ) -> torch.Tensor:
     """A piece in memory of its own, into which it is read straight."""
-    raw = torch.empty(piece.size, dtype=torch.uint8)
+    raw = torch.empty(piece.size, dtype=torch.uint8, device="cpu")
     read_piece(readers[piece.pack], part, piece, raw.numpy().data, name)
     return raw.view(dtype).view(piece.box.lengths)
