@@ -14,6 +14,7 @@ EXACT_KEYS = ("torch", "machine", "capability", "threads", "default_dtype", "den
 """Where these differ, results may differ in last bits."""
 
 _THREADS_MAX = 1024
+_SMALL, _HALF = 1e-310, 0.5
 
 
 def topology() -> dict[str, Any]:
@@ -62,6 +63,6 @@ def adopted(then: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _keeps_denormals() -> bool:
-    """There is no other way to ask whether torch.set_flush_denormal was called."""
-    smallest = torch.full((), 1e-310, dtype=torch.float64, device="cpu")
-    return bool((smallest * 0.5).item() > 0.0)
+    """There is no other way to ask whether torch.set_flush_denormal was called, which sets a
+    register of this thread's, for python's numbers too."""
+    return _SMALL * _HALF > 0.0
