@@ -5,9 +5,10 @@ copies → seal → the keeper, which is told of it
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from everstep.capture.auto import Auto
 from everstep.capture.full import Capture, Full, row_of
 from everstep.capture.hooks import Hook
 from everstep.capture.log import Captured
@@ -109,6 +110,13 @@ class Captures:
             raise
         self._pace.note_call(time.perf_counter() - began)
         return captured.commits
+
+    def restored(self, chosen: Mapping[str, Any], size: int, seconds: float) -> None:
+        """A step of this run is restored; `chosen`: what its manifest says of its capture. `size`
+        and `seconds`: what was read off the disk for it."""
+        self._pace.note_read(size, seconds)
+        if isinstance(self.strategy, Auto):
+            self.strategy.resume(chosen)
 
     def end_chain(self) -> None:
         """Nothing can follow what was captured last: the next is a whole state."""

@@ -31,6 +31,7 @@ from everstep.preemption import Preemption
 from everstep.replay import selftest
 from everstep.restore.apply import apply
 from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
+from everstep.restore.load import Loader
 from everstep.saves import Saves, Skipped
 from everstep.state.objects import plain_json
 from everstep.state.rules import Rule, Rules
@@ -357,8 +358,11 @@ class Checkpointer:
 
     def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
         self._captures.end_chain()
-        manifest = apply(candidate, self._state, only, must_be_exact, self._rules)
+        with Loader() as loader:
+            manifest = apply(candidate, self._state, only, loader, must_be_exact, self._rules)
         self._derived.restored(manifest.step)
+        if candidate.disk is self._disk and not candidate.held:
+            self._captures.restored(manifest.capture, loader.size, loader.seconds)
         self.metrics.selftest = {}
         if differing := differences(manifest.topology):
             is_replayed = manifest.previous is not None or manifest.is_spread

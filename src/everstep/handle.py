@@ -23,6 +23,8 @@ class SaveHandle:
         self.error: EverstepError | None = None
         self.times: dict[str, float] = {}
         """time.monotonic() of the call (under "called") and at which each level was reached."""
+        self.bytes: int | None = None
+        """That were written for it, once it is local."""
         self._confirm: Callable[[], str | None] | None = None
         self._hasten: Callable[[], None] | None = None
         self._changed = threading.Condition()

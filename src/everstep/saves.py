@@ -121,6 +121,7 @@ class Saves:
         if error:  # durable, but not tagged
             log.error("%s", error)
             self._metrics.last_error = str(error)
+        handle.bytes = message["bytes"]
         handle.advance("local", error)
         self._metrics.add_durable(handle.times["local"] - handle.times["called"])
         self._forget(capture)

@@ -62,6 +62,50 @@ def test_it_goes_over_to_a_log_and_every_step_is_exact(store, monkeypatch, caplo
             assert torch.equal(found, wanted)
 
 
+def test_a_run_that_starts_again_goes_on_from_what_it_had_measured(store, monkeypatch):
+    monkeypatch.setattr(auto, "SAVES_MIN", 5)
+    monkeypatch.setattr(auto, "SLOWER", float("inf"))
+    expected = {}
+    for first in (1, 5, 9):  # each process has fewer saves than it takes
+        state = run_of(first)
+        with Checkpointer(store, state, under_pressure="wait") as checkpointer:
+            assert checkpointer.restore() == first - 1
+            for step in range(first, first + 4):
+                train(state)
+                checkpointer.step(step)
+                expected[step] = frozen(state)
+    opened = Store(store)
+    kinds = "".join("r" if opened.manifest(step).previous else "b" for step in range(1, 13))
+    assert kinds[:4] == "bbbb"
+    assert "r" in kinds[4:8]
+    assert kinds[8:] == "brrr"
+    for step in opened.steps():
+        fresh = run_of(2)
+        with Checkpointer(store, fresh) as restorer:
+            assert restorer.restore(step) == step
+        for found, wanted in zip(frozen(fresh), expected[step], strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        None,
+        "log",
+        {"saves_seen": 99, "state_bytes": 300, "record_bytes": "1"},
+        {"saves_seen": 99, "state_bytes": 300, "record_bytes": 1, "refusal": "slow"},
+    ],
+)
+def test_it_does_not_go_on_from_anything_else(said):
+    balance = Balance(1)
+    balance.resume(said)
+    assert not balance.decide(100)
+    balance.note_state(300, 100)
+    balance.resume({"saves_seen": 99, "state_bytes": 1, "record_bytes": 1, "is_log": True})
+    assert not balance.is_log
+    assert balance.figures()["state_bytes"] == 300
+
+
 @pytest.mark.parametrize(
     ("every", "state", "record", "is_log"),
     [(1, 300, 100, True), (3, 300, 100, False), (2, 300, 100, False), (2, 300, 40, True)],

@@ -142,6 +142,23 @@ def test_a_tag_makes_a_base(store):
     check_steps(store, build(2), frozen)
 
 
+def test_the_distance_goes_by_what_was_measured(store):
+    state = build(1)
+    with checkpointer(store, state, strategy="log") as saver:
+        for step in range(1, 4):
+            train(state)
+            handle = saver.step(step)
+            handle.wait("local")
+        strategy = saver._captures.strategy
+        assert strategy.record_bytes == handle.bytes > 0
+        assert strategy.distance() > 10
+    with checkpointer(store, state, strategy="log", recovery_budget=1e-9) as saver:
+        assert saver.restore() == 3
+        train(state)
+        saver.step(4).wait("local")
+        assert saver._captures.strategy.distance() == 10
+
+
 def test_parts_and_tensors_of_a_logged_step(store):
     state, frozen = build(1), {}
     with logged(store, state, base_every=5) as saver:

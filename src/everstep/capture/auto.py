@@ -9,7 +9,7 @@ come true, and where steps turned out to take longer than they did with whole st
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -30,6 +30,9 @@ DEARER = 0.8
 """... and ended where it takes more than this, ..."""
 SLOWER = 1.15
 """... or where steps take longer by this factor than they did with whole states."""
+
+
+_RESUMED = ("saves_seen", "state_bytes", "record_bytes")
 
 
 @dataclass(slots=True)
@@ -61,13 +64,23 @@ class Balance:
             self._seen += 1
 
     def note_record(self, size: int) -> None:
-        """A record reached the disk, with that many bytes."""
+        """A record was captured; as far as is known, one takes that many bytes on the disk."""
         self._record_bytes += 0.2 * (size - self._record_bytes)
         self._seen += 1
 
     def note_step(self, seconds: float) -> None:
         """From one step() to the next, in which all that saving takes from training shows."""
         self._seconds[self.is_log].append(seconds)
+
+    def resume(self, figures: Any) -> None:
+        """Go on from what figures() was when the step was saved that is restored now; unless
+        something was measured since, or a log had been refused."""
+        if self._state_bytes or self._refusal or not isinstance(figures, dict):
+            return
+        seen, state, record = (figures.get(key) for key in _RESUMED)
+        if figures.get("refusal") is None and type(seen) is type(state) is type(record) is int:
+            self._seen, self._state_bytes, self._record_bytes = seen, state, record
+            self.is_log, self.reason = figures.get("is_log") is True, str(figures.get("reason"))
 
     def decide(self, distance: int) -> bool:
         """Whether the next is part of a log. `distance`: from one base to the next."""
@@ -94,6 +107,8 @@ class Balance:
         """For `everstep show`."""
         return {
             "reason": self.reason,
+            "is_log": self.is_log,
+            "refusal": self._refusal,
             "saves_seen": self._seen,
             "state_bytes": self._state_bytes,
             "record_bytes": round(self._record_bytes),
@@ -184,9 +199,8 @@ class Auto:
         """This is being captured."""
         met = captured.collected.loose
         loose = loose_bytes(leaf for leaf in met if leaf.owner is None)
-        if captured.record is not None:
-            leaves = captured.collected.walk.leaves
-            self._balance.note_record(sum(leaf.tensor.nbytes for leaf in leaves) + loose)
+        if captured.record is not None and self._log:
+            self._balance.note_record(self._log.record_bytes)
         elif captured.commits and self._active is self._spread:
             state, gradients = self._spread.sizes
             self._balance.note_state(state + loose_bytes(met), gradients + loose)
@@ -202,6 +216,10 @@ class Auto:
     def describe(self) -> dict[str, Any]:
         """What `everstep show` prints of the choice."""
         return {**self._active.describe(), "auto": self._balance.figures()}
+
+    def resume(self, chosen: Mapping[str, Any]) -> None:
+        """A step is restored, with which describe() said this."""
+        self._balance.resume(chosen.get("auto"))
 
     def change_keeper(self) -> None:
         """The last one died."""

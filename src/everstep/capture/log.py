@@ -13,6 +13,7 @@ Source: LowDiff (SC 2025); the redo log of ARIES.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,8 @@ _FREE_BYTES = 64 << 10
 """Of tensors in objects: generators have some in each state."""
 RECOVERY_S = 10.0
 READ_BYTES_PER_S = 1e9
+"""Until a restore has measured it."""
+_UNSTORED_MAX = 8
 BASE_EVERY_MIN, BASE_EVERY_MAX = 10, 1000
 
 
@@ -95,6 +98,8 @@ class Log:
         self._whole_step = 0
         self._base_bytes = 0
         self._record_bytes = 0
+        self._records: deque[SaveHandle] = deque(maxlen=_UNSTORED_MAX)
+        """The last ones that have nothing else in them."""
         self._update_seconds = 0.0
         self._base_aliases: dict[str, list[str]] = {}
         self._base_derived: Any = None
@@ -141,10 +146,17 @@ class Log:
         """
         if self._base_every is not None:
             return self._base_every
-        per_record = self._record_bytes / READ_BYTES_PER_S + self._update_seconds
-        left = self._recovery_s - self._base_bytes / READ_BYTES_PER_S
+        rate = self._pace.read_bytes_per_s or READ_BYTES_PER_S
+        per_record = self.record_bytes / rate + self._update_seconds
+        left = self._recovery_s - self._base_bytes / rate
         affordable = int(left / per_record) if per_record else BASE_EVERY_MIN
         return max(BASE_EVERY_MIN, min(BASE_EVERY_MAX, affordable))
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a record on the disk, as the last one that is there; until then of one in memory."""
+        stored = (handle.bytes for handle in reversed(self._records))
+        return next((size for size in stored if size is not None), self._record_bytes)
 
     def note_whole(self, step: int) -> None:
         """The state at this step is whole by now: no recovery goes back farther. Any thread."""
@@ -208,7 +220,7 @@ class Log:
         self._last = handle
         self._said = captured.collected.objects, captured.collected.hyperparameters
         if captured.record is not None:
-            self._record_bytes = sum(leaf.tensor.nbytes for leaf in leaves if is_own(leaf.name))
+            self._note_record(captured, handle)
             if captured.share and captured.share["ends"]:
                 self._base_step, self._pieces = handle.step, None
             self._recorded += 1
@@ -227,6 +239,12 @@ class Log:
         self._base_aliases = _owned_aliases(captured.collected)
         self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
+
+    def _note_record(self, captured: Captured, handle: SaveHandle) -> None:
+        if captured.share is None:
+            leaves = (*captured.collected.walk.leaves, *captured.collected.loose)
+            self._record_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
+            self._records.append(handle)
 
     def describe(self) -> dict[str, Any]:
         """What `everstep show` prints of the choice."""

@@ -8,6 +8,7 @@ from typing import Any
 _NEW = 0.3
 _OUTLIER = 2.0
 SIZE_MIN = 1 << 20
+READ_MIN = 16 << 20
 WINDOW_MAX = 64
 FILL = 0.95
 """Of what fits beside forward and backward, the part that is planned for: both vary."""
@@ -30,12 +31,19 @@ class Pace:
     """Of a step, in which copies may run: from checkpointer.step() to the next update."""
     call_s: float = 0.0
     """Of the thread that trains, for a call that captures something, without its waits."""
+    read_bytes_per_s: float = 0.0
+    """Off the disk, verified, at a restore in this process."""
     _waited_s: float = 0.0
 
     def note_copy(self, size: int, seconds: float) -> None:
         """A capture took that long. Small ones tell nothing."""
         if size >= SIZE_MIN and seconds > 0:
             self.bytes_per_s = _mean(self.bytes_per_s, size / seconds)
+
+    def note_read(self, size: int, seconds: float) -> None:
+        """A restore read so much. Little tells nothing."""
+        if size >= READ_MIN and seconds > 0:
+            self.read_bytes_per_s = _mean(self.read_bytes_per_s, size / seconds)
 
     def note_overlap(self, seconds: float) -> None:
         """An update began that long after the call before it."""
@@ -60,6 +68,7 @@ class Pace:
             "copy_bytes_per_s": round(self.bytes_per_s),
             "overlap_s": round(self.overlap_s, 6),
             "call_s": round(self.call_s, 6),
+            "read_bytes_per_s": round(self.read_bytes_per_s),
         }
 
     def has_moved(self, other: "Pace") -> bool:

@@ -34,6 +34,7 @@ def apply(
     candidate: Candidate,
     state: State,
     only: list[str] | None,
+    loader: Loader,
     must_be_exact: bool = False,
     rules: Rules | None = None,
 ) -> Manifest:
@@ -58,7 +59,7 @@ def apply(
         )
     optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
     if replayed and only is not None:
-        return _take(candidate, base, replayed, state, only, optimized, must_be_exact)
+        return _take(candidate, base, replayed, state, only, optimized, must_be_exact, loader)
     derivation = Derivation(base, logs, rules, state, optimized)
     optimized |= derivation.names
     placement = _place(
@@ -67,12 +68,11 @@ def apply(
         state.parts_of(optimized) if replayed else only,
     )
     placement.check(base.manifest.step, candidate.disk.root)
-    with Loader() as loader:
-        if not replayed:
-            _fill(candidate, base, placement, loader)
-            placement.finish()
-            return base.manifest
-        return _replay(candidate, base, replayed, state, placement, optimized, loader, derivation)
+    if not replayed:
+        _fill(candidate, base, placement, loader)
+        placement.finish()
+        return base.manifest
+    return _replay(candidate, base, replayed, state, placement, optimized, loader, derivation)
 
 
 def _take(
@@ -83,6 +83,7 @@ def _take(
     only: list[str],
     optimized: Set[str],
     must_be_exact: bool,
+    loader: Loader,
 ) -> Manifest:
     """Parts of what a log comes to, which is replayed beside the state. Takes memory for all of
     it."""
@@ -111,7 +112,7 @@ def _take(
             raise Unsupported(f"{problem}. Restore all of it, or with exact='allow'")
         log.warning("%s", problem)
     with adopted(last.manifest.topology):
-        found = rebuilt(candidate, base, logs, without_derived=True)
+        found = rebuilt(candidate, base, logs, loader, without_derived=True)
     for name, (_, tensors) in placement.destinations.items():
         for tensor in tensors:
             put(tensor, found[name])

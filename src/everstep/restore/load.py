@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -63,6 +64,9 @@ class Loader:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(READS_IN_FLIGHT, "everstep-read")
         self._local = threading.local()
+        self._lock = threading.Lock()
+        self.size, self.seconds = 0, 0.0
+        """Of all loads: bytes that were read, and how long they took; two at once count twice."""
 
     def __enter__(self) -> "Loader":
         return self
@@ -79,6 +83,7 @@ class Loader:
     ) -> None:
         """Fill the destinations; blocks. `sources[pack]`: where that pack can be read,
         nearest first. `table`: the part's, needed where it is packed."""
+        began = time.perf_counter()
         finals: list[tuple[torch.Tensor, torch.Tensor]] = []
         targets: dict[str, list[torch.Tensor]] = {}
         for entry, tensors in destinations:
@@ -106,6 +111,9 @@ class Loader:
             wait(reads)
         for tensor, contiguous in finals:
             put(tensor, contiguous)
+        with self._lock:
+            self.size += sum(span.size for span in spans)
+            self.seconds += time.perf_counter() - began
         for device in devices if finals else ():  # whoever uses them may do so on another stream
             torch.cuda.current_stream(device).synchronize()
 

@@ -18,6 +18,7 @@ from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import decode_table, encode_table, extents
 from everstep.replay import selftest
 from everstep.restore.choose import Candidate, Described
+from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.state.topology import adopted, differences
 from everstep.store import catalog, claims, commit, retain
@@ -44,8 +45,8 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
         if not logs:
             raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
         then = logs[-1].manifest.topology
-        with adopted(then):
-            tensors = rebuilt(candidate, base, logs)
+        with adopted(then), Loader() as loader:
+            tensors = rebuilt(candidate, base, logs, loader)
             differing = {text for each in logs for text in differences(each.manifest.topology)}
             replayed = {"differs": sorted(differing), "selftest": selftest.compare(then)}
         try:

@@ -24,6 +24,7 @@ def rebuilt(
     candidate: Candidate,
     base: Described,
     logs: Sequence[Described],
+    loader: Loader,
     without_derived: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The tensors of the state after the last record, by name, on the CPU; blocks. `logs`: with the
@@ -41,7 +42,7 @@ def rebuilt(
             f"{', '.join(map(repr, derived))} is derived by a rule of its own (derive=). Restore "
             f"the whole step there instead"
         )
-    with torch.device("cpu"), Loader() as loader:
+    with torch.device("cpu"):
         return _replayed(candidate, base, logs, loader)
 
 
