@@ -71,10 +71,11 @@ class Checkpointer:
     ) -> None:
         """Open or make the store, and attach to its keeper, which is started where none runs.
 
-        store: a directory. state: names to nn.Module, Optimizer, anything with state_dict and
-        load_state_dict, generators, tensors, or nested dicts and lists of values and tensors.
-        every: step() saves each step that is a multiple of it. strategy: how.
-
+        store: a directory.
+        state: names to nn.Module, Optimizer, anything with state_dict and load_state_dict,
+            generators, tensors, or nested dicts and lists of values and tensors.
+        every: step() saves each step that is a multiple of it.
+        strategy: how.
             "full"    whole states
             "spread"  a whole state, copied over several steps (`window` many; None: by how fast
                       this run copies) up to the due one, with the gradients that bring its pieces
@@ -83,26 +84,30 @@ class Checkpointer:
                       takes `recovery_budget` seconds at most), and of every step between the
                       gradients that led there
             "auto"    begins as "spread", and goes over to "log" and back by what is measured
-
         audit: how records make sure that nothing but the optimizers changes their tensors: by a
-        sample of bytes at each step, or by all of them ("full": a pass over the whole state before
-        and after each update, and again at replay). catch_up: when so many steps would have to be
-        replayed, a process in the background makes the newest durable one a whole state, from which
-        a recovery begins then, so that retention can delete what is older; None for never.
-        group_commit: (bytes, milliseconds): records wait until there are so many bytes of them, or
-        so much time has passed since the first was written, and are made durable together. A crash
-        of this process loses no more than without, one of the machine those records as well. Not
-        while anybody waits for one, nor where no memory is free (memory_budget= may give more than
-        three states then). None: only what waits anyway is taken together. keep:
-        retention, None for all. memory_budget: bytes of host memory for captures, at least two
-        states; None: three states where they fit into half of the available memory, else two.
-        under_pressure: what a save does when no memory is free: be skipped, or wait. rng: capture
-        python's, numpy's and torch's generators. derive: names of parts of the state to functions
-        of the step that bring them forward ({"ema": lambda step: ema.update_parameters(model)}):
-        step() calls each once for its step, before it saves, in place of the training loop; a log
-        calls them again at replay instead of holding what they make. None in place of a function:
-        nobody but optimizers changes the part (frozen weights; here also a module in a part:
-        "model.encoder"). Raises ValueError, TypeError, Unavailable.
+            sample of bytes at each step, or by all of them ("full": a pass over the whole state
+            before and after each update, and again at replay).
+        catch_up: when so many steps would have to be replayed, a process in the background makes
+            the newest durable one a whole state, from which a recovery begins then, so that
+            retention can delete what is older. None: never.
+        group_commit: (bytes, milliseconds): a log's records wait until there are so many bytes of
+            them, or so much time has passed since the first was written, and are made durable
+            together. A crash of this process loses no more than without, one of the machine those
+            records as well. Not while anybody waits for one, nor where no memory is free
+            (memory_budget may give more than three states then). None: only what waits anyway is
+            taken together.
+        keep: retention. None: all is kept.
+        memory_budget: bytes of host memory for captures, at least two states. None: three states
+            where they fit into half of the available memory, else two.
+        under_pressure: what a save does when no memory is free: be skipped, or wait.
+        rng: capture python's, numpy's and torch's generators.
+        derive: names of parts of the state to functions of the step that bring them forward
+            ({"ema": lambda step: ema.update_parameters(model)}): step() calls each once for its
+            step, before it saves, in place of the training loop; a log calls them again at replay
+            instead of holding what they make. None in place of a function: nobody but optimizers
+            changes the part (frozen weights; here also a module in a part: "model.encoder").
+
+        Raises ValueError, TypeError, Unavailable.
         """
         settings = Settings(
             every,
