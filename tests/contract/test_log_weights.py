@@ -58,6 +58,18 @@ def test_few_elements_changed_around_the_version_counter(store, caplog):
     assert "changed between two calls" in caplog.text
 
 
+def test_one_element_changed_after_a_base(store, caplog):
+    """All bytes of the parameters are looked at there."""
+
+    def change(state, step):
+        if step in (2, 7):
+            state["model"][2].weight.data[3, 17] += 1.0
+        train(state)
+
+    check_run(store, build, change, "bbrrrbbr", each=durable, base_every=4)
+    assert caplog.text.count("'model.2.weight' changed between two calls") == 2
+
+
 FREED = """
 import sys; sys.path[:0] = sys.argv[2:]
 import torch

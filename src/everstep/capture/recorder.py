@@ -22,6 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from everstep.capture.attributes import attributes
+from everstep.capture.hashes import Hashes
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
 from everstep.format.tables import is_dense
@@ -104,6 +105,8 @@ class Recorder:
             _check(optimizer)
         self._optimizers = optimizers
         self._audit = audit
+        self._hashes: dict[int, Hashes] = {}
+        """Of the parameters at a base, by optimizer; not where all is audited at each step."""
         self.only: Set[str] | None = None
         """Names of the parameters whose gradients are noted; None: of all."""
         self.problem: str | None = None
@@ -136,6 +139,9 @@ class Recorder:
         for optimizer in self._optimizers:
             self._attributes[optimizer.index] = attributes(optimizer)
             self._arm(optimizer)
+            if not self._audit:
+                rows = ((name, parameter) for _, name, parameter, _ in optimizer.parameters())
+                self._hashes[optimizer.index] = Hashes(rows)
 
     @property
     def is_quiet(self) -> bool:
@@ -150,6 +156,7 @@ class Recorder:
         """Forget what was noted: the state is another one now."""
         self._calls.clear()
         self._watched.clear()
+        self._hashes.clear()
         self.problem = None
 
     def refuse(self, problem: str) -> None:
@@ -163,7 +170,7 @@ class Recorder:
         """The gradients are final, the update comes next. `args`, `kwargs`: of step(); a closure is
         {"closure": what it returned}."""
         self._check_attributes(optimizer)
-        if self.problem or not self._is_untouched(optimizer):
+        if self.problem or not self._is_untouched(optimizer) or not self._is_as_at_base(optimizer):
             return
         if any(call.is_open for call in self._calls):
             self.refuse(f"an update of {optimizer.name!r} raised, or ran its closure twice")
@@ -199,6 +206,8 @@ class Recorder:
             self.refuse(f"an update of {optimizer.name!r} did not call its closure")
         else:
             self._close(call)
+        if self._has_shared:
+            self._hashes.clear()
         for other in self._optimizers if self._has_shared else (optimizer,):
             self._arm(other)
         if call and self._audit and optimizer.index in self._watched:
@@ -271,6 +280,15 @@ class Recorder:
             changed = [f"a number in the state of {optimizer.name}"]
         if not changed and self._audit and watched.digest != optimizer.digest():
             changed = [f"a tensor of {optimizer.name}"]
+        return self._refuse_changed(optimizer, changed)
+
+    def _is_as_at_base(self, optimizer: OptimizerState) -> bool:
+        """Before the first update after it: whether all of its parameters' bytes are."""
+        hashes = self._hashes.pop(optimizer.index, None)
+        return hashes is None or self._refuse_changed(optimizer, hashes.changed())
+
+    def _refuse_changed(self, optimizer: OptimizerState, changed: list[str]) -> bool:
+        """Whether there is nothing to refuse."""
         if changed:
             self.refuse(
                 f"{', '.join(map(repr, changed[:5]))} changed between two calls of "
