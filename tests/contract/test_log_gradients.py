@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import everstep
+from everstep.capture.recorder import Recorder
 
 
 def test_gan_whose_second_backward_adds_to_the_first_gradients(store):
@@ -207,3 +208,18 @@ def test_gradients_are_let_go_of_when_they_are_saved(store, options):
             saver.wait()
             state["optimizer"].zero_grad()
             assert all(storage.expired() for storage in storages)
+
+
+def test_no_device_memory_for_copies(store, monkeypatch, caplog):
+    """The run itself has enough, and must not end by it."""
+    note, calls = Recorder._note_gradients, []
+
+    def note_or_fail(recorder, call, must_copy):
+        calls.append(call)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        note(recorder, call, must_copy)
+
+    monkeypatch.setattr(Recorder, "_note_gradients", note_or_fail)
+    check_run(store, build, train, "brrrbrrr", each=durable)
+    assert "no device memory for copies of gradients of 'optimizer'" in caplog.text

@@ -5,6 +5,7 @@ import torch
 from test_cuda import build, state_bytes
 
 import everstep
+from everstep.state import room
 
 DATA = (64, 512)
 
@@ -130,3 +131,22 @@ def test_a_learning_rate_on_the_device_is_noted_as_it_was(store):
         assert restorer.restore() == 9
         rates = [one["optimizer"].param_groups[0]["lr"] for one in (state, fresh)]
         assert rates[0].equal(rates[1])
+
+
+def test_without_room_the_clipped_gradients_are_recorded(store, monkeypatch):
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert 0 < room.free_bytes(device) <= torch.cuda.get_device_properties(device).total_memory
+    monkeypatch.setattr(room, "free_bytes", lambda device: 0)
+    state, expected = make(1, clipped, {"fused": True}), {}
+    with everstep.Checkpointer(
+        store, state, strategy="log", base_every=100, under_pressure="wait"
+    ) as saver:
+        for step in range(1, 8):
+            clipped(state)
+            saver.step(step)
+            expected[step] = state_bytes(state)
+    fresh = make(2, clipped, {"fused": True})
+    with everstep.Checkpointer(store, fresh) as restorer:
+        for step in range(7, 0, -1):
+            assert restorer.restore(step) == step
+            assert state_bytes(fresh) == expected[step], step

@@ -33,6 +33,19 @@ def test_a_gradient_nobody_sees_is_replaced():
             assert parameter.grad.data_ptr() != address
 
 
+def test_without_room_for_copies_it_is_torchs(monkeypatch):
+    """On a device: here all gradients are held by somebody else, and so would be copied."""
+    monkeypatch.setattr(clipping, "has_room", lambda tensors: not list(tensors))
+    others = [noise(5, 3), noise(7, seed=1)]
+    expected = parameters_of(lambda: [gradient.clone() for gradient in others])
+    held = parameters_of(lambda: list(others))
+    torch.nn.utils.clip_grad_norm_(expected, 0.5)
+    clip_grad_norm_(held, 0.5)
+    for parameter, other in zip(held, expected, strict=True):
+        assert raw_gradient(parameter) is None
+        assert_same(parameter.grad, other.grad)
+
+
 @pytest.mark.parametrize(
     "see",
     [

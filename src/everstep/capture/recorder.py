@@ -192,6 +192,9 @@ class Recorder:
         except Unsupported as error:
             self.refuse(str(error))
             return
+        except torch.OutOfMemoryError:  # the run itself may have enough
+            self.refuse(f"there is no device memory for copies of gradients of {optimizer.name!r}")
+            return
         call.generators = _generators()
         self._calls.append(call)
         if sum(tensor.nbytes for call in self._calls for tensor in call.tensors.values()) > (

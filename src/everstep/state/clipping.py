@@ -11,6 +11,7 @@ What decides how a gradient is scaled while a recorder is attached:
 * Others see it (views, as DDP's buckets; references; other parameters), or it is on an
   accelerator, where a CUDA graph may write to its address with nothing to tell: the raw gradient
   is a copy, torch scales in place.
+* The device has no memory to spare for copies: torch scales in place, nothing is kept.
 * torch's arithmetic could not be repeated from a copy (sparse or DTensor gradients, gaps or
   overlaps in memory, one gradient twice in the list): torch scales in place, nothing is kept.
 
@@ -33,6 +34,7 @@ from torch.utils.weak import TensorWeakRef
 from everstep.state import kept
 from everstep.state.graphs import is_capturing
 from everstep.state.leaves import sample
+from everstep.state.room import has_room
 
 # Where the tensor behind `p.grad` may be replaced. On CUDA it may be a graph's static memory.
 _REPLACED_ON = frozenset({"cpu"})
@@ -226,7 +228,8 @@ def _replaced_and_copied(gradients: list[Tensor]) -> tuple[list[int], list[int]]
     rest = [index for index in range(len(gradients)) if index not in taken]
     if _have_overlaps([gradients[index] for index in rest]):
         return [], []  # torch scales shared memory once for each gradient
-    return replaced, [index for index in rest if _is_dense(gradients[index])]
+    copied = [index for index in rest if _is_dense(gradients[index])]
+    return replaced, copied if has_room(gradients[index] for index in copied) else []
 
 
 def _is_plain(gradient: Tensor) -> bool:
