@@ -366,8 +366,9 @@ class Checkpointer:
         with Loader() as loader:
             manifest = apply(candidate, self._state, only, loader, must_be_exact, self._rules)
         self._derived.restored(manifest.step)
-        if candidate.disk is self._disk and not candidate.held:
-            self._captures.restored(manifest.capture, loader.size, loader.seconds)
+        if candidate.disk is self._disk:
+            read = 0 if candidate.held else loader.size
+            self._captures.restored(manifest.capture, read, loader.seconds)
         self.metrics.selftest = {}
         if differing := differences(manifest.topology):
             is_replayed = manifest.previous is not None or manifest.is_spread

@@ -54,16 +54,17 @@ class Run:
         if not line.endswith("\n"):
             return None
         event = json.loads(line)
-        if "step" in event:
-            self.last = event["step"]
-            self.losses[self.last] = event["loss"]
+        if "trained" in event:
+            self.losses[event["trained"]] = event["loss"]
+        self.last = event.get("step", self.last)
         return event
 
     def read_steps(self, count: int) -> None:
-        for _ in range(count):
+        while count:
             event = self.read()
             if event is None or "done" in event:
                 return
+            count -= "step" in event
 
     def kill(self) -> None:
         self.process.kill()

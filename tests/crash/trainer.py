@@ -64,8 +64,9 @@ def main(
         tell(restored=start, keeper=checkpointer._client.keeper_pid)
         for step in range(start + 1, steps + 1):
             loss = train_one_step(state)
+            tell(trained=step, loss=loss.hex())  # before a kill may find it saved
             checkpointer.step(step)
-            tell(step=step, loss=loss.hex())
+            tell(step=step)
     tell(done=True)
 
 
