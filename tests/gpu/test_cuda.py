@@ -46,6 +46,14 @@ def state_bytes(state) -> dict[str, bytes]:
     }
 
 
+def check_steps(store, fresh, expected: dict[int, dict[str, bytes]]) -> None:
+    """Each of these steps, the newest first, is restored to just these bytes."""
+    with everstep.Checkpointer(store, fresh) as restorer:
+        for step, wanted in sorted(expected.items(), reverse=True):
+            assert restorer.restore(step) == step
+            assert state_bytes(fresh) == wanted, step
+
+
 @pytest.mark.filterwarnings("ignore:This instance was constructed with capturable")
 @pytest.mark.parametrize(
     "options",

@@ -3,7 +3,7 @@ no hook, and with nothing that counts a version."""
 
 import pytest
 import torch
-from test_cuda import build, state_bytes, train
+from test_cuda import build, check_steps, state_bytes, train
 from torch import nn
 
 import everstep
@@ -62,11 +62,7 @@ def test_every_step_is_exact(store, strategy, with_update, is_first):
             checkpointer.step(step)
             if step % 2:
                 expected[step] = state_bytes(state)
-    other = build(1, capturable=True)
-    with everstep.Checkpointer(store, other) as checkpointer:
-        for step, wanted in expected.items():
-            assert checkpointer.restore(step) == step
-            assert state_bytes(other) == wanted, step
+    check_steps(store, build(1, capturable=True), expected)
 
 
 def test_parts_of_a_capturable_log_are_refused(store):
@@ -107,8 +103,4 @@ def test_gradients_of_a_compiled_graph_are_copied(store):
             state["optimizer"].zero_grad()
             if step % 3 == 0:
                 expected[step] = state_bytes(state)
-    other = build_compiled(1)
-    with everstep.Checkpointer(store, other) as checkpointer:
-        for step, wanted in expected.items():
-            assert checkpointer.restore(step) == step
-            assert state_bytes(other) == wanted, step
+    check_steps(store, build_compiled(1), expected)

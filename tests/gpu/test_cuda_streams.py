@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_cuda import build, state_bytes, train
+from test_cuda import build, check_steps, state_bytes, train
 from torch import nn
 
 import everstep
@@ -54,11 +54,7 @@ def test_gradients_that_a_record_holds_are_not_reused(store):
             del junk
             if step > 5:
                 expected[step] = state_bytes(state)
-    other = build(1)
-    with everstep.Checkpointer(store, other) as checkpointer:
-        for step, wanted in expected.items():
-            assert checkpointer.restore(step) == step
-            assert state_bytes(other) == wanted, step
+    check_steps(store, build(1), expected)
 
 
 def test_a_failed_pinning_is_no_error_of_the_run(caplog):
@@ -102,11 +98,7 @@ def test_gradients_with_strides_are_there_when_the_replay_wants_them(store):
                 state["optimizer"].step()
                 checkpointer.step(step)
                 expected[step] = state_bytes(state)
-        other = convolutions(1)
-        with everstep.Checkpointer(store, other) as checkpointer:
-            for step, wanted in expected.items():
-                assert checkpointer.restore(step) == step
-                assert state_bytes(other) == wanted, step
+        check_steps(store, convolutions(1), expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -143,8 +135,4 @@ def test_every_step_is_exact_on_two_devices(store, strategy):
             checkpointer.step(step)
             if step % 2:
                 expected[step] = state_bytes(state)
-    other = split(1)
-    with everstep.Checkpointer(store, other) as checkpointer:
-        for step, wanted in expected.items():
-            assert checkpointer.restore(step) == step
-            assert state_bytes(other) == wanted, step
+    check_steps(store, split(1), expected)
