@@ -15,7 +15,9 @@ from everstep.format.tables import encode_table
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena, Row
 from everstep.keeper.arrival import ALL
-from everstep.keeper.persist import Job, Outcome, Writer, persist
+from everstep.keeper.job import Job, Outcome, Writer
+from everstep.keeper.joint import Joint
+from everstep.keeper.persist import persist
 from everstep.store import catalog, commit
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
@@ -146,7 +148,10 @@ class Trainer:
 
     def commit_all(self, jobs: list[Job]) -> list[Outcome | Exception]:
         """Commit jobs together; what became of each that was taken."""
-        return [ended for _, ended in persist(self.writer, jobs, lambda job: None)]
+        return [
+            ended
+            for _, ended in persist(self.writer, [Joint([job]) for job in jobs], lambda joint: None)
+        ]
 
     def commit(self, job: Job) -> Outcome:
         """Commit one job; returns when it is durable."""

@@ -63,6 +63,7 @@ class Captures:
         self._descriptor_size = 0
         self._full = Full(self._announce, self._seal, saves.on_capture_failure, pace)
         self.pool.on_release = self._full.devices.unpin
+        saves.in_order = self._full.in_order
         self._hooks = [
             Hook(optimizer, self._full, self.strategy, metrics) for optimizer in state.optimizers
         ]
@@ -176,7 +177,7 @@ class Captures:
     def _describe(
         self, captured: Captured, tag: str | None, metrics: dict[str, Any]
     ) -> dict[str, Any]:
-        now = topology()  # threads and the like may have been set anew
+        now = topology(self._state.world.size)  # threads and the like may have been set anew
         if self._topology is None or not now.items() <= self._topology.items():
             self._topology = now
         is_replayed = captured.record is not None or captured.share is not None
@@ -185,6 +186,7 @@ class Captures:
             self._topology = {**self._topology, "selftest": tests}  # the old one is still in use
         return {
             "objects": captured.collected.objects,
+            "own": captured.collected.own,
             "hyperparameters": captured.collected.hyperparameters,
             "topology": self._topology,
             "capture": {

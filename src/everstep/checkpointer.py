@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -34,12 +34,15 @@ from everstep.restore.choose import Candidate, Held, candidates, find_held, is_o
 from everstep.restore.load import Loader
 from everstep.saves import Saves, Skipped
 from everstep.state.objects import plain_json
+from everstep.state.ranked import ByRank
 from everstep.state.rules import Rule, Rules
 from everstep.state.topology import differences
 from everstep.state.view import State
+from everstep.state.world import World
 from everstep.store.commit import open_store, set_tag
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
+from everstep.teams import form_team
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")
@@ -68,8 +71,13 @@ class Checkpointer:
         under_pressure: Literal["skip", "wait"] = "skip",
         rng: bool = True,
         derive: Mapping[str, Rule | None] | None = None,
+        by_rank: Mapping[str, ByRank] | None = None,
+        alone: bool = False,
     ) -> None:
         """Open or make the store, and attach to its keeper, which is started where none runs.
+
+        Where a torch.distributed process group is up, all its ranks make one, with the same
+        arguments and the same names in `state`, and then the same calls, restore() among them.
 
         store: a directory.
         state: names to nn.Module, Optimizer, anything with state_dict and load_state_dict,
@@ -106,6 +114,12 @@ class Checkpointer:
             step, before it saves, in place of the training loop; a log calls them again at replay
             instead of holding what they make. None in place of a function: nobody but optimizers
             changes the part (frozen weights; here also a module in a part: "model.encoder").
+        by_rank: names of parts of the state of which each rank has its own (a sampler's position),
+            to what becomes of them with another number of ranks: "exact" (they cannot be restored),
+            "replicate", or a function of (values of all ranks, this rank, ranks). (rule, number,
+            count) where not each rank has its own, but each data-parallel one, say. Loaders are
+            "exact" unless named here; generators are exact with as many ranks, else derived anew.
+        alone: save this process for itself, to a store of its own, though a process group is up.
 
         Raises ValueError, TypeError, Unavailable.
         """
@@ -125,12 +139,17 @@ class Checkpointer:
         self.state = state
         self.metrics = Metrics()
         self._every = every
-        self._state = State(state, rng)
+        self._world = World(0, 1) if alone else World.current()
+        self._state = State(state, rng, self._world, by_rank)
         self._rules = Rules(derive or {}, self._state)
         self._derived = Derived(self._rules, settings.looks_at_all)
         pace, derived = Pace(), self._derived if self._rules.parts else None
-        chosen = settings.make(self._state.optimizers, pace, derived)
         self._disk = Disk(Path(store).absolute())
+        chosen = None
+        if self._world.is_alone:
+            chosen = settings.make(self._state.optimizers, pace, derived)
+        else:
+            settings.check_ranks()
         open_store(self._disk)
         self._saves = Saves(self.metrics)
         self._saves.on_whole = self._on_whole
@@ -140,6 +159,7 @@ class Checkpointer:
             self._saves.on_event,
             catch_up=catch_up,
             group_commit=group_commit,
+            team=form_team(self._world, self._disk.root),
         )
         self._captures = Captures(
             self._state, chosen, pace, settings, self._client, self._saves, self.metrics
@@ -220,7 +240,7 @@ class Checkpointer:
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
         self._captures.pool.inherit(arenas)
         failure: EverstepError | None = None
-        for candidate in candidates(disk, step, held):
+        for candidate in self._common(lambda: candidates(disk, step, held)):
             try:
                 self._restore(candidate, chosen, exact == "require")
             except (Corrupt, Missing) as error:
@@ -338,8 +358,10 @@ class Checkpointer:
             commits = self._captures.begin(handle, tag, metrics, asked=asked, must_wait=must_wait)
         except Unavailable as error:
             self._saves.fail(handle, error)
+            self._saves.leave_out(step, str(error))
         except BaseException as error:
             handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
+            self._saves.leave_out(step, repr(error))
             raise
         else:
             if not commits:
@@ -360,6 +382,15 @@ class Checkpointer:
         """What the keeper holds of this run: another may have been in this directory before."""
         run = open_store(self._disk)
         return find_held(arenas, lambda held: held.manifest.run == run and is_of(self._disk, held))
+
+    def _common(self, find: Callable[[], list[Candidate]]) -> list[Candidate]:
+        """What all ranks can see: no byte is read before they agree on what to restore."""
+        found = self._world.together("looking for checkpoints", find)
+        seen = self._world.gather(
+            "agreeing on a checkpoint", [list(candidate.name) for candidate in found]
+        )
+        common = set.intersection(*({tuple(name) for name in names} for names in seen))
+        return [candidate for candidate in found if candidate.name in common]
 
     def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
         self._captures.end_chain()

@@ -37,6 +37,8 @@ class Saves:
         self._metrics = metrics
         self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
         self._torn: dict[int, str] = {}
+        self.in_order: Callable[[Callable[[], None]], None] = lambda task: task()
+        """Does something after what was captured before was handed over. Any thread."""
         self.on_whole: Callable[[int, int], None] = lambda step, epoch: None
         """Called when a step of the log was made whole, exactly. Client's thread."""
 
@@ -164,6 +166,8 @@ class Saves:
         already. Any thread."""
         if is_announced:
             self._client.submit(capture.slot.key)
+        else:
+            self.leave_out(capture.step, str(error))
         if known := self._begun.get(capture.sequence):  # else the keeper's loss came first
             self.fail(known[1], error)
         self._forget(capture)
@@ -193,6 +197,11 @@ class Saves:
         if self._metrics.skips == 1 or self._metrics.skips % 100 == 0:
             log.warning("%s. Skipped so far: %s", text, self._metrics.skips)
         handle.fail(Skipped(text))
+        self.leave_out(handle.step, "it had no memory for it")
+
+    def leave_out(self, step: int, reason: str) -> None:
+        """Nothing of this step comes from this rank: no other waits for it."""
+        self.in_order(lambda: self._client.leave_out(step, reason))
 
     def fail(self, handle: SaveHandle, error: EverstepError) -> None:
         """It will come no further: on the handle, in the log and in the metrics."""

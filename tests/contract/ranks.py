@@ -66,7 +66,7 @@ def main(rank, folder, meeting, last, dies):
         store = folder / f"{kind}.{rank}"
         state = build(kind)
         saver = everstep.Checkpointer(
-            store, state, strategy="log", base_every=100, under_pressure="wait"
+            store, state, strategy="log", alone=True, base_every=100, under_pressure="wait"
         )
         savers.append(saver)
         first = newest(store)

@@ -67,8 +67,8 @@ class Batch:
         batch = cls()
         moves: list[Move] = []
         devices: dict[torch.device, list[Place]] = {}
-        for leaf in sorted(leaves, key=lambda leaf: plan.offsets[leaf.name]):
-            tensor, offset = leaf.tensor.detach(), plan.offsets[leaf.name]
+        for leaf in sorted(leaves, key=lambda leaf: plan.offsets[leaf.entry]):
+            tensor, offset = leaf.tensor.detach(), plan.offsets[leaf.entry]
             size = tensor.nbytes
             if size == 0:
                 continue

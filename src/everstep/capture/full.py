@@ -120,13 +120,13 @@ class Full:
         self._fail = fail
         self._pace = pace
         self._timing = Timing(pace)
-        self._queue: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._open: list[Capture] = []
         self._is_sealing = True
         self._bound: tuple[Walk, Plan, dict[int | None, _Bound]] | None = None
         self.devices = Devices()
         self._movers = ThreadPoolExecutor(MOVERS, "everstep-move")
-        self._copied: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
+        self._copied: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._last: Capture | None = None
         self._threads = [
             threading.Thread(target=self._copy_all, name="everstep-copy", daemon=True),
@@ -229,6 +229,10 @@ class Full:
         for capture in self._open:
             capture.sealed.wait()
 
+    def in_order(self, task: Callable[[], None]) -> None:
+        """Do it, in another thread, when all that was begun is sealed or given up. Any thread."""
+        (self._copied if threading.current_thread() in self._threads else self._queue).put(task)
+
     def abandon_in_child(self) -> None:
         """In a forked child, where the copying thread does not exist: hold nothing."""
         self._open, self._last = [], None
@@ -261,6 +265,9 @@ class Full:
 
     def _copy_all(self) -> None:
         while capture := self._queue.get():
+            if not isinstance(capture, Capture):
+                self._copied.put(capture)
+                continue
             try:
                 self._copy(capture)
             except Exception as error:  # noqa: BLE001 - reaches the handle; training goes on
@@ -279,6 +286,9 @@ class Full:
     def _seal_all(self) -> None:
         """A thread of its own: sealing may wait for the keeper, which copies must not do."""
         while capture := self._copied.get():
+            if not isinstance(capture, Capture):
+                capture()
+                continue
             try:
                 self._seal(capture)
             except Exception as error:  # noqa: BLE001 - reaches the handle; training goes on

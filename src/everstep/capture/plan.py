@@ -13,7 +13,8 @@ from everstep.state.view import Collected, Walk
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A layout, its table document, and the offset of each tensor in the image, by name."""
+    """A layout, its table document, and the offset of each tensor (or box of one) in the image, by
+    its entry."""
 
     specs: tuple[Spec, ...]
     devices: dict[str, str]
@@ -80,7 +81,7 @@ def _make(
     aliases: Mapping[str, list[str]],
     optimizers: Mapping[str, Any],
 ) -> Plan:
-    names = [spec.name for spec in specs] + [name for tied in aliases.values() for name in tied]
+    names = [spec.entry for spec in specs] + [name for tied in aliases.values() for name in tied]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise Unsupported(
@@ -89,7 +90,7 @@ def _make(
     layout = lay_out(specs)
     starts = pack_starts(pack.size for pack in layout.packs)
     offsets = {
-        spec.name: starts[piece.pack] + piece.offset
+        spec.entry: starts[piece.pack] + piece.offset
         for spec, piece in zip(layout.specs, layout.pieces, strict=True)
     }
     # A copy of the groups: the plan is compared with later walks, and must not change with them.

@@ -250,7 +250,7 @@ def _clear_gaps(arena: Arena, slot: int, plan: Plan) -> None:
     starts = [start for start, _ in plan.headers()] + [plan.layout.size]
     used = [(start, start + len(header)) for start, header in plan.headers()]
     for spec in plan.specs:
-        offset = plan.offsets[spec.name]
+        offset = plan.offsets[spec.entry]
         used.append((offset, offset + spec.size))
     used.sort()
     if not used:  # no tensor at all

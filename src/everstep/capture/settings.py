@@ -7,6 +7,7 @@ from everstep.capture.derived import Derived
 from everstep.capture.log import Log
 from everstep.capture.pace import Pace
 from everstep.capture.spread import Spread
+from everstep.errors import Unsupported
 from everstep.keeper.tasks import MILLISECONDS_MAX
 from everstep.state.optimizers import OptimizerState
 from everstep.store.retain import Keep
@@ -69,6 +70,14 @@ class Settings:
     def looks_at_all(self) -> bool:
         """Whether audits look at all bytes, and not at a sample."""
         return self.audit == "full"
+
+    def check_ranks(self) -> None:
+        """Raises Unsupported for what cannot be done with several ranks."""
+        if self.strategy in ("log", "spread"):
+            raise Unsupported(
+                f"strategy={self.strategy!r} with several ranks: this everstep records the "
+                f"gradients of one process alone. Use strategy='full' or 'auto'"
+            )
 
     def make(
         self, optimizers: list[OptimizerState], pace: Pace, derived: Derived | None

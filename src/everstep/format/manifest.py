@@ -85,6 +85,8 @@ class Manifest:
     exact: bool = True
     records: tuple[Record, ...] = ()
     previous: Previous | None = None
+    ranks: tuple[dict[str, Any], ...] = ()
+    """Of several ranks: for each the objects that it has for itself."""
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
@@ -142,6 +144,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             ],
             "hyperparameters": manifest.hyperparameters,
             "objects": manifest.objects,
+            **({"ranks": manifest.ranks} if manifest.ranks else {}),
         }
     )
 
@@ -178,6 +181,7 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
                 for record in value["records"]
             ),
             previous=_previous_from_json(value.get("previous")),
+            ranks=tuple(dict(own) for own in value.get("ranks", ())),
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise malformed(path, error) from error

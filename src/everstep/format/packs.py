@@ -30,16 +30,28 @@ PAD_PREFIX = "__pad__."
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor as the format sees it: its name, logical dtype (torch's name) and global shape."""
+    """A tensor as the format sees it: its name, logical dtype (torch's name) and global shape;
+    and which box of it this is about, None: all of it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    box: Box | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The shape of its box."""
+        return self.shape if self.box is None else self.box.lengths
 
     @property
     def size(self) -> int:
-        """Bytes of its raw elements."""
-        return ITEM_SIZES[self.dtype] * prod(self.shape)
+        """Bytes of the raw elements of its box."""
+        return ITEM_SIZES[self.dtype] * prod(self.lengths)
+
+    @property
+    def entry(self) -> str:
+        """What its box is called in the header of a pack."""
+        return self.name if self.box is None else entry_name(self.name, self.shape, self.box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,17 @@ class Layout:
         return sum(pack.size for pack in self.packs)
 
 
+def box_text(box: Box) -> str:
+    """Where it begins and ends in each dim: "[0:2,0:4]"."""
+    ends = [f"{at}:{at + n}" for at, n in zip(box.offsets, box.lengths, strict=True)]
+    return f"[{','.join(ends)}]"
+
+
+def entry_name(name: str, shape: tuple[int, ...], box: Box) -> str:
+    """What a box of a tensor is called in the header of a pack: as the tensor, if it is whole."""
+    return name if box.lengths == shape else name + box_text(box)
+
+
 def round_up(value: int, multiple: int = PAGE_BYTES) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
@@ -106,7 +129,7 @@ def pack_starts(sizes: Iterable[int]) -> list[int]:
 
 
 def lay_out(specs: Sequence[Spec]) -> Layout:
-    """Place every tensor, whole, into packs. Pure and deterministic: same specs, same bytes.
+    """Place every tensor, or its box, into packs. Pure and deterministic: same specs, same bytes.
 
     Raises Unsupported for names that cannot stand in a safetensors header.
     """
@@ -118,13 +141,12 @@ def lay_out(specs: Sequence[Spec]) -> Layout:
     for first in range(0, len(order), ENTRIES_PER_PACK_MAX):
         members = order[first : first + ENTRIES_PER_PACK_MAX]
         entries, offsets, end = _place([specs[i] for i in members])
-        header = _header(entries)
+        header = encode_header(entries)
         header_digest, digest = digest, digest + 1
         for i, offset in zip(members, offsets, strict=True):
             size = specs[i].size
-            pieces[i] = Piece(
-                Box.whole(specs[i].shape), len(packs), len(header) + offset, size, digest
-            )
+            box = specs[i].box or Box.whole(specs[i].shape)
+            pieces[i] = Piece(box, len(packs), len(header) + offset, size, digest)
             digest += chunk_count(size)
         packs.append(PackLayout(header, header_digest, len(header) + end))
     placed = tuple(piece for piece in pieces if piece is not None)
@@ -132,7 +154,7 @@ def lay_out(specs: Sequence[Spec]) -> Layout:
 
 
 def _check_names(specs: Sequence[Spec]) -> None:
-    assert len({spec.name for spec in specs}) == len(specs), "names are unique"
+    assert len({spec.entry for spec in specs}) == len(specs), "names are unique"
     for spec in specs:
         if spec.name == "__metadata__" or spec.name.startswith(PAD_PREFIX):
             raise Unsupported(
@@ -147,7 +169,7 @@ def _check_names(specs: Sequence[Spec]) -> None:
 
 def _rank(spec: Spec) -> tuple[bool, int, str]:
     large = spec.size >= ALIGNED_FROM_BYTES
-    return (not large, 0 if large else -ITEM_SIZES[spec.dtype], spec.name)
+    return (not large, 0 if large else -ITEM_SIZES[spec.dtype], spec.entry)
 
 
 def _place(specs: Sequence[Spec]) -> tuple[dict[str, object], list[int], int]:
@@ -164,8 +186,8 @@ def _place(specs: Sequence[Spec]) -> tuple[dict[str, object], list[int], int]:
             at += gap
 
     for spec in specs:
-        dtype, shape = carried_as(spec.dtype, spec.shape, spec.size)
-        entries[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + spec.size]}
+        dtype, shape = carried_as(spec.dtype, spec.lengths, spec.size)
+        entries[spec.entry] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + spec.size]}
         offsets.append(at)
         at += spec.size
         if spec.size >= ALIGNED_FROM_BYTES:
@@ -174,7 +196,8 @@ def _place(specs: Sequence[Spec]) -> tuple[dict[str, object], list[int], int]:
     return entries, offsets, at
 
 
-def _header(entries: dict[str, object]) -> bytes:
+def encode_header(entries: dict[str, object]) -> bytes:
+    """A pack's header, a multiple of 4096 bytes: length, JSON, blanks."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     size = round_up(8 + len(text))
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)

@@ -6,8 +6,8 @@ that all manifests with the same layout share.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from everstep.format.boxes import Box
 from everstep.format.document import FORMAT_VERSION, seal, unseal
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Layout, Piece, Spec, chunks
+from everstep.format.tiling import find_overlap
 
 _OWN = re.compile(r"@\d+[.!]")
 _SAFE_PATH = re.compile(r"(?!.*\.\.)[\w.-]+(/[\w.-]+)*")
@@ -96,28 +97,48 @@ def encode_table(
 ) -> bytes:
     """The sealed piece table of a layout, sorted by tensor name. `strides`: of those that are not
     row-major in memory."""
+    placed = sorted(
+        zip(layout.specs, layout.pieces, strict=True),
+        key=lambda row: (row[0].name, row[1].box.offsets, row[1].box.lengths),
+    )
+    tensors: dict[str, TensorEntry] = {}
+    for name, rows in groupby(placed, key=lambda row: row[0].name):
+        found = list(rows)
+        spec = replace(found[0][0], box=None)
+        assert all((s.dtype, s.shape) == (spec.dtype, spec.shape) for s, _ in found), name
+        order = strides.get(name)
+        tensors[name] = TensorEntry(
+            spec,
+            tuple(piece for _, piece in found),
+            tuple(aliases.get(name, ())),
+            devices.get(name, "cpu"),
+            None if order is None else tuple(order),
+        )
+    packs = tuple(PackShape(pack.size, len(pack.header), pack.digest) for pack in layout.packs)
+    return seal_table(Table(packs, tensors, dict(optimizers)))
+
+
+def seal_table(table: Table) -> bytes:
+    """The sealed document of a table, whose tensors are sorted by name."""
     rows = []
-    for spec, piece in sorted(
-        zip(layout.specs, layout.pieces, strict=True), key=lambda row: row[0].name
-    ):
+    for name, entry in table.tensors.items():
         row: dict[str, Any] = {
-            "name": spec.name,
-            "dtype": spec.dtype,
-            "shape": spec.shape,
-            "device": devices.get(spec.name, "cpu"),
-            "pieces": [_piece_to_json(piece)],
+            "name": name,
+            "dtype": entry.spec.dtype,
+            "shape": entry.spec.shape,
+            "device": entry.device,
+            "pieces": [_piece_to_json(piece) for piece in entry.pieces],
         }
-        if spec.name in aliases:
-            row["aliases"] = list(aliases[spec.name])
-        if spec.name in strides:
-            row["strides"] = list(strides[spec.name])
+        if entry.aliases:
+            row["aliases"] = entry.aliases
+        if entry.strides is not None:
+            row["strides"] = entry.strides
         rows.append(row)
     packs = [
-        {"size": pack.size, "header": len(pack.header), "digest": pack.digest}
-        for pack in layout.packs
+        {"size": pack.size, "header": pack.header, "digest": pack.digest} for pack in table.packs
     ]
     return seal(
-        {"format": FORMAT_VERSION, "packs": packs, "tensors": rows, "optimizers": dict(optimizers)}
+        {"format": FORMAT_VERSION, "packs": packs, "tensors": rows, "optimizers": table.optimizers}
     )
 
 
@@ -225,8 +246,11 @@ def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
                 f"a piece of tensor {spec.name!r} has {piece.size} bytes, "
                 f"its box needs another number"
             )
-    if sum(piece.box.count for piece in pieces) != prod(spec.shape):
-        raise ValueError(f"the pieces of tensor {spec.name!r} do not cover it")
+    if not pieces:
+        raise ValueError(f"tensor {spec.name!r} has no piece")
+    # What covers it are the pieces of all parts.
+    if find_overlap(spec.shape, [piece.box for piece in pieces]) is not None:
+        raise ValueError(f"the pieces of tensor {spec.name!r} overlap")
     aliases = tuple(row.get("aliases", ()))
     return TensorEntry(spec, pieces, aliases, str(row["device"]), _strides(row, spec))
 
@@ -242,9 +266,11 @@ def _strides(row: Mapping[str, Any], spec: Spec) -> tuple[int, ...] | None:
 
 
 def _fits(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box.offsets) == len(box.lengths) == len(shape) and all(
-        offset + length <= size
-        for offset, length, size in zip(box.offsets, box.lengths, shape, strict=True)
+    return len(box.offsets) == len(box.lengths) == len(shape) and not any(
+        [
+            offset + length > size
+            for offset, length, size in zip(box.offsets, box.lengths, shape, strict=True)
+        ]
     )
 
 

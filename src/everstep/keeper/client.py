@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from everstep.errors import KINDS, Corrupt, Unavailable
 from everstep.keeper import wire
@@ -35,6 +36,18 @@ _PATIENCE_S = 30.0
 _ASKED_MAX = 5
 _PAUSE_S_MAX = 60.0
 _DEATHS_MAX, _DEATHS_S = 5, 60.0
+
+_REASON_MAX = 500
+
+
+class TeamMate(NamedTuple):
+    """One rank among those of a run on this node: the run's attachment, which of them, of how
+    many."""
+
+    id: str
+    local: int
+    here: int
+
 
 _Reply = tuple[wire.Message, list[int]] | None
 """None: the connection has changed."""
@@ -57,15 +70,18 @@ class Client:
         idle_s: float = IDLE_S,
         catch_up: int | None = None,
         group_commit: tuple[int, float] | None = None,
+        team: TeamMate | None = None,
     ) -> None:
         """Connects, which starts a keeper where none runs. `catch_up`, `group_commit`: see
-        Checkpointer. Raises Unavailable."""
+        Checkpointer. `team`: of several ranks. Raises Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event
         self._idle_s = idle_s
         self._catch_up = catch_up
         self._group_commit = group_commit
+        self._team = team
+        self._claims = 0
         self._awaited = 0
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
@@ -91,9 +107,12 @@ class Client:
             raise Unavailable(self._lost)
 
     def claim(self, parent: CheckpointName | None) -> int:
-        """Claim an epoch that goes on from `parent` (None: nothing). Blocks; raises Unavailable."""
+        """Claim an epoch that goes on from `parent` (None: nothing). Blocks; raises Unavailable.
+        All ranks of a team make the same claims, and get the same epochs."""
+        self._claims += 1
         message = {
             "type": "claim",
+            "number": self._claims,
             "parent": parent.epoch if parent else None,
             "fork": parent.step if parent else 0,
         }
@@ -146,6 +165,11 @@ class Client:
             if self._group_commit and sequence > self._awaited:
                 self._awaited = sequence
                 self._send_locked({"type": "flush", "sequence": sequence})
+
+    def leave_out(self, step: int, reason: str) -> None:
+        """This rank has nothing of a step, which the others need not wait for then."""
+        if self._team:
+            self._send({"type": "gap", "step": step, "reason": reason[:_REASON_MAX]})
 
     def settle(self) -> list[tuple[str, Arena]]:
         """Wait until the keeper has finished what dead trainers sealed.
@@ -371,6 +395,7 @@ class Client:
             "catch_up": self._catch_up,
             "group_commit": self._group_commit,
             "awaited": self._awaited,
+            "team": self._team and self._team._asdict(),
         }
         try:
             wire.send(connection, hello)

@@ -1,21 +1,16 @@
-"""The bytes of one slot on their way to the disk: digested and written at the same time, and while
+"""The bytes of one part on their way to the disk: digested and written at the same time, and while
 they still arrive; a record packed, where that pays."""
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import lru_cache
 
 import xxhash
 
-from everstep.errors import Corrupt
 from everstep.format.manifest import Part
-from everstep.format.packed import Chunk, raw_chunks
 from everstep.format.packs import pack_starts
-from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
-from everstep.keeper.arena import Row
-from everstep.keeper.arrival import Arrival
-from everstep.keeper.job import Job, Writer
+from everstep.format.tables import Extent, FileLink
+from everstep.keeper.image import Image
+from everstep.keeper.job import Writer
 from everstep.keeper.pack import Packed, pays, write_packed
 from everstep.store import commit, names
 from everstep.store.names import CheckpointName
@@ -23,44 +18,20 @@ from everstep.store.names import CheckpointName
 _SHARE_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Parsed:
-    """A piece table, and what is made of it for every slot that has it."""
-
-    table: Table
-    extents: list[Extent]
-    chunks: list[Chunk]
-
-
 class Data:
-    """One slot's image as packs, and what becomes of them. For the session's thread."""
+    """One part's image as packs, and what becomes of them. For the team's thread."""
 
-    def __init__(self, writer: Writer, job: Job, row: Row, is_record: bool) -> None:
-        """Raises Corrupt where the image is not what its table says; Unsupported where the trainer
-        gives the slot up."""
-        self.document = job.arena.table(job.slot, row)
+    def __init__(self, writer: Writer, image: Image, is_record: bool) -> None:
+        """Raises Unsupported where a trainer gives its slot up."""
+        self.document = image.parsed.document
         self._written: list[commit.NewPack] = []
         self._seconds = 0.0
         self._writer = writer
-        self._arrival = job.arrival
-        self._parsed = _parse(bytes(self.document))
-        sizes = [pack.size for pack in self._parsed.table.packs]
-        if sum(sizes) != row.image_size:
-            raise Corrupt(
-                f"reading slot {job.slot} of the arena: {row.image_size} bytes, its table needs "
-                f"{sum(sizes)}"
-            )
-        self._image = job.arena.image(job.slot)[: row.image_size]
-        self._packs = [
-            self._image[start : start + size]
-            for start, size in zip(pack_starts(sizes), sizes, strict=True)
-        ]
+        self._image = image
         self._packed: Packed | None = None
         self._waited = 0.0
         self._entropy = writer.speed.is_slow
-        self._packs_it = is_record and pays(
-            self._image, self._parsed.chunks, self._arrival, self._entropy
-        )
+        self._packs_it = is_record and pays(image, self._entropy)
         self._shares: list[Future[dict[int, str]]] = []
         if not self._packs_it:
             self._shares = self._begin_digests()
@@ -71,17 +42,12 @@ class Data:
         writer, began = self._writer, time.monotonic()
         if self._packs_it:
             self._packed = write_packed(
-                writer.disk,
-                name,
-                self._image,
-                self._parsed.chunks,
-                self._arrival,
-                writer.hasher,
-                self._entropy,
+                writer.disk, name, self._image, writer.hasher, self._entropy
             )
             self._written, self._seconds = [self._packed.pack], self._packed.seconds
         else:
-            self._written = commit.begin_packs(writer.disk, name, self._packs, self._await)
+            packs = [[segment.view for segment in pack] for pack in self._image.packs]
+            self._written = commit.begin_packs(writer.disk, name, packs, self._await)
             self._seconds = time.monotonic() - began - self._waited
 
     def sync(self) -> None:
@@ -107,10 +73,10 @@ class Data:
         """Bytes written."""
         return sum(link.size for link in self.links)
 
-    def _await(self, count: int) -> None:
+    def _await(self, pack: int, end: int) -> None:
         """For the copy, whose time is not the disk's."""
         began = time.monotonic()
-        self._arrival.wait(count)
+        self._image.wait(pack, end)
         self._waited += time.monotonic() - began
 
     def part(self, step: int) -> Part | None:
@@ -125,7 +91,7 @@ class Data:
             index: digest for share in self._shares for index, digest in share.result().items()
         }
         digests = tuple(found[index] for index in range(len(found)))
-        unwritten = tuple(FileLink(f"{names.DATA}/unwritten", len(pack)) for pack in self._packs)
+        unwritten = tuple(FileLink(f"{names.DATA}/unwritten", size) for size in self._image.sizes)
         return Part(0, table, self.links or unwritten, digests, step)
 
     def _begin_digests(self) -> list[Future[dict[int, str]]]:
@@ -134,30 +100,23 @@ class Data:
         Training that uses all cores waits for its slowest thread: what is taken evenly from all of
         them costs less than what is taken from one.
         """
-        starts = pack_starts(pack.size for pack in self._parsed.table.packs)
-        shares: dict[int, list[tuple[int, int, int]]] = {}
-        for extent in self._parsed.extents:
+        parsed = self._image.parsed
+        starts = pack_starts(pack.size for pack in parsed.table.packs)
+        shares: dict[int, list[Extent]] = {}
+        for extent in parsed.extents:
             start = starts[extent.pack] + extent.offset
-            shares.setdefault(start // _SHARE_BYTES, []).append((extent.digest, start, extent.size))
+            shares.setdefault(start // _SHARE_BYTES, []).append(extent)
         return [
-            self._writer.hasher.submit(_digest, self._image, share, self._arrival)
+            self._writer.hasher.submit(_digest, self._image, share)
             for _, share in sorted(shares.items())
         ]
 
 
-def _digest(
-    image: memoryview, share: list[tuple[int, int, int]], arrival: Arrival
-) -> dict[int, str]:
-    """The digests of some extents (index, start, size), by index. Large ones without the GIL."""
-    arrival.wait(max(start + size for _, start, size in share))
+def _digest(image: Image, share: list[Extent]) -> dict[int, str]:
+    """The digests of some extents, by index. Large ones without the GIL."""
     return {
-        index: xxhash.xxh3_128_hexdigest(image[start : start + size])
-        for index, start, size in share
+        extent.digest: xxhash.xxh3_128_hexdigest(
+            image.view(extent.pack, extent.offset, extent.size)
+        )
+        for extent in share
     }
-
-
-@lru_cache(maxsize=4)
-def _parse(document: bytes) -> _Parsed:
-    """Tables change rarely, and parsing one of 10,000 tensors outlasts the rest of a commit."""
-    table = decode_table(document, "a piece table in the arena")
-    return _Parsed(table, extents(table), raw_chunks(table))

@@ -6,7 +6,7 @@ from everstep.errors import Conflict
 from everstep.format.manifest import Manifest
 from everstep.format.tables import FileLink
 from everstep.keeper.data import Data
-from everstep.keeper.job import Job
+from everstep.keeper.joint import Joint
 from everstep.keeper.window import Share
 from everstep.store import catalog, commit, names
 from everstep.store.names import CheckpointName
@@ -19,15 +19,15 @@ def settle(
     record: dict[str, Any] | None,
     share: Share | None,
     data: Data,
-    job: Job,
+    job: Joint,
 ) -> None:
     """It was committed before: its keeper died then. Raises Conflict where that is another."""
     if share:
         _check_same_window(disk, manifest, share, commit.table_link(data.document))
     elif record is not None:
         _check_same_record(disk, manifest, record, commit.table_link(data.document))
-    elif row := job.arena.row(job.slot):
-        job.arena.put_manifest(job.slot, row, _existing(disk, manifest))
+    else:
+        job.put_manifest(_existing(disk, manifest))
 
 
 def _existing(disk: Disk, manifest: Manifest) -> bytes:

@@ -4,7 +4,6 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 from everstep.keeper.arena import Arena
 from everstep.keeper.arrival import Arrival
@@ -28,8 +27,6 @@ class Job:
     written: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
     problem: str | None = None
-    said: dict[str, Any] | None = None
-    """Its descriptor, once it was read."""
 
     @property
     def size(self) -> int:

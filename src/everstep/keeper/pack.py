@@ -18,7 +18,7 @@ from everstep.format.document import digest_of
 from everstep.format.packed import HEADER_BYTES, Chunk, header
 from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.format.tables import FileLink
-from everstep.keeper.arrival import Arrival
+from everstep.keeper.image import Image
 from everstep.store import names
 from everstep.store.commit import NewPack
 from everstep.store.names import CheckpointName
@@ -61,26 +61,27 @@ class Speed:
         return self.bytes_per_s is not None and self.bytes_per_s < SLOW_BYTES_PER_S
 
 
-def pays(image: memoryview, chunks: list[Chunk], arrival: Arrival, entropy: bool) -> bool:
+def pays(image: Image, entropy: bool) -> bool:
     """Whether this record should be packed; blocks until its first large chunk has arrived."""
+    chunks = image.parsed.chunks if len(image.packs) == 1 else ()
     chunk = next((chunk for chunk in chunks if chunk.extent.size >= SMALL_BYTES), None)
     if chunk is None:
         return False
-    return planes.encode(_raw(image, chunk, arrival), chunk.item_size, entropy=entropy) is not None
+    return planes.encode(_raw(image, chunk), chunk.item_size, entropy=entropy) is not None
 
 
 def write_packed(
     disk: Disk,
     name: CheckpointName,
-    image: memoryview,
-    chunks: list[Chunk],
-    arrival: Arrival,
+    image: Image,
     pool: ThreadPoolExecutor,
     entropy: bool,
 ) -> Packed:
-    """Encode and write all chunks; the file is not durable yet. Takes BUFFER_BYTES and some
-    chunks of memory, whatever the record's size. Raises what the arrival and the disk raise."""
+    """Encode and write all chunks of a part of one pack; the file is not durable yet. Takes
+    BUFFER_BYTES and some chunks of memory, whatever the record's size. Raises what the arrival and
+    the disk raise."""
     path = names.pack_path(name, token_hex(4), 0)
+    chunks = image.parsed.chunks
     stored: dict[int, int] = {}
     digests: dict[int, str] = {}
     with disk.new_file(path) as file:
@@ -93,7 +94,7 @@ def write_packed(
                 stored[index] = len(data)
                 tail.append(data)
             if chunk:
-                task = pool.submit(_encode, image, chunk, arrival, entropy)
+                task = pool.submit(_encode, image, chunk, entropy)
                 waiting.append((chunk.extent.digest, task))
         size = tail.finish()
         first = header(size - HEADER_BYTES)
@@ -109,17 +110,13 @@ def write_packed(
     )
 
 
-def _raw(image: memoryview, chunk: Chunk, arrival: Arrival) -> memoryview:
-    end = chunk.extent.offset + chunk.extent.size
-    arrival.wait(end)
-    return image[chunk.extent.offset : end]
+def _raw(image: Image, chunk: Chunk) -> memoryview:
+    return image.view(chunk.extent.pack, chunk.extent.offset, chunk.extent.size)
 
 
-def _encode(
-    image: memoryview, chunk: Chunk, arrival: Arrival, entropy: bool
-) -> tuple[bytes | memoryview, str]:
+def _encode(image: Image, chunk: Chunk, entropy: bool) -> tuple[bytes | memoryview, str]:
     """The stored bytes of a chunk and their digest."""
-    raw = _raw(image, chunk, arrival)
+    raw = _raw(image, chunk)
     encoded = None
     if len(raw) >= SMALL_BYTES:
         encoded = planes.encode(raw, chunk.item_size, entropy=entropy)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
-from everstep.format.document import digest_of, unseal
+from everstep.errors import EverstepError, Missing, Unavailable, Unsupported
+from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
-from everstep.keeper.arena import Row
-from everstep.keeper.arrival import ALL
 from everstep.keeper.data import Data
 from everstep.keeper.existing import settle
-from everstep.keeper.job import Job, Outcome, Writer
+from everstep.keeper.job import Outcome, Writer
+from everstep.keeper.joint import Joint
 from everstep.keeper.window import Share
 from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
@@ -28,9 +27,9 @@ manifest has the number that would have been next."""
 
 
 def persist(
-    writer: Writer, jobs: Iterable[Job], announce_written: Callable[[Job], None]
-) -> list[tuple[Job, Outcome | Exception]]:
-    """Make sealed slots durable together: a chain of records, or one slot of any kind. Blocks until
+    writer: Writer, jobs: Iterable[Joint], announce_written: Callable[[Joint], None]
+) -> list[tuple[Joint, Outcome | Exception]]:
+    """Make sealed slots durable together: a chain of records, or one step of any kind. Blocks until
     they are committed, and says of each what became of it.
 
     The data of all is written, then synced; then each manifest is created when the one before it is
@@ -71,7 +70,7 @@ def _make_directories(disk: Disk, saves: list["Save"]) -> None:
 
 
 class Save:
-    """One sealed slot on its way: written, synced, confirmed, published. For the session's thread.
+    """One step on its way: written, synced, confirmed, published. For the team's thread.
 
     Its phases raise no Exception. What goes wrong in one is kept for `end`, and there are no later
     ones then, for this save and for those that follow it.
@@ -84,7 +83,7 @@ class Save:
     _pieces: Share | None
     _data: Data
 
-    def __init__(self, writer: Writer, job: Job, before: "Save | None") -> None:
+    def __init__(self, writer: Writer, job: Joint, before: "Save | None") -> None:
         """`before`: the one that it follows, if that is not committed yet."""
         self.job = job
         self.digest: str | None = None
@@ -119,7 +118,7 @@ class Save:
             except Exception as error:  # noqa: BLE001 - each reaches its handle
                 self._error = error
 
-    def write(self, announce_written: Callable[[Job], None]) -> None:
+    def write(self, announce_written: Callable[[Joint], None]) -> None:
         """Digest and write at the same time, while the image still arrives. Only then is the
         trainer asked whether the copy was clean: a torn one is never committed."""
         self.attempt(lambda: self._write(announce_written))
@@ -132,7 +131,7 @@ class Save:
         """Wait for the trainer's word on the copy, or its death. Also after a failure: memory must
         not offer a torn copy."""
         if self.job.written:
-            self.job.answered.wait()
+            self.job.wait_for_answers()
             if self.job.problem:
                 self._error = Unsupported(self.job.problem)
 
@@ -149,31 +148,28 @@ class Save:
         error, self._error = self._error, None  # its traceback holds this object
         return error or _lost(self._before.name if self._before else None)
 
-    def _write(self, announce_written: Callable[[Job], None]) -> None:
+    def _write(self, announce_written: Callable[[Joint], None]) -> None:
         writer, job = self._writer, self.job
-        row = job.arena.row(job.slot)
-        if row is None:
-            raise Corrupt(f"reading slot {job.slot} of the arena: its row is not whole")
-        said = describe(job, row)
-        self._manifest = self._manifest_of(row, said)
+        said = job.describe()
+        self._manifest = self._manifest_of(job.step, said)
         self._record, share = said.get("record"), Share.of(said.get("share"))
-        self.name = CheckpointName(row.step, self._manifest.epoch)
+        self.name = CheckpointName(job.step, self._manifest.epoch)
         self._pieces, self._share = _begin_window(writer, self.name, share, self._record)
-        self._data = Data(writer, job, row, is_record=self._record is not None)
+        self._data = Data(writer, job.image(), is_record=self._record is not None)
         self._is_begun = True
         try:
             self._write_data()
         except EverstepError as error:  # memory can be restored from, with the manifest beside it
             self._error = error
-        part = self._data.part(row.step)
+        part = self._data.part(job.step)
         if part is None:
-            job.arrival.wait(ALL)  # the trainer still fills the slot
+            job.wait_for_all()  # the trainer still fills the slot
         elif self._share is None:
             self._manifest = _with_part(self._manifest, self._record, part)
             document = encode_manifest(self._manifest)
-            job.arena.put_manifest(job.slot, row, document)
+            job.put_manifest(document)
             self.digest = None if self._exists else digest_of(document)
-        job.written = True
+        job.note_written()
         announce_written(job)
 
     def _write_data(self) -> None:
@@ -185,7 +181,7 @@ class Save:
         if not self._exists:
             self._data.write(self.name)
 
-    def _manifest_of(self, row: Row, said: dict[str, Any]) -> Manifest:
+    def _manifest_of(self, step: int, said: dict[str, Any]) -> Manifest:
         """The manifest as far as it is known before the data is written."""
         writer, before = self._writer, self._before
         parent, digest = writer.parent, writer.parent_digest
@@ -197,7 +193,7 @@ class Save:
         writer.run = writer.run or commit.open_store(writer.disk)
         record = said.get("record")
         return Manifest(
-            step=row.step,
+            step=step,
             epoch=writer.epoch or catalog.newest_epoch(writer.disk) + 1,
             run=writer.run,
             created=commit.now(),
@@ -209,6 +205,7 @@ class Save:
             capture=capture,
             metrics=said["metrics"],
             tag=said["tag"],
+            ranks=tuple(said["own"]) if len(self.job.jobs) > 1 else (),
             previous=_previous(writer, record["previous"], parent, digest) if record else None,
         )
 
@@ -317,18 +314,10 @@ def apply_retention(writer: Writer) -> None:
         log.exception("retention in %s", writer.disk.root)
 
 
-def describe(job: Job, row: Row) -> dict[str, Any]:
-    """What the trainer says of this step; read once. Raises Corrupt."""
-    if job.said is None:
-        job.said = unseal(job.arena.descriptor(job.slot, row), "a descriptor in the arena")
-    return job.said
-
-
-def is_plain(job: Job) -> bool:
+def is_plain(job: Joint) -> bool:
     """Whether it is a record and nothing else: such ones are committed in groups."""
-    row = job.arena.row(job.slot)
     try:
-        said = describe(job, row) if row else {}
+        said = job.describe()
     except Exception:  # noqa: BLE001 - told when its turn comes
         return False
     return bool(said.get("record")) and not said.get("share") and not said.get("tag")

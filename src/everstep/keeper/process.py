@@ -20,6 +20,7 @@ import time
 from everstep.keeper import wire
 from everstep.keeper.home import Home
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
+from everstep.keeper.team import Team
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep.keeper")
@@ -134,7 +135,7 @@ class Keeper:
             raise ValueError(f"protocol {hello['protocol']!r}")
         session = self._find(pid, hello.get("token"))
         if session is None:
-            session = Session(connection, self._disk, hello, self._wake)
+            session = Session(connection, hello, self._team_of(hello))
             self._sessions.append(session)
             self._selector.register(
                 session.pidfd, selectors.EVENT_READ, lambda: self._bury(session)
@@ -147,6 +148,14 @@ class Keeper:
         self._last_use = time.monotonic()
         self._was_used = True
         session.tell({"type": "attached", "id": -1, "pid": os.getpid()})
+
+    def _team_of(self, hello: wire.Message) -> Team:
+        """The one whose other ranks are here already, or a new one."""
+        said = hello.get("team")
+        for session in self._sessions:
+            if said and session.team.id == said["id"]:
+                return session.team
+        return Team(self._disk, hello, self._wake)
 
     def _find(self, pid: int, token: object) -> Session | None:
         for session in self._sessions:
@@ -193,12 +202,12 @@ class Keeper:
 
     def _handle(self, session: Session, message: wire.Message, fds: list[int]) -> None:
         """`fds`: those that are left in it are closed by the caller."""
-        if session.is_overloaded or type(message.get("id", 0)) is not int:
+        if session.team.is_overloaded or type(message.get("id", 0)) is not int:
             raise ValueError("too many messages, or an id that is none")
         match message["type"]:
             case "arena":
                 self._take_arena(session, message["arena"], fds)
-            case "job" | "copied" | "confirm" | "claim" | "flush" | "release":
+            case "job" | "copied" | "confirm" | "claim" | "flush" | "gap" | "release":
                 session.hear(message)
             case "settle":
                 self._settle(session, message["id"])
@@ -289,6 +298,7 @@ class Keeper:
             log.warning("refused a connection: it said nothing for %s s", GREETING_S)
             self._dismiss(stranger)
         for session in self._sessions:
+            session.team.end_silence(SILENCE_S)
             if session.silent_since is not None and now - session.silent_since > SILENCE_S:
                 log.warning("trainer %s has not attached again", session.pid)
                 session.abandon()
@@ -306,6 +316,8 @@ class Keeper:
             if not session.dead:
                 self._selector.unregister(session.pidfd)
             session.close()
+            if session.team.is_empty:
+                session.team.close()
         if forgotten:
             gc.collect()  # the traceback of a failed job may hold a mapping
 
@@ -316,7 +328,8 @@ class Keeper:
             for session in self._sessions
         )
         in_peace = orphan.detached and not orphan.holds_uncommitted()
-        return not orphan.arenas or in_peace or succeeded
+        # What a slot holds is a part of a state where there are several ranks.
+        return not orphan.arenas or in_peace or succeeded or orphan.team.size > 1
 
     def _look_after_home(self) -> None:
         """Once a second: a cleaner of temporary files may have taken lock or socket away."""

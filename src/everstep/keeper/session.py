@@ -1,4 +1,5 @@
-"""A session: what the keeper has of one attachment of one trainer, and the thread that works on it.
+"""A session: what the keeper has of one attachment of one trainer, of which its team makes
+checkpoints.
 
     attached ──socket lost──▶ silent ──too long──▶ orphan ──▶ dropped, or adopted by a successor
         ▲                      │  └────death───────▶ ▲
@@ -20,79 +21,59 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
-from everstep.errors import Conflict, EverstepError, Unavailable
+from everstep.errors import Conflict, EverstepError
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.arrival import ALL
-from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.job import Job, Outcome, Writer
-from everstep.keeper.persist import apply_retention, end_window, persist
-from everstep.keeper.tasks import Bounds, Tasks
-from everstep.store import catalog, commit, retain
-from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.keeper.team import TEXT_MAX, Gap, Team
 
 log = logging.getLogger("everstep.keeper")
 
 ARENAS_MAX = wire.DESCRIPTORS_MAX
-TASKS_MAX = 1000
 KEY_LENGTH_MAX = 64
-_TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
 
 
 class Session:
-    """One attachment of a trainer: its socket, its process, its arenas and its queue of work.
+    """One attachment of a trainer: its socket, its process, its arenas and its jobs.
 
     Main thread, but for what says otherwise.
     """
 
-    def __init__(
-        self, connection: socket.socket, disk: Disk, hello: wire.Message, wake: Callable[[], None]
-    ) -> None:
-        """`wake` is called, in any thread, when the queue has become empty.
-
-        Raises OSError where the trainer is gone, and ValueError, KeyError or TypeError for a
-        greeting that is none.
-        """
-        keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
-        epoch = None if hello["epoch"] is None else wire.number(hello["epoch"])
-        parent = CheckpointName(*map(wire.number, hello["parent"])) if hello["parent"] else None
-        self._bounds = Bounds.of(hello.get("group_commit"))
-        self._awaited = wire.number(hello.get("awaited", 0))
+    def __init__(self, connection: socket.socket, hello: wire.Message, team: Team) -> None:
+        """Raises OSError where the trainer is gone, and ValueError, KeyError or TypeError for a
+        greeting that is none."""
         self.token = hello.get("token")
         self.pid = wire.check_peer(connection)
         self.pidfd = wire.open_peer(connection, self.pid)
         self.connection: socket.socket | None = connection
-        self.writer = Writer(disk, keep, epoch, parent)
-        every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
-        self._catch_up = self._catch_up_every(every, epoch is not None) if every else None
+        self.team = team
+        self.local = wire.number((hello.get("team") or {"local": 0})["local"])
         self.arenas: dict[str, Arena] = {}
         self.orphan = False
         self.detached = False
         self.dead = False
         self.silent_since: float | None = None
         self.committed = 0
-        self._wake = wake
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
-        self._tasks = Tasks()
         self._send_lock = threading.Lock()
-        if epoch is not None:
-            self._tasks.put(self._find_parent)
-        threading.Thread(target=self._work, name=f"everstep-{self.pid}", daemon=True).start()
+        try:
+            team.join(self.local, self)
+        except ValueError:
+            os.close(self.pidfd)
+            raise
 
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or running."""
-        return not self._tasks
+        return self.team.idle
 
     @property
-    def is_overloaded(self) -> bool:
-        """Whether no more tasks should be taken from the trainer."""
-        return len(self._tasks) >= TASKS_MAX
+    def writer(self) -> Writer:
+        """Who writes for it."""
+        return self.team.writer
 
     def has_died(self) -> bool:
         """Whether the trainer's process is gone, heard of or not."""
@@ -124,10 +105,12 @@ class Session:
             case "confirm":
                 self.answer(message["sequence"], message["problem"])
             case "claim":
-                self._tasks.put(lambda: self.claim(message))
+                self.team.claim(message, self)
             case "flush":
-                self._awaited = max(self._awaited, wire.number(message["sequence"]))
-                self._tasks.nudge()
+                self.team.flush(wire.number(message["sequence"]))
+            case "gap":
+                step, reason = wire.number(message["step"]), str(message["reason"])[:TEXT_MAX]
+                self.team.offer(self.local, Gap(step, reason))
             case "release":
                 self.release(message["arena"])
 
@@ -169,23 +152,23 @@ class Session:
                 job.arrival.advance(ALL)
                 if self.orphan:
                     job.answer(None)
-                self._tasks.nudge()
+                self.team.nudge()
                 self.tell({"type": "held", "sequence": job.sequence})
             elif state is SlotState.TORN:
                 job.arrival.give_up(f"the trainer gave job {sequence} up")
-                self._tasks.nudge()
+                self.team.nudge()
             if is_new:
-                self._tasks.put(job)
+                self.team.offer(self.local, job)
 
     def answer(self, sequence: int, problem: str | None) -> None:
         """The trainer's word on a copy."""
         if job := self._jobs.get(sequence):
-            job.answer(problem if problem is None else str(problem)[:_TEXT_MAX])
+            job.answer(problem if problem is None else str(problem)[:TEXT_MAX])
 
     def release(self, key: str) -> None:
         """Close an arena when its jobs are done."""
         if arena := self.arenas.pop(key, None):
-            self._tasks.put(arena.close)
+            self.team.put(arena.close)
 
     def newest(self) -> tuple[int, str] | None:
         """Sequence and arena of the newest complete state."""
@@ -244,6 +227,7 @@ class Session:
         self.connection = connection
         self.silent_since = None
         self.orphan = False
+        self.team.return_of(self.local)
 
     def abandon(self) -> None:
         """Nobody will answer any more: finish what is sealed. May be called again on its death."""
@@ -258,7 +242,8 @@ class Session:
             if job.arrival.over and not job.answered.is_set():  # else it may still be heard of
                 job.answer(None)
         if self.dead or self.detached:
-            self._tasks.put(lambda: end_window(self.writer))
+            self.team.end_window()
+        self.team.lose(self.local, f"process {self.pid} has died" if self.dead else "it has left")
 
     def disconnect(self) -> None:
         """Close the socket."""
@@ -266,95 +251,28 @@ class Session:
             if self.connection:
                 self.connection.close()
                 self.connection = None
-        self._tasks.nudge()  # nobody is waited for any more
+        self.team.nudge()  # nobody is waited for any more
 
     def close(self) -> None:
         """Release arenas and descriptors; the session must be idle."""
         self.disconnect()
-        if self._catch_up:
-            self._catch_up.close()
-        self._tasks.close()
-        self.writer.hasher.shutdown(wait=False)
+        self.team.leave(self.local)
         for arena in self.arenas.values():
             arena.close()
         self.arenas.clear()
         os.close(self.pidfd)
 
-    # ---- its thread ------------------------------------------------------------------------
+    # ---- for the team's thread -------------------------------------------------------------
 
-    def claim(self, message: wire.Message) -> None:
-        """Claim an epoch for this trainer, and answer. This session's thread."""
-        reply: dict[str, Any] = {"type": "claimed", "id": message["id"]}
-        writer = self.writer
-        try:
-            fork = wire.number(message["fork"])
-            parent = None if message["parent"] is None else wire.number(message["parent"])
-            writer.parent = None if parent is None else CheckpointName(fork, parent)
-            writer.epoch = commit.claim_epoch(writer.disk, parent, fork)
-            writer.run = commit.open_store(writer.disk)
-            writer.unclaimed = None
-            reply["epoch"] = writer.epoch
-        except EverstepError as error:
-            text = str(error)[:_TEXT_MAX]
-            writer.unclaimed = text if isinstance(error, Unavailable) else None
-            reply |= {"kind": type(error).__name__, "message": text}
-        except Exception as error:
-            log.exception("a claim of trainer %s", self.pid)
-            reply |= {"kind": "Unavailable", "message": f"the keeper failed: {error!r}"[:_TEXT_MAX]}
-        self.tell(reply)
-
-    def _find_parent(self) -> None:
-        """A former keeper may have committed for this epoch since it was claimed."""
-        try:
-            names = catalog.committed(self.writer.disk)
-        except EverstepError as error:
-            log.warning("looking for the newest checkpoint: %s", error)
-            return
-        mine = [name for name in names if name.epoch == self.writer.epoch]
-        self.writer.parent = max(mine, default=self.writer.parent)
-
-    def _work(self) -> None:
-        while task := self._tasks.take():
-            try:
-                if isinstance(task, Job):
-                    self._persist(task)
-                else:
-                    task()
-            except Exception:
-                log.exception("a task of trainer %s", self.pid)
-            del task  # it holds an arena
-            if self._tasks.finish():
-                self._wake()
-
-    def _persist(self, first: Job) -> None:
-        """Commit a job, and with it the records that are gathered meanwhile."""
-        if self.writer.epoch is None and not self.writer.unclaimed:
-            self._fail(first, Unavailable("saving: this trainer has claimed no epoch"))
-            return
-        group = self._tasks.gather(first, self._bounds, self._may_wait)
-        written = {"type": "written"}
-        ended = persist(
-            self.writer, group, lambda job: self.tell(written | {"sequence": job.sequence})
-        )
-        committed = self.committed
-        for job, outcome in ended:
-            if isinstance(outcome, Outcome):
-                self._done(job, outcome)
-            else:
-                self._fail(job, outcome)
-        if self.committed > committed:
-            apply_retention(self.writer)
-
-    def _may_wait(self, first: Job) -> bool:
-        """Whether a group need not be committed yet: nobody waits for it, the trainer is there, and
-        finds a free slot for its next step."""
-        return (
-            self.connection is not None
-            and first.sequence > self._awaited
-            and all(arena.free_slot() is not None for arena in list(self.arenas.values()))
+    @property
+    def may_wait(self) -> bool:
+        """Whether the trainer is there, and finds a free slot for its next step."""
+        return self.connection is not None and all(
+            arena.free_slot() is not None for arena in list(self.arenas.values())
         )
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def fail(self, job: Job, error: Exception) -> None:
+        """Nothing came of a job."""
         job.arrival.wait_until_over()  # until then the trainer writes to the slot
         kind = type(error).__name__ if isinstance(error, EverstepError) else "Unavailable"
         text = str(error) if isinstance(error, EverstepError) else f"the keeper failed: {error!r}"
@@ -366,31 +284,20 @@ class Session:
         is_worthless = is_torn or isinstance(error, Conflict)
         self._finish(job, SlotState.FREE if is_worthless else SlotState.FAILED)
         message = {"type": "failed", "sequence": job.sequence, "kind": kind}
-        self.tell(message | {"message": text[:_TEXT_MAX]})
+        self.tell(message | {"message": text[:TEXT_MAX]})
 
-    def _done(self, job: Job, outcome: Outcome) -> None:
+    def done(self, job: Job, outcome: Outcome) -> None:
+        """A job is committed."""
         self._finish(job, SlotState.DONE)
         message = {
             "type": "local",
             "sequence": job.sequence,
-            "warning": (outcome.warning or "")[:_TEXT_MAX],
+            "warning": (outcome.warning or "")[:TEXT_MAX],
             "is_part": outcome.is_part,
         }
         self.tell(message | {"bytes": outcome.bytes, "seconds": outcome.seconds})
         if not outcome.is_part:
             self.committed += 1
-            if self._catch_up:
-                self._catch_up.note(outcome.name, outcome.takes_replay)
-
-    def _catch_up_every(self, every: int, is_resumed: bool) -> CatchUp:
-        """What was kept for the sake of later steps may go when one of them is whole."""
-        return CatchUp(
-            self.writer.disk,
-            every,
-            is_resumed=is_resumed,
-            tell=self.tell,
-            on_whole=lambda: self._tasks.put(lambda: apply_retention(self.writer)),
-        )
 
     def _finish(self, job: Job, state: SlotState) -> None:
         with self._lock:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.keeper.job import Job
+from everstep.keeper.joint import Joint
 from everstep.keeper.persist import is_plain
 
-Task = Job | Callable[[], None]
+Task = Joint | Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,9 @@ class Tasks:
             self._is_busy = False
             return not self._tasks
 
-    def gather(self, first: Job, bounds: Bounds, may_wait: Callable[[Job], bool]) -> Iterator[Job]:
+    def gather(
+        self, first: Joint, bounds: Bounds, may_wait: Callable[[Joint], bool]
+    ) -> Iterator[Joint]:
         """The jobs of a group, `first` being its first. Only records are taken together, and only
         sealed ones are added. For the thread that takes, which asks for the next when it has
         written the one before it.
@@ -93,7 +95,7 @@ class Tasks:
         size = first.size
         while is_plain(first) and size < bounds.bytes:
             seen, job = self._changes, self._tasks[0] if self._tasks else None
-            if isinstance(job, Job) and job.arrival.complete and is_plain(job):
+            if isinstance(job, Joint) and job.is_complete and is_plain(job):
                 self._tasks.popleft()
                 size += job.size
                 yield job
@@ -113,4 +115,4 @@ class Tasks:
 
 def _may_become_one(task: Task | None) -> bool:
     """Whether what comes next may be a record that can be taken along; None: nothing is there."""
-    return task is None or (isinstance(task, Job) and not task.arrival.over and is_plain(task))
+    return task is None or (isinstance(task, Joint) and not task.is_over and is_plain(task))

@@ -44,7 +44,7 @@ def apply(
     for a log whose replay might not be exact where it must be, and for a part of a log that cannot
     be replayed beside the state.
     """
-    base, *logs = candidate.describe()
+    base, *logs = state.world.together("reading the manifest", candidate.describe)
     replayed = [base, *logs] if base.manifest.is_spread else logs
     differing = {
         text for described in replayed for text in differences(described.manifest.topology)
@@ -67,9 +67,10 @@ def apply(
         Saved.of(base.manifest, base.tables),
         state.parts_of(optimized) if replayed else only,
     )
-    placement.check(base.manifest.step, candidate.disk.root)
+    together = state.world.together
+    together("fitting", lambda: placement.check(base.manifest.step, candidate.disk.root))
     if not replayed:
-        _fill(candidate, base, placement, loader)
+        together("reading", lambda: _fill(candidate, base, placement, loader))
         placement.finish()
         return base.manifest
     return _replay(candidate, base, replayed, state, placement, optimized, loader, derivation)

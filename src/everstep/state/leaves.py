@@ -11,33 +11,48 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from everstep.errors import Unsupported
+from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Spec
 from everstep.format.tables import is_dense
+from everstep.state.layout import is_dtensor, local_of
 
-_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+_shape, _dtype, _local = attrgetter("shape"), attrgetter("dtype"), attrgetter("_local_tensor")
 _SAMPLE_BYTES = 64
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor to be captured. `owner` is the index of the one optimizer that may change it in its
-    step() and nobody else: such a tensor is copied lazily. None: it is copied at the call."""
+    """A tensor to be captured, or a box of one (`box`) of that global `shape`.
+
+    `owner` is the index of the one optimizer that may change it in its step() and nobody else: such
+    a tensor is copied lazily. None: it is copied at the call.
+    """
 
     name: str
     tensor: torch.Tensor
     owner: int | None = None
+    box: Box | None = None
+    shape: tuple[int, ...] | None = None
 
     @property
     def spec(self) -> Spec:
         """As the format sees it."""
-        return Spec(self.name, dtype_name(self.tensor.dtype), tuple(self.tensor.shape))
+        shape = tuple(self.tensor.shape) if self.shape is None else self.shape
+        return Spec(self.name, dtype_name(self.tensor.dtype), shape, self.box)
+
+    @property
+    def entry(self) -> str:
+        """Its name among the captured: a tensor's, or that of a box of it."""
+        return self.name if self.box is None else self.spec.entry
 
     @property
     def strides(self) -> tuple[int, ...] | None:
-        """None for row-major tensors, and for those with gaps or overlaps: nobody could make such a
-        one again."""
+        """None for row-major tensors, for those with gaps or overlaps (nobody could make such a one
+        again), and for boxes."""
+        if self.box is not None:
+            return None
         if self.tensor.is_contiguous() or not is_dense(self.tensor.shape, self.tensor.stride()):
             return None
         return self.tensor.stride()
@@ -61,6 +76,7 @@ def sample(tensor: torch.Tensor) -> bytes:
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
     """Raises Unsupported for a tensor whose bytes are not simply its elements."""
+    tensor = local_of(tensor)
     reason = None
     if is_lazy(tensor):
         reason = "it has no shape yet; run a forward pass through the lazy module first"
@@ -103,6 +119,8 @@ class Guard:
     _strided: list[torch.Tensor] = field(default_factory=list)
     _strides: list[tuple[int, ...]] = field(default_factory=list)
     _dtypes: list[torch.dtype] = field(default_factory=list)
+    _sharded: list[torch.Tensor] = field(default_factory=list)
+    _locals: list[torch.Tensor] = field(default_factory=list)
     _watched: set[int] = field(default_factory=set)
 
     def watch_size(self, container: Any) -> None:
@@ -121,6 +139,11 @@ class Guard:
         self.watch_part(container, key)
         if id(tensor) in self._watched:
             return
+        if is_dtensor(tensor):
+            self._watched.add(id(tensor))
+            self._sharded.append(tensor)
+            tensor = local_of(tensor)
+            self._locals.append(tensor)
         try:
             pointer = tensor.data_ptr()
         except (RuntimeError, ValueError):  # it has no storage: sparse, or not initialised
@@ -143,6 +166,7 @@ class Guard:
             return (
                 list(map(len, self._sized)) == self._sizes
                 and all(map(is_, parts, self._parts))
+                and all(map(is_, map(_local, self._sharded), self._locals))
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
                 and list(map(_shape, self._tensors)) == self._shapes
                 and all(map(torch.Tensor.is_contiguous, self._contiguous))

@@ -23,10 +23,11 @@ class ModuleState:
     def leaves(self, guard: Guard) -> list[Leaf]:
         """Every live parameter and persistent buffer of the module's state_dict,
         tied ones repeatedly."""
+        state = self._module.state_dict(keep_vars=True)  # first: its hooks reshard what FSDP2 has
         live = self._live(guard)
         found: list[Leaf] = []
         self._has_own_entries = False
-        for key, value in self._module.state_dict(keep_vars=True).items():
+        for key, value in state.items():
             if isinstance(value, torch.Tensor) and id(value) in live:
                 name = f"{self.name}.{canonical(key)}"
                 check_tensor(name, value)

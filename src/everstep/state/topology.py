@@ -17,10 +17,10 @@ _THREADS_MAX = 1024
 _SMALL, _HALF = 1e-310, 0.5
 
 
-def topology() -> dict[str, Any]:
-    """Of this process, now."""
+def topology(world_size: int = 1) -> dict[str, Any]:
+    """Of this process, now, among so many."""
     return {
-        "world_size": 1,
+        "world_size": world_size,
         "torch": torch.__version__,
         "everstep": __version__,
         "python": platform.python_version(),

@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -15,12 +15,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from everstep.errors import Mismatch, Unsupported
+from everstep.state.layout import holders_of, is_dtensor, mesh_ranks, shards_of
 from everstep.state.leaves import Guard, Leaf, check_tensor, find_aliases
 from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement
+from everstep.state.ranked import ByRank, Share, own_name
 from everstep.state.stateful import (
     GeneratorState,
     GlobalGenerators,
@@ -30,6 +32,8 @@ from everstep.state.stateful import (
     ValueState,
     is_generator,
 )
+from everstep.state.world import World
+from everstep.state.writers import Held, Holders, chosen
 
 log = logging.getLogger("everstep")
 
@@ -57,24 +61,27 @@ class Walk:
     and the optimizers' part of the table.
 
     The same object is returned for as long as nothing has changed. `names`: of the leaves, by id().
+    Of several ranks `leaves` are those that this one writes, and `replicas` those that others do.
     """
 
     leaves: tuple[Leaf, ...]
     names: Mapping[int, str]
     aliases: Mapping[str, list[str]]
     optimizers: Mapping[str, Any]
+    replicas: tuple[Leaf, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
     """The state at one call: the walk, tensors met in objects (copied at the call),
-    and the objects."""
+    and the objects; `own`: those of this rank alone."""
 
     walk: Walk
     loose: tuple[Leaf, ...]
     aliases: Mapping[str, list[str]]
     objects: dict[str, Any]
     hyperparameters: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 class _Loose:
@@ -103,15 +110,24 @@ class _Loose:
                 f"capturing {name!r}: two tensors are found under this name; rename one"
             )
         self._seen[key] = name, tensor
-        self.leaves[name] = Leaf(name, tensor.detach(), self._owners.get(key))
+        for leaf in _pieces(Leaf(name, tensor.detach(), self._owners.get(key))):
+            self.leaves[leaf.entry] = leaf
         return name
 
 
 class State:
     """The state of a run. Not thread-safe: for the thread that trains."""
 
-    def __init__(self, state: dict[str, Any], rng: bool = True) -> None:
-        """Raises TypeError and ValueError for what is no state."""
+    def __init__(
+        self,
+        state: dict[str, Any],
+        rng: bool = True,
+        world: World | None = None,
+        by_rank: Mapping[str, ByRank] | None = None,
+    ) -> None:
+        """`world`: None for one process alone. `by_rank`: parts that each rank has for itself, and
+        what becomes of them on other ranks. Raises TypeError and ValueError for what is no
+        state."""
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise TypeError("state must be a dict of names to models, optimizers and values")
         if rng and "rng" in state:
@@ -128,6 +144,9 @@ class State:
         ]
         if twice:
             raise ValueError(f"several parts of the state have the same name, rename them: {twice}")
+        self.world = world or World(0, 1)
+        self._shares = self._shares_of(by_rank or {})
+        self._holders = Holders(self.world)
         self._walk: Walk | None = None
         self._guard = Guard()
         self._owners: dict[int, int | None] = {}
@@ -196,11 +215,16 @@ class State:
             self._walk = self._walk_anew()
         walk = self._walk
         sink = _Loose(walk.names, self._owners)
-        objects = {}
+        objects: dict[str, Any] = {}
+        own: dict[str, Any] = {}
         for entry in self._entries:
             began = time.perf_counter()
-            if (value := entry.objects(sink)) is not None:
-                objects[entry.name] = value
+            share = self._shares.get(entry.name)
+            if (value := entry.objects(self._own_sink(sink) if share else sink)) is not None:
+                if share:
+                    own[entry.name] = share.to_json(value)
+                else:
+                    objects[entry.name] = value
             if isinstance(entry, StatefulState):
                 self.user_seconds += time.perf_counter() - began
         hyperparameters = {entry.name: entry.hyperparameters(sink) for entry in self.optimizers}
@@ -210,7 +234,28 @@ class State:
                 name: [*walk.aliases.get(name, ()), *sink.aliases.get(name, ())]
                 for name in (*walk.aliases, *(sink.aliases.keys() - walk.aliases.keys()))
             }
-        return Collected(walk, tuple(sink.leaves.values()), aliases, objects, hyperparameters)
+        loose = tuple(leaf for leaf in sink.leaves.values() if self._writes_loose(leaf))
+        return Collected(walk, loose, aliases, objects, hyperparameters, own)
+
+    def _shares_of(self, said: Mapping[str, ByRank]) -> dict[str, Share]:
+        """By part, of what each rank has its own; nothing for a process alone."""
+        if unknown := sorted(said.keys() - {entry.name for entry in self._entries}):
+            raise ValueError(f"by_rank: the state has no parts {unknown}, but {self.parts}")
+        rank, size = self.world.rank, self.world.size
+        kinds = (GeneratorState, GlobalGenerators, LoaderState)
+        shares = {each.name: Share(rank, size) for each in self._entries if isinstance(each, kinds)}
+        shares |= {name: Share.of(rule, rank, size) for name, rule in said.items()}
+        return {} if self.world.is_alone else shares
+
+    def _own_sink(self, sink: TensorSink) -> TensorSink:
+        """Names tensors as this rank's."""
+        return lambda name, tensor: sink(own_name(name, self.world.rank), tensor)
+
+    def _writes_loose(self, leaf: Leaf) -> bool:
+        """Whether it is for this rank to write a tensor that was met in an object: what is no
+        rank's own is the first one's."""
+        rank = self.world.rank
+        return rank == 0 or leaf.box is not None or leaf.name.endswith(own_name("", rank))
 
     def suspect(self, names: Iterable[str]) -> None:
         """These were written to while they were being copied, by something that is no optimizer.
@@ -264,7 +309,37 @@ class State:
         leaves = [Leaf(leaf.name, leaf.tensor) if self._is_eager(leaf) else leaf for leaf in leaves]
         table = {entry.name: entry.table() for entry in self.optimizers}
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
-        return Walk(tuple(_own_storages(leaves)), names, aliases, table)
+        own, others = self._shared_out(leaves)
+        return Walk(tuple(_own_storages(own)), names, aliases, table, tuple(others))
+
+    def _shared_out(self, leaves: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        """What of them this rank writes, box by box, and what others write of them."""
+        if self.world.is_alone:
+            return [piece for leaf in leaves for piece in _pieces(leaf)], []
+        parameters = {
+            id(value): parameter
+            for optimizer in self.optimizers
+            for _, _, parameter, _ in optimizer.parameters()
+            for value in optimizer.optimizer.state.get(parameter, {}).values()
+        }
+        bases = [(leaf, parameters.get(id(leaf.tensor), leaf.tensor)) for leaf in leaves]
+        plain = {
+            id(leaf.tensor): leaf.name
+            for leaf, base in bases
+            if base is leaf.tensor and not is_dtensor(base)
+        }
+        shapes = {
+            leaf.name: (str(leaf.tensor.dtype), *leaf.tensor.shape)
+            for leaf in leaves
+            if id(leaf.tensor) in plain
+        }
+        ranks = self._holders.of(shapes)
+        held = [
+            Held(piece, holders_of(leaf.tensor) or mesh_ranks(base) or ranks[plain[id(base)]])
+            for leaf, base in bases
+            for piece in _pieces(leaf)
+        ]
+        return chosen(held, self.world.rank)
 
     def _is_eager(self, leaf: Leaf) -> bool:
         """Whether nobody can hold what writes to it: it is copied at the call."""
@@ -293,6 +368,18 @@ class State:
         return owners
 
 
+def _pieces(leaf: Leaf) -> list[Leaf]:
+    """The leaf itself, or the boxes of a DTensor that are here."""
+    if not is_dtensor(leaf.tensor):
+        return [leaf]
+    shape, shards = shards_of(leaf.tensor)
+    return [
+        Leaf(leaf.name, tensor, leaf.owner, box, shape)
+        for box, tensor in shards
+        if tensor.numel() or 0 in shape
+    ]
+
+
 def _own_storages(leaves: list[Leaf]) -> list[Leaf]:
     """The leaves, without an owner where others write to the same memory (views):
     copied at the call."""
@@ -303,7 +390,7 @@ def _own_storages(leaves: list[Leaf]) -> list[Leaf]:
     if not shared:
         return leaves
     return [
-        Leaf(leaf.name, leaf.tensor) if leaf.tensor.untyped_storage().data_ptr() in shared else leaf
+        replace(leaf, owner=None) if leaf.tensor.untyped_storage().data_ptr() in shared else leaf
         for leaf in leaves
     ]
 

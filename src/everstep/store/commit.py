@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from everstep.errors import Conflict, Corrupt, Missing, Unavailable
@@ -91,7 +92,7 @@ def write_packs(
     disk: Disk, name: CheckpointName, packs: Sequence[memoryview], token: str | None = None
 ) -> tuple[FileLink, ...]:
     """Write each pack to a new file; returns when all are durable."""
-    written = begin_packs(disk, name, packs, token=token)
+    written = begin_packs(disk, name, [[pack] for pack in packs], token=token)
     try:
         sync_packs(disk, written)
         disk.sync_entries([pack.link.path for pack in written])
@@ -104,24 +105,23 @@ def write_packs(
 def begin_packs(
     disk: Disk,
     name: CheckpointName,
-    packs: Sequence[memoryview],
-    await_bytes: Callable[[int], None] = lambda end: None,
+    packs: Sequence[Sequence[memoryview]],
+    await_bytes: Callable[[int, int], None] = lambda pack, end: None,
     token: str | None = None,
 ) -> list[NewPack]:
-    """Write each pack to a new file, for `sync_packs`.
+    """Write each pack, which lies in one or several pieces of memory, to a new file, for
+    `sync_packs`.
 
-    `await_bytes(end)` blocks until the first `end` bytes of all packs together may be read.
+    `await_bytes(pack, end)` blocks until the first `end` bytes of that pack may be read.
     `token`: what makes the files' names new; None: chosen here.
     """
     token = token or secrets.token_hex(4)
     written: list[NewPack] = []
-    start = 0
     try:
         for index, pack in enumerate(packs):
             path = names.pack_path(name, token, index)
-            file = disk.begin(path, [pack], lambda end, start=start: await_bytes(start + end))  # type: ignore[misc]
-            written.append(NewPack(FileLink(path, len(pack)), file))
-            start += len(pack)
+            file = disk.begin(path, pack, partial(await_bytes, index))
+            written.append(NewPack(FileLink(path, sum(map(len, pack))), file))
     except BaseException:
         for done in written:
             done.file.abandon()
@@ -300,4 +300,5 @@ def _content(manifest: Manifest) -> tuple[Any, ...]:
         [record.calls for record in manifest.records],
         manifest.objects,
         manifest.hyperparameters,
+        manifest.ranks,
     )

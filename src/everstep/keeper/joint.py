@@ -1,0 +1,180 @@
+"""Joints: the jobs of one step of all ranks of a run on this node, committed as one.
+
+A run of one process has joints of one job.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from everstep.errors import Corrupt, Mismatch, Unsupported
+from everstep.format.document import unseal
+from everstep.format.merge import Merged, RankTable, check_coverage, merge
+from everstep.format.merged_sets import merge_sets
+from everstep.keeper.arena import Row
+from everstep.keeper.image import Image, Parsed, gathered, parse, whole
+from everstep.keeper.job import Job
+
+_LOCK = threading.Lock()
+
+
+@dataclass(slots=True)
+class Joint:
+    """Jobs by local rank, all of the same step. For the team's thread, but for what says else."""
+
+    jobs: Sequence[Job]
+    said: dict[str, Any] | None = None
+    """What all trainers say of the step together, once it was read."""
+    _mapping: list[dict[str, list[int]]] = field(default_factory=list)
+
+    @property
+    def sequence(self) -> int:
+        """Of the first rank's job."""
+        return self.jobs[0].sequence
+
+    @property
+    def size(self) -> int:
+        """Bytes of the images; 0 where a row is not whole."""
+        return sum(job.size for job in self.jobs)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of all images is there."""
+        return all(job.arrival.complete for job in self.jobs)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every trainer has let go of its slot."""
+        return all(job.arrival.over for job in self.jobs)
+
+    @property
+    def problem(self) -> str | None:
+        """How a copy was torn, as far as the trainers have said."""
+        return next((job.problem for job in self.jobs if job.problem), None)
+
+    @property
+    def written(self) -> bool:
+        """Whether the trainers were asked for their word on the copies."""
+        return all(job.written for job in self.jobs)
+
+    def note_written(self) -> None:
+        """They will be asked now."""
+        for job in self.jobs:
+            job.written = True
+
+    def wait_until_over(self) -> None:
+        """Block until every trainer has let go of its slot."""
+        for job in self.jobs:
+            job.arrival.wait_until_over()
+
+    def wait_for_all(self) -> None:
+        """Block until all is there. Raises Unsupported where it never will be."""
+        for job in self.jobs:
+            job.arrival.wait(job.size)
+
+    def wait_for_answers(self) -> None:
+        """Block until each trainer has said whether its copy is clean, or has died."""
+        for job in self.jobs:
+            job.answered.wait()
+
+    @property
+    def step(self) -> int:
+        """The step. Raises Corrupt."""
+        return self.rows()[0].step
+
+    def rows(self) -> list[Row]:
+        """The rows of all slots. Raises Corrupt."""
+        rows = [job.arena.row(job.slot) for job in self.jobs]
+        found = [row for row in rows if row is not None]
+        if len(found) < len(rows):
+            raise Corrupt(f"reading slot {self.jobs[0].slot} of the arena: its row is not whole")
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """What the trainers say of this step; read once. Raises Corrupt, Mismatch."""
+        if self.said is None:
+            each = [
+                unseal(job.arena.descriptor(job.slot, row), "a descriptor in the arena")
+                for job, row in zip(self.jobs, self.rows(), strict=True)
+            ]
+            self.said = each[0]
+            if len(each) > 1:
+                self.said, self._mapping = _together(each)
+        return self.said
+
+    def image(self) -> Image:
+        """All that is to be written. Raises Corrupt, Mismatch."""
+        self.describe()
+        rows = self.rows()
+        documents = [
+            bytes(job.arena.table(job.slot, row)) for job, row in zip(self.jobs, rows, strict=True)
+        ]
+        views = [
+            job.arena.image(job.slot)[: row.image_size]
+            for job, row in zip(self.jobs, rows, strict=True)
+        ]
+        if len(self.jobs) == 1:
+            job = self.jobs[0]
+            return whole(views[0], job.arrival, documents[0], f"slot {job.slot} of the arena")
+        mapping = tuple(
+            tuple((name, tuple(numbers)) for name, numbers in sorted(each.items()))
+            for each in self._mapping
+        )
+        merged, parsed = _merged(tuple(documents), mapping)
+        return gathered(views, [job.arrival for job in self.jobs], merged, parsed)
+
+    def put_manifest(self, document: bytes) -> None:
+        """Beside the image, from which it can be restored then: that of one rank alone."""
+        if len(self.jobs) == 1:
+            (job,), (row,) = self.jobs, self.rows()
+            job.arena.put_manifest(job.slot, row, document)
+
+
+def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What several ranks say, as one, and how their hyperparameter sets are numbered in it."""
+    first = each[0]
+    if any(said.get("record") or said.get("share") for said in each):
+        raise Unsupported("saving records of several ranks: this everstep cannot; strategy='full'")
+    hyperparameters, mapping = merge_sets([said["hyperparameters"] for said in each])
+    ranks = [dict(said.get("own", {})) for said in each]
+    objects = {}
+    for name in dict.fromkeys(name for said in each for name in said["objects"]):
+        values = [said["objects"].get(name) for said in each]
+        if all(value == values[0] for value in values):
+            objects[name] = values[0]
+            continue
+        if any(_has_tensors(value) for value in values):
+            raise Mismatch(
+                f"saving {name!r}: it differs between the ranks, and has tensors, of which only "
+                f"the first rank's would be kept. Tell that each rank has its own: "
+                f"by_rank={{{name!r}: 'exact'}}"
+            )
+        for index, (own, value) in enumerate(zip(ranks, values, strict=True)):
+            own[name] = {"index": index, "count": len(ranks), "value": value}
+    said = {**first, "objects": objects, "hyperparameters": hyperparameters, "own": ranks}
+    return said, mapping
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether tagged JSON refers to tensors."""
+    if isinstance(value, list):
+        return any(map(_has_tensors, value))
+    if not isinstance(value, dict):
+        return False
+    return value.get("$") == "tensor" or any(map(_has_tensors, value.values()))
+
+
+@lru_cache(maxsize=4)
+def _merged(documents: tuple[bytes, ...], mapping: tuple[Any, ...]) -> tuple[Merged, Parsed]:
+    """Of so many ranks' tables; they change rarely."""
+    tables = [parse(document).table for document in documents]
+    merged = merge(
+        [
+            RankTable(rank, table, len(table.packs), dict(sets))
+            for rank, (table, sets) in enumerate(zip(tables, mapping, strict=True))
+        ]
+    )
+    check_coverage([merged.table], [merged.holders], merged.elsewhere)
+    return merged, Parsed.of(merged.document, merged.table)

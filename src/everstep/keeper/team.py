@@ -1,0 +1,330 @@
+"""Teams: the sessions of all ranks of a run on this node, and the thread that works for them.
+
+A step is written when all ranks have handed in theirs: the heads of the ranks' queues, while they
+are of the same step, are joined. A rank that leaves a step out, says so, or dies, ends it for all:
+what others have of it is given up, as nobody could ever read it.
+
+Invariants:
+* Whatever happens to a rank, the others' jobs end: they are joined, or fail with the reason.
+* All ranks of a team have one epoch; the first that claims it does it for all.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from everstep.errors import EverstepError, Unavailable
+from everstep.keeper import wire
+from everstep.keeper.catch_up import CatchUp
+from everstep.keeper.job import Job, Outcome, Writer
+from everstep.keeper.joint import Joint
+from everstep.keeper.persist import apply_retention, end_window, persist
+from everstep.keeper.tasks import Bounds, Task, Tasks
+from everstep.store import catalog, commit, retain
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+log = logging.getLogger("everstep.keeper")
+
+TASKS_MAX = 1000
+TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
+LOCAL_RANKS_MAX = 128
+
+
+class Member(Protocol):
+    """What a team asks of the session of one rank. Any thread."""
+
+    pid: int
+
+    def tell(self, message: wire.Message) -> None:
+        """Send to the trainer; does not block."""
+
+    def done(self, job: Job, outcome: Outcome) -> None:
+        """The job is committed."""
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """Nothing came of it."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether its trainer is there, and has room for its next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A step that a rank has left out."""
+
+    step: int
+    reason: str
+
+
+class Team:
+    """The ranks of one run on this node, by their local number. Any thread, but for what says
+    otherwise."""
+
+    def __init__(self, disk: Disk, hello: wire.Message, wake: Callable[[], None]) -> None:
+        """As the first of its ranks greets. `wake` is called when the queue has become empty.
+        Raises ValueError, KeyError or TypeError for a greeting that is none."""
+        said = hello.get("team") or {"id": None, "local": 0, "here": 1}
+        self.id = said["id"]
+        self.size = wire.number(said["here"])
+        if not 1 <= self.size <= LOCAL_RANKS_MAX:
+            raise ValueError(f"a team of {self.size}")
+        keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
+        epoch = None if hello["epoch"] is None else wire.number(hello["epoch"])
+        parent = CheckpointName(*map(wire.number, hello["parent"])) if hello["parent"] else None
+        self.writer = Writer(disk, keep, epoch, parent)
+        self.committed = 0
+        self._bounds = Bounds.of(hello.get("group_commit"))
+        self._awaited = wire.number(hello.get("awaited", 0))
+        self._wake = wake
+        self._members: dict[int, Member] = {}
+        self._queues: list[deque[Job | Gap]] = [deque() for _ in range(self.size)]
+        self._gone: dict[int, str] = {}
+        self._claimed: dict[int, int] = {}
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._tasks = Tasks()
+        every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
+        self._catch_up = self._catch_up_every(every, epoch is not None) if every else None
+        if epoch is not None:
+            self._tasks.put(self._find_parent)
+        threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued, running, or waits for another rank."""
+        with self._lock:
+            return not self._tasks and not any(self._queues)
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether no more tasks should be taken."""
+        return len(self._tasks) >= TASKS_MAX * self.size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank is left."""
+        return not self._members
+
+    def join(self, local: int, member: Member) -> None:
+        """A rank has attached. Raises ValueError where it cannot be."""
+        with self._lock:
+            if not 0 <= local < self.size or local in self._members:
+                raise ValueError(f"local rank {local} of {self.size} is taken, or none")
+            self._members[local] = member
+            self._gone.pop(local, None)
+
+    def leave(self, local: int) -> None:
+        """Its session is closed: it has no jobs any more."""
+        with self._lock:
+            self._members.pop(local, None)
+        self.lose(local, "it has left")
+
+    def lose(self, local: int, reason: str) -> None:
+        """Nothing more comes from this rank; what it has handed in counts."""
+        with self._lock:
+            self._gone[local] = reason
+            ended = self._match()
+        self._end(ended)
+
+    def return_of(self, local: int) -> None:
+        """The rank has attached again."""
+        with self._lock:
+            self._gone.pop(local, None)
+
+    def end_silence(self, seconds: float) -> None:
+        """Wait no longer than that for ranks that have never attached (to this keeper)."""
+        if time.monotonic() - self._began > seconds:
+            for local in set(range(self.size)) - self._members.keys() - self._gone.keys():
+                self.lose(local, "it has not attached")
+
+    def offer(self, local: int, job: Job | Gap) -> None:
+        """The next job of a rank, or that it left a step out."""
+        with self._lock:
+            self._queues[local].append(job)
+            ended = self._match()
+        self._end(ended)
+
+    def put(self, task: Task) -> None:
+        """Do it after what is queued."""
+        self._tasks.put(task)
+
+    def nudge(self) -> None:
+        """A job has arrived, or ended: whoever waits looks again."""
+        self._tasks.nudge()
+
+    def flush(self, sequence: int) -> None:
+        """Somebody waits for the jobs up to this one."""
+        self._awaited = max(self._awaited, sequence)
+        self._tasks.nudge()
+
+    def close(self) -> None:
+        """End the thread; nothing is queued any more."""
+        if self._catch_up:
+            self._catch_up.close()
+        self._tasks.close()
+        self.writer.hasher.shutdown(wait=False)
+
+    def end_window(self) -> None:
+        """Nothing more comes of a checkpoint that is spread over steps."""
+        self._tasks.put(lambda: end_window(self.writer))
+
+    # ---- joining ---------------------------------------------------------------------------
+
+    def _match(self) -> list[tuple[int, Job, str]]:
+        """Queue what is whole; with the lock held. Returns what can never become so: the rank, its
+        job, and why."""
+        ended: list[tuple[int, Job, str]] = []
+        while any(self._queues):
+            heads = [queue[0] if queue else None for queue in self._queues]
+            waited_for = [local for local, head in enumerate(heads) if head is None]
+            if any(local not in self._gone for local in waited_for):
+                break
+            steps = {local: _step(head) for local, head in enumerate(heads) if head is not None}
+            newest = max(steps.values())
+            late = [local for local, step in steps.items() if step < newest]
+            if not late and not waited_for and all(isinstance(head, Job) for head in heads):
+                self._tasks.put(Joint([queue.popleft() for queue in self._queues]))  # type: ignore[misc]
+                continue
+            reasons = [
+                *(f"local rank {local} is gone: {self._gone[local]}" for local in waited_for),
+                *(
+                    f"local rank {local} left it out: {head.reason}"
+                    for local, head in enumerate(heads)
+                    if isinstance(head, Gap) and local in (late or steps)
+                ),
+            ]
+            for local in late or steps:
+                job = self._queues[local].popleft()
+                if isinstance(job, Job):
+                    others = sorted(steps.keys() - set(late))
+                    reason = reasons[0] if reasons else f"local ranks {others} left it out"
+                    ended.append((local, job, reason))
+        return ended
+
+    def _end(self, ended: list[tuple[int, Job, str]]) -> None:
+        """Each in the order of the queue: what is written is not delayed by it."""
+        for local, job, reason in ended:
+            error = Unavailable(f"saving step {_step(job)}: {reason}. Without it there is no step")
+            self._tasks.put(lambda local=local, job=job, error=error: self._fail(local, job, error))  # type: ignore[misc]
+
+    def _fail(self, local: int, job: Job, error: Exception) -> None:
+        if member := self._members.get(local):
+            member.fail(job, error)
+
+    # ---- its thread ------------------------------------------------------------------------
+
+    def claim(self, message: wire.Message, member: Member) -> None:
+        """Claim an epoch for this trainer, and answer; later in the team's thread. The ranks of a
+        team make the same claims: each gets what the first one got."""
+        self._tasks.put(lambda: self._claim(message, member))
+
+    def _claim(self, message: wire.Message, member: Member) -> None:
+        reply: dict[str, Any] = {"type": "claimed", "id": message["id"]}
+        writer = self.writer
+        try:
+            number = wire.number(message.get("number", 0))
+            fork = wire.number(message["fork"])
+            parent = None if message["parent"] is None else wire.number(message["parent"])
+            if self.size == 1 or number not in self._claimed:
+                writer.parent = None if parent is None else CheckpointName(fork, parent)
+                writer.epoch = commit.claim_epoch(writer.disk, parent, fork)
+                writer.run = commit.open_store(writer.disk)
+                writer.unclaimed = None
+                self._claimed = {number: writer.epoch}
+            reply["epoch"] = self._claimed[number]
+        except EverstepError as error:
+            text = str(error)[:TEXT_MAX]
+            writer.unclaimed = text if isinstance(error, Unavailable) else None
+            reply |= {"kind": type(error).__name__, "message": text}
+        except Exception as error:
+            log.exception("a claim of trainer %s", member.pid)
+            reply |= {"kind": "Unavailable", "message": f"the keeper failed: {error!r}"[:TEXT_MAX]}
+        member.tell(reply)
+
+    def _find_parent(self) -> None:
+        """A former keeper may have committed for this epoch since it was claimed."""
+        try:
+            names = catalog.committed(self.writer.disk)
+        except EverstepError as error:
+            log.warning("looking for the newest checkpoint: %s", error)
+            return
+        mine = [name for name in names if name.epoch == self.writer.epoch]
+        self.writer.parent = max(mine, default=self.writer.parent)
+
+    def _work(self) -> None:
+        while task := self._tasks.take():
+            try:
+                if isinstance(task, Joint):
+                    self._persist(task)
+                else:
+                    task()
+            except Exception:
+                log.exception("a task of a team")
+            del task  # it holds an arena
+            if self._tasks.finish():
+                self._wake()
+
+    def _persist(self, first: Joint) -> None:
+        """Commit a step, and with it the records that are gathered meanwhile."""
+        if self.writer.epoch is None and not self.writer.unclaimed:
+            self._end_joint(first, Unavailable("saving: this trainer has claimed no epoch"))
+            return
+        group = self._tasks.gather(first, self._bounds, self._may_wait)
+        committed = self.committed
+        for joint, outcome in persist(self.writer, group, self._announce_written):
+            self._end_joint(joint, outcome)
+        if self.committed > committed:
+            apply_retention(self.writer)
+
+    def _announce_written(self, joint: Joint) -> None:
+        for local, job in enumerate(joint.jobs):
+            if member := self._members.get(local):
+                member.tell({"type": "written", "sequence": job.sequence})
+
+    def _end_joint(self, joint: Joint, outcome: Outcome | Exception) -> None:
+        for local, job in enumerate(joint.jobs):
+            member = self._members.get(local)
+            if member is None:
+                continue
+            if isinstance(outcome, Outcome):
+                member.done(job, outcome)
+            else:
+                member.fail(job, outcome)
+        if isinstance(outcome, Outcome) and not outcome.is_part:
+            self.committed += 1
+            if self._catch_up:
+                self._catch_up.note(outcome.name, outcome.takes_replay)
+
+    def _may_wait(self, first: Joint) -> bool:
+        """Whether a group need not be committed yet: nobody waits for it, the trainers are there,
+        and find a free slot for their next step."""
+        members = list(self._members.values())
+        return first.sequence > self._awaited and all(member.may_wait for member in members)
+
+    def _catch_up_every(self, every: int, is_resumed: bool) -> CatchUp:
+        """What was kept for the sake of later steps may go when one of them is whole."""
+        return CatchUp(
+            self.writer.disk,
+            every,
+            is_resumed=is_resumed,
+            tell=self._tell_all,
+            on_whole=lambda: self._tasks.put(lambda: apply_retention(self.writer)),
+        )
+
+    def _tell_all(self, message: wire.Message) -> None:
+        for member in list(self._members.values()):
+            member.tell(message)
+
+
+def _step(job: Job | Gap) -> int:
+    """A job whose row is not whole counts as older than all: it fails alone."""
+    if isinstance(job, Gap):
+        return job.step
+    row = job.arena.row(job.slot)
+    return row.step if row else -1

@@ -1,0 +1,105 @@
+"""The ranks of a run, and how they come to agree: through the torch.distributed.Store, without a
+collective.
+
+Invariant: all ranks make the same calls in the same order. Where one does not come, the others are
+told which, after a while; nobody waits for ever.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from everstep.errors import KINDS, EverstepError, Unavailable
+
+AGREE_S = 600.0
+_PAUSE_S_MIN, _PAUSE_S_MAX = 0.0005, 0.05
+
+T = TypeVar("T")
+_worlds = itertools.count()
+
+
+class World:
+    """This process among those that train together. For the thread that trains."""
+
+    def __init__(self, rank: int, size: int, store: Any = None) -> None:
+        """`store`: a torch.distributed.Store that all ranks share; None for one alone."""
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._prefix = f"everstep/{next(_worlds)}"
+        self._calls = 0
+
+    @classmethod
+    def current(cls) -> "World":
+        """That of the default process group; alone where there is none."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls(0, 1)
+        # Its own connection to what torchrun or init_process_group set up; torch has no public way.
+        store = dist.distributed_c10d._get_default_store()
+        return cls(dist.get_rank(), dist.get_world_size(), store)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return self.size == 1
+
+    def gather(self, what: str, value: Any, timeout: float = AGREE_S) -> list[Any]:
+        """What each rank says, by rank; `value` is JSON. Blocks until all have come.
+
+        Raises Unavailable, which names the ranks that did not come within `timeout` seconds.
+        """
+        if self.is_alone:
+            return [value]
+        assert self._store is not None
+        call, self._calls = self._calls, self._calls + 1
+        keys = [f"{self._prefix}/{call}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], json.dumps([what, value]))
+            self._await(what, keys, timeout)
+            said = [json.loads(self._store.get(key)) for key in keys]
+            if call > 1:  # all have come to this call, so all are through with the one before
+                self._store.delete_key(f"{self._prefix}/{call - 2}/{self.rank}")
+        except RuntimeError as error:  # also of a store that is gone with its process
+            raise Unavailable(f"{what}: the ranks' store does not answer: {error}") from error
+        for rank, (theirs, _) in enumerate(said):
+            if theirs != what:
+                raise Unavailable(
+                    f"{what}: rank {rank} is at {theirs!r}. All ranks must make the same calls of "
+                    f"their Checkpointer in the same order"
+                )
+        return [value for _, value in said]
+
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """Do it on each rank, and go on when all have: what one of them raises (of everstep's
+        errors) is raised on all."""
+        if self.is_alone:
+            return work()
+        try:
+            result, failure = work(), None
+        except EverstepError as error:
+            failure = error
+        kind = type(failure).__name__ if failure else ""
+        outcomes = self.gather(what, [kind, str(failure or "")])
+        if failure:
+            raise failure
+        for rank, (theirs, message) in enumerate(outcomes):
+            if theirs:
+                raise KINDS.get(theirs, Unavailable)(f"rank {rank}: {message}")
+        return result
+
+    def _await(self, what: str, keys: list[str], timeout: float) -> None:
+        """By polling: a blocking get would hold a lock that others of this process need."""
+        assert self._store is not None
+        deadline, pause = time.monotonic() + timeout, _PAUSE_S_MIN
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise Unavailable(
+                    f"{what}: of {self.size} ranks {missing} did not come within {timeout:.0f} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_S_MAX)

@@ -1,0 +1,40 @@
+"""Which ranks of a run share a node, and with it a keeper."""
+
+import os
+import secrets
+import socket
+from pathlib import Path
+
+from everstep.errors import Unsupported
+from everstep.keeper.client import TeamMate
+from everstep.state.world import World
+
+
+def form_team(world: World, store: Path) -> TeamMate | None:
+    """This rank's place among those of its node; None for a run of one process. All ranks call it.
+
+    Raises ValueError where ranks save to different stores, Unavailable where one does not come.
+    """
+    if world.is_alone:
+        return None
+    here = f"{socket.gethostname()} {_boot()}"
+    said = world.gather("attaching", [secrets.token_hex(8), here, os.path.realpath(store)])
+    if elsewhere := [rank for rank, (_, _, other) in enumerate(said) if other != said[0][2]]:
+        raise ValueError(
+            f"rank {elsewhere[0]} saves to {said[elsewhere[0]][2]}, rank 0 to {said[0][2]}: all "
+            f"ranks of a run save to one store"
+        )
+    local = [rank for rank, (_, node, _) in enumerate(said) if node == here]
+    if len(local) < world.size:
+        raise Unsupported(
+            f"saving from several nodes: ranks {local} are on this one, others are not, and this "
+            f"everstep commits what one node has"
+        )
+    return TeamMate(said[0][0], local.index(world.rank), len(local))
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
