@@ -205,9 +205,13 @@ class Gang:
     def _described(self, name: str, outcomes: list[Outcome]) -> str:
         size = len(outcomes)
         texts = []
+        said: dict[str, int] = {}
         for outcome in sorted(outcomes, key=lambda outcome: outcome.after_s):
             if outcome.kind != "returned":
-                texts.append(f"rank {outcome.rank} of {size} {outcome.kind}: {outcome.text}")
+                text = outcome.text
+                if (first := said.setdefault(text, outcome.rank)) != outcome.rank:
+                    text = f"the same as rank {first}"
+                texts.append(f"rank {outcome.rank} of {size} {outcome.kind}: {text}")
                 if printed := self._ranks[outcome.rank].printed():
                     texts.append(f"rank {outcome.rank} printed last:\n{printed}")
         well = [str(outcome.rank) for outcome in outcomes if outcome.kind == "returned"]
@@ -222,6 +226,7 @@ class _Rank:
         self.number = number
         self._printed = prefix.with_name(prefix.name + ".printed")
         self._stacks = prefix.with_name(prefix.name + ".stacks")
+        self._printed_before = 0
         self.connection, far = context.Pipe()
         self.process = context.Process(
             target=gang_rank.main,
@@ -237,6 +242,7 @@ class _Rank:
         return self.process.is_alive()
 
     def begin(self, call: Call) -> None:
+        self._printed_before = len(_read(self._printed))
         with contextlib.suppress(OSError):  # it died: `answer` tells
             self.connection.send_bytes(pickle.dumps(call))
 
@@ -269,7 +275,8 @@ class _Rank:
         return f"it was at\n{text}" if text else "it did not even show its stacks"
 
     def printed(self) -> str:
-        return _read(self._printed)[-PRINTED_CHARACTERS_MAX:].strip()
+        """What it printed in this call."""
+        return _read(self._printed)[self._printed_before :][-PRINTED_CHARACTERS_MAX:].strip()
 
     def leave(self) -> None:
         """Ask it to end, and wait a while."""

@@ -94,6 +94,7 @@ def _world(rank: int, store: dist.Store, call: Call):
         timeout=datetime.timedelta(seconds=call.timeout_s),
     )
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch(\.|$)")
         warnings.filterwarnings("error", module=r"everstep(\.|$)")
         yield
     if dist.is_initialized():

@@ -38,6 +38,7 @@ from zoo_model import (
     Block,
     Decoder,
     Recipe,
+    adamw,
     batch,
     decoder,
     loss_of,
@@ -48,7 +49,7 @@ from zoo_model import (
 with warnings.catch_warnings(action="ignore"):  # torch's own, of torch.jit
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["LAYOUTS", "SIZES", "Job", "Recipe", "build"]
+__all__ = ["LAYOUTS", "SIZES", "Job", "Recipe", "adamw", "build"]
 
 FullState = dict[str, torch.Tensor]
 
