@@ -1,0 +1,124 @@
+"""The gang of these tests: its worlds, and what it says of failures, deaths and hangs."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from gang import GangError
+
+
+def adds(number):
+    total = torch.tensor([number + dist.get_rank()])
+    dist.all_reduce(total)
+    assert int(os.environ["RANK"]) == dist.get_rank()
+    return dist.get_world_size(), total
+
+
+def test_a_world_of_any_size_for_each_call(gang):
+    for size, total in ((4, 46), (2, 21), (3, 33), (1, 10), (4, 46)):
+        assert gang.run(adds, 10, size=size) == [(size, torch.tensor([total]))] * size
+
+
+def keeps(name):
+    store = dist.distributed_c10d._get_default_store()
+    found = store.check([name]), name in os.environ, torch.randn(1).item()
+    dist.barrier()
+    store.set(name, "here")
+    os.environ[name] = "here"
+    return found
+
+
+def test_nothing_is_kept_from_call_to_call(gang):
+    first = gang.run(keeps, "key")
+    assert first == [(False, False, first[0][2])] * 4
+    assert gang.run(keeps, "key") == first
+
+
+def fails(rank, how):
+    print(f"this is rank {dist.get_rank()}")
+    if dist.get_rank() == rank:
+        if how == "raise":
+            raise ValueError("not this one")
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "thread":
+            thread = threading.Thread(target=lambda: 1 / 0)
+            thread.start()
+            thread.join()
+            return
+        if how == "warn":
+            warnings.warn_explicit("old", DeprecationWarning, "x.py", 1, "everstep.x")
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", "ValueError: not this one"),
+        ("die", "rank 1 of 2 died: signal SIGKILL"),
+        ("thread", "ZeroDivisionError"),
+        ("warn", "DeprecationWarning: old"),
+    ],
+)
+def test_a_failure_says_who_and_what(gang, how, said):
+    with pytest.raises(GangError, match=said) as raised:
+        gang.run(fails, 1, how, size=2)
+    text = str(raised.value)
+    if how in ("raise", "warn"):  # else rank 0 may be the first to notice
+        assert text.index("rank 1 of 2") < text.index("rank 0 of 2")
+    assert "test_gang.fails on 2 ranks" in text
+    assert "rank 1 printed last:\nthis is rank 1" in text
+    assert ("rank 0 of 2 hung: it was at" in text) == (how in ("raise", "warn"))
+    assert gang.run(adds, 1)[0][1].item() == 10  # it goes on
+
+
+def hangs(rank):
+    if dist.get_rank() == rank:
+        threading.Event().wait()
+
+
+def test_a_hang_shows_the_stacks_of_those_who_hang(gang):
+    with pytest.raises(GangError, match=r"rank 2 of 4 hung(.|\n)*in hangs") as raised:
+        gang.run(hangs, 2, timeout=1)
+    assert "returned: rank 0, 1, 3" in str(raised.value)
+    assert "rank 3 of" not in str(raised.value)
+
+
+def waits(folder, file):
+    (folder / str(dist.get_rank())).touch()
+    while not (folder / file).exists():
+        time.sleep(0.01)
+    try:
+        dist.barrier()
+    except RuntimeError:
+        return "alone"
+    return "together"
+
+
+def test_ranks_killed_from_outside(gang, tmp_path):
+    gang.start(waits, tmp_path, "go")
+    while len(list(tmp_path.iterdir())) < 4:
+        time.sleep(0.01)
+    gang.kill(3)
+    (tmp_path / "go").touch()
+    outcomes = gang.finish()
+    assert [outcome.value for outcome in outcomes[:3]] == ["alone"] * 3
+    assert outcomes[3].killed
+    assert gang.run(waits, tmp_path, "go") == ["together"] * 4
+
+
+def test_all_ranks_killed(gang, tmp_path):
+    gang.start(waits, tmp_path, "go", size=2)
+    gang.kill()
+    assert all(outcome.killed for outcome in gang.finish())
+
+
+def test_a_call_that_was_left_is_ended(gang, tmp_path):
+    gang.start(waits, tmp_path, "never")
+    gang.start(adds, 0)
+    assert [outcome.value[0] for outcome in gang.finish()] == [4] * 4
