@@ -5,7 +5,6 @@ Invariant: all ranks make the same calls in the same order. Where one does not c
 told which, after a while; nobody waits for ever.
 """
 
-import itertools
 import json
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ AGREE_S = 600.0
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.0005, 0.05
 
 T = TypeVar("T")
-_worlds = itertools.count()
 
 
 class World:
@@ -30,7 +28,9 @@ class World:
         self.rank = rank
         self.size = size
         self._store = store
-        self._prefix = f"everstep/{next(_worlds)}"
+        self._prefix = "everstep"
+        if store is not None:  # one more of this rank's; the others count theirs
+            self._prefix += f"/{store.add(f'everstep/{rank}', 1)}"
         self._calls = 0
 
     @classmethod
