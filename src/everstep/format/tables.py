@@ -7,12 +7,11 @@ that all manifests with the same layout share.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from types import MappingProxyType
 from typing import Any
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.format.boxes import Box
+from everstep.format.boxes import Box, overlap_of
 from everstep.format.document import FORMAT_VERSION, seal, unseal
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Layout, Piece, Spec, chunks
@@ -44,8 +43,9 @@ class FileLink:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a piece table. `aliases` are other names of the same tensor (tied weights).
-    `strides`: how its elements lay in memory, where that was not row-major; its pieces are."""
+    """A tensor of a piece table: all of it, or those pieces that the table's part has of it
+    (wholes.py). `aliases` are other names of the same tensor (tied weights). `strides`: how its
+    elements lay in memory, where that was not row-major; its pieces are."""
 
     spec: Spec
     pieces: tuple[Piece, ...]
@@ -225,8 +225,8 @@ def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
                 f"a piece of tensor {spec.name!r} has {piece.size} bytes, "
                 f"its box needs another number"
             )
-    if sum(piece.box.count for piece in pieces) != prod(spec.shape):
-        raise ValueError(f"the pieces of tensor {spec.name!r} do not cover it")
+    if len(pieces) > 1 and (common := overlap_of(piece.box for piece in pieces)):
+        raise ValueError(f"two pieces of tensor {spec.name!r} overlap at {common}")
     aliases = tuple(row.get("aliases", ()))
     return TensorEntry(spec, pieces, aliases, str(row["device"]), _strides(row, spec))
 

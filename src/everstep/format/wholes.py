@@ -1,0 +1,97 @@
+"""Tensors over all parts of a checkpoint: several may have pieces of one, which must be all of it.
+
+The parts of a state make it up together. A record is one part, and each record of a log has a
+version of its own of what stands in it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.errors import Corrupt
+from everstep.format.boxes import problem_of
+from everstep.format.manifest import Manifest
+from everstep.format.packs import Spec
+from everstep.format.tables import Table, TensorEntry, is_own
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensor:
+    """A tensor of a checkpoint: its entry in the table of each part that has pieces of it."""
+
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def spec(self) -> Spec:
+        """Name, dtype and global shape, which all entries have in common."""
+        return self.entries[0].spec
+
+    @property
+    def device(self) -> str:
+        """Where the first of its pieces was."""
+        return self.entries[0].device
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """How its elements lay in memory; None: row-major, or nobody had all of it."""
+        return self.entries[0].strides
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Its other names, in whichever part they stand."""
+        return tuple(dict.fromkeys(name for entry in self.entries for name in entry.aliases))
+
+
+def groups(manifest: Manifest, tables: Sequence[Table]) -> list[Sequence[Table]]:
+    """Which of a checkpoint's tables (one for each of its parts) belong together: those of the
+    state, then each record's that is none of them."""
+    count = len(manifest.parts)
+    state: list[Sequence[Table]] = [tables[:count]] if count else []
+    return [*state, *([table] for table in tables[count:])]
+
+
+def whole_tensors(tables: Sequence[Table]) -> dict[str, WholeTensor]:
+    """The tensors of tables that belong together, by name. Of what is a record's own, which each
+    part has for itself, the last."""
+    found: dict[str, tuple[TensorEntry, ...]] = {}
+    for table in tables:
+        for name, entry in table.tensors.items():
+            known = () if is_own(name) else found.get(name, ())
+            found[name] = (*known, entry)
+    return {name: WholeTensor(entries) for name, entries in found.items()}
+
+
+def optimizers_of(tables: Sequence[Table]) -> dict[str, Any]:
+    """The optimizers of tables that belong together: each may have parameters of its own."""
+    found: dict[str, Any] = {}
+    for table in tables:
+        for name, said in table.optimizers.items():
+            known = found.get(name, {})
+            merged = {key: {**known.get(key, {}), **said[key]} for key in ("groups", "state")}
+            found[name] = {**said, **merged}
+    return found
+
+
+def check_whole(manifest: Manifest, tables: Sequence[Table], where: object) -> None:
+    """Raises Corrupt where a tensor of a checkpoint is not all there."""
+    for group in groups(manifest, tables):
+        for problem in problems_of(group):
+            raise Corrupt(f"reading step {manifest.step} of {where}: {problem}")
+
+
+def problems_of(tables: Sequence[Table]) -> Iterator[str]:
+    """What is wrong with the tensors of tables that belong together: a hole, an overlap."""
+    for name, whole in whole_tensors(tables).items():
+        specs = {entry.spec for entry in whole.entries}
+        if len(specs) > 1:
+            said = " and ".join(sorted(f"{spec.dtype}{list(spec.shape)}" for spec in specs))
+            yield f"tensor {name!r}: one part has it as another than the other ({said})"
+            continue
+        boxes = [piece.box for entry in whole.entries for piece in entry.pieces]
+        if problem := problem_of(whole.spec.shape, boxes):
+            yield f"tensor {name!r}: {problem}"
+    for table in tables[:-1]:  # of which whole_tensors leaves out what is the record's own
+        for name, entry in table.tensors.items():
+            boxes = [piece.box for piece in entry.pieces]
+            if is_own(name) and (problem := problem_of(entry.spec.shape, boxes)):
+                yield f"tensor {name!r}: {problem}"
