@@ -8,16 +8,21 @@ from everstep.format.boxes import Box
 
 
 def shapes(longest=12, dims=4):
-    return st.lists(st.integers(0, longest), max_size=dims).map(tuple)
+    """Seldom of no elements."""
+    sizes = st.integers(1, longest)
+    some = st.lists(sizes, max_size=dims)
+    return st.one_of(some, some, some, st.lists(st.integers(0, 2), max_size=dims)).map(tuple)
 
 
 @st.composite
 def boxes_in(draw, shape):
+    """Seldom of no elements."""
     offsets, lengths = [], []
+    least = draw(st.sampled_from([0, 1, 1, 1]))
     for size in shape:
-        start = draw(st.integers(0, size))
+        start = draw(st.integers(0, max(0, size - least)))
         offsets.append(start)
-        lengths.append(draw(st.integers(0, size - start)))
+        lengths.append(draw(st.integers(min(least, size), size - start)))
     return Box(tuple(offsets), tuple(lengths))
 
 

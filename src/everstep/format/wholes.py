@@ -1,7 +1,7 @@
 """Tensors over all parts of a checkpoint: several may have pieces of one, which must be all of it.
 
-The parts of a state make it up together. A record is one part, and each record of a log has a
-version of its own of what stands in it.
+The parts of one step make up a tensor together; of different steps (of a spread state, of a log's
+records) each has a version of its own, and the latest counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from everstep.errors import Corrupt
 from everstep.format.boxes import problem_of
 from everstep.format.manifest import Manifest
 from everstep.format.packs import Spec
-from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.format.tables import Table, TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +42,21 @@ class WholeTensor:
         return tuple(dict.fromkeys(name for entry in self.entries for name in entry.aliases))
 
 
-def groups(manifest: Manifest, tables: Sequence[Table]) -> list[Sequence[Table]]:
-    """Which of a checkpoint's tables (one for each of its parts) belong together: those of the
-    state, then each record's that is none of them."""
-    count = len(manifest.parts)
-    state: list[Sequence[Table]] = [tables[:count]] if count else []
-    return [*state, *([table] for table in tables[count:])]
+def groups(manifest: Manifest, tables: Sequence[Table]) -> list[list[Table]]:
+    """Which of a checkpoint's tables (one for each part) belong together, by rising step."""
+    found: dict[int, list[Table]] = {}
+    for part, table in zip(manifest.all_parts, tables, strict=True):
+        found.setdefault(part.steps, []).append(table)
+    return [found[step] for step in sorted(found)]
 
 
 def whole_tensors(tables: Sequence[Table]) -> dict[str, WholeTensor]:
-    """The tensors of tables that belong together, by name. Of what is a record's own, which each
-    part has for itself, the last."""
-    found: dict[str, tuple[TensorEntry, ...]] = {}
+    """The tensors of tables that belong together, by name."""
+    found: dict[str, list[TensorEntry]] = {}
     for table in tables:
         for name, entry in table.tensors.items():
-            known = () if is_own(name) else found.get(name, ())
-            found[name] = (*known, entry)
-    return {name: WholeTensor(entries) for name, entries in found.items()}
+            found.setdefault(name, []).append(entry)
+    return {name: WholeTensor(tuple(entries)) for name, entries in found.items()}
 
 
 def optimizers_of(tables: Sequence[Table]) -> dict[str, Any]:
@@ -72,11 +70,21 @@ def optimizers_of(tables: Sequence[Table]) -> dict[str, Any]:
     return found
 
 
-def check_whole(manifest: Manifest, tables: Sequence[Table], where: object) -> None:
-    """Raises Corrupt where a tensor of a checkpoint is not all there."""
+def check_whole(
+    manifest: Manifest,
+    tables: Sequence[Table],
+    where: object,
+    known: set[tuple[int, ...]] | None = None,
+) -> None:
+    """Raises Corrupt where a tensor of a checkpoint is not all there. `known`: the tables, by id(),
+    which were found to be whole together; is added to."""
     for group in groups(manifest, tables):
-        for problem in problems_of(group):
-            raise Corrupt(f"reading step {manifest.step} of {where}: {problem}")
+        key = tuple(map(id, group))
+        if known is None or key not in known:
+            for problem in problems_of(group):
+                raise Corrupt(f"reading step {manifest.step} of {where}: {problem}")
+        if known is not None:
+            known.add(key)
 
 
 def problems_of(tables: Sequence[Table]) -> Iterator[str]:
@@ -85,13 +93,8 @@ def problems_of(tables: Sequence[Table]) -> Iterator[str]:
         specs = {entry.spec for entry in whole.entries}
         if len(specs) > 1:
             said = " and ".join(sorted(f"{spec.dtype}{list(spec.shape)}" for spec in specs))
-            yield f"tensor {name!r}: one part has it as another than the other ({said})"
+            yield f"tensor {name!r}: its parts differ in what it is ({said})"
             continue
         boxes = [piece.box for entry in whole.entries for piece in entry.pieces]
         if problem := problem_of(whole.spec.shape, boxes):
             yield f"tensor {name!r}: {problem}"
-    for table in tables[:-1]:  # of which whole_tensors leaves out what is the record's own
-        for name, entry in table.tensors.items():
-            boxes = [piece.box for piece in entry.pieces]
-            if is_own(name) and (problem := problem_of(entry.spec.shape, boxes)):
-                yield f"tensor {name!r}: {problem}"

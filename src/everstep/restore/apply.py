@@ -226,12 +226,11 @@ def _fill(
 ) -> None:
     """Load what the checkpoint has of its own, but for those names; the rest is there already."""
     staging = Staging()
-    wanted = {
-        id(entry): (entry, [staging.direct(destination) for destination in destinations])
-        for name, (whole, destinations) in placement.destinations.items()
-        if but.isdisjoint((name, *whole.aliases))
-        for entry in whole.entries
-    }
+    wanted: dict[int, tuple[TensorEntry, list[Destination]]] = {}
+    for name, (whole, destinations) in placement.destinations.items():
+        if but.isdisjoint((name, *whole.aliases)):
+            direct = [staging.direct(destination) for destination in destinations]
+            wanted |= {id(entry): (entry, direct) for entry in whole.entries}
     for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
         here = [wanted[id(entry)] for entry in table.tensors.values() if id(entry) in wanted]
         if here:

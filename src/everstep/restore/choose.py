@@ -84,7 +84,7 @@ class Candidate:
             check_whole(self.held.manifest, [self.held.table], "memory")
             return [Described(self.held.manifest, [self.held.table])]
         known: dict[str | None, Table] = {}  # most steps share one
-        checked: set[tuple[str | None, ...]] = set()
+        checked: set[tuple[int, ...]] = set()
 
         def table(part: Part) -> Table:
             if part.table.digest not in known:
@@ -94,10 +94,7 @@ class Candidate:
 
         def described(manifest: Manifest) -> Described:
             tables = [table(part) for part in manifest.all_parts]
-            shapes = tuple(part.table.digest for part in manifest.all_parts)
-            if (key := (str(len(manifest.parts)), *shapes)) not in checked:
-                check_whole(manifest, tables, self.disk.root)
-                checked.add(key)
+            check_whole(manifest, tables, self.disk.root, checked)
             return Described(manifest, tables)
 
         return [described(manifest) for manifest in catalog.read_chain(self.disk, self.name)]
