@@ -5,8 +5,10 @@ python tests/independent_reader.py STORE [STEP]      verifies and lists a checkp
 It cannot replay: of a log it checks the chain, and reads the records.
 """
 
+import itertools
 import json
 import math
+import operator
 import re
 import struct
 import sys
@@ -81,7 +83,10 @@ def inside(store: Path, path: str) -> Path:
     return store / path
 
 
-def read_part(store: Path, part: dict) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+Piece = tuple[str, dict, dict, bytes]  # name, row and piece of the table, raw bytes
+
+
+def read_part(store: Path, part: dict) -> list[Piece]:
     link = part["table"]
     raw = inside(store, link["path"]).read_bytes()
     need((len(raw), hexdigest(raw)) == (link["size"], link["digest"]), f"{link['path']}: digest")
@@ -107,13 +112,11 @@ def read_part(store: Path, part: dict) -> dict[str, tuple[str, tuple[int, ...], 
         check(number, 0, pack["header"], pack["digest"])
     for _, number, at, size, index in chunks(table):
         check(number, at, size, index)
-    tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    pieces: list[Piece] = []
     for row in table["tensors"]:
-        piece = row["pieces"][0]
-        start, end = piece["at"], piece["at"] + piece["size"]
-        for name in (row["name"], *row.get("aliases", ())):
-            found = data[piece["pack"]][start:end]
-            tensors[name] = (row["dtype"], tuple(row["shape"]), found)
+        for piece in row["pieces"]:
+            found = data[piece["pack"]][piece["at"] : piece["at"] + piece["size"]]
+            pieces += [(name, row, piece, found) for name in (row["name"], *row.get("aliases", ()))]
     need(sorted(used) == list(range(len(part["digests"]))), "digests that cover nothing")
     for raw, seen, path in zip(data, covered, files, strict=True):
         need(
@@ -121,7 +124,32 @@ def read_part(store: Path, part: dict) -> dict[str, tuple[str, tuple[int, ...], 
             f"{path}: padding",
         )
         check_header(path, raw, table)
-    return tensors
+    return pieces
+
+
+def assemble(pieces: list[Piece]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The tensors (dtype, shape, bytes) whose pieces these are: each of their bytes in one."""
+    found: dict[str, tuple[str, tuple[int, ...], bytearray, list[int]]] = {}
+    for name, row, piece, raw in pieces:
+        dtype, shape = row["dtype"], tuple(row["shape"])
+        item = AS_BYTES.get(dtype) or ITEM[PLAIN[dtype]]
+        size = item * math.prod(shape)
+        if name not in found:
+            found[name] = (dtype, shape, bytearray(size), bytearray(size))
+        need(found[name][:2] == (dtype, shape), f"{name}: parts differ")
+        data, covered = found[name][2:]
+        strides = [item * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        *outer, last = piece["lengths"] or [1]
+        run = last * item  # the elements of the last dim lie side by side
+        base = sum(map(operator.mul, piece["offsets"], strides))
+        for number, index in enumerate(itertools.product(*map(range, outer))):
+            at = base + sum(map(operator.mul, index, strides))
+            need(not any(covered[at : at + run]), f"{name}: overlap")
+            data[at : at + run] = raw[number * run : (number + 1) * run]
+            covered[at : at + run] = b"\1" * run
+    for name, (_, _, _, covered) in found.items():
+        need(all(covered), f"{name}: covered")
+    return {name: (dtype, shape, bytes(data)) for name, (dtype, shape, data, _) in found.items()}
 
 
 def chunks(table: dict) -> list[tuple[str, int, int, int, int]]:
@@ -130,20 +158,21 @@ def chunks(table: dict) -> list[tuple[str, int, int, int, int]]:
     names = [row["name"] for row in table["tensors"]]
     need(names == sorted(names), "order")
     for row in table["tensors"]:
-        (piece,) = row["pieces"]  # version 1 as written today: every tensor whole
-        need(piece["codec"] == "raw", "codec")
-        need(not any(piece["offsets"]) and piece["lengths"] == row["shape"], "box")
-        at, size = piece["at"], piece["size"]
-        item = AS_BYTES.get(row["dtype"]) or ITEM[PLAIN[row["dtype"]]]
-        need(size == item * math.prod(row["shape"]), f"{row['name']}: size")
-        need(at % (PAGE if size >= 1 << 20 else item) == 0, f"{row['name']}: alignment")
-        for index, start in enumerate(range(0, max(size, 1), CHUNK), piece["digest"]):
-            chunk = (row["name"], piece["pack"], at + start, min(CHUNK, size - start), index)
-            found.append(chunk)
+        for piece in row["pieces"]:
+            need(piece["codec"] == "raw", "codec")
+            box = list(zip(piece["offsets"], piece["lengths"], row["shape"], strict=True))
+            need(all(0 <= o <= o + n <= size for o, n, size in box), f"{row['name']}: box")
+            at, size = piece["at"], piece["size"]
+            item = AS_BYTES.get(row["dtype"]) or ITEM[PLAIN[row["dtype"]]]
+            need(size == item * math.prod(piece["lengths"]), f"{row['name']}: size")
+            need(at % (PAGE if size >= 1 << 20 else item) == 0, f"{row['name']}: alignment")
+            for index, start in enumerate(range(0, max(size, 1), CHUNK), piece["digest"]):
+                chunk = (row["name"], piece["pack"], at + start, min(CHUNK, size - start), index)
+                found.append(chunk)
     return sorted(found, key=lambda chunk: (chunk[1], chunk[2], chunk[3]))
 
 
-def read_packed(store: Path, part: dict, table: dict) -> dict[str, tuple]:
+def read_packed(store: Path, part: dict, table: dict) -> list[Piece]:
     (pack,), (raw_pack,) = part["packs"], table["packs"]
     raw = inside(store, pack["path"]).read_bytes()
     need(len(raw) == pack["size"] and len(raw) % PAGE == 0, "pack size")
@@ -151,23 +180,28 @@ def read_packed(store: Path, part: dict, table: dict) -> dict[str, tuple]:
     need(hexdigest(raw[:PAGE]) == part["digests"][raw_pack["digest"]], "packed header")
     with safe_open(inside(store, pack["path"]), "np") as file:
         need(list(file.keys()) == ["__packed__"], "packed entry")
-    content: dict[str, bytes] = {row["name"]: b"" for row in table["tensors"]}
+    content: dict[int, bytes] = {}
     at, used = PAGE, [raw_pack["digest"]]
     for name, _, _, size, index in chunks(table):
         stored = part["stored"][index]
         need(at + stored <= len(raw), f"{name}: too short")
         chunk = raw[at : at + stored]
         need(hexdigest(chunk) == part["digests"][index], f"{name}: {stored} bytes at {at}")
-        content[name] += chunk if stored == size else from_planes(chunk, size)
+        content[index] = chunk if stored == size else from_planes(chunk, size)
         at += stored
         used.append(index)
     need(not any(raw[at:]) and len(raw) - at < PAGE, "packed padding")
     need(sorted(used) == list(range(len(part["digests"]))), "digests that cover nothing")
-    return {
-        name: (row["dtype"], tuple(row["shape"]), content[row["name"]])
+    return [
+        (name, row, piece, b"".join(content[index] for index in digests_of(piece)))
         for row in table["tensors"]
+        for piece in row["pieces"]
         for name in (row["name"], *row.get("aliases", ()))
-    }
+    ]
+
+
+def digests_of(piece: dict) -> range:
+    return range(piece["digest"], piece["digest"] + max(1, -(-piece["size"] // CHUNK)))
 
 
 def from_planes(chunk: bytes, size: int) -> bytes:
@@ -193,16 +227,19 @@ def check_header(path: Path, raw: bytes, table: dict) -> None:
     header = json.loads(raw[8 : 8 + length])
     with safe_open(path, "np") as file:
         need(set(file.keys()) == header.keys(), f"{path}: names")
-    for row in table["tensors"]:
-        (piece,) = row["pieces"]
-        entry = header.get(row["name"])
+    pieces = [(row, piece) for row in table["tensors"] for piece in row["pieces"]]
+    for row, piece in pieces:
+        pairs = zip(piece["offsets"], piece["lengths"], strict=True)
+        box = ",".join(f"{offset}:{offset + length}" for offset, length in pairs)
+        name = row["name"] if piece["lengths"] == row["shape"] else f"{row['name']}[{box}]"
+        entry = header.get(name)
         if entry is None:
             continue  # in another pack
         start = 8 + length + entry["data_offsets"][0]
-        need(start == piece["at"], f"{path}: {row['name']} at {start}")
+        need(start == piece["at"], f"{path}: {name} at {start}")
         plain = PLAIN.get(row["dtype"])
-        expected = (plain, row["shape"]) if plain else ("U8", [piece["size"]])
-        need((entry["dtype"], entry["shape"]) == expected, f"{path}: {row['name']}")
+        expected = (plain, piece["lengths"]) if plain else ("U8", [piece["size"]])
+        need((entry["dtype"], entry["shape"]) == expected, f"{path}: {name}")
 
 
 def read(store: Path, step: int | None = None) -> tuple[dict, dict]:
@@ -213,10 +250,16 @@ def read(store: Path, step: int | None = None) -> tuple[dict, dict]:
     manifest = document(checkpoints(store)[step, line[step]])
     need((manifest["step"], manifest["epoch"]) == (step, line[step]), "name")
     need(manifest["records"] == [], "records")
+    return manifest, read_parts(store, manifest["parts"])
+
+
+def read_parts(store: Path, parts: list[dict]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Those of one step have a tensor together; of several steps, the latest counts."""
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
-    for part in manifest["parts"]:
-        tensors |= read_part(store, part)
-    return manifest, tensors
+    for step in sorted({part["steps"] for part in parts}):
+        here = [part for part in parts if part["steps"] == step]
+        tensors |= assemble([piece for part in here for piece in read_part(store, part)])
+    return tensors
 
 
 def read_log(store: Path, step: int | None = None) -> list[tuple[dict, dict]]:
@@ -232,10 +275,7 @@ def read_log(store: Path, step: int | None = None) -> list[tuple[dict, dict]]:
         previous, records = manifest.get("previous"), manifest["records"]
         need(bool(previous) == bool(records) != bool(manifest["parts"]), f"{path}: kind")
         parts = manifest["parts"] or [record["part"] for record in records]
-        tensors: dict[str, tuple] = {}
-        for part in parts:
-            tensors |= read_part(store, part)
-        found.append((manifest, tensors))
+        found.append((manifest, read_parts(store, parts)))
         path = previous and checkpoints(store)[previous["step"], previous["epoch"]]
         digest = previous and previous["digest"]
         need(not previous or previous["step"] < records[0]["step"] <= manifest["step"], "steps")

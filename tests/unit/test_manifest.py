@@ -20,6 +20,7 @@ from everstep.format.manifest import (
 )
 from everstep.format.packs import lay_out
 from everstep.format.tables import FileLink, decode_table, encode_table
+from everstep.format.wholes import check_whole
 from stores import MIXED
 
 LAYOUT = lay_out(MIXED)
@@ -159,5 +160,15 @@ def test_pieces_cover_their_tensor():
     value.pop("digest")
     value["tensors"][0]["pieces"] = []
     value["tensors"][0]["shape"] = [1 << 40]
-    with pytest.raises(Corrupt, match="do not cover"):
-        decode_table(seal(value), "a table")
+    table = decode_table(seal(value), "a table")
+    name = value["tensors"][0]["name"]
+    with pytest.raises(Corrupt, match=rf"{name}.*elements \[0:1099511627776\] are in no piece"):
+        check_whole(MANIFEST, [table], "a store")
+
+
+def test_pieces_do_not_overlap():
+    def change(value):
+        value["tensors"][0]["pieces"] *= 2
+
+    with pytest.raises(Corrupt, match="overlap"):
+        decode_table(_changed(TABLE, change), "a table")

@@ -12,11 +12,10 @@ from types import MappingProxyType
 from typing import Any
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.format.boxes import Box
+from everstep.format.boxes import Box, overlap_of
 from everstep.format.document import FORMAT_VERSION, seal, unseal
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Layout, Piece, Spec, chunks
-from everstep.format.tiling import find_overlap
 
 _OWN = re.compile(r"@\d+[.!]")
 _SAFE_PATH = re.compile(r"(?!.*\.\.)[\w.-]+(/[\w.-]+)*")
@@ -45,8 +44,9 @@ class FileLink:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a piece table. `aliases` are other names of the same tensor (tied weights).
-    `strides`: how its elements lay in memory, where that was not row-major; its pieces are."""
+    """A tensor of a piece table: all of it, or those pieces that the table's part has of it
+    (wholes.py). `aliases` are other names of the same tensor (tied weights). `strides`: how its
+    elements lay in memory, where that was not row-major; its pieces are."""
 
     spec: Spec
     pieces: tuple[Piece, ...]
@@ -248,9 +248,8 @@ def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
             )
     if not pieces:
         raise ValueError(f"tensor {spec.name!r} has no piece")
-    # What covers it are the pieces of all parts.
-    if find_overlap(spec.shape, [piece.box for piece in pieces]) is not None:
-        raise ValueError(f"the pieces of tensor {spec.name!r} overlap")
+    if len(pieces) > 1 and (common := overlap_of(piece.box for piece in pieces)):
+        raise ValueError(f"two pieces of tensor {spec.name!r} overlap at {common}")
     aliases = tuple(row.get("aliases", ()))
     return TensorEntry(spec, pieces, aliases, str(row["device"]), _strides(row, spec))
 

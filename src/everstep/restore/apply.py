@@ -11,17 +11,20 @@ from dataclasses import replace
 import torch
 
 from everstep.errors import Corrupt, Mismatch, Unsupported
+from everstep.format.boxes import Box
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay import selftest
 from everstep.replay.redo import find, redo
 from everstep.restore.choose import Candidate, Described
+from everstep.restore.deliver import Staging, put
 from everstep.restore.derived import Derivation, derived_names, derived_parts
-from everstep.restore.load import Loader, put
+from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
+from everstep.state.layout import shards_of
 from everstep.state.optimizers import OptimizerState, owned_names
-from everstep.state.placement import Placement, Saved
+from everstep.state.placement import Destination, Placement, Saved
 from everstep.state.rules import Rules, is_in
 from everstep.state.topology import adopted, differences
 from everstep.state.view import State
@@ -114,9 +117,10 @@ def _take(
         log.warning("%s", problem)
     with adopted(last.manifest.topology):
         found = rebuilt(candidate, base, logs, loader, without_derived=True)
-    for name, (_, tensors) in placement.destinations.items():
-        for tensor in tensors:
-            put(tensor, found[name])
+    for name, (whole, destinations) in placement.destinations.items():
+        for destination in destinations:
+            inside = destination.box.slices_in(Box.whole(whole.spec.shape))
+            put(destination.tensor, found[name][inside])
     placement.finish()
     return last.manifest
 
@@ -144,7 +148,7 @@ def _replay(
     }
 
     def fill(
-        record: Record, table: Table, here: list[tuple[TensorEntry, list[torch.Tensor]]]
+        record: Record, table: Table, here: list[tuple[TensorEntry, list[Destination]]]
     ) -> None:
         with candidate.sources(record.part) as sources:
             loader.load(record.part, sources, here, table)
@@ -222,14 +226,18 @@ def _fill(
     but: Set[str] = frozenset(),
 ) -> None:
     """Load what the checkpoint has of its own, but for those names; the rest is there already."""
+    staging = Staging()
+    wanted: dict[int, tuple[TensorEntry, list[Destination]]] = {}
+    for name, (whole, destinations) in placement.destinations.items():
+        if but.isdisjoint((name, *whole.aliases)):
+            direct = [staging.direct(destination) for destination in destinations]
+            wanted |= {id(entry): (entry, direct) for entry in whole.entries}
     for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
-        here = [
-            (entry, tensors)
-            for name, (entry, tensors) in placement.destinations.items()
-            if table.tensors.get(name) is entry and but.isdisjoint((name, *entry.aliases))
-        ]
-        with candidate.sources(part) as sources:
-            loader.load(part, sources, here, table)
+        here = [wanted[id(entry)] for entry in table.tensors.values() if id(entry) in wanted]
+        if here:
+            with candidate.sources(part) as sources:
+                loader.load(part, sources, here, table)
+    staging.finish()
 
 
 def _saved_after(base: Described, last: Described, optimized: Set[str]) -> Saved:
@@ -257,10 +265,13 @@ def _fill_from_live(
         if optimized.isdisjoint((name, *entry.aliases))
     }
     with torch.no_grad():
-        for name, (entry, tensors) in placement.destinations.items():
+        for name, (entry, destinations) in placement.destinations.items():
             source = next((live[key] for key in (name, *entry.aliases) if key in live), None)
             if name in own or source is None:
                 continue
-            for tensor in tensors:
-                if tensor is not source:
-                    tensor.copy_(source)
+            for destination in destinations:
+                for box, tensor in shards_of(source)[1]:
+                    common = box.intersect(destination.box)
+                    if common and tensor is not destination.tensor:
+                        inside = destination.tensor[common.slices_in(destination.box)]
+                        inside.copy_(tensor[common.slices_in(box)])

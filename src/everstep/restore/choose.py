@@ -11,6 +11,7 @@ from everstep.errors import EverstepError, Missing
 from everstep.format.manifest import Manifest, Part, Record, check_table, decode_manifest
 from everstep.format.packs import pack_starts
 from everstep.format.tables import FileLink, Table, decode_table
+from everstep.format.wholes import check_whole
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.persist import UNCLAIMED
 from everstep.restore.load import MemorySource, Source
@@ -80,8 +81,10 @@ class Candidate:
         """What it is rebuilt from: a state (from memory where it is held), then the logs that go
         on from it, itself last. Raises Missing, Corrupt."""
         if self.held:
+            check_whole(self.held.manifest, [self.held.table], "memory")
             return [Described(self.held.manifest, [self.held.table])]
         known: dict[str | None, Table] = {}  # most steps share one
+        checked: set[tuple[int, ...]] = set()
 
         def table(part: Part) -> Table:
             if part.table.digest not in known:
@@ -89,10 +92,12 @@ class Candidate:
             check_table(known[part.table.digest], part, part.table.path)
             return known[part.table.digest]
 
-        return [
-            Described(manifest, [table(part) for part in manifest.all_parts])
-            for manifest in catalog.read_chain(self.disk, self.name)
-        ]
+        def described(manifest: Manifest) -> Described:
+            tables = [table(part) for part in manifest.all_parts]
+            check_whole(manifest, tables, self.disk.root, checked)
+            return Described(manifest, tables)
+
+        return [described(manifest) for manifest in catalog.read_chain(self.disk, self.name)]
 
     @contextlib.contextmanager
     def sources(self, part: Part) -> Iterator[Sequence[Sequence[Source]]]:

@@ -13,7 +13,7 @@ from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay.redo import Loaded
 from everstep.restore.choose import Described
-from everstep.state.placement import Placement, Saved
+from everstep.state.placement import Destination, Placement, Saved
 from everstep.state.rules import SAMPLE, Rules, digest_of, is_in, sample_of
 from everstep.state.view import State
 
@@ -26,7 +26,7 @@ _CONSTANT = (
     "after that can be restored, up to the next base"
 )
 
-Fill = Callable[[Record, Table, list[tuple[TensorEntry, list[torch.Tensor]]]], None]
+Fill = Callable[[Record, Table, list[tuple[TensorEntry, list[Destination]]]], None]
 
 
 class Derivation:
@@ -111,7 +111,8 @@ class Derivation:
         if placement.problems:
             raise Corrupt(f"replaying step {record.step}: {'; '.join(placement.problems)}")
         if placement.destinations:
-            fill(record, table, list(placement.destinations.values()))
+            found = placement.destinations
+            fill(record, table, [(table.tensors[name], to) for name, (_, to) in found.items()])
 
 
 def derived_parts(logs: Sequence[Described]) -> tuple[set[str], set[str]]:

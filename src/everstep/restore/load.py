@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,11 +20,13 @@ from typing import Protocol
 import torch
 
 from everstep.codecs.planes import decode_into
-from everstep.errors import Corrupt, EverstepError, Mismatch
+from everstep.errors import Corrupt, EverstepError
 from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
+from everstep.restore.deliver import Delivery, Staging, address, devices_of
 from everstep.restore.plan import Span, Target, plan
+from everstep.state.placement import Destination
 from everstep.store.read import check_chunk
 
 log = logging.getLogger("everstep")
@@ -33,7 +35,7 @@ READS_IN_FLIGHT = min(16, max(4, os.cpu_count() or 4))
 _BUFFER_BYTES = CHUNK_BYTES + PAGE_BYTES
 _HUGE_PAGE_BYTES = 2 << 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # of shared memory there are no huge pages
-Destinations = Sequence[tuple[TensorEntry, list[torch.Tensor]]]
+Destinations = Sequence[tuple[TensorEntry, Sequence[Destination]]]
 
 
 class Source(Protocol):
@@ -55,7 +57,7 @@ class MemorySource:
         if len(part) != len(view):
             raise Corrupt("reading from memory: the image is shorter than the manifest says")
         if len(view):  # memmove releases the GIL, an assignment would not
-            ctypes.memmove(_address(view), _address(part), len(view))
+            ctypes.memmove(address(view), address(part), len(view))
 
 
 class Loader:
@@ -81,22 +83,21 @@ class Loader:
         destinations: Destinations,
         table: Table | None = None,
     ) -> None:
-        """Fill the destinations; blocks. `sources[pack]`: where that pack can be read,
-        nearest first. `table`: the part's, needed where it is packed."""
+        """Fill the destinations with what the part has of their boxes; blocks. The entries are the
+        part's own. `sources[pack]`: where that pack can be read, nearest first. `table`: the
+        part's, needed where it is packed."""
         began = time.perf_counter()
-        finals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        targets: dict[str, list[torch.Tensor]] = {}
-        for entry, tensors in destinations:
-            filled = targets.setdefault(entry.spec.name, [])
-            for tensor in tensors:
-                direct = tensor.detach()
-                if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                    direct = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    finals.append((tensor.detach(), direct))
-                filled.append(direct)
-        spans = plan((entry for entry, _ in destinations), part, table)
-        task = _Task(part, sources, targets, self._buffer)
-        devices = _devices(tensor for _, tensors in destinations for tensor in tensors)
+        staging = Staging()
+        deliveries: dict[str, list[Delivery]] = {}
+        for entry, found in destinations:
+            deliveries.setdefault(entry.spec.name, []).extend(
+                Delivery.to(staging.direct(destination)) for destination in found
+            )
+        spans = plan(
+            ((entry, [each.box for each in found]) for entry, found in destinations), part, table
+        )
+        task = _Task(part, sources, deliveries, self._buffer)
+        devices = devices_of(each.tensor for _, found in destinations for each in found)
         for device in devices:
             # Kernels that initialise the tensors may still run, or those of a replay on a stream of
             # its own that used the memory before.
@@ -109,13 +110,10 @@ class Loader:
             for read in reads:  # after an error none may go on filling
                 read.cancel()
             wait(reads)
-        for tensor, contiguous in finals:
-            put(tensor, contiguous)
+        staging.finish()
         with self._lock:
             self.size += sum(span.size for span in spans)
             self.seconds += time.perf_counter() - began
-        for device in devices if finals else ():  # whoever uses them may do so on another stream
-            torch.cuda.current_stream(device).synchronize()
 
     def _buffer(self, pinned: bool) -> memoryview:
         """This thread's page-aligned buffer."""
@@ -131,14 +129,14 @@ class _Task:
         self,
         part: Part,
         sources: Sequence[Sequence[Source]],
-        targets: dict[str, list[torch.Tensor]],
+        deliveries: dict[str, list[Delivery]],
         buffer: Callable[[bool], memoryview],
     ) -> None:
         self._part = part
         self._sources = sources
-        self._targets = targets
+        self._deliveries = deliveries
         self._buffer = buffer
-        self.devices = _devices(tensor for members in targets.values() for tensor in members)
+        self.devices = devices_of(each.items for found in deliveries.values() for each in found)
 
     def read(self, span: Span) -> None:
         """One span: from the first source whose bytes are right."""
@@ -169,23 +167,12 @@ class _Task:
                 check_chunk(chunk, self._part.digests[target.digest], where)
                 if target.size != target.raw:
                     chunk = self._decoded(target, chunk, where)
-                self._deliver(target, chunk)
+                for delivery in self._deliveries[target.name]:
+                    delivery.put(target, chunk)
                 sent.append(chunk)
         finally:  # also where a chunk was bad: the buffer is filled again then
             for device in self.devices:
                 torch.cuda.current_stream(device).synchronize()
-
-    def _deliver(self, target: Target, chunk: memoryview) -> None:
-        if not len(chunk):
-            return
-        source = _address(chunk)
-        for tensor in self._targets[target.name]:
-            if tensor.is_cuda:
-                flat = tensor.view(-1).view(torch.uint8)
-                staged = torch.frombuffer(chunk, dtype=torch.uint8)
-                flat[target.start : target.start + target.raw].copy_(staged, non_blocking=True)
-            else:
-                ctypes.memmove(tensor.data_ptr() + target.start, source, target.raw)
 
     def _decoded(self, target: Target, chunk: memoryview, where: str) -> memoryview:
         """The raw bytes, in memory of their own: the device may still be copying from what another
@@ -199,11 +186,6 @@ class _Task:
         return view
 
 
-def _devices(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
-    """The CUDA devices on which they lie."""
-    return {tensor.device for tensor in tensors if tensor.is_cuda}
-
-
 def _huge_buffer() -> memoryview:
     """In huge pages where the kernel has them: a direct read into scattered small pages becomes
     many small requests, and takes twice as long on a fast disk."""
@@ -211,39 +193,9 @@ def _huge_buffer() -> memoryview:
     with contextlib.suppress(OSError):  # a matter of speed only
         region.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(region)
-    start = -_address(view) % _HUGE_PAGE_BYTES
+    start = -address(view) % _HUGE_PAGE_BYTES
     return view[start : start + _BUFFER_BYTES]
 
 
 def _pinned_buffer() -> memoryview:
     return torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True).numpy().data
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def put(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Write into any tensor: with gaps, of inference mode, or one whose elements share memory
-    (expand): then they must agree. Else raises Mismatch."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        _put_strided(tensor.detach(), values)
-
-
-def _put_strided(tensor: torch.Tensor, contiguous: torch.Tensor) -> None:
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            first = contiguous.narrow(dim, 0, 1)
-            if not torch.equal(_bits(first.expand_as(contiguous)), _bits(contiguous)):
-                raise Mismatch(
-                    f"restoring into an expanded tensor of shape {list(tensor.shape)}: its "
-                    "elements share memory "
-                    f"along dim {dim}, but those in the checkpoint differ"
-                )
-            tensor, contiguous = tensor.narrow(dim, 0, 1), first
-    tensor.copy_(contiguous)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as bytes, so that nan equals itself."""
-    return tensor.contiguous().view(-1).view(torch.uint8)

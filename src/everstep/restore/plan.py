@@ -1,26 +1,36 @@
 """Which bytes of which pack go where. Pure: no files, no tensors' memory.
 
+Boxes are wanted, and boxes are stored: what is read is the chunks in which they meet.
 Large pieces are read chunk by chunk; small ones that lie side by side are read together, because
 a hundred reads of a kilobyte take longer than one of a megabyte.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from everstep.errors import Unsupported
-from everstep.format.boxes import Box
+from everstep.format.boxes import Box, flat_boxes
+from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import Part
 from everstep.format.packed import places, plane_count
-from everstep.format.packs import ALIGNED_FROM_BYTES, CHUNK_BYTES, PAGE_BYTES, chunks, round_up
+from everstep.format.packs import (
+    ALIGNED_FROM_BYTES,
+    CHUNK_BYTES,
+    PAGE_BYTES,
+    Piece,
+    chunks,
+    round_up,
+)
 from everstep.format.tables import Table, TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """One chunk: `size` bytes at `offset` of the pack are, or decode to, the `raw` bytes from byte
-    `start` of tensor `name`, which has items of `item_size` bytes."""
+    `start` of the elements of `box` of tensor `name`. Its byte planes are of `item_size` bytes."""
 
     name: str
+    box: Box
     start: int
     offset: int
     size: int
@@ -39,33 +49,64 @@ class Span:
     targets: tuple[Target, ...]
 
 
-def plan(entries: Iterable[TensorEntry], part: Part, table: Table | None = None) -> list[Span]:
-    """The reads that bring these tensors, by pack and offset. `table`: of a packed part."""
+def plan(
+    wanted: Iterable[tuple[TensorEntry, Sequence[Box]]], part: Part, table: Table | None = None
+) -> list[Span]:
+    """The reads that bring what the part has of these boxes, by pack and offset: each chunk once,
+    and none in which there is no element of them. `table`: of a packed part."""
     packed = {}
     if part.stored is not None:
         assert table is not None
         packed = {place.chunk.extent.digest: place for place in places(table, part.stored)}
     by_pack: dict[int, list[Target]] = {}
-    for entry in entries:
+    for entry, boxes in wanted:
         for piece in entry.pieces:
-            if piece.box != Box.whole(entry.spec.shape) or piece.codec != "raw":
+            if piece.codec != "raw":
                 raise Unsupported(
-                    f"restoring {entry.spec.name!r}: it is stored in several boxes or encoded "
-                    f"({piece.codec}), which takes a newer everstep"
+                    f"restoring {entry.spec.name!r}: it is encoded ({piece.codec}), which takes a "
+                    f"newer everstep"
                 )
+            meets = [meet for box in boxes if (meet := piece.box.intersect(box))]
+            if not meets:
+                continue
+            name, item_size = entry.spec.name, plane_count(entry.spec.dtype)
             targets = by_pack.setdefault(piece.pack, [])
-            item_size = plane_count(entry.spec.dtype)
-            for index, (start, raw) in enumerate(chunks(piece.size)):
+            for index, start, raw in _needed(piece, meets, ITEM_SIZES[entry.spec.dtype]):
                 digest = piece.digest + index
                 at, size = piece.offset + start, raw
                 if packed:
                     at, size = packed[digest].offset, packed[digest].size
-                targets.append(Target(entry.spec.name, start, at, size, digest, raw, item_size))
+                targets.append(Target(name, piece.box, start, at, size, digest, raw, item_size))
     spans = []
     for pack, targets in sorted(by_pack.items()):
         targets.sort(key=lambda target: (target.offset, target.size))
         spans += [_span(pack, group) for group in _groups(targets)]
     return spans
+
+
+def blocks(target: Target, item_size: int) -> Iterator[tuple[int, Box]]:
+    """The elements of a chunk as boxes of the tensor: where each begins in the chunk's raw bytes,
+    in which it is a range. `item_size`: of the tensor's dtype."""
+    start, at = target.start // item_size, 0
+    for box in flat_boxes(target.box.lengths, start, start + target.raw // item_size):
+        yield at, box.shifted(target.box.offsets)
+        at += box.count * item_size
+
+
+def _needed(piece: Piece, meets: Sequence[Box], item_size: int) -> Iterator[tuple[int, int, int]]:
+    """Index, start and size of the chunks that hold an element of `meets`, boxes in the piece."""
+    all_of_it = piece.box in meets
+    back = tuple(-offset for offset in piece.box.offsets)
+    inside = [meet.shifted(back) for meet in meets]
+    for index, (start, size) in enumerate(chunks(piece.size)):
+        if all_of_it or any(
+            box.intersect(meet)
+            for box in flat_boxes(
+                piece.box.lengths, start // item_size, (start + size) // item_size
+            )
+            for meet in inside
+        ):
+            yield index, start, size
 
 
 def _groups(targets: list[Target]) -> list[list[Target]]:

@@ -10,6 +10,7 @@ import torch
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import is_own
+from everstep.format.wholes import optimizers_of
 from everstep.replay.redo import redo
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.derived import compare, derived_names
@@ -17,6 +18,7 @@ from everstep.restore.load import Loader
 from everstep.restore.records import Records, empty
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install, owned_names
+from everstep.state.placement import Destination
 from everstep.tiers.disk import Disk
 
 
@@ -95,8 +97,9 @@ def _tensors_of(
         for key, entry in table.tensors.items():
             if is_own(key):
                 continue
-            found[key] = empty(entry)
-            wanted.append((entry, [found[key]]))
+            if key not in found or not described.manifest.parts:  # each record has its own
+                found[key] = empty(entry)
+            wanted.append((entry, [Destination.whole(found[key])]))
         with candidate.sources(part) as sources:
             loader.load(part, sources, wanted, table)
     return found
@@ -112,7 +115,7 @@ def _rebuild(
         for record in described.manifest.records
         for call in record.calls
     }
-    tables = {key: value for table in base.tables for key, value in table.optimizers.items()}
+    tables = optimizers_of(base.tables)
     found = {}
     for index, (key, kind) in enumerate(classes.items()):
         if key not in tables:

@@ -13,6 +13,7 @@ from everstep.replay.redo import Loaded
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
 from everstep.restore.slabs import Slabs, dtype_of
+from everstep.state.placement import Destination
 
 
 class Records:
@@ -85,7 +86,7 @@ def _load(
 ) -> Loaded:
     """`ahead`: parameters that are of this step, or of a later one, already."""
     on_cpu: list[TensorEntry] = []
-    wanted: list[tuple[TensorEntry, list[torch.Tensor]]] = []
+    tensors: dict[str, torch.Tensor] = {}
     for name, entry in table.tensors.items():
         head, _, parameter = name.partition(".")
         if not is_own(name) or ("!" not in head and parameter in ahead):
@@ -94,11 +95,12 @@ def _load(
         if device.type == "cpu":
             on_cpu.append(entry)
         else:
-            wanted.append((entry, [empty(entry, device)]))
-    wanted += zip(on_cpu, ([tensor] for tensor in slabs.tensors(on_cpu)), strict=True)
+            tensors[name] = empty(entry, device)
+    names = [entry.spec.name for entry in on_cpu]
+    tensors |= zip(names, slabs.tensors(on_cpu), strict=True)
+    wanted = [(table.tensors[name], [Destination.whole(t)]) for name, t in tensors.items()]
     with candidate.sources(record.part) as sources:
         loader.load(record.part, sources, wanted, table)
-    tensors = {entry.spec.name: found[0] for entry, found in wanted}
     groups = {name: found["groups"] for name, found in table.optimizers.items()}
     return Loaded(record.step, record.calls, tensors, groups)
 

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from everstep.errors import Mismatch
+from everstep.format.boxes import Box
 from everstep.format.manifest import Manifest
-from everstep.format.tables import Table, TensorEntry
+from everstep.format.tables import Table
+from everstep.format.wholes import WholeTensor, groups, optimizers_of, whole_tensors
+from everstep.state.layout import shards_of
 from everstep.state.leaves import dtype_name
 from everstep.state.objects import decode
 
@@ -18,21 +21,38 @@ from everstep.state.objects import decode
 class Saved:
     """What a checkpoint holds, as the state sees it: tensors under all their names, and objects."""
 
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, WholeTensor]
     objects: Mapping[str, Any]
     hyperparameters: Mapping[str, Any]
     optimizers: Mapping[str, Any]
 
     @classmethod
     def of(cls, manifest: Manifest, tables: list[Table]) -> "Saved":
-        """Everything in a checkpoint, of all its parts."""
-        tensors: dict[str, TensorEntry] = {}
+        """Everything in a checkpoint, of all its parts. That each tensor is all there was checked
+        when it was read (restore.choose)."""
+        tensors: dict[str, WholeTensor] = {}
         optimizers: dict[str, Any] = {}
-        for table in tables:
-            for entry in table.tensors.values():
-                tensors.update(dict.fromkeys((entry.spec.name, *entry.aliases), entry))
-            optimizers.update(table.optimizers)
+        for group in groups(manifest, tables):
+            for name, whole in whole_tensors(group).items():
+                tensors.update(dict.fromkeys((name, *whole.aliases), whole))
+            optimizers.update(optimizers_of(group))
         return cls(tensors, manifest.objects, manifest.hyperparameters, optimizers)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Memory for a box of a stored tensor: a plain tensor of the box's lengths, perhaps strided."""
+
+    box: Box
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        assert tuple(self.tensor.shape) == self.box.lengths
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> "Destination":
+        """All of a stored tensor goes to this one."""
+        return cls(Box.whole(tuple(tensor.shape)), tensor)
 
 
 @dataclass(slots=True)
@@ -44,22 +64,23 @@ class Placement:
     """
 
     saved: Saved
-    destinations: dict[str, tuple[TensorEntry, list[torch.Tensor]]] = field(default_factory=dict)
+    destinations: dict[str, tuple[WholeTensor, list[Destination]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
-    _sources: dict[int, str] = field(default_factory=dict)
+    _sources: dict[int, tuple[torch.Tensor, list[str]]] = field(default_factory=dict)
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _last_actions: list[Callable[[], None]] = field(default_factory=list)
 
     def into(self, name: str, tensor: torch.Tensor) -> None:
-        """Restore the stored tensor `name` into `tensor`, in place:
-        shape and dtype must be equal."""
+        """Restore the stored tensor `name` into `tensor`, in place: its (global) shape and dtype
+        must be equal. Of a DTensor, the boxes that lie here."""
         entry = self.saved.tensors.get(name)
         if entry is None:
             self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
             return
         self.used.add(name)
-        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        shape, shards = shards_of(tensor)
+        dtype = dtype_name(tensor.dtype)
         if entry.spec.shape != shape:
             self.problems.append(
                 f"shape: {name!r} is {list(shape)} in the state, {list(entry.spec.shape)} in the "
@@ -70,7 +91,7 @@ class Placement:
                 f"dtype: {name!r} is {dtype} in the state, {entry.spec.dtype} in the checkpoint"
             )
         else:
-            self._add(entry, tensor)
+            self._add(entry, tensor, shards)
 
     def new(
         self,
@@ -81,7 +102,7 @@ class Placement:
         """A new tensor for the stored tensor `name`, filled before `finish`.
         On the device on which it
         was, where that exists here, or on the one given. With the strides of `like`,
-        if it has its shape."""
+        if it has its shape; where that is a DTensor, one that lies where it does."""
         entry = self.saved.tensors.get(name)
         if entry is None:
             self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
@@ -92,10 +113,12 @@ class Placement:
             place = torch.device("cpu")
         dtype: torch.dtype = getattr(torch, entry.spec.dtype)
         if like is not None and tuple(like.shape) == entry.spec.shape:
+            if not _is_plain(like):
+                place = like.device
             tensor = torch.empty_like(like, dtype=dtype, device=place, requires_grad=False)
         else:
             tensor = torch.empty(entry.spec.shape, dtype=dtype, device=place)
-        self._add(entry, tensor)
+        self._add(entry, tensor, shards_of(tensor)[1])
         return tensor
 
     def decode(self, value: Any, live: Mapping[str, torch.Tensor] | None = None) -> Any:
@@ -130,13 +153,22 @@ class Placement:
         for action in (*self._actions, *self._last_actions):
             action()
 
-    def _add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        if any(tensor is known for known in self.destinations.get(entry.spec.name, (entry, []))[1]):
+    def _add(
+        self, entry: WholeTensor, tensor: torch.Tensor, shards: list[tuple[Box, torch.Tensor]]
+    ) -> None:
+        name = entry.spec.name
+        _, names = self._sources.setdefault(id(tensor), (tensor, []))  # keeps it, and so its id
+        if name in names:
             return
-        source = self._sources.setdefault(id(tensor), entry.spec.name)
-        if source != entry.spec.name:
+        names.append(name)
+        if len(names) > 1:
             self.problems.append(
-                f"tied: {source!r} and {entry.spec.name!r} are one tensor in the state, two in "
+                f"tied: {names[0]!r} and {name!r} are one tensor in the state, two in "
                 "the checkpoint"
             )
-        self.destinations.setdefault(entry.spec.name, (entry, []))[1].append(tensor)
+        _, known = self.destinations.setdefault(name, (entry, []))
+        known += (Destination(box, memory) for box, memory in shards)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

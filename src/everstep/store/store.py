@@ -10,6 +10,7 @@ from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
 from everstep.format.document import unseal
 from everstep.format.manifest import Manifest
 from everstep.format.tables import Table
+from everstep.format.wholes import groups, problems_of
 from everstep.store import catalog, names, read, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -203,21 +204,28 @@ class Store:
 
     def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
         name = CheckpointName(manifest.step, manifest.epoch)
-        parts, state = manifest.all_parts, None
+        state = None
         try:
             state = catalog.read_state(self._disk, name) if manifest.records else None
         except EverstepError as error:
             yield 0, str(error)
-        parts += state.all_parts if state else ()
         try:
             if not state or not state.exact:  # else nothing before it is needed, or need be there
                 catalog.check_previous(self._disk, manifest)
         except EverstepError as error:
             yield 0, str(error)
-        for part in parts:
+        for described in (manifest, state) if state else (manifest,):
+            yield from self._verify_parts(described)
+
+    def _verify_parts(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
+        tables: list[Table] = []
+        for part in manifest.all_parts:
             try:
-                table = catalog.read_table(self._disk, part)
-                for size, problem in read.verify_part(self._disk, part, table):
+                tables.append(catalog.read_table(self._disk, part))
+                for size, problem in read.verify_part(self._disk, part, tables[-1]):
                     yield size, str(problem) if problem else None
             except EverstepError as error:
                 yield 0, str(error)
+        if len(tables) == len(manifest.all_parts):
+            for group in groups(manifest, tables):
+                yield from ((0, problem) for problem in problems_of(group))

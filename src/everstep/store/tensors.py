@@ -10,9 +10,14 @@ from everstep.format.boxes import Box
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Piece
 from everstep.format.tables import Table, TensorEntry
+from everstep.format.wholes import check_whole, whole_tensors
 from everstep.store.read import open_pack, read_piece
 from everstep.tiers.disk import Disk
 from everstep.tiers.files import DiskReader
+
+_ITEMS = {
+    1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128,
+}  # fmt: skip
 
 
 def read_tensors(
@@ -29,21 +34,19 @@ def read_tensors(
             f"reading step {manifest.step} of {disk.root}: it has no tensors named {unknown}; "
             f"everstep show {disk.root} {manifest.step} lists the {len(known)} that it has"
         )
+    check_whole(manifest, tables, disk.root)
+    wholes = whole_tensors(tables)
     for part, table in zip(manifest.parts, tables, strict=True):
         with ExitStack() as stack:
             readers = []
             for pack in part.packs:
                 readers.append(open_pack(disk, pack))
                 stack.callback(readers[-1].close)
-            for entry in table.tensors.values():
-                wanted = [
-                    name
-                    for name in (entry.spec.name, *entry.aliases)
-                    if names is None or name in names
-                ]
-                if wanted:
-                    found[wanted[0]] = _read(readers, part, entry)
-                    found.update(dict.fromkeys(wanted[1:], found[wanted[0]]))
+            for name, entry in table.tensors.items():
+                keys = (name, *wholes[name].aliases)
+                if wanted := [key for key in keys if names is None or key in names]:
+                    tensor = _read(readers, part, entry, found.get(wanted[0]))
+                    found.update(dict.fromkeys(wanted, tensor))
     return found
 
 
@@ -51,17 +54,26 @@ def _names(table: Table) -> set[str]:
     return {name for entry in table.tensors.values() for name in (entry.spec.name, *entry.aliases)}
 
 
-def _read(readers: list[DiskReader], part: Part, entry: TensorEntry) -> torch.Tensor:
+def as_items(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as numbers of the same size: torch cannot copy all dtypes, and numpy does not
+    know them all."""
+    return tensor.view(_ITEMS[tensor.itemsize])
+
+
+def _read(
+    readers: list[DiskReader], part: Part, entry: TensorEntry, begun: torch.Tensor | None
+) -> torch.Tensor:
+    """A tensor with all that the part has of it; in `begun`, where another part had some."""
     dtype = getattr(torch, entry.spec.dtype)
     whole = Box.whole(entry.spec.shape)
     if [piece.box for piece in entry.pieces] == [whole]:
         return _read_piece(readers, part, entry.pieces[0], entry.spec.name, dtype)
-    tensor = torch.empty(entry.spec.shape, dtype=dtype, device="cpu")
+    tensor = begun
+    if tensor is None:
+        tensor = torch.empty(entry.spec.shape, dtype=dtype, device="cpu")
     for piece in entry.pieces:
         found = _read_piece(readers, part, piece, entry.spec.name, dtype)
-        tensor[
-            tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, found.shape, strict=True))
-        ] = found
+        as_items(tensor)[piece.box.slices_in(whole)] = as_items(found)
     return tensor
 
 

@@ -17,6 +17,7 @@ from everstep.cli.strategies import NO_BASE
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
 from everstep.restore.records import empty
+from everstep.state.placement import Destination
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 
@@ -122,7 +123,7 @@ def _read_record(root: Path, step: int) -> float:
     name = catalog.find(disk, step)
     (record,) = catalog.read_manifest(disk, name).records
     table = catalog.read_table(disk, record.part)
-    wanted = [(entry, [empty(entry)]) for entry in table.tensors.values()]
+    wanted = [(entry, [Destination.whole(empty(entry))]) for entry in table.tensors.values()]
     began = time.perf_counter()
     with Loader() as loader, Candidate(name, disk).sources(record.part) as sources:
         loader.load(record.part, sources, wanted, table)

@@ -1,0 +1,170 @@
+"""Verified chunks into the memory of tensors: whole ones, and boxes of them, also with gaps."""
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.errors import Mismatch
+from everstep.format.boxes import Box
+from everstep.restore.plan import Target, blocks
+from everstep.state.placement import Destination
+from everstep.store.tensors import as_items
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Where chunks go. `items`: the destination's memory as numbers of its item size, which can be
+    copied whatever the dtype. `array`: likewise; None on a device."""
+
+    box: Box
+    items: torch.Tensor
+    array: "np.ndarray[Any, Any] | None"
+    is_dense: bool
+
+    @classmethod
+    def to(cls, destination: Destination) -> "Delivery":
+        """Into a destination that is `direct`."""
+        items = as_items(destination.tensor.detach())
+        array = None if items.is_cuda else items.numpy()
+        return cls(destination.box, items, array, items.is_contiguous())
+
+    def put(self, target: Target, chunk: memoryview) -> None:
+        """Copy what the chunk's raw bytes have of the box. A device may go on copying from them
+        after this: who calls waits for its stream."""
+        if not len(chunk):
+            return
+        with torch.inference_mode(self.items.is_inference()):
+            self._put(target, chunk)
+
+    def _put(self, target: Target, chunk: memoryview) -> None:
+        if self.is_dense and target.box == self.box:
+            self._put_range(target, chunk)
+            return
+        if target.box.intersect(self.box) is None:
+            return
+        for at, block in blocks(target, self.items.itemsize):
+            if common := block.intersect(self.box):
+                there, here = common.slices_in(block), common.slices_in(self.box)
+                if self.array is None:
+                    self._send(chunk, at, block, there, here)
+                else:
+                    self._copy(self.array, chunk, at, block, there, here)
+
+    def _put_range(self, target: Target, chunk: memoryview) -> None:
+        if self.array is not None:
+            ctypes.memmove(self.items.data_ptr() + target.start, address(chunk), target.raw)
+            return
+        flat = self.items.view(-1).view(torch.uint8)
+        staged = torch.frombuffer(chunk, dtype=torch.uint8)
+        flat[target.start : target.start + target.raw].copy_(staged, non_blocking=True)
+
+    def _copy(
+        self,
+        array: "np.ndarray[Any, Any]",
+        chunk: memoryview,
+        at: int,
+        block: Box,
+        there: tuple[slice, ...],
+        here: tuple[slice, ...],
+    ) -> None:
+        """In this thread: torch would start others for it, beside those that read. Without the GIL,
+        where it is much."""
+        items = np.frombuffer(chunk, array.dtype, block.count, at).reshape(block.lengths)
+        source = items[there] if there else items  # () would make a scalar
+        destination = array[here] if here else array
+        if source.flags.c_contiguous and destination.flags.c_contiguous:
+            ctypes.memmove(destination.ctypes.data, source.ctypes.data, source.nbytes)
+        else:
+            destination[...] = source
+
+    def _send(
+        self,
+        chunk: memoryview,
+        at: int,
+        block: Box,
+        there: tuple[slice, ...],
+        here: tuple[slice, ...],
+    ) -> None:
+        """Ranges go over the bus; what has gaps is picked out on the device."""
+        items = torch.frombuffer(chunk, dtype=self.items.dtype, count=block.count, offset=at)
+        items = items.view(block.lengths)
+        source = items[there]
+        if not source.is_contiguous():
+            source = items.to(self.items.device, non_blocking=True)[there]
+        self.items[here].copy_(source, non_blocking=True)
+
+
+@dataclass(slots=True)
+class Staging:
+    """Contiguous memory in place of tensors into which no bytes can be copied: of conjugated ones,
+    and of those whose elements share memory. For all parts that bring their elements, then put."""
+
+    _staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def direct(self, destination: Destination) -> Destination:
+        """Itself, where bytes can be copied to it."""
+        tensor = destination.tensor
+        if not (tensor.is_conj() or tensor.is_neg() or has_overlaps(tensor)):
+            return destination
+        contiguous = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self._staged.append((tensor.detach(), contiguous))
+        return Destination(destination.box, contiguous)
+
+    def finish(self) -> None:
+        """All bytes have come: put them into their tensors. Raises Mismatch."""
+        for tensor, contiguous in self._staged:
+            put(tensor, contiguous)
+        for device in devices_of(tensor for tensor, _ in self._staged):
+            # whoever uses them may do so on another stream
+            torch.cuda.current_stream(device).synchronize()
+
+
+def has_overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory."""
+    reach = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (length - 1)
+    return False
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    """The CUDA devices on which they lie."""
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
+
+
+def address(view: memoryview) -> int:
+    """Of memory that may be written to."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def put(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write into any tensor: with gaps, of inference mode, or one whose elements share memory
+    (expand): then they must agree. Else raises Mismatch."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        _put_strided(tensor.detach(), values)
+
+
+def _put_strided(tensor: torch.Tensor, contiguous: torch.Tensor) -> None:
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            first = contiguous.narrow(dim, 0, 1)
+            if not torch.equal(_bits(first.expand_as(contiguous)), _bits(contiguous)):
+                raise Mismatch(
+                    f"restoring into an expanded tensor of shape {list(tensor.shape)}: its "
+                    "elements share memory "
+                    f"along dim {dim}, but those in the checkpoint differ"
+                )
+            tensor, contiguous = tensor.narrow(dim, 0, 1), first
+    tensor.copy_(contiguous)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as bytes, so that nan equals itself."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
