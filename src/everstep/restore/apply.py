@@ -213,7 +213,7 @@ def _first_step(base: Described) -> int:
 
 
 def _place(state: State, saved: Saved, only: list[str] | None) -> Placement:
-    placement = Placement(saved)
+    placement = state.place(saved)
     state.prepare(placement, only)
     return placement
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from everstep.format.boxes import Box
+from everstep.state.spread import Spread
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -37,18 +38,10 @@ def shards_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[Box, to
     return shape, meshes.shards_of(tensor)  # type: ignore[arg-type]
 
 
-def mesh_ranks(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The ranks that have any part of it; None for a plain tensor."""
-    dtensor: Any = tensor
-    return (
-        tuple(sorted(dtensor.device_mesh.mesh.flatten().tolist())) if is_dtensor(tensor) else None
-    )
-
-
-def holders_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The ranks that have the same boxes, rising; None for a plain tensor, which does not know."""
+def spread_of(tensor: torch.Tensor) -> Spread | None:
+    """How a DTensor is spread over ranks; None for a plain tensor, which is whole."""
     if not is_dtensor(tensor):
         return None
     from everstep.state import meshes  # see is_dtensor
 
-    return meshes.holders_of(tensor)  # type: ignore[arg-type]
+    return meshes.spread_of(tensor)  # type: ignore[arg-type]

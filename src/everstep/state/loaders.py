@@ -69,7 +69,7 @@ class LoaderGenerator(GeneratorState):
 
     def prepare(self, placement: Placement) -> None:
         """At the very end; a checkpoint without one was written before it was saved."""
-        if self.name in placement.saved.objects:
+        if placement.saved.has(self.name):
             super().prepare(placement)
 
 

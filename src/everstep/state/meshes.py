@@ -4,17 +4,18 @@ Imported where there is a DTensor (layout.py), as the import of its package take
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
+from everstep.state.spread import Axis, Split, Spread
 
 Interval = tuple[int, int]
 """Start and length along one dim of the global tensor."""
@@ -25,65 +26,42 @@ def shards_of(tensor: DTensor) -> list[tuple[Box, torch.Tensor]]:
 
     Raises Unsupported for a layout that is not known.
     """
-    mesh, local = tensor.device_mesh, tensor._local_tensor
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh
+    local, shape = tensor._local_tensor, tuple(tensor.shape)
+    splits = spread_of(tensor).splits(dist.get_rank(), len(shape))
+    if splits is None:  # this rank is not in the mesh
         return []
-    intervals = _intervals(tuple(tensor.shape), tuple(mesh.shape), coordinate, tensor.placements)
+    intervals = [_split_all(length, along) for length, along in zip(shape, splits, strict=True)]
     lengths = tuple(sum(length for _, length in along) for along in intervals)
     if lengths != tuple(local.shape):
         raise Unsupported(
             f"capturing a DTensor: its local shape is {list(local.shape)}, its placements "
-            f"{tensor.placements} on a mesh of shape {list(mesh.shape)} would make it "
-            f"{list(lengths)}"
+            f"{tensor.placements} on a mesh of shape {list(tensor.device_mesh.shape)} would make "
+            f"it {list(lengths)}"
         )
     return _cut(local, intervals)
 
 
-def holders_of(tensor: DTensor) -> tuple[int, ...]:
-    """The ranks that hold the same boxes, rising."""
+def spread_of(tensor: DTensor) -> Spread:
+    """How a DTensor is spread over ranks, as data. Raises Unsupported."""
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return ()
-    at = tuple(
-        slice(None) if isinstance(placement, Replicate) else own
-        for placement, own in zip(tensor.placements, coordinate, strict=True)
+    axes = tuple(
+        _axis(placement, tensor.placements[number + 1 :], tuple(mesh.shape)[number + 1 :])
+        for number, placement in enumerate(tensor.placements)
     )
-    return tuple(sorted(mesh.mesh[at].flatten().tolist()))
+    return Spread(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.shape), axes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """One mesh axis' share of a tensor's dim: part number `index` of `count`, of each of `blocks`
-    (0: of all, and after all other splits)."""
-
-    count: int
-    index: int
-    blocks: int = 1
-
-
-def _intervals(
-    shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    placements: Sequence[Placement],
-) -> list[list[Interval]]:
-    """For each dim of the tensor what of it is here, in the order in which it lies."""
-    splits: list[list[_Split]] = [[] for _ in shape]
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, (Shard, _StridedShard)):
-            blocks = 1
-            if isinstance(placement, _StridedShard):
-                blocks = _blocks(placement, placements[axis + 1 :], mesh_shape[axis + 1 :])
-            split = _Split(mesh_shape[axis], coordinate[axis], blocks)
-            splits[placement.dim % len(shape)].append(split)
-        elif not isinstance(placement, Replicate):
-            raise Unsupported(
-                f"capturing a DTensor: by its placement {placement} its ranks have yet to be "
-                f"reduced; redistribute it first"
-            )
-    return [_split_all(length, along) for length, along in zip(shape, splits, strict=True)]
+def _axis(placement: Placement, later: Sequence[Placement], mesh_shape: Sequence[int]) -> Axis:
+    if isinstance(placement, _StridedShard):
+        return placement.dim, _blocks(placement, later, mesh_shape)
+    if isinstance(placement, Shard):
+        return placement.dim, 1
+    if isinstance(placement, Replicate):
+        return None
+    raise Unsupported(
+        f"capturing a DTensor: by its placement {placement} its ranks have yet to be reduced; "
+        f"redistribute it first"
+    )
 
 
 def _blocks(strided: _StridedShard, later: Sequence[Placement], mesh_shape: Sequence[int]) -> int:
@@ -99,7 +77,7 @@ def _blocks(strided: _StridedShard, later: Sequence[Placement], mesh_shape: Sequ
     return 0 if prod(counts) == factor else factor
 
 
-def _split_all(length: int, splits: Sequence[_Split]) -> list[Interval]:
+def _split_all(length: int, splits: Sequence[Split]) -> list[Interval]:
     found = [(0, length)]
     plain = [split for split in splits if split.blocks]
     late = [split for split in splits if not split.blocks]

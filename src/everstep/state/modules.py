@@ -50,7 +50,7 @@ class ModuleState:
         """Live tensors are filled in place; the rest goes through load_state_dict."""
         for leaf in self.leaves(Guard()):
             placement.into(leaf.name, leaf.tensor)
-        stored = placement.saved.objects.get(self.name) or {}
+        stored = placement.stored(self.name) or {}
         expected = set(self._own_entries()) if self._has_own_entries else set()
         for key in sorted(expected.symmetric_difference(stored)):
             side = "checkpoint" if key in expected else "state"

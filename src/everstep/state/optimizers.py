@@ -170,7 +170,7 @@ class OptimizerState:
             ) from error
 
     def _prepare(self, placement: Placement, saved: Mapping[str, Any]) -> None:
-        objects = placement.saved.objects.get(self.name) or {}
+        objects = placement.stored(self.name) or {}
         names = {name: parameter for _, name, parameter, _ in self.parameters()}
         for name in sorted(names.keys() ^ saved["groups"].keys()):
             side = "state" if name in saved["groups"] else "checkpoint"

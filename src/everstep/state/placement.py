@@ -1,7 +1,8 @@
 """A restore in the making: where each stored tensor will go,
 and what is done when all have arrived."""
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,9 @@ from everstep.format.wholes import WholeTensor, groups, optimizers_of, whole_ten
 from everstep.state.layout import shards_of
 from everstep.state.leaves import dtype_name
 from everstep.state.objects import decode
+from everstep.state.ranked import Adapt, Share, seed_of, values_by_index
+
+log = logging.getLogger("everstep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,10 @@ class Saved:
     objects: Mapping[str, Any]
     hyperparameters: Mapping[str, Any]
     optimizers: Mapping[str, Any]
+    ranks: Sequence[Mapping[str, Any]] = ()
+    """Of several ranks: what each has for itself."""
+    step: int = 0
+    world_size: int = 1
 
     @classmethod
     def of(cls, manifest: Manifest, tables: list[Table]) -> "Saved":
@@ -36,7 +44,19 @@ class Saved:
             for name, whole in whole_tensors(group).items():
                 tensors.update(dict.fromkeys((name, *whole.aliases), whole))
             optimizers.update(optimizers_of(group))
-        return cls(tensors, manifest.objects, manifest.hyperparameters, optimizers)
+        return cls(
+            tensors,
+            manifest.objects,
+            manifest.hyperparameters,
+            optimizers,
+            manifest.ranks,
+            manifest.step,
+            max(1, len(manifest.ranks)),
+        )
+
+    def has(self, name: str) -> bool:
+        """Whether there is an object of this name, of all ranks or of each."""
+        return name in self.objects or any(name in own for own in self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +75,19 @@ class Destination:
         return cls(Box.whole(tuple(tensor.shape)), tensor)
 
 
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """An object that a rule of the user's makes of those of other ranks."""
+
+    values: list[Any]
+    index: int
+    count: int
+    adapt: Adapt
+
+
+_ABSENT: Any = object()
+
+
 @dataclass(slots=True)
 class Placement:
     """Collects destinations, problems and final actions from all parts of the state.
@@ -64,9 +97,13 @@ class Placement:
     """
 
     saved: Saved
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    """By part, what of several ranks this one has for itself."""
     destinations: dict[str, tuple[WholeTensor, list[Destination]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
+    default_share: Share = field(default_factory=lambda: Share(0, 1))
+    """This rank, for what differed between ranks though nobody had said that it would."""
     _sources: dict[int, tuple[torch.Tensor, list[str]]] = field(default_factory=dict)
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _last_actions: list[Callable[[], None]] = field(default_factory=list)
@@ -120,6 +157,60 @@ class Placement:
             tensor = torch.empty(entry.spec.shape, dtype=dtype, device=place)
         self._add(entry, tensor, shards_of(tensor)[1])
         return tensor
+
+    def object_of(
+        self, name: str, live: Mapping[str, torch.Tensor] | None = None
+    ) -> Callable[[], Any] | None:
+        """What gives the object of this name when all tensors have arrived; None, and a problem,
+        where there is none. Its tensors are those in `live`, where they are."""
+        if (value := self._object(name)) is _ABSENT:
+            self.problems.append(f"missing: the checkpoint has no {name!r}")
+            return None
+        if isinstance(value, _Adapted):
+            values = [self.decode(each) for each in value.values]
+            return lambda: value.adapt(values, value.index, value.count)
+        decoded = self.decode(value, live)
+        return lambda: decoded
+
+    def stored(self, name: str) -> Any:
+        """The tagged JSON of an object as this rank gets it; None where there is none, or where it
+        is made of several."""
+        value = self._object(name)
+        return None if value is _ABSENT or isinstance(value, _Adapted) else value
+
+    def seed(self, name: str) -> int | None:
+        """For a generator that was saved by another number of ranks: what it begins with."""
+        share = self.shares.get(name, Share(0, 1))
+        values = values_by_index(self.saved.ranks, name) or [self.saved.objects.get(name)]
+        if len(values) == share.count:
+            return None
+        log.warning(
+            "%s: saved by %s ranks, here are %s: each rank's random numbers are derived anew from "
+            "them, and are not those of the run before",
+            name,
+            len(values),
+            share.count,
+        )
+        return seed_of(values, share.index, share.count)
+
+    def _object(self, name: str) -> Any:
+        share = self.shares.get(name)
+        values = values_by_index(self.saved.ranks, name)
+        if not values:
+            return self.saved.objects.get(name, _ABSENT)
+        share = share or self.default_share
+        if len(values) == share.count:
+            return values[share.index]
+        if share.rule == "replicate":
+            return values[share.index % len(values)]
+        if callable(share.rule):
+            return _Adapted(values, share.index, share.count, share.rule)
+        self.problems.append(
+            f"ranks: {name!r} was saved by {len(values)} ranks for each alone, here are "
+            f"{share.count}. Say what becomes of it: by_rank={{{name!r}: 'replicate'}}, or a "
+            f"function of (values, rank, ranks)"
+        )
+        return values[0]
 
     def decode(self, value: Any, live: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Tagged JSON to an object. Its tensors are those in `live`, where they are, else new ones,

@@ -54,9 +54,10 @@ def own_name(name: str, rank: int) -> str:
     return f"{name}#{rank}"
 
 
-def is_owned(name: str) -> bool:
-    """Whether it is called so."""
-    return name.rpartition("#")[2].isdecimal() and "#" in name
+def unowned(name: str) -> str:
+    """What it would be called if all ranks had it in common."""
+    head, mark, rank = name.rpartition("#")
+    return head if mark and rank.isdecimal() else name
 
 
 def values_by_index(ranks: Sequence[Mapping[str, Any]], name: str) -> list[Any]:

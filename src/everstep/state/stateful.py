@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from everstep.state.leaves import Guard, Leaf
 from everstep.state.objects import TensorSink, encode
 from everstep.state.placement import Placement
+from everstep.state.ranked import unowned
 
 
 @runtime_checkable
@@ -46,11 +47,8 @@ class StatefulState:
 
     def prepare(self, placement: Placement) -> None:
         """Its load_state_dict gets an equal state_dict."""
-        if self.name not in placement.saved.objects:
-            placement.problems.append(f"missing: the checkpoint has no {self.name!r}")
-            return
-        state = placement.decode(placement.saved.objects[self.name])
-        placement.then(lambda: self._value.load_state_dict(state))
+        if state := placement.object_of(self.name):
+            placement.then(lambda: self._value.load_state_dict(state()))
 
 
 class ScalerState:
@@ -83,10 +81,9 @@ class ScalerState:
 
     def prepare(self, placement: Placement) -> None:
         """Through its load_state_dict, which wants numbers."""
-        if self.name not in placement.saved.objects:
-            placement.problems.append(f"missing: the checkpoint has no {self.name!r}")
+        if (made := placement.object_of(self.name)) is None:
             return
-        state = placement.decode(placement.saved.objects[self.name])
+        state = made()
         if bool(state) != self._scaler.is_enabled():
             was = "enabled" if state else "disabled"
             placement.problems.append(f"scaler: {self.name!r} was {was} in the checkpoint")
@@ -135,17 +132,23 @@ class ValueState:
 
     def prepare(self, placement: Placement) -> None:
         """Dicts, lists, tensors and arrays keep their identity; the rest is replaced."""
-        if self.name not in placement.saved.objects:
-            placement.problems.append(f"missing: the checkpoint has no {self.name!r}")
-            return
-        live = self.tensors()
-        stored = set(_references(placement.saved.objects[self.name]))
-        for name in sorted(live.keys() - stored):
+        live = {}
+        if (stored := placement.stored(self.name)) is not None:
+            live = self._match(placement, _references(stored))
+        if value := placement.object_of(self.name, live):
+            placement.then(lambda: self._install(value()))
+
+    def _match(self, placement: Placement, references: list[str]) -> dict[str, torch.Tensor]:
+        """The tensors that are here, by the names under which they are stored: each is filled in
+        place. One that each rank has for itself is called after the rank that wrote it."""
+        stored = {unowned(name): name for name in references}
+        here = self.tensors()
+        for name in sorted(here.keys() - stored.keys()):
             placement.problems.append(f"missing: the checkpoint has no tensor {name!r}")
-        for name in live.keys() & stored:
-            placement.into(name, live[name])
-        value = placement.decode(placement.saved.objects[self.name], live)
-        placement.then(lambda: self._install(value))
+        live = {stored[name]: tensor for name, tensor in here.items() if name in stored}
+        for name, tensor in live.items():
+            placement.into(name, tensor)
+        return live
 
     def _install(self, value: Any) -> None:
         self._holder[self._key] = _merge(self._holder[self._key], value)
@@ -173,11 +176,22 @@ class GeneratorState:
 
     def prepare(self, placement: Placement) -> None:
         """At the very end of the restore."""
-        if self.name not in placement.saved.objects:
-            placement.problems.append(f"missing: the checkpoint has no {self.name!r}")
-            return
-        state = placement.decode(placement.saved.objects[self.name])
-        placement.at_last(lambda: self._set(state))
+        if (seed := placement.seed(self.name)) is not None:
+            placement.at_last(lambda: self._seed(seed))
+        elif state := placement.object_of(self.name):
+            placement.at_last(lambda: self._set(state()))
+
+    def _seed(self, seed: int) -> None:
+        """Begin anew with it."""
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(seed % (1 << 32))
+        elif isinstance(generator, random.Random):
+            generator.seed(seed)
+        else:
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
     def _set(self, state: Any) -> None:
         generator = self._generator
@@ -247,9 +261,18 @@ class GlobalGenerators:
     def prepare(self, placement: Placement) -> None:
         """At the very end; a checkpoint written with rng=False has none,
         which changes nothing here."""
-        if self.name in placement.saved.objects:
-            state = placement.decode(placement.saved.objects[self.name])
-            placement.at_last(lambda: self._set(state))
+        if not placement.saved.has(self.name):
+            return
+        if (seed := placement.seed(self.name)) is not None:
+            placement.at_last(lambda: self._seed(seed))
+        elif state := placement.object_of(self.name):
+            placement.at_last(lambda: self._set(state()))
+
+    def _seed(self, seed: int) -> None:
+        """Begin anew with it."""
+        random.seed(seed)
+        torch.manual_seed(seed)  # of each GPU, too
+        np.random.seed(seed % (1 << 32))
 
     def _set(self, state: dict[str, Any]) -> None:
         version, words, gauss = state["python"]

@@ -15,14 +15,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from everstep.errors import Mismatch, Unsupported
-from everstep.state.layout import holders_of, is_dtensor, mesh_ranks, shards_of
-from everstep.state.leaves import Guard, Leaf, check_tensor, find_aliases
+from everstep.state.layout import is_dtensor, shards_of, spread_of
+from everstep.state.leaves import Guard, Leaf, check_tensor, dtype_name, find_aliases
 from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
-from everstep.state.placement import Placement
-from everstep.state.ranked import ByRank, Share, own_name
+from everstep.state.placement import Placement, Saved
+from everstep.state.ranked import ByRank, Share, own_name, unowned
 from everstep.state.stateful import (
     GeneratorState,
     GlobalGenerators,
@@ -33,7 +33,7 @@ from everstep.state.stateful import (
     is_generator,
 )
 from everstep.state.world import World
-from everstep.state.writers import Held, Holders, chosen
+from everstep.state.writers import Held, Holders, Shape, chosen
 
 log = logging.getLogger("everstep")
 
@@ -219,7 +219,7 @@ class State:
         own: dict[str, Any] = {}
         for entry in self._entries:
             began = time.perf_counter()
-            share = self._shares.get(entry.name)
+            share = None if self.world.is_alone else self._shares.get(entry.name)
             if (value := entry.objects(self._own_sink(sink) if share else sink)) is not None:
                 if share:
                     own[entry.name] = share.to_json(value)
@@ -238,14 +238,14 @@ class State:
         return Collected(walk, loose, aliases, objects, hyperparameters, own)
 
     def _shares_of(self, said: Mapping[str, ByRank]) -> dict[str, Share]:
-        """By part, of what each rank has its own; nothing for a process alone."""
+        """By part, of what each rank has its own."""
         if unknown := sorted(said.keys() - {entry.name for entry in self._entries}):
             raise ValueError(f"by_rank: the state has no parts {unknown}, but {self.parts}")
         rank, size = self.world.rank, self.world.size
         kinds = (GeneratorState, GlobalGenerators, LoaderState)
         shares = {each.name: Share(rank, size) for each in self._entries if isinstance(each, kinds)}
         shares |= {name: Share.of(rule, rank, size) for name, rule in said.items()}
-        return {} if self.world.is_alone else shares
+        return shares
 
     def _own_sink(self, sink: TensorSink) -> TensorSink:
         """Names tensors as this rank's."""
@@ -273,6 +273,11 @@ class State:
                     name,
                 )
 
+    def place(self, saved: Saved) -> Placement:
+        """A restore of that, on this rank."""
+        rank, size = self.world.rank, self.world.size
+        return Placement(saved, self._shares, default_share=Share(rank, size))
+
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
         """Let each part say where its tensors go. `only`: names of parts; others are left alone."""
         self._name_parameters()
@@ -288,12 +293,18 @@ class State:
     def _report_extra(self, placement: Placement, only: list[str] | None) -> None:
         """What the checkpoint has, of the parts to be restored, and the state does not."""
         saved = placement.saved
-        parts = saved.objects.keys() | saved.optimizers.keys()
+        parts = (
+            saved.objects.keys() | saved.optimizers.keys() | {n for own in saved.ranks for n in own}
+        )
         for name in sorted(parts - {entry.name for entry in self._entries} - {"rng"}):
             if only is None or _is_chosen(name, only):
                 placement.problems.append(f"extra: the state has no {name!r}")
         for name, entry in sorted(saved.tensors.items()):
-            if name.startswith("rng.") or not (only is None or _is_chosen(name, only)):
+            if (
+                name.startswith("rng.")
+                or unowned(name) != name
+                or not (only is None or _is_chosen(name, only))
+            ):
                 continue
             if not placement.used.intersection((name, entry.spec.name, *entry.aliases)):
                 placement.problems.append(f"extra: the state has no tensor {name!r}")
@@ -322,23 +333,22 @@ class State:
             for _, _, parameter, _ in optimizer.parameters()
             for value in optimizer.optimizer.state.get(parameter, {}).values()
         }
-        bases = [(leaf, parameters.get(id(leaf.tensor), leaf.tensor)) for leaf in leaves]
-        plain = {
-            id(leaf.tensor): leaf.name
-            for leaf, base in bases
-            if base is leaf.tensor and not is_dtensor(base)
-        }
-        shapes = {
-            leaf.name: (str(leaf.tensor.dtype), *leaf.tensor.shape)
-            for leaf in leaves
-            if id(leaf.tensor) in plain
-        }
-        ranks = self._holders.of(shapes)
-        held = [
-            Held(piece, holders_of(leaf.tensor) or mesh_ranks(base) or ranks[plain[id(base)]])
-            for leaf, base in bases
-            for piece in _pieces(leaf)
-        ]
+        names = {id(leaf.tensor): leaf.name for leaf in leaves}
+        self._holders.ask(
+            {
+                leaf.name: Shape(dtype_name(leaf.tensor.dtype), tuple(leaf.tensor.shape), spread)
+                for leaf in leaves
+                if id(leaf.tensor) not in parameters
+                for spread in [spread_of(leaf.tensor)]
+            }
+        )
+        held = []
+        for leaf in leaves:
+            base = parameters.get(id(leaf.tensor), leaf.tensor)
+            is_alike = spread_of(base) == spread_of(leaf.tensor)
+            name = names[id(base)]
+            ranks = self._holders.of(name) if is_alike else self._holders.of_any(name)
+            held += [Held(piece, ranks) for piece in _pieces(leaf)]
         return chosen(held, self.world.rank)
 
     def _is_eager(self, leaf: Leaf) -> bool:

@@ -1,16 +1,18 @@
 """Writers: which rank captures which boxes. Each is written once, though many ranks may hold it.
 
-Pure but for `Holders.of`: every rank comes to the same answer by itself, from what it holds and who
-else holds the same. What a group of ranks shares is spread evenly over them, by bytes.
+Pure but for `Holders.ask`: every rank comes to the same answer by itself, from what it holds and
+who else holds the same. What a group of ranks shares is spread evenly over them, by bytes.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.state.leaves import Leaf
+from everstep.state.spread import Spread
 from everstep.state.world import World
 
 _LARGE_BYTES = 1 << 20
@@ -49,42 +51,85 @@ def chosen(held: Iterable[Held], rank: int) -> tuple[list[Leaf], list[Leaf]]:
     return own, others
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What ranks compare of a tensor: dtype and global shape, and how it is spread (None: it is
+    whole)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    spread: Spread | None
+
+
 class Holders:
-    """Which ranks hold the plain tensors of a name: asked once, and again when names change."""
+    """Which ranks hold which tensors: asked once, and again when names change.
+
+    Tensors that are spread alike are one class; ranks exchange a digest of the names of each, and
+    the names themselves only where these differ (stages of a pipeline): little, however many
+    tensors and ranks there are.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._digest: str | None = None
-        self._ranks: Mapping[str, tuple[int, ...]] = {}
+        self._known: list[Any] | None = None
+        self._of_name: dict[str, list[tuple[int, Spread | None]]] = {}
+        self._shapes: Mapping[str, Shape] = {}
 
-    def of(self, shapes: Mapping[str, Sequence[object]]) -> Mapping[str, tuple[int, ...]]:
-        """The ranks by name. `shapes`: of this rank's plain tensors, with their dtypes. Where it is
-        not known yet, all ranks have to ask. Raises Unavailable."""
-        said = json.dumps(sorted((name, *shape) for name, shape in shapes.items()))
-        digest = digest_of(said.encode())
-        if digest != self._digest:
-            digests = self._world.gather("comparing the ranks' tensors", digest)
-            is_first = digests.index(digest) == self._world.rank
-            differ = len(set(digests)) > 1
-            mine = list(shapes) if is_first and differ else None
-            lists = self._world.gather("exchanging names", mine) if differ else []
-            self._ranks = _holders(shapes, digests, lists)
-            self._digest = digest
-        return self._ranks
+    def ask(self, shapes: Mapping[str, Shape]) -> None:
+        """What this rank holds. Where that is not known yet, all ranks have to ask. Raises
+        Unavailable."""
+        classes: dict[Spread | None, list[str]] = {}
+        for name in sorted(shapes):
+            classes.setdefault(shapes[name].spread, []).append(name)
+        said: list[tuple[Any, str]] = [
+            (spread and spread.to_json(), _digest(names, shapes))
+            for spread, names in classes.items()
+        ]
+        self._shapes = shapes
+        if said == self._known:
+            return
+        everything = self._world.gather("comparing the ranks' tensors", said)
+        firsts: dict[str, int] = {}
+        for rank, found in enumerate(everything):
+            for _, digest in found:
+                firsts.setdefault(digest, rank)
+        mine = dict(zip((digest for _, digest in said), classes.values(), strict=True))
+        names = dict(mine)
+        if set(firsts) != set(mine) or any(len(found) != len(said) for found in everything):
+            rank = self._world.rank
+            published = {digest: mine[digest] for digest in mine if firsts[digest] == rank}
+        else:
+            published = {}
+        for lists in self._world.gather("exchanging names", published):
+            names |= lists
+        self._of_name = {}
+        for rank, found in enumerate(everything):
+            for spread, digest in found:
+                known = None if spread is None else Spread.from_json(spread)
+                for name in names[digest]:
+                    self._of_name.setdefault(name, []).append((rank, known))
+        self._known = said
+
+    def of(self, name: str) -> tuple[int, ...]:
+        """The ranks that have just the boxes of this tensor that this rank has."""
+        ndim, mine = len(self._shapes[name].shape), self._shapes[name].spread
+        own = _splits(mine, self._world.rank, ndim)
+        return tuple(
+            rank for rank, spread in self._of_name[name] if _splits(spread, rank, ndim) == own
+        )
+
+    def of_any(self, name: str) -> tuple[int, ...]:
+        """The ranks that have any part of this tensor."""
+        return tuple(rank for rank, _ in self._of_name[name])
 
 
-def _holders(
-    shapes: Iterable[str], digests: Sequence[str], lists: Sequence[list[str] | None]
-) -> dict[str, tuple[int, ...]]:
-    if not lists:
-        return dict.fromkeys(shapes, tuple(range(len(digests))))
-    names = {
-        digest: set(said) for digest, said in zip(digests, lists, strict=True) if said is not None
-    }
-    return {
-        name: tuple(rank for rank, digest in enumerate(digests) if name in names[digest])
-        for name in shapes
-    }
+def _splits(spread: Spread | None, rank: int, ndim: int) -> Any:
+    return ((),) * ndim if spread is None else spread.splits(rank, ndim)
+
+
+def _digest(names: Sequence[str], shapes: Mapping[str, Shape]) -> str:
+    rows = [(name, shapes[name].dtype, *shapes[name].shape) for name in names]
+    return digest_of(json.dumps(rows).encode())
 
 
 def _rows(leaf: Leaf, count: int) -> list[tuple[int, int]] | None:
