@@ -51,7 +51,7 @@ import torch.distributed as dist
 from gang_rank import Call
 
 TIMEOUT_S = 60.0
-GRACE_S = 3.0
+GRACE_S = 2.0
 """How long the other ranks may take to an end, in `run`, once one has failed."""
 
 STACKS_S = 3.0
@@ -230,7 +230,7 @@ class _Rank:
         self.connection, far = context.Pipe()
         self.process = context.Process(
             target=gang_rank.main,
-            args=(number, port, far, str(self._printed), str(self._stacks)),
+            args=(number, os.getpid(), port, far, str(self._printed), str(self._stacks)),
             name=f"rank {number}",
             daemon=True,
         )

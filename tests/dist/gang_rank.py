@@ -1,13 +1,13 @@
 """One rank of a gang: gets calls, makes a process group for each, answers what came of it."""
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import gc
 import os
 import pickle
 import random
+import select
 import signal
 import sys
 import threading
@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 
 STACKS_SIGNAL = signal.SIGUSR2
-MAIN_THREAD = "gang_rank.py"
+MAIN_THREAD = "in _answer"
 """It is in the main thread's stack, which faulthandler writes last."""
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +40,9 @@ class Call:
     path: list[str]
 
 
-def main(rank: int, port: int, parent: Connection, printed: str, stacks: str) -> None:
-    """Call what `parent` says, until it says None."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a gang ends with its test
+def main(rank: int, test: int, port: int, parent: Connection, printed: str, stacks: str) -> None:
+    """Call what `parent`, of the process `test`, says, until it says None."""
+    threading.Thread(target=_end_with, args=(test,), name="end with the test", daemon=True).start()
     output = os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -58,6 +56,13 @@ def main(rank: int, port: int, parent: Connection, printed: str, stacks: str) ->
     store = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=30))
     while (received := pickle.loads(parent.recv_bytes())) is not None:  # noqa: S301
         parent.send_bytes(pickle.dumps(_answer(rank, store, received, unseen)))
+
+
+def _end_with(process: int) -> None:
+    """A rank that hangs must not outlive a test that was killed."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(process)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _answer(rank: int, store: dist.Store, call: Call, unseen: "_Unseen") -> tuple[str, object]:

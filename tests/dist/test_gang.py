@@ -1,10 +1,14 @@
 """The gang of these tests: its worlds, and what it says of failures, deaths and hangs."""
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,3 +126,39 @@ def test_a_call_that_was_left_is_ended(gang, tmp_path):
     gang.start(waits, tmp_path, "never")
     gang.start(adds, 0)
     assert [outcome.value[0] for outcome in gang.finish()] == [4] * 4
+
+
+LEFT = """
+import sys
+from gang import Gang
+from test_gang import waits
+if __name__ == "__main__":
+    gang = Gang(2)
+    gang.start(waits, __import__("pathlib").Path(sys.argv[1]), "never")
+    print(gang.pid(0), gang.pid(1), flush=True)
+    input()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_end_with_a_test_that_is_killed(tmp_path):
+    (tmp_path / "left.py").write_text(LEFT)
+    test = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(tmp_path / "left.py"), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent),
+            "TMPDIR": str(tmp_path),
+        },
+        text=True,
+    )
+    with test:
+        ranks = [os.pidfd_open(int(pid)) for pid in test.stdout.readline().split()]
+        while len(list(tmp_path.glob("[01]"))) < 2:
+            time.sleep(0.01)
+        test.kill()
+    for rank in ranks:
+        assert select.select([rank], [], [], 30)[0]
+        os.close(rank)

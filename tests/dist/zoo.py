@@ -250,9 +250,13 @@ def _redundancy_free(optimizer: partial, parameters: object) -> ZeroRedundancyOp
 
 
 def _replicated(recipe: Recipe) -> DistributedDataParallel:
-    """Buckets that are not made anew after the first step: else that one sums in another order."""
+    """Several buckets, and the same ones in each step: see find_unused_parameters.
+
+    Without it DDP makes its buckets anew after the first step, also after a restart; from three
+    ranks on they sum in another order then, and a training that goes on is no more bit-equal.
+    """
     model = _shared(decoder(recipe), dist.get_world_size())
-    return DistributedDataParallel(model, find_unused_parameters=True)
+    return DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.02)
 
 
 def _fsdp2(recipe: Recipe) -> Job:
