@@ -3,11 +3,10 @@ been so."""
 
 import pytest
 import torch
-import torch.distributed as dist
 import zoo
-from stores import end_keeper
 
 from everstep import Checkpointer, Store
+from stores import end_keeper
 
 STEPS = 2
 RECIPE = zoo.Recipe()
