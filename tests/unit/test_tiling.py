@@ -1,0 +1,117 @@
+"""Boxes against a dense reference: each element is counted."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.format.boxes import Box
+from everstep.format.tiling import find_flaw, find_overlap
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    spans = zip(box.offsets, box.lengths, strict=True)
+    return tuple(slice(at, at + n) for at, n in spans)
+
+
+def _counts(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
+    counts = np.zeros(shape, int)
+    for box in boxes:
+        counts[_slices(box)] += 1
+    return counts
+
+
+@st.composite
+def scattered(draw, shape: tuple[int, ...]) -> list[Box]:
+    spans = st.tuples(*(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in shape))
+    found = draw(st.lists(spans, max_size=6))
+    return [Box(tuple(a for a, _ in s), tuple(b - a for a, b in s)) for s in found]
+
+
+@st.composite
+def tiled(draw, shape: tuple[int, ...]) -> list[Box]:
+    """A tiling that need not fall apart: each element goes to the first box that took it, and a
+    box grows from an element while it can. Then perhaps one is lost, or doubled."""
+    taken = np.zeros(shape, bool)
+    boxes = []
+    for start in np.ndindex(*shape):
+        if taken[start]:
+            continue
+        lengths = [1] * len(shape)
+        for dim in draw(st.permutations(range(len(shape)))):
+            for _ in range(draw(st.integers(0, shape[dim]))):
+                longer = [n + (d == dim) for d, n in enumerate(lengths)]
+                part = taken[_slices(Box(start, tuple(longer)))]
+                if part.shape != tuple(longer) or part.any():
+                    break
+                lengths = longer
+        boxes.append(Box(start, tuple(lengths)))
+        taken[_slices(boxes[-1])] = True
+    boxes = draw(st.permutations(boxes))
+    change = draw(st.sampled_from(["none", "lose", "double"]))
+    if boxes and change != "none":
+        index = draw(st.integers(0, len(boxes) - 1))
+        boxes = boxes[:index] + boxes[index + 1 :] if change == "lose" else [*boxes, boxes[index]]
+    return boxes
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.data())
+def test_flaws_are_those_of_the_elements(data):
+    shape = data.draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
+    boxes = data.draw(scattered(shape) | tiled(shape))
+    counts = _counts(shape, boxes)
+    overlap, flaw = find_overlap(shape, boxes), find_flaw(shape, boxes)
+    assert (overlap is None) == (counts <= 1).all()
+    assert (flaw is None) == (counts == 1).all()
+    for found in (overlap, flaw):
+        if found is None:
+            continue
+        assert found.box.count > 0
+        assert Box.whole(shape).intersect(found.box) == found.box
+        if found.members:
+            one, two = found.members
+            assert one != two
+            assert all(boxes[i].intersect(found.box) == found.box for i in found.members)
+        else:
+            assert found is flaw
+            assert (counts[_slices(found.box)] == 0).all()
+
+
+def _pinwheels(rings: int) -> tuple[tuple[int, int], list[Box]]:
+    """Rings of four boxes around a middle: no cut in any dim misses all boxes."""
+    size = 2 * rings + 1
+    boxes = [Box((rings, rings), (1, 1))]
+    for low in range(rings):
+        high = size - low
+        length = high - low - 1
+        boxes += [
+            Box((low, low), (1, length)),
+            Box((low, high - 1), (length, 1)),
+            Box((high - 1, low + 1), (1, length)),
+            Box((low + 1, low), (length, 1)),
+        ]
+    return (size, size), boxes
+
+
+@pytest.mark.parametrize("rings", [1, 2, 5])
+def test_pinwheels(rings):
+    shape, boxes = _pinwheels(rings)
+    assert find_flaw(shape, boxes) is None
+    for index, box in enumerate(boxes):
+        rest = boxes[:index] + boxes[index + 1 :]
+        flaw = find_flaw(shape, rest)
+        assert flaw is not None
+        assert flaw.members == ()
+        assert box.intersect(flaw.box) == flaw.box
+        assert find_overlap(shape, rest) is None
+        assert find_overlap(shape, [*boxes, box]) is not None
+
+
+def test_thousands_of_boxes():
+    grid = [Box((i, j, 0), (1, 1, 5)) for i in range(50) for j in range(50)]
+    grid = [grid[i * 7 % 2500] for i in range(2500)]
+    assert find_flaw((50, 50, 5), grid) is None
+    flaw = find_flaw((50, 50, 5), grid[:-1])
+    assert flaw is not None
+    assert flaw.box == grid[-1]
