@@ -12,10 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.format.boxes import Box, overlap_of
+from everstep.format.boxes import Box
 from everstep.format.document import FORMAT_VERSION, seal, unseal
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Layout, Piece, Spec, chunks
+from everstep.format.tiling import find_overlap
 
 _OWN = re.compile(r"@\d+[.!]")
 _SAFE_PATH = re.compile(r"(?!.*\.\.)[\w.-]+(/[\w.-]+)*")
@@ -246,8 +247,10 @@ def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
                 f"a piece of tensor {spec.name!r} has {piece.size} bytes, "
                 f"its box needs another number"
             )
-    if len(pieces) > 1 and (common := overlap_of(piece.box for piece in pieces)):
-        raise ValueError(f"two pieces of tensor {spec.name!r} overlap at {common}")
+    if not pieces:
+        raise ValueError(f"tensor {spec.name!r} has no piece")
+    if flaw := find_overlap(spec.shape, [piece.box for piece in pieces]):
+        raise ValueError(f"two pieces of tensor {spec.name!r} overlap at {flaw.box}")
     aliases = tuple(row.get("aliases", ()))
     return TensorEntry(spec, pieces, aliases, str(row["device"]), _strides(row, spec))
 

@@ -41,6 +41,25 @@ def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
     return _search(((0,) * len(shape), shape), _items(boxes), True)
 
 
+def problem_of(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """Why these boxes are not each element of a tensor of that shape once; None where they are."""
+    whole = Box.whole(shape)
+    if len(boxes) == 1 and boxes[0] == whole:  # nearly all are
+        return None
+    for box in boxes:
+        if len(box.offsets) != len(shape) or any(
+            offset + length > size
+            for offset, length, size in zip(box.offsets, box.lengths, shape, strict=True)
+        ):
+            return f"a piece {box} lies outside of its shape {list(shape)}"
+    flaw = find_flaw(shape, boxes)
+    if flaw is None:
+        return None
+    if flaw.members:
+        return f"two pieces overlap at {flaw.box}"
+    return f"elements {flaw.box} are in no piece"
+
+
 def _items(boxes: Sequence[Box]) -> list[_Item]:
     return [
         (

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import Corrupt
-from everstep.format.boxes import problem_of
 from everstep.format.manifest import Manifest
 from everstep.format.packs import Spec
 from everstep.format.tables import Table, TensorEntry
+from everstep.format.tiling import problem_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ class Delivery:
         if self.array is not None:
             ctypes.memmove(self.items.data_ptr() + target.start, address(chunk), target.raw)
             return
-        flat = self.items.view(-1).view(torch.uint8)
+        flat = self.items.as_strided((self.items.numel(),), (1,))  # one item has any stride
+        flat = flat.view(torch.uint8)
         staged = torch.frombuffer(chunk, dtype=torch.uint8)
         flat[target.start : target.start + target.raw].copy_(staged, non_blocking=True)
 

@@ -13,7 +13,7 @@ from everstep.format.boxes import Box
 from everstep.format.manifest import Manifest
 from everstep.format.tables import Table
 from everstep.format.wholes import WholeTensor, groups, optimizers_of, whole_tensors
-from everstep.state.layout import shards_of
+from everstep.state.layout import is_dtensor, shards_of
 from everstep.state.leaves import dtype_name
 from everstep.state.objects import decode
 from everstep.state.ranked import Adapt, Share, seed_of, values_by_index
@@ -150,7 +150,7 @@ class Placement:
             place = torch.device("cpu")
         dtype: torch.dtype = getattr(torch, entry.spec.dtype)
         if like is not None and tuple(like.shape) == entry.spec.shape:
-            if not _is_plain(like):
+            if is_dtensor(like):
                 place = like.device
             tensor = torch.empty_like(like, dtype=dtype, device=place, requires_grad=False)
         else:
@@ -259,7 +259,3 @@ class Placement:
             )
         _, known = self.destinations.setdefault(name, (entry, []))
         known += (Destination(box, memory) for box, memory in shards)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
