@@ -4,6 +4,7 @@ collect the state → the strategy chooses what of it → a slot → eager copie
 copies → seal → the keeper, which is told of it
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from everstep.capture.log import Captured
 from everstep.capture.pace import Pace
 from everstep.capture.plan import Planner
 from everstep.capture.pool import SLOTS, SLOTS_OF_GROUPS, Pool
+from everstep.capture.refusals import Refused
 from everstep.capture.settings import Settings, Strategy
 from everstep.errors import Unavailable
 from everstep.handle import Metrics, SaveHandle
@@ -25,6 +27,9 @@ from everstep.saves import Saves
 from everstep.state.topology import topology
 from everstep.state.view import Collected, State
 from everstep.store.names import CheckpointName
+
+RECORD_PATIENCE_S = 30.0
+"""How long a record waits for memory, also where whole states are skipped at once."""
 
 
 class Captures:
@@ -50,7 +55,7 @@ class Captures:
         self._state = state
         self._pace = pace
         self._every = settings.every
-        self._waits = settings.under_pressure == "wait"
+        self._patience_s = math.inf if settings.under_pressure == "wait" else 0.0
         self._client = client
         self._saves = saves
         self._metrics = metrics
@@ -90,7 +95,7 @@ class Captures:
         something. Returns when all that must be copied at once is copied. `asked`: by the user.
         `must_wait`: for memory, where the user has not said so.
 
-        Raises Unsupported, Unavailable.
+        Raises Unsupported (Refused where the strategy does not fit the run), Unavailable.
         """
         began = time.perf_counter()
         captured: Captured | None = Captured(self.collect())
@@ -98,13 +103,14 @@ class Captures:
             if self._attachments != self._client.attachments:
                 self._attachments = self._client.attachments
                 self.strategy.change_keeper()
-            captured = self.strategy.choose(
-                handle.step, captured.collected, asked=asked, tagged=tag is not None
-            )
+            captured = self._choose(handle.step, captured.collected, asked, tag, must_wait)
         if captured is None:
             return False
         try:
-            self._capture(handle, captured, tag, metrics, self._waits or must_wait)
+            patience_s = math.inf if must_wait else self._patience_s
+            if captured.continues:  # else all that led here is of less use: a base is larger
+                patience_s = max(patience_s, RECORD_PATIENCE_S)
+            self._capture(handle, captured, tag, metrics, patience_s)
         except BaseException:
             if self.strategy:  # what was taken for the record is gone
                 self.strategy.end_chain()
@@ -140,19 +146,32 @@ class Captures:
         """In a forked child, where the threads do not exist."""
         self._full.abandon_in_child()
 
+    def _choose(
+        self, step: int, collected: Collected, asked: bool, tag: str | None, must_save: bool
+    ) -> Captured | None:
+        """`must_save`: there will be no other step."""
+        assert self.strategy
+        try:
+            return self.strategy.choose(step, collected, asked=asked, tagged=tag is not None)
+        except BaseException as error:
+            self.strategy.end_chain()  # what was taken for the record is gone
+            if must_save and isinstance(error, Refused):
+                return Captured(collected)
+            raise
+
     def _capture(
         self,
         handle: SaveHandle,
         captured: Captured,
         tag: str | None,
         metrics: dict[str, Any],
-        waits: bool,
+        patience_s: float,
     ) -> None:
         collected = captured.collected
         plan = self._planner(captured).plan(collected)
-        slot = self.pool.acquire(plan, self._descriptor_size, waits)
+        slot = self.pool.acquire(plan, self._descriptor_size, patience_s)
         if slot is None:
-            self._saves.skip(handle)
+            self._saves.skip(handle, patience_s)
             if self.strategy:
                 self.strategy.end_chain()
             return

@@ -21,6 +21,7 @@ from everstep.capture.auto import Auto
 from everstep.capture.derived import Derived
 from everstep.capture.log import Log
 from everstep.capture.pace import Pace
+from everstep.capture.refusals import Refused
 from everstep.capture.settings import Settings
 from everstep.captures import Captures
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
@@ -65,6 +66,7 @@ class Checkpointer:
         recovery_budget: float = 10.0,
         audit: Literal["sample", "full"] = "sample",
         catch_up: int | None = None,
+        keep_exact: bool = True,
         group_commit: tuple[int, float] | None = None,
         keep: Keep | None = None,
         memory_budget: int | None = None,
@@ -98,6 +100,9 @@ class Checkpointer:
         catch_up: when so many steps would have to be replayed, a process in the background makes
             the newest durable one a whole state, from which a recovery begins then, so that
             retention can delete what is older. None: never.
+        keep_exact: what `catch_up` makes of a run on a GPU differs in last bits: the log, which is
+            exact, stays what restore() takes, and nothing is deleted for it. False: that state
+            stands for the log, so that retention bounds it, and restore() is not exact from there.
         group_commit: (bytes, milliseconds): a log's records wait until there are so many bytes of
             them, or so much time has passed since the first was written, and are made durable
             together. A crash of this process loses no more than without, one of the machine those
@@ -107,7 +112,9 @@ class Checkpointer:
         keep: retention. None: all is kept.
         memory_budget: bytes of host memory for captures, at least two states. None: three states
             where they fit into half of the available memory, else two.
-        under_pressure: what a save does when no memory is free: be skipped, or wait.
+        under_pressure: what a save does when no memory is free: be skipped, or wait. What goes on
+            from the step before (a record of a log, a window's next share) waits up to 30 s first
+            in any case: without it a whole state is due, which is larger.
         rng: capture python's, numpy's and torch's generators.
         derive: names of parts of the state to functions of the step that bring them forward
             ({"ema": lambda step: ema.update_parameters(model)}): step() calls each once for its
@@ -121,7 +128,8 @@ class Checkpointer:
             "exact" unless named here; generators are exact with as many ranks, else derived anew.
         alone: save this process for itself, to a store of its own, though a process group is up.
 
-        Raises ValueError, TypeError, Unavailable.
+        Raises ValueError, TypeError, Unavailable; Unsupported where "log" or "spread" does not fit
+        the optimizers.
         """
         settings = Settings(
             every,
@@ -131,6 +139,7 @@ class Checkpointer:
             recovery_budget,
             audit,
             catch_up,
+            keep_exact,
             group_commit,
             keep,
             memory_budget,
@@ -147,7 +156,7 @@ class Checkpointer:
         self._disk = Disk(Path(store).absolute())
         chosen = None
         if self._world.is_alone:
-            chosen = settings.make(self._state.optimizers, pace, derived)
+            chosen = settings.make(self._state.optimizers, self._state.modules, pace, derived)
         else:
             settings.check_ranks()
         open_store(self._disk)
@@ -160,6 +169,7 @@ class Checkpointer:
             catch_up=catch_up,
             group_commit=group_commit,
             team=form_team(self._world, self._disk.root),
+            keep_exact=keep_exact,
         )
         self._captures = Captures(
             self._state, chosen, pace, settings, self._client, self._saves, self.metrics
@@ -175,7 +185,8 @@ class Checkpointer:
     def step(self, step: int) -> SaveHandle | None:
         """Tell that the optimizer has completed `step` updates. Saves where a save is due
         (`every`), and returns its handle; does not block but for what DESIGN calls eager. After a
-        SIGTERM it saves, waits until all is durable and ends the process."""
+        SIGTERM it saves, waits until all is durable and ends the process. Raises Unsupported, as
+        save() does, and where "log" or "spread" turns out not to fit the run."""
         _check_step(step)
         self._derive(step)
         self._last_step = step
@@ -359,6 +370,9 @@ class Checkpointer:
         except Unavailable as error:
             self._saves.fail(handle, error)
             self._saves.leave_out(step, str(error))
+        except Refused:  # told here and now: close() need not say it again
+            self._saves.forget_newest()
+            raise
         except BaseException as error:
             handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
             self._saves.leave_out(step, repr(error))
@@ -408,11 +422,15 @@ class Checkpointer:
                 self.metrics.selftest = selftest.compare(manifest.topology, optimizers)
             found = selftest.describe(self.metrics.selftest)
             log.warning(
-                "step %s was written under another build or machine (%s): the state is exact%s, "
-                "going on from it may differ in last bits%s",
+                "step %s was written under another build or machine (%s): %sgoing on from it may "
+                "differ in last bits%s",
                 manifest.step,
                 "; ".join(differing),
-                " but for last bits of its replay" if is_replayed else "",
+                "the state is exact but for last bits of its replay, "
+                if is_replayed
+                else "the state is exact, "
+                if manifest.exact
+                else "",
                 f". {found}" if found else "",
             )
         if candidate.held and not candidate.held.is_committed:

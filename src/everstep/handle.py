@@ -105,7 +105,9 @@ class Metrics:
     failures: int = 0
     bytes_written: int = 0
     stall_seconds: float = 0.0
-    """In save() and step(), and in holding updates: what training waited for."""
+    """In save() and step(), and in holding updates: what this process's training thread waited for.
+    On CUDA the device may wait in addition, for copies of what an update is about to change: no
+    host clock sees that, and to ask the device would make the host wait too."""
     stall_seconds_max: float = 0.0
     hold_seconds: float = 0.0
     """The part of it spent in the optimizers' pre-hooks."""

@@ -40,7 +40,7 @@ class Saves:
         self.in_order: Callable[[Callable[[], None]], None] = lambda task: task()
         """Does something after what was captured before was handed over. Any thread."""
         self.on_whole: Callable[[int, int], None] = lambda step, epoch: None
-        """Called when a step of the log was made whole, exactly. Client's thread."""
+        """Called when a step of the log was made whole, and stands for it. Client's thread."""
 
     def attach(self, client: Client, pool: Pool) -> None:
         """Whom to answer, and whom to tell of free memory; before the first save."""
@@ -148,7 +148,7 @@ class Saves:
         self._metrics.catch_ups += 1
         self._metrics.catch_up_seconds += message["seconds"]
         self._metrics.whole_step = message["step"]
-        if message["exact"]:
+        if message["ends_chain"]:
             self.on_whole(message["step"], message["epoch"])
 
     def _on_torn(self, capture: Capture, handle: SaveHandle, problem: str) -> None:
@@ -186,12 +186,13 @@ class Saves:
             known[1].hasten_with(None)
         self._pool.notify()
 
-    def skip(self, handle: SaveHandle) -> None:
-        """There was no memory for it."""
+    def skip(self, handle: SaveHandle, waited_s: float) -> None:
+        """There was no memory for it, however long it waited."""
         self._metrics.skips += 1
+        after = f" after {waited_s:.0f} s" if waited_s else ""
         text = (
-            f"saving step {handle.step}: skipped, because earlier saves are still being written. "
-            f"Save less often "
+            f"saving step {handle.step}: skipped{after}, because earlier saves are still being "
+            f"written. Save less often "
             f"(every=), give more memory (memory_budget=), or wait instead (under_pressure='wait')"
         )
         if self._metrics.skips == 1 or self._metrics.skips % 100 == 0:

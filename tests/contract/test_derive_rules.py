@@ -203,21 +203,27 @@ def test_a_rule_that_draws_random_numbers(store, caplog):
     check_all(store, make, frozen)
 
 
-def test_a_rule_that_changes_the_weights(store, caplog):
+def test_a_rule_that_changes_the_weights(store, other_store, caplog):
     def make(state):
         rule = averaged(state)["ema"]
 
         @torch.no_grad()
         def clamping(step):
-            state["model"][0].weight.clamp_(-0.2, 0.2)
+            if step >= since:
+                state["model"][0].weight.clamp_(-0.2, 0.2)
             rule(step)
 
         return {"ema": clamping}
 
+    since = 3
     frozen = run(store, make)
-    assert kinds(store) == "bbbbbbbbb"
+    assert kinds(store) == "brbbbbbbb"
     assert "'model.0.weight' changed" in caplog.text
     check_all(store, make, frozen)
+    since = 1  # with each step from the first on there is no log to be had
+    with pytest.raises(Unsupported, match=r"'model\.0\.weight' changed.*outside of step"):
+        run(other_store, make)
+    assert kinds(other_store) == "bbb"
 
 
 def test_a_restore_that_fails_leaves_the_rules_due(store):

@@ -2,11 +2,15 @@
 here they are made by numpy. (tests/gpu/test_cuda_graphs.py has real graphs.)"""
 
 from functools import partial
+from threading import Event
 
 import pytest
 import torch
 from logs import backward, build, check_run, train
 from runs import check_steps, checkpointer, kinds, logged, snapshot
+
+from everstep import Store, Unsupported
+from everstep.capture import full
 
 
 class Capturable(torch.optim.Optimizer):
@@ -35,37 +39,82 @@ def train_unseen(state, step=0):
 make = partial(build, kind=Capturable, width=400)
 
 
-@pytest.mark.parametrize("strategy", ["full", "log", "auto"])
+@pytest.mark.parametrize("strategy", ["full", "auto"])
 def test_updates_that_no_hook_has_seen(store, strategy):
     check_run(store, make, train_unseen, "bbbbbbbb", strategy=strategy, base_every=None)
 
 
-def test_a_step_that_is_captured_in_the_middle_of_a_run(store, caplog):
+def test_updates_that_no_hook_has_seen_are_refused_by_a_log(store, caplog):
+    """Not at once: a step without an update looks the same."""
     state, frozen = make(1), {}
     with logged(store, state) as saver:
-        for step in range(1, 10):
-            if step == 5:
-                saver._state.optimizers[0].was_captured = True
-            (train if step < 5 else train_unseen)(state)
+        for step in range(1, 4):
+            train_unseen(state)
             saver.save(step)
             frozen[step] = snapshot(state)
+        for step in (4, 5):
+            train_unseen(state)
+            with pytest.raises(Unsupported, match="may come from a CUDA graph, unseen"):
+                saver.save(step)
     check_steps(store, make(2), frozen)
-    assert kinds(store) == "brrrbbbbb"
-    assert "CUDA graph" in caplog.text
+    assert kinds(store) == "bbb"
+    assert caplog.text.count("CUDA graph, unseen. A whole state is saved instead") == 2
 
 
-def test_a_window_is_given_up(store, caplog):
+def capture_at(saver, state, step, at):
+    """A step of a run whose optimizer's step() goes into a graph at one of them."""
+    if step == at:
+        saver._state.optimizers[0].was_captured = True
+    (train if step < at else train_unseen)(state)
+
+
+def test_a_step_that_is_captured_in_the_middle_of_a_log(store):
+    state, frozen = make(1), {}
+    with logged(store, state) as saver:
+        for step in range(1, 5):
+            capture_at(saver, state, step, 5)
+            saver.save(step)
+            frozen[step] = snapshot(state)
+        for step in (5, 6):
+            capture_at(saver, state, step, 5)
+            with pytest.raises(Unsupported, match=r"went into a CUDA graph.*use strategy='full'"):
+                saver.save(step)
+    check_steps(store, make(2), frozen)
+    assert kinds(store) == "brrr"
+
+
+@pytest.mark.parametrize("at", [1, 4, 7, 8])
+def test_a_step_that_is_captured_in_the_middle_of_a_window(store, at):
     plain = partial(build, kind=torch.optim.SGD, width=400)
     state, frozen = plain(1), {}
     with checkpointer(store, state, strategy="spread", every=4, window=3) as saver:
+        for step in range(1, at):
+            capture_at(saver, state, step, at)
+            saver.step(step)
+            frozen[step] = snapshot(state)
+        for step in range(at, 12):
+            capture_at(saver, state, step, at)
+            try:
+                assert saver.step(step) is None
+            except Unsupported as error:
+                assert "went into a CUDA graph" in str(error)  # noqa: PT017
+            else:
+                assert step < 4  # nothing was wanted of it yet
+    assert check_steps(store, plain(2), frozen) == [step for step in (4, 8) if step < at]
+
+
+@pytest.mark.parametrize("at", [2, 7])
+def test_auto_keeps_to_whole_states(store, at, caplog):
+    plain = partial(build, kind=torch.optim.SGD, width=400)
+    state, frozen = plain(1), {}
+    with checkpointer(store, state, strategy="auto", every=4, window=3) as saver:
         for step in range(1, 13):
-            if step == 7:
-                saver._state.optimizers[0].was_captured = True
-            (train if step < 7 else train_unseen)(state)
+            capture_at(saver, state, step, at)
             saver.step(step)
             frozen[step] = snapshot(state)
     assert check_steps(store, plain(2), frozen) == [4, 8, 12]
-    assert "CUDA graph" in caplog.text
+    assert caplog.text.count("went into a CUDA graph") == 1
+    assert "went into a CUDA graph" in Store(store).manifest(12).capture["reason"]
 
 
 def test_nothing_is_copied_late_where_nobody_can_hold_the_update(store):
@@ -77,3 +126,41 @@ def test_nothing_is_copied_late_where_nobody_can_hold_the_update(store):
         assert 0 in {leaf.owner for leaf in saver._state.collect().walk.leaves}
         saver._state.optimizers[0].was_captured = True
         assert {leaf.owner for leaf in saver._state.collect().walk.leaves} == {None}
+
+
+def test_a_graph_waits_for_copies_and_not_for_the_keeper(store):
+    """What is still copied breaks its capture; a save that cannot be sealed yet does not."""
+    go, state = Event(), build(1)
+    with logged(store, state) as saver:
+        full = saver._captures._full
+        seal = full._seal
+        full._seal = lambda capture: (go.wait(), seal(capture))
+        train(state)
+        handle = saver.step(1)
+        full.await_copies()
+        assert full._last.copied.is_set()
+        assert handle.level is None
+        go.set()
+    assert Store(store).steps() == [1]
+
+
+def test_a_graph_does_not_wait_for_ever(store, monkeypatch):
+    monkeypatch.setattr(full, "COPIES_S", 0.1)
+    go, state, frozen = Event(), build(1), {}
+    with checkpointer(store, state, strategy="full") as saver:
+        copier = saver._captures._full
+        announce = copier._announce
+        for step in (1, 2, 3):
+            train(state)
+            if step == 2:
+                copier._announce = lambda capture: (go.wait(), announce(capture))[1]
+            handle = saver.step(step)
+            frozen[step] = snapshot(state)
+            if step == 2:
+                copier.await_copies()
+                copier._announce = announce
+                go.set()
+                with pytest.raises(Unsupported, match="step 2: it was not copied within 0 s"):
+                    handle.wait("local")
+        handle.wait("local")
+    assert check_steps(store, build(2), frozen) == [1, 3]

@@ -9,6 +9,7 @@ from logs import Plain, backward, build, check_run, durable, train, train_in_clo
 from runs import check_same, check_steps, checkpointer, freeze, kinds, logged, run_logged, snapshot
 from torch import nn
 
+import everstep
 from everstep import Unsupported
 
 # ---- hooks -----------------------------------------------------------------------------------
@@ -55,12 +56,19 @@ def test_a_users_post_hook_that_changes_weights(store, caplog):
             for parameter in optimizer.param_groups[0]["params"]:
                 parameter.mul_(0.9)
 
-    state = build(1)
+    state, frozen = build(1), {}
     state["optimizer"].register_step_post_hook(shrink)
-    frozen = run_logged(store, state, train)
+    with logged(store, state) as saver:
+        for step in range(1, 4):
+            train(state)
+            saver.save(step)
+            frozen[step] = snapshot(state)
+        train(state)
+        with pytest.raises(Unsupported, match=r"'model\.0\.weight'.*changes them outside of step"):
+            saver.save(4)
     check_steps(store, build(2), frozen)
-    assert kinds(store) == "bbbbbbbb"
-    assert "'model.0.weight'" in caplog.text
+    assert kinds(store) == "bbb"
+    assert caplog.text.count("'model.0.weight'") == 2
 
 
 class Nested(torch.optim.AdamW):
@@ -288,3 +296,63 @@ def test_an_optimizer_whose_own_state_dict_has_it(store):
 @pytest.mark.parametrize(("how", "saved"), [("none", "brrrrrrr"), ("shared", "brrrrrrr")])
 def test_an_optimizer_with_attributes_that_stay(store, how, saved):
     check_run(store, lambda seed: build(seed, Attribute, how=how), train, saved=saved)
+
+
+@pytest.mark.parametrize("clip", [None, everstep.clip_grad_norm_])
+def test_two_checkpointers_with_logs_on_one_optimizer(store, other_store, clip):
+    """Each wants its hooks at the end: that is no reason for the other to end its log."""
+
+    def closure(state):
+        state["optimizer"].zero_grad()
+        loss = backward(state)
+        if clip:
+            clip(state["model"].parameters(), 0.1)
+        return loss
+
+    state, frozen = build(1), {}
+    with logged(store, state) as one, logged(other_store, state) as two:
+        for step in range(1, 13):
+            if step % 2:
+                state["optimizer"].step(partial(closure, state))
+            else:
+                closure(state)
+                state["optimizer"].step()
+            for saver in (one, two) if step % 3 else (two, one):
+                saver.step(step)
+            frozen[step] = snapshot(state)
+    for path in (store, other_store):
+        assert kinds(path) == "b" + "r" * 11
+        check_steps(path, build(2), frozen)
+
+
+def test_a_users_hook_between_two_checkpointers(store, other_store):
+    """It may change gradients after one of them has noted them."""
+    state, frozen = build(1), {}
+    with logged(store, state) as one, logged(other_store, state) as two:
+        for step in range(1, 9):
+            if step == 4:
+                state["optimizer"].register_step_pre_hook(halve)
+            train(state)
+            one.step(step)
+            if step == 5:
+                state["optimizer"].register_step_pre_hook(replace_gradients)
+            two.step(step)
+            frozen[step] = snapshot(state)
+    for path in (store, other_store):
+        assert kinds(path).startswith("brrb")
+        check_steps(path, build(2), frozen)
+
+
+def test_hooks_of_a_closed_checkpointer_are_gone(store, other_store):
+    state = build(1)
+    with logged(store, state) as one:
+        with logged(other_store, state):
+            pass
+        frozen = {}
+        for step in range(1, 5):
+            train(state)
+            one.step(step)
+            frozen[step] = snapshot(state)
+    assert not state["optimizer"]._optimizer_step_pre_hooks
+    assert kinds(store) == "brrr"
+    check_steps(store, build(2), frozen)

@@ -177,21 +177,6 @@ def test_gradients_of_another_dtype(store):
     check_run(store, make, step, "brrrrrrr")
 
 
-def test_sparse_gradients(store, caplog):
-    def make(seed):
-        torch.manual_seed(seed)
-        model = nn.Embedding(9, 6, sparse=True)
-        return {"model": model, "optimizer": torch.optim.SparseAdam(model.parameters())}
-
-    def step(state, _):
-        state["optimizer"].zero_grad()
-        state["model"](torch.randint(9, (4,))).square().mean().backward()
-        state["optimizer"].step()
-
-    check_run(store, make, step, "bbbbbbbb")
-    assert "sparse. Use strategy='full'" in caplog.text
-
-
 @pytest.mark.parametrize(
     "options", [{"strategy": "log"}, {"strategy": "spread", "every": 4, "window": 4}]
 )

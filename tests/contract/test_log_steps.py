@@ -102,7 +102,7 @@ def test_another_state_as_the_same_step_after_the_log_has_ended(store):
     state = build(1)
     with logged(store, state) as saver:
         for step in range(1, 6):
-            if step > 1:
+            if step > 2:
                 write(state, "in place")
             train(state)
             saver.step(step).wait("local")

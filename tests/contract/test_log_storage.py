@@ -232,33 +232,3 @@ def test_the_keeper_dies_in_the_middle_of_a_chain(store, waits):
     assert Store(store).latest() == 20
     assert Store(store).verify().ok
     check_steps(store, build(2), frozen)
-
-
-def test_skips_end_the_chain(store, caplog):
-    """under_pressure="skip" with a keeper that stands still."""
-    state, frozen, handles = build(1), {}, {}
-    with logged(store, state, under_pressure="skip") as saver:
-        for step in range(1, 5):
-            train(state)
-            handles[step] = saver.step(step)
-            handles[step].wait("local")
-            frozen[step] = snapshot(state)
-        os.kill(saver._client.keeper_pid, signal.SIGSTOP)
-        try:
-            for step in range(5, 12):
-                train(state)
-                handles[step] = saver.step(step)
-                frozen[step] = snapshot(state)
-        finally:
-            os.kill(saver._client.keeper_pid, signal.SIGCONT)
-        for handle in handles.values():
-            until(handle.done, "it is saved or skipped")
-        train(state)
-        handles[12] = saver.step(12)
-        frozen[12] = snapshot(state)
-        handles[12].wait("local")
-        assert saver.metrics.skips > 0
-    assert Store(store).manifest(12).previous is None
-    check_steps(store, build(2), frozen)
-    saved = {step for step, handle in handles.items() if handle.error is None}
-    assert saved == {*Store(store).steps()}

@@ -42,8 +42,10 @@ class Graphed:
             self.state["optimizer"].step()
 
 
-@pytest.mark.parametrize("strategy", ["full", "log", "auto"])
-@pytest.mark.parametrize("with_update", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "with_update"),
+    [("full", True), ("full", False), ("auto", True), ("auto", False), ("log", False)],
+)
 @pytest.mark.parametrize("is_first", [True, False], ids=["graph first", "checkpointer first"])
 def test_every_step_is_exact(store, strategy, with_update, is_first):
     state = build(0, capturable=True)
@@ -62,6 +64,44 @@ def test_every_step_is_exact(store, strategy, with_update, is_first):
             checkpointer.step(step)
             if step % 2:
                 expected[step] = state_bytes(state)
+    check_steps(store, build(1, capturable=True), expected)
+
+
+@pytest.mark.parametrize("options", [{"strategy": "log"}, {"strategy": "spread", "every": 3}])
+def test_a_graph_with_the_update_is_refused(store, options):
+    """At once, where its capture was seen; at the third step that tells of it, where it was not."""
+    state, expected = build(0, capturable=True), {}
+    with everstep.Checkpointer(store, state, under_pressure="wait", **options) as checkpointer:
+        for step in range(1, 4):
+            train(state)
+            checkpointer.step(step)
+            expected[step] = state_bytes(state)
+        checkpointer.wait("captured")
+        graphed = Graphed(state, with_update=True)
+
+        def go_on():
+            for step in range(4, 7):
+                graphed.step()
+                checkpointer.step(step)
+
+        with pytest.raises(everstep.Unsupported, match="went into a CUDA graph"):
+            go_on()
+    saved = everstep.Store(store).steps()
+    assert saved
+    check_steps(store, build(1, capturable=True), {step: expected[step] for step in saved})
+
+
+def test_a_graph_that_nobody_saw_is_refused_by_a_log(store):
+    state, expected = build(0, capturable=True), {}
+    graphed = Graphed(state, with_update=True)
+    with everstep.Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+        for step in range(1, 4):
+            graphed.step()
+            checkpointer.step(step)
+            expected[step] = state_bytes(state)
+        graphed.step()
+        with pytest.raises(everstep.Unsupported, match="changes them outside of step"):
+            checkpointer.step(4)
     check_steps(store, build(1, capturable=True), expected)
 
 

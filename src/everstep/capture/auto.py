@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from everstep.capture.log import BREAKS_MAX, Captured, Log, loose_bytes
+from everstep.capture.refusals import Refused
 from everstep.capture.spread import Spread
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
@@ -31,7 +32,7 @@ DEARER = 0.8
 SLOWER = 1.15
 """... or where steps take longer by this factor than they did with whole states."""
 
-
+_STAYS = "strategy auto keeps to whole states: %s"
 _RESUMED = ("saves_seen", "state_bytes", "record_bytes")
 
 
@@ -146,7 +147,10 @@ class Auto:
         try:
             self._log = make_log()
         except Unsupported as error:
+            log.info(_STAYS, error)
             self._balance.refuse(str(error))
+            if isinstance(error, Refused):
+                spread.stay_whole(str(error))
 
     @property
     def _active(self) -> Log | Spread:
@@ -190,10 +194,16 @@ class Auto:
         try:
             return self._active.choose(step, collected, asked=asked, tagged=tagged)
         except Unsupported as error:
-            if self._active is not self._log:
+            if self._active is self._log:
+                self._leave_log(str(error), error)
+                return Captured(collected)
+            if not isinstance(error, Refused):
                 raise
-            self._leave_log(str(error))
-            return Captured(collected)
+            log.warning(_STAYS, error)
+            self._balance.refuse(str(error))
+            self._spread.stay_whole(str(error))
+            is_due = step % self._balance.every == 0
+            return Captured(collected) if is_due or asked or tagged else None
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """This is being captured."""
@@ -240,10 +250,12 @@ class Auto:
         if self._log and self._balance.decide(self._log.distance()) != was_log:
             (self._log if was_log else self._spread).pause()
 
-    def _leave_log(self, why: str) -> None:
+    def _leave_log(self, why: str, error: Unsupported | None = None) -> None:
         assert self._log
         self._log.pause()
         self._balance.refuse(why)
+        if isinstance(error, Refused):
+            self._spread.stay_whole(why)
 
     def _note_call(self) -> None:
         """A step came."""

@@ -36,6 +36,8 @@ log = logging.getLogger("everstep")
 
 _SEAL_S = 5.0
 _JOIN_S = 5.0
+COPIES_S = 60.0
+"""How long the capture of a CUDA graph may be held up."""
 
 
 @dataclass(slots=True)
@@ -68,6 +70,8 @@ class Capture:
     problem: str | None = None
     torn: tuple[str, ...] = ()
     """Names of what was written to while it was copied."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    """Set when all of it has arrived in the slot, or it has been given up."""
     sealed: threading.Event = field(default_factory=threading.Event)
     """Set when it has been sealed, or given up."""
     _descriptor: bytes = b""
@@ -225,9 +229,16 @@ class Full:
         return clean
 
     def await_copies(self) -> None:
-        """Before updates that nobody can hold: block until what was begun is copied."""
+        """Before updates that nobody can hold: block until what was begun is copied, up to
+        COPIES_S. What is not by then is given up, as nobody could tell what it is of."""
+        deadline = time.monotonic() + COPIES_S
         for capture in self._open:
-            capture.sealed.wait()
+            if not capture.copied.wait(max(0.0, deadline - time.monotonic())):
+                capture.problem = capture.problem or (
+                    f"saving step {capture.step}: it was not copied within {COPIES_S:.0f} s when a "
+                    f"CUDA graph was captured, whose updates no copy can hold. Call "
+                    f"checkpointer.wait('captured') before"
+                )
 
     def in_order(self, task: Callable[[], None]) -> None:
         """Do it, in another thread, when all that was begun is sealed or given up. Any thread."""
@@ -280,6 +291,7 @@ class Full:
                     owned.ready.set()  # whatever happened, no update waits for ever
                     owned.batch = Batch()
                 capture.keep_alive = None
+                capture.copied.set()
         self._movers.shutdown()
         self._copied.put(None)
 

@@ -9,7 +9,7 @@ calls them then, when nothing is updated, and never again.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from everstep.state.graphs import is_capturing
 from everstep.state.optimizers import OptimizerState
 
 _FRAMES_MAX = 100
+_ours: set[int] = set()
+"""Ids of the hooks that everstep has put on optimizers: more than one Checkpointer may save the
+same. They change nothing, so that their order among themselves does not matter."""
 
 
 class Hook:
@@ -47,6 +50,7 @@ class Hook:
         self._is_compiled = False
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
         self._after = self._optimizer.register_step_post_hook(self._after_step) if log else None
+        _ours.update(handle.id for handle in (self._before, self._after) if handle)
         self._leave_compiled()
 
     def put_in_order(self) -> None:
@@ -54,17 +58,18 @@ class Hook:
         self._leave_compiled()
         before = self._optimizer._optimizer_step_pre_hooks
         after = self._optimizer._optimizer_step_post_hooks
-        if not self._is_last():
+        if not _are_at_begin(reversed(before), self._before.id):
             before[self._before.id] = before.pop(self._before.id)
-        if self._after and next(iter(after)) != self._after.id:
-            others = [key for key in after if key != self._after.id]
+        if self._after and not _are_at_begin(after, self._after.id):
+            others = [key for key in after if key not in _ours]
             after.update({key: after.pop(key) for key in others})
 
     def remove(self) -> None:
         """Leave the optimizer alone."""
-        self._before.remove()
-        if self._after:
-            self._after.remove()
+        for handle in (self._before, self._after):
+            if handle:
+                handle.remove()
+                _ours.discard(handle.id)
 
     def _leave_compiled(self) -> None:
         """Before the first save a hook does nothing, so that this comes in time; importing what
@@ -85,7 +90,7 @@ class Hook:
             self._optimizer._optimizer_step_post_hooks[self._after.id] = after
 
     def _is_last(self) -> bool:
-        return bool(next(reversed(self._optimizer._optimizer_step_pre_hooks)) == self._before.id)
+        return _are_at_begin(reversed(self._optimizer._optimizer_step_pre_hooks), self._before.id)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_capturing():
@@ -158,6 +163,11 @@ class Hook:
                 break
             frame = frame.f_back
         return found > 1
+
+
+def _are_at_begin(ids: Iterable[int], own: int) -> bool:
+    """Whether there is nothing before this hook but others of everstep's."""
+    return next((found for found in ids if found == own or found not in _ours), None) == own
 
 
 class _ClosureOf:

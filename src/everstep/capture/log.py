@@ -24,6 +24,7 @@ from everstep.capture.derived import Derived
 from everstep.capture.pace import Pace, choose_window
 from everstep.capture.pieces import Pieces, plain_numbers, why_not
 from everstep.capture.recorder import Recorder
+from everstep.capture.refusals import Held, Refused, check_gradients, check_graphs
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
@@ -61,6 +62,11 @@ class Captured:
     share: dict[str, Any] | None = None
 
     @property
+    def continues(self) -> bool:
+        """Whether it goes on from what was captured before, which would be in vain without it."""
+        return self.record is not None or bool(self.share and self.share["calls"] is not None)
+
+    @property
     def commits(self) -> bool:
         """Whether it is a checkpoint, and not only a share of a later one."""
         return self.record is not None or self.share is None or self.share["ends"]
@@ -81,8 +87,8 @@ class Log:
     ) -> None:
         """`base_every`: steps from one base to the next; None: chosen, see `distance`. `audit`: see
         Recorder. `window`: steps over which a base is spread; None: chosen by `pace`.
-        `derived`: what rules derive. `recovery_s`: what a recovery may take. Raises Unsupported for
-        optimizers that a log cannot replay."""
+        `derived`: what rules derive. `recovery_s`: what a recovery may take. Raises Unsupported
+        where there is no optimizer."""
         if not optimizers:
             raise Unsupported(
                 "strategy='log' records what optimizers consume, and the state has none. "
@@ -106,6 +112,8 @@ class Log:
         self._last: SaveHandle | None = None
         self._said: tuple[Any, Any] = (None, None)
         self._breaks = self._recorded = 0
+        self._held = Held()
+        self._refused: str | None = None
         self._pace = pace or Pace()
         self._window = window
         self._pieces: Pieces | None = None
@@ -121,7 +129,7 @@ class Log:
     @property
     def is_recording(self) -> bool:
         """Whether optimizer calls are to be noted."""
-        return self._base is not None and self.is_on
+        return self._base is not None and self.is_on and self._refused is None
 
     def before_step(
         self, optimizer: OptimizerState, args: list[Any], kwargs: dict[str, Any]
@@ -137,6 +145,17 @@ class Log:
     def refuse(self, problem: str) -> None:
         """See Recorder."""
         self._recorder.refuse(problem)
+
+    def _check(self) -> None:
+        """Before a base. Raises Refused where nothing can follow it."""
+        if self._refused is None and self.is_on:
+            try:
+                check_graphs(self._optimizers)
+                check_gradients(self._optimizers)
+            except Refused as error:
+                self._refused = str(error)
+        if self._refused:
+            raise Refused(self._refused)
 
     def distance(self) -> int:
         """Steps from one base to the next.
@@ -192,18 +211,21 @@ class Log:
         self, step: int, collected: Collected, *, asked: bool = False, tagged: bool = False
     ) -> Captured:
         """What to capture for `step`. `asked`: by save(), not by step(). `tagged`: what has a name
-        is a whole state. Raises Unsupported where a log does not fit the state."""
+        is a whole state. Raises Unsupported where a log does not fit the state, Refused where it
+        does not fit the run: then at each call."""
         del asked
         if self._derived and self.is_on:
             self._base = self._derived.follow(self._base, collected.walk)
             if problem := self._derived.watch(collected, step):
                 self._recorder.refuse(problem)
-        if not self.is_on or not self._is_record(step, collected, tagged):
+        if self._refused or not self.is_on or not self._is_record(step, collected, tagged):
+            self._check()
             return Captured(collected)
         try:
             tensors, calls = self._recorder.take()
         except Unsupported as error:
             self._break(error)
+            self._check()
             return Captured(collected)
         pieces, share = self._share(step, collected.walk)
         derived: dict[str, Any] = {}
@@ -224,6 +246,7 @@ class Log:
             if captured.share and captured.share["ends"]:
                 self._base_step, self._pieces = handle.step, None
             self._recorded += 1
+            self._held.note_success()
             if self._recorded >= FORGIVEN_AFTER:
                 self._breaks = 0
             return
@@ -313,6 +336,13 @@ class Log:
         return choose_window(self._base_bytes, self._pace, BASE_EVERY_MIN)
 
     def _break(self, error: Unsupported) -> None:
+        try:
+            self._held.note(error)
+        except Refused as refusal:
+            error = refusal
+        if isinstance(error, Refused):
+            self._refused = str(error)
+            return
         self._breaks += 1
         self._recorded = 0
         log.warning(

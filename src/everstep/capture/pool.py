@@ -7,6 +7,7 @@ that still has to be written, and is not that newest one.
 
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,14 +87,15 @@ class Pool:
         self._sequence += 1
         return self._sequence
 
-    def acquire(self, plan: Plan, descriptor_size: int, wait: bool) -> Slot | None:
+    def acquire(self, plan: Plan, descriptor_size: int, patience_s: float) -> Slot | None:
         """A slot for this plan, in state CAPTURING and with its headers in place.
 
         `descriptor_size`: of the last one, as the next is not made yet; there is room for growth.
-        None where none is free and `wait` is False; else blocks. Raises Unavailable where the
+        Blocks while none is free, up to `patience_s`; None then. Raises Unavailable where the
         budget is too small, or the keeper is lost.
         """
-        if not self.reserve(plan, descriptor_size, wait):
+        deadline = time.monotonic() + patience_s
+        if not self.reserve(plan, descriptor_size, deadline):
             return None
         assert self._current
         key, arena = self._current
@@ -101,9 +103,8 @@ class Pool:
             self._check_failure()
             while (index := arena.free_slot(self._own_from)) is None:
                 self._client.flush(self._sequence)
-                if not wait:
+                if not self._wait(deadline):
                     return None
-                self._changed.wait(0.2)  # a new keeper changes states without a message to us
                 self._check_failure()
             arena.set_state(index, SlotState.CAPTURING)
         if self._plans.get((key, index)) is not plan:
@@ -113,11 +114,11 @@ class Pool:
             self._plans[key, index] = plan
         return Slot(key, arena, index)
 
-    def reserve(self, plan: Plan, descriptor_size: int, wait: bool) -> bool:
+    def reserve(self, plan: Plan, descriptor_size: int, deadline: float) -> bool:
         """Make sure that there is an arena for this plan: one that is outgrown is retired.
 
-        False where the one before it is still in use and `wait` is False; else blocks. So there
-        are never more than two, however fast a state grows. Raises Unavailable.
+        Blocks while the one before it is still in use, up to `deadline` (time.monotonic()); False
+        then. So there are never more than two, however fast a state grows. Raises Unavailable.
         """
         documents = round_up(len(plan.table) + 3 * descriptor_size + 64 * plan.layout.digest_count)
         documents += _DOCUMENT_SLACK_BYTES
@@ -131,14 +132,21 @@ class Pool:
                     break
                 self._check_failure()
                 self._client.flush(self._sequence)
-                if not wait:
+                if not self._wait(deadline):
                     return False
-                self._changed.wait(0.2)
         adopted = self._adopt(image, documents)
         outgrown, self._current = self._current, adopted or self._create(image, documents)
         if outgrown:
             self._retired.append(outgrown)
         return True
+
+    def _wait(self, deadline: float) -> bool:
+        """For what changes meanwhile, not long: a new keeper changes states without a message to
+        us. False where it is late already. `_changed` is locked."""
+        left = deadline - time.monotonic()
+        if left > 0:
+            self._changed.wait(min(0.2, left))
+        return left > 0
 
     def notify(self) -> None:
         """A slot may have become free."""

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from everstep.capture.attributes import attributes
 from everstep.capture.hashes import Hashes
+from everstep.capture.refusals import Outside, check_gradient, check_graphs
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
 from everstep.format.tables import is_dense
@@ -99,17 +100,14 @@ class Recorder:
 
     def __init__(self, optimizers: Sequence[OptimizerState], audit: bool = False) -> None:
         """`audit`: look at all bytes instead of a sample, and note their digest for the replay; a
-        pass over the state before and after each update. Raises Unsupported for an optimizer that
-        a log cannot replay."""
-        for optimizer in optimizers:
-            _check(optimizer)
+        pass over the state before and after each update."""
         self._optimizers = optimizers
         self._audit = audit
         self._hashes: dict[int, Hashes] = {}
         """Of the parameters at a base, by optimizer; not where all is audited at each step."""
         self.only: Set[str] | None = None
         """Names of the parameters whose gradients are noted; None: of all."""
-        self.problem: str | None = None
+        self.problem: Unsupported | None = None
         """Why what was noted since the last `take` is no record."""
         self._calls: list[Call] = []
         self._noted: Counter[int] = Counter()
@@ -159,10 +157,11 @@ class Recorder:
         self._hashes.clear()
         self.problem = None
 
-    def refuse(self, problem: str) -> None:
+    def refuse(self, problem: str | Unsupported) -> None:
         """What was noted since the last `take` is no record."""
         self._calls.clear()
-        self.problem = self.problem or problem
+        known = problem if isinstance(problem, Unsupported) else Unsupported(problem)
+        self.problem = self.problem or known.with_traceback(None)  # which would hold gradients
 
     def before_step(
         self, optimizer: OptimizerState, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -190,7 +189,7 @@ class Recorder:
                 call.said["scaler"] = encode(scaler, "scaler", call.sink)
             self._note_gradients(call, must_copy=bool(scaler))
         except Unsupported as error:
-            self.refuse(str(error))
+            self.refuse(error)
             return
         except torch.OutOfMemoryError:  # the run itself may have enough
             self.refuse(f"there is no device memory for copies of gradients of {optimizer.name!r}")
@@ -219,9 +218,12 @@ class Recorder:
     def take(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors and the calls since the last `take`, which are forgotten here. Raises
         Unsupported where they are no record."""
+        check_graphs(self._optimizers)
         for optimizer in self._optimizers:
             if optimizer.is_graphed:
-                self.refuse(f"updates of {optimizer.name!r} may come from a CUDA graph, unseen")
+                self.refuse(
+                    Outside(f"updates of {optimizer.name!r} may come from a CUDA graph, unseen")
+                )
             self._is_untouched(optimizer)
         for call in self._calls:
             self._look_again(call)
@@ -230,7 +232,7 @@ class Recorder:
         calls, self._calls = self._calls, []
         problem, self.problem = self.problem, None
         if problem:
-            raise Unsupported(problem)
+            raise problem
         tensors = {name: tensor for call in calls for name, tensor in call.tensors.items()}
         return tensors, [call.said for call in calls]
 
@@ -294,8 +296,11 @@ class Recorder:
         """Whether there is nothing to refuse."""
         if changed:
             self.refuse(
-                f"{', '.join(map(repr, changed[:5]))} changed between two calls of "
-                f"{optimizer.name!r}, by something else than the optimizer, which no replay repeats"
+                Outside(
+                    f"{', '.join(map(repr, changed[:5]))} changed between two calls of "
+                    f"{optimizer.name!r}, by something else than the optimizer, which no replay "
+                    f"repeats"
+                )
             )
         return not changed
 
@@ -322,7 +327,10 @@ class Recorder:
         must_copy |= call.optimizer.name in self._writers
         for name, parameter, clipped in rows:
             gradient = parameter.grad
-            if gradient is None or (self.only is not None and name not in self.only):
+            if gradient is None:
+                continue
+            check_gradient(name, gradient)
+            if self.only is not None and name not in self.only:
                 continue
             _check_gradient(name, gradient)
             key = f"{call.at}.{name}"
@@ -394,17 +402,7 @@ def _scaler_of(optimizer: OptimizerState) -> dict[str, torch.Tensor] | None:
     return known or None
 
 
-def _check(optimizer: OptimizerState) -> None:
-    if isinstance(optimizer.optimizer, torch.optim.LBFGS):
-        raise Unsupported(
-            f"recording {optimizer.name!r}: LBFGS runs its closure several times in one step, "
-            f"which no record holds. Use strategy='full'"
-        )
-
-
 def _check_gradient(name: str, gradient: torch.Tensor) -> None:
-    if gradient.layout is not torch.strided:
-        raise Unsupported(f"the gradient of {name!r} is sparse. Use strategy='full'")
     dense = is_dense(gradient.shape, gradient.stride())
     if not dense:
         raise Unsupported(

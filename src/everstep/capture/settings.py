@@ -1,11 +1,15 @@
 """What a user may set of how checkpoints are taken; and the strategy that this makes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import nn
 
 from everstep.capture.auto import Auto
 from everstep.capture.derived import Derived
 from everstep.capture.log import Log
 from everstep.capture.pace import Pace
+from everstep.capture.refusals import check
 from everstep.capture.spread import Spread
 from everstep.errors import Unsupported
 from everstep.keeper.tasks import MILLISECONDS_MAX
@@ -40,6 +44,7 @@ class Settings:
     recovery_budget: float
     audit: str
     catch_up: int | None
+    keep_exact: bool
     group_commit: tuple[int, float] | None
     keep: Keep | None
     memory_budget: int | None
@@ -61,6 +66,10 @@ class Settings:
             raise ValueError(
                 f"recovery_budget must be a number of seconds above 0, not {seconds!r}"
             )
+        if type(self.keep_exact) is not bool:
+            raise TypeError(f"keep_exact must be True or False, not {self.keep_exact!r}")
+        if not self.keep_exact and self.catch_up is None:
+            raise ValueError("keep_exact=False says what catch_up may drop: give catch_up, too")
         if self.group_commit is not None:
             _check_group(self.group_commit)
         if self.keep is not None and not isinstance(self.keep, Keep):
@@ -80,18 +89,29 @@ class Settings:
             )
 
     def make(
-        self, optimizers: list[OptimizerState], pace: Pace, derived: Derived | None
+        self,
+        optimizers: list[OptimizerState],
+        modules: Mapping[str, nn.Module],
+        pace: Pace,
+        derived: Derived | None,
     ) -> Strategy | None:
-        """None for whole states: then there is nothing to decide. Raises Unsupported where the
-        strategy does not fit these optimizers."""
+        """None for whole states: then there is nothing to decide. `modules`: of the state. Raises
+        Unsupported where the strategy does not fit these."""
         if self.strategy == "full":
             return None
-        if self.strategy == "log":
+
+        def make_log() -> Log:
+            check(optimizers, modules)
             return self._log(optimizers, pace, derived)
+
+        if self.strategy == "log":
+            return make_log()
+        if self.strategy == "spread":
+            check(optimizers, modules)
         spread = Spread(optimizers, self.every, pace, self.window, self.looks_at_all)
         if self.strategy == "spread":
             return spread
-        return Auto(lambda: self._log(optimizers, pace, derived), spread, self.every)
+        return Auto(make_log, spread, self.every)
 
     def _log(self, optimizers: list[OptimizerState], pace: Pace, derived: Derived | None) -> Log:
         return Log(

@@ -24,6 +24,7 @@ from everstep.capture.log import RECORD_OWNER, Captured
 from everstep.capture.pace import Pace, Piece, Schedule, schedule
 from everstep.capture.pieces import Pieces, measured, plain_numbers, why_not
 from everstep.capture.recorder import Recorder
+from everstep.capture.refusals import Held, Refused, check_gradients, check_graphs
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
@@ -74,6 +75,9 @@ class Spread:
         self._interest = Interest()
         self.refusal = why_not(optimizers)
         """Why windows have one step in this run."""
+        self._held = Held()
+        self._refused: str | None = None
+        self._stays_whole = False
         self._recorder = Recorder([] if self.refusal else optimizers, audit)
 
     @property
@@ -99,6 +103,8 @@ class Spread:
     def wants(self, step: int) -> bool:
         """Whether something of the next checkpoint is to be copied at this step, which is not due
         itself."""
+        if self._refused:
+            return True
         due = -(-step // self._every) * self._every
         if self._window and self._window.due != due:  # no step() came at the due step
             self._forget()
@@ -134,17 +140,25 @@ class Spread:
         self, step: int, collected: Collected, *, asked: bool = False, tagged: bool = False
     ) -> Captured | None:
         """What to capture for `step`; None where it is nothing. `asked`, `tagged`: by save(), which
-        wants a whole state now."""
-        self._measure(collected.walk)
+        wants a whole state now. Raises Refused where windows do not fit the run: then at each
+        call."""
+        is_new = self._measure(collected.walk)
         is_due = step % self._every == 0
-        if asked or tagged or (self._window is None and is_due):
+        if asked or tagged:
             self._forget()
             return Captured(collected)
         if not is_due and not self.wants(step):  # `auto` has just come here from another strategy
             return None
+        if self._refused:
+            raise Refused(self._refused)
         try:
+            self._check_run(is_new)
+            if self._window is None and is_due:
+                self._forget()
+                return Captured(collected)
             return self._share(step, collected, is_due)
         except Unsupported as error:
+            self._refuse_for_good(error)
             log.warning(
                 "the checkpoint of step %s cannot be spread over the steps before it: %s. A whole "
                 "state is saved instead",
@@ -154,9 +168,35 @@ class Spread:
             self.end_chain()
             return Captured(collected) if is_due else None
 
+    def stay_whole(self, why: str) -> None:
+        """Windows have one step from now on."""
+        self._refused, self.refusal, self._stays_whole = None, why, True
+        self.end_chain()
+
+    def _check_run(self, is_new: bool) -> None:
+        """Raises Refused where no window could hold what the optimizers consume. `is_new`: other
+        tensors than at the last step."""
+        if not self._stays_whole:
+            check_graphs(self._optimizers)
+            if is_new:
+                check_gradients(self._optimizers)
+
+    def _refuse_for_good(self, error: Unsupported) -> None:
+        """Raises Refused where windows do not fit the run."""
+        try:
+            self._held.note(error)
+            if isinstance(error, Refused):
+                raise error
+        except Refused as refusal:
+            self._refused = str(refusal)
+            self.end_chain()
+            raise
+
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """This is being captured."""
         window = self._window
+        if captured.share and captured.share["calls"] is not None:
+            self._held.note_success()
         if window and not (captured.share and captured.share["ends"]):
             window.handles.append(handle)
             return
@@ -209,12 +249,15 @@ class Spread:
         self._recorder.only = None
         self._interest.set(False)
 
-    def _measure(self, walk: Walk) -> None:
-        """Bytes of a state, and of the gradients of all parameters; once for each walk."""
-        if self._sizes is None or self._sizes[0] is not walk:
-            state = sum(leaf.tensor.nbytes for leaf in walk.leaves)
-            self._measured, gradients = measured(self._optimizers, walk)
-            self._sizes = walk, state, gradients
+    def _measure(self, walk: Walk) -> bool:
+        """Bytes of a state, and of the gradients of all parameters; once for each walk. Whether it
+        is a new one."""
+        if self._sizes is not None and self._sizes[0] is walk:
+            return False
+        state = sum(leaf.tensor.nbytes for leaf in walk.leaves)
+        self._measured, gradients = measured(self._optimizers, walk)
+        self._sizes = walk, state, gradients
+        return True
 
     def _share(self, step: int, collected: Collected, is_due: bool) -> Captured:
         """This step's part of the window, which begins here where none is open."""

@@ -31,12 +31,14 @@ class Origin:
 @dataclass(frozen=True, slots=True)
 class Whole:
     """The whole state that was made of a step that takes a replay: exactly, or but for last bits.
-    `size`: bytes of its packs. `differs`, `selftest`: of one that is not exact, what was other than
-    in the run, and what the self-test found, by optimizer."""
+    `size`: bytes of its packs. `ends_chain`: whether restores begin there. `differs`, `selftest`:
+    of one that is not exact, what was other than in the run, and what the self-test found, by
+    optimizer."""
 
     exact: bool
     size: int
     created: str
+    ends_chain: bool = True
     differs: tuple[str, ...] = ()
     selftest: Mapping[str, str] = field(default_factory=dict)
 
@@ -66,10 +68,14 @@ class Chains:
         if manifest.records:
             with contextlib.suppress(EverstepError):  # a damaged one is as none
                 if state := catalog.read_state(self._disk, name):
-                    is_whole = state.exact
+                    is_whole = state.ends_chain
                     if not state.is_spread:
                         whole = Whole(
-                            state.exact, state.size, state.created, *replayed(state.topology)
+                            state.exact,
+                            state.size,
+                            state.created,
+                            state.ends_chain,
+                            *replayed(state.topology),
                         )
         self._links[name] = _Link(behind, len(manifest.records), whole, is_whole)
 
@@ -93,6 +99,13 @@ class Chains:
             records += link.records
             here = link.behind
         return None
+
+    def is_exact(self, name: CheckpointName) -> bool:
+        """Whether it is restored bit for bit, as far as can be told: not from a state that is not
+        exact, and stands for the log before it."""
+        origin = self.origin(name)
+        whole = self.whole(origin.base) if origin else None
+        return whole is None or whole.exact or not whole.ends_chain
 
     def cut_off(
         self, among: Collection[CheckpointName], is_end: Callable[[CheckpointName], bool]

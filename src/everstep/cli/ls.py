@@ -190,9 +190,10 @@ def _kind(listing: Listing, manifest: Manifest, is_left: bool) -> Cell:
     origin = listing.chains.origin(name)
     if origin is None:
         return Cell("log of ?", "bad")
+    inexact = "" if listing.chains.is_exact(name) else " (inexact)"
     if origin.base == name:
-        return Cell("log, whole", "dim")
-    made = " (whole: inexact)" if listing.chains.whole(name) else ""
+        return Cell(f"log, whole{inexact}", "dim")
+    made = " (whole: inexact)" if listing.chains.whole(name) else inexact
     return Cell(f"log of {origin.base.step}{made}", "dim")
 
 
@@ -231,6 +232,6 @@ def _entry(listing: Listing, name: CheckpointName, is_current: bool) -> dict[str
         "whole": asdict(whole) if (whole := listing.chains.whole(name)) else None,
         "size": manifest.size,
         "created": manifest.created,
-        "exact": manifest.exact,
+        "exact": manifest.exact and listing.chains.is_exact(name),
         "metrics": manifest.metrics,
     }

@@ -59,6 +59,8 @@ class Shown:
     records: tuple[dict[str, Any], ...] = ()
     broken: str | None = None
     whole: Whole | None = None
+    exact: bool = True
+    """Whether a restore brings it back bit for bit."""
 
     @classmethod
     def of(cls, path: str, reference: str | None) -> "Shown":
@@ -68,9 +70,10 @@ class Shown:
         manifest = store.manifest(str(name))
         tables = store.tables(manifest)
         tags = tags_of(disk).get(name, [])
-        whole = Chains(disk).whole(name)
+        chains = Chains(disk)
+        whole, exact = chains.whole(name), manifest.exact and chains.is_exact(name)
         if manifest.previous is None:
-            return cls(name, manifest, tables, tags, whole=whole)
+            return cls(name, manifest, tables, tags, whole=whole, exact=exact)
         described = zip(manifest.records, tables, strict=True)
         records = tuple(record_facts(record, table) for record, table in described)
         chain, broken = None, None
@@ -78,7 +81,7 @@ class Shown:
             chain = chain_facts(store.chain(str(name)))
         except EverstepError as error:
             broken = str(error)
-        return cls(name, manifest, tables, tags, chain, records, broken, whole)
+        return cls(name, manifest, tables, tags, chain, records, broken, whole, exact)
 
     def rows(self, pattern: str | None) -> list[Row]:
         """The tensors whose names are like `pattern`; all for None."""
@@ -131,7 +134,7 @@ def _summary(shown: Shown, screen: Screen) -> list[str]:
         Cell(f"step {manifest.step}", "title"),
         Cell(f" · epoch {manifest.epoch}"),
         Cell("".join(f" · {wording.clean(tag)}" for tag in shown.tags), "yellow"),
-        Cell("" if manifest.exact else " · not exact", "bad"),
+        Cell("" if shown.exact else " · not exact", "bad"),
         Cell(f" · {shown.name}", "dim"),
     ]
     written = f"{wording.time(manifest.created)} ({wording.age(manifest.created)})"
@@ -178,7 +181,10 @@ def _whole_pairs(whole: Whole | None) -> list[tuple[str, str]]:
     if whole is None:
         return []
     made = f"{wording.size(whole.size)} since {wording.time(whole.created)}"
-    how = "bit for bit" if whole.exact else "but for last bits: a restore goes on replaying"
+    how = "bit for bit"
+    if not whole.exact:
+        takes = "a restore takes it" if whole.ends_chain else "a restore goes on replaying"
+        how = f"but for last bits: {takes}"
     tests = [
         f"a self-test of {name!r}, there against here: {result}"
         for name, result in whole.selftest.items()
@@ -313,11 +319,12 @@ def _to_json(shown: Shown, rows: list[Row]) -> dict[str, Any]:
     packs = [
         {"rank": part.rank, **pack.to_json()} for part in manifest.all_parts for pack in part.packs
     ]
-    kept = ("step", "epoch", "run", "created", "parent", "exact", "metrics", "topology", "capture")
+    kept = ("step", "epoch", "run", "created", "parent", "metrics", "topology", "capture")
     return {
         "name": str(shown.name),
         "kind": "log" if manifest.previous else "state",
         **{key: whole[key] for key in kept},
+        "exact": shown.exact,
         "tags": shown.tags,
         "size": manifest.size,
         "previous": whole["previous"],

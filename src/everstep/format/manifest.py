@@ -87,6 +87,13 @@ class Manifest:
     previous: Previous | None = None
     ranks: tuple[dict[str, Any], ...] = ()
     """Of several ranks: for each the objects that it has for itself."""
+    replaces_log: bool = False
+    """Of a state that was made of a log and is not exact: to be taken in its place all the same."""
+
+    @property
+    def ends_chain(self) -> bool:
+        """Whether a state that was made of a log stands for it: nothing before it is needed."""
+        return self.exact or self.replaces_log
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
@@ -125,6 +132,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "created": manifest.created,
             "parent": manifest.parent,
             "exact": manifest.exact,
+            **({"replaces_log": True} if manifest.replaces_log else {}),
             "tag": manifest.tag,
             "metrics": manifest.metrics,
             "topology": manifest.topology,
@@ -182,6 +190,7 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
             ),
             previous=_previous_from_json(value.get("previous")),
             ranks=tuple(dict(own) for own in value.get("ranks", ())),
+            replaces_log=value.get("replaces_log") is True,
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise malformed(path, error) from error

@@ -36,11 +36,14 @@ PAUSE_S = 1.0
 """Before a worker that died is started again; twice that before the next."""
 WORK_S_MAX = 3600.0
 _FOR_GOOD = ("Unsupported", "Mismatch")
+DROPS_LOG = "drop-log"
+"""Tells the worker that its state stands for the log even where it is not exact."""
 _TEXT_MAX = 5000
 _TURN = threading.Lock()
 
 Answer = dict[str, Any]
-"""What the worker said: step, epoch, exact, bytes, seconds; or kind and message of its error."""
+"""What the worker said: step, epoch, exact, ends_chain, bytes, seconds; or kind and message of its
+error."""
 
 
 class CatchUp:
@@ -53,14 +56,16 @@ class CatchUp:
         every: int,
         *,
         is_resumed: bool,
+        keep_exact: bool = True,
         tell: Callable[[Message], None],
         on_whole: Callable[[], None],
     ) -> None:
         """`every`: checkpoints that take a replay, from one whole state to the next. `is_resumed`:
-        a former keeper knew how many there are since the last. `tell`: the trainer; `on_whole`:
-        what came before may not be needed any more."""
+        a former keeper knew how many there are since the last. `keep_exact`: see Checkpointer.
+        `tell`: the trainer; `on_whole`: what came before may not be needed any more."""
         self._disk = disk
         self._every = every
+        self._options = [] if keep_exact else [DROPS_LOG]
         self._tell = tell
         self._on_whole = on_whole
         self._lag = every if is_resumed else 0
@@ -162,6 +167,7 @@ class CatchUp:
                     [
                         sys.executable,
                         *("-P", "-m", "everstep.restore.worker", str(self._disk.root), str(name)),
+                        *self._options,
                     ],
                     stdin=alive,
                     stdout=subprocess.PIPE,

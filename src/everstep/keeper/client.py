@@ -70,10 +70,11 @@ class Client:
         idle_s: float = IDLE_S,
         catch_up: int | None = None,
         group_commit: tuple[int, float] | None = None,
+        keep_exact: bool = True,
         team: TeamMate | None = None,
     ) -> None:
-        """Connects, which starts a keeper where none runs. `catch_up`, `group_commit`: see
-        Checkpointer. `team`: of several ranks. Raises Unavailable."""
+        """Connects, which starts a keeper where none runs. `catch_up`, `group_commit`,
+        `keep_exact`: see Checkpointer. `team`: of several ranks. Raises Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event
@@ -82,6 +83,7 @@ class Client:
         self._group_commit = group_commit
         self._team = team
         self._claims = 0
+        self._keep_exact = keep_exact
         self._awaited = 0
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
@@ -393,6 +395,7 @@ class Client:
             "epoch": self._epoch,
             "parent": self._parent,
             "catch_up": self._catch_up,
+            "keep_exact": self._keep_exact,
             "group_commit": self._group_commit,
             "awaited": self._awaited,
             "team": self._team and self._team._asdict(),

@@ -90,7 +90,10 @@ class Team:
         self._lock = threading.Lock()
         self._tasks = Tasks()
         every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
-        self._catch_up = self._catch_up_every(every, epoch is not None) if every else None
+        keep_exact = hello.get("keep_exact") is not False
+        self._catch_up = (
+            self._catch_up_every(every, epoch is not None, keep_exact) if every else None
+        )
         if epoch is not None:
             self._tasks.put(self._find_parent)
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
@@ -307,12 +310,13 @@ class Team:
         members = list(self._members.values())
         return first.sequence > self._awaited and all(member.may_wait for member in members)
 
-    def _catch_up_every(self, every: int, is_resumed: bool) -> CatchUp:
+    def _catch_up_every(self, every: int, is_resumed: bool, keep_exact: bool) -> CatchUp:
         """What was kept for the sake of later steps may go when one of them is whole."""
         return CatchUp(
             self.writer.disk,
             every,
             is_resumed=is_resumed,
+            keep_exact=keep_exact,
             tell=self._tell_all,
             on_whole=lambda: self._tasks.put(lambda: apply_retention(self.writer)),
         )

@@ -28,14 +28,14 @@ _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A record in memory. `tensors`: by their names in the record; `groups`: by optimizer, the
-    hyperparameter set of each parameter. `is_whole`: all parameters take part, and none is of a
-    later step already."""
+    hyperparameter set of each parameter. `is_comparable`: all parameters take part, none is of a
+    later step already, and all came exactly from the run's own."""
 
     step: int
     calls: tuple[Any, ...]
     tensors: Mapping[str, torch.Tensor]
     groups: Mapping[str, Mapping[str, int]]
-    is_whole: bool = True
+    is_comparable: bool = True
 
 
 def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
@@ -60,7 +60,7 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
                 f"stored as: {error!r}"
             ) from error
         _step(state, call)
-        if record.is_whole and after not in (None, state.digest()):
+        if record.is_comparable and after not in (None, state.digest()):
             raise Corrupt(
                 f"replaying step {record.step}: {state.name!r} came to other bytes than the run "
                 f"had after this step (audit='full'). Its state depends on something that no "

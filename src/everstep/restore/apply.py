@@ -60,6 +60,8 @@ def apply(
             f"{_first_step(base)}, and was recorded under {'; '.join(sorted(differing))}"
             f"{found and f' ({found})'}. Restore it there, or with exact='allow'"
         )
+    if must_be_exact and not base.manifest.exact:
+        raise Unsupported(f"{_inexact(candidate, base)}. Restore another step, or exact='allow'")
     optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
     if replayed and only is not None:
         return _take(candidate, base, replayed, state, only, optimized, must_be_exact, loader)
@@ -72,6 +74,7 @@ def apply(
     )
     together = state.world.together
     together("fitting", lambda: placement.check(base.manifest.step, candidate.disk.root))
+    _tell(candidate, base)
     if not replayed:
         together("reading", lambda: _fill(candidate, base, placement, loader))
         placement.finish()
@@ -101,6 +104,7 @@ def _take(
         for entry, _ in placement.destinations.values()
         for name in (entry.spec.name, *entry.aliases)
     }
+    _tell(candidate, base)
     if taken := sorted(part for part in ruled if any(is_in(name, part) for name in named)):
         raise Unsupported(
             f"restoring only={only} of step {candidate.name.step}: {taken[0]!r} is derived by a "
@@ -153,7 +157,7 @@ def _replay(
         with candidate.sources(record.part) as sources:
             loader.load(record.part, sources, here, table)
 
-    with Records(candidate, logs, devices, loader) as records:
+    with Records(candidate, logs, devices, loader, base.manifest.exact) as records:
         _fill(candidate, base, placement, loader)
         placement.finish()
         live = state.live_tensors()
@@ -165,10 +169,6 @@ def _replay(
     _fill(candidate, logs[-1], rest, loader, optimized)
     _fill_from_live(rest, state.live_tensors() | derivation.live(), logs[-1], optimized)
     rest.finish()
-    for name, optimizer in optimizers.items():
-        for index, values in enumerate(logs[-1].manifest.hyperparameters[name]):
-            if index < len(optimizer.optimizer.param_groups):
-                optimizer.prune(index, values)
     return logs[-1].manifest
 
 
@@ -205,6 +205,21 @@ def _merged(state: OptimizerState, groups: Mapping[str, int]) -> list[set[int]]:
     for index, name, _, _ in state.parameters():
         members.setdefault(index, set()).add(groups[name])
     return [numbers for numbers in members.values() if len(numbers) > 1]
+
+
+def _inexact(candidate: Candidate, base: Described) -> str:
+    is_there = candidate.name.step == base.manifest.step
+    what = "It" if is_there else f"Step {base.manifest.step}, from which it goes on,"
+    return (
+        f"restoring step {candidate.name.step}: what is stored of it is the run's own but for last "
+        f"bits (exact: false). {what} was made whole by a replay elsewhere, in place of its log "
+        f"(keep_exact=False)"
+    )
+
+
+def _tell(candidate: Candidate, base: Described) -> None:
+    if not base.manifest.exact:
+        log.warning("%s", _inexact(candidate, base))
 
 
 def _first_step(base: Described) -> int:

@@ -1,12 +1,12 @@
 """A step that exists as base and records → a whole state beside its manifest, without the model.
 
 On a CPU run's own kind of machine the result is exact, and nothing before it is needed any more;
-else `exact` is false in it, and restores go on replaying the log.
+else `exact` is false in it, and restores go on replaying the log, unless the user said otherwise.
 """
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,8 +28,11 @@ from everstep.tiers.disk import Disk
 log = logging.getLogger("everstep")
 
 
-def materialize(disk: Disk, name: CheckpointName) -> Manifest:
+def materialize(disk: Disk, name: CheckpointName, keep_exact: bool = True) -> Manifest:
     """Make the state of a log step whole, durably; blocks. Returns the state's manifest.
+
+    `keep_exact`: where it is not exact, the log, which is, stays what a restore takes; else the
+    state stands for it, and nothing before it is needed.
 
     Takes memory for the state, twice. Raises Missing, Corrupt, Unsupported (an optimizer that is
     not torch's own, or a step that is a state already).
@@ -48,9 +51,12 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
         with adopted(then), Loader() as loader:
             tensors = rebuilt(candidate, base, logs, loader)
             differing = {text for each in logs for text in differences(each.manifest.topology)}
+            if not base.manifest.exact:
+                differing.add(f"step {base.manifest.step}, where it begins, is not exact")
             replayed = {"differs": sorted(differing), "selftest": selftest.compare(then)}
+        to = _Target(disk, name, log_digest, token, keep_exact)
         try:
-            return _write(disk, name, base, logs[-1], tensors, replayed, log_digest, token)
+            return _write(to, base, logs[-1], tensors, replayed)
         except Conflict:  # somebody else has made it meanwhile
             if made := _find_whole(disk, name):
                 return made
@@ -63,17 +69,26 @@ def _find_whole(disk: Disk, name: CheckpointName) -> Manifest | None:
     return None if found is None or found.is_spread else found
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The log step that is made whole; the digest of its manifest, the token of the claim on it."""
+
+    disk: Disk
+    name: CheckpointName
+    log_digest: str
+    token: str
+    keep_exact: bool
+
+
 def _write(
-    disk: Disk,
-    name: CheckpointName,
+    to: _Target,
     base: Described,
     last: Described,
     tensors: Mapping[str, torch.Tensor],
     replayed: dict[str, Any],
-    log_digest: str,
-    token: str,
 ) -> Manifest:
     """Make the state durable, and publish it beside its log. `replayed`: how it may differ."""
+    disk, name = to.disk, to.name
     entries = {key: entry for table in base.tables for key, entry in table.tensors.items()}
     entries |= {key: entry for key, entry in last.tables[-1].tensors.items() if key in tensors}
     layout = lay_out(
@@ -95,7 +110,7 @@ def _write(
     ]
     if disk.size(manifest_path(name)) is None:  # a store that is gone is not made anew
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
-    links = commit.write_packs(disk, name, packs, token=token)
+    links = commit.write_packs(disk, name, packs, token=to.token)
     part = Part(0, commit.table_link(table), links, _digests(table, packs), name.step)
     exact = not replayed["differs"] and all(device == "cpu" for device in on.values())
     here = commit.find_state(disk, name)
@@ -113,12 +128,13 @@ def _write(
         records=(),
         previous=None,
         exact=exact,
+        replaces_log=not (exact or to.keep_exact),
         topology=topology if exact else {**topology, "replayed": replayed},
         created=commit.now(),
         tag=None,
     )
     try:
-        replaced = commit.publish_state(disk, manifest, table, log_digest, token)
+        replaced = commit.publish_state(disk, manifest, table, to.log_digest, to.token)
     except BaseException:
         commit.discard_packs(disk, name, links)
         raise

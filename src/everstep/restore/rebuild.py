@@ -52,7 +52,7 @@ def _replayed(
     candidate: Candidate, base: Described, logs: Sequence[Described], loader: Loader
 ) -> dict[str, torch.Tensor]:
     constant = _constant(base, logs)
-    with Records(candidate, logs, {}, loader) as records:
+    with Records(candidate, logs, {}, loader, base.manifest.exact) as records:
         tensors = _tensors_of(candidate, base, loader)
         optimizers = _rebuild(base, logs, tensors, candidate.disk)
         for loaded in records:

@@ -27,9 +27,11 @@ class Records:
         logs: Sequence[Described],
         devices: Mapping[str, torch.device],
         loader: Loader,
+        is_exact: bool,
     ) -> None:
         """`logs`: with the base as the first, where it is spread. `devices`: of the parameters, to
-        which their gradients go."""
+        which their gradients go. `is_exact`: whether the base is the run's own bit for bit."""
+        self._is_exact = is_exact
         self._candidate = candidate
         self._records = [row for described in logs for row in described.records]
         self._base_step = logs[0].manifest.step
@@ -63,7 +65,8 @@ class Records:
         loaded = _load(
             self._candidate, record, table, self._devices, self._loader, self._slabs, ahead
         )
-        return replace(loaded, is_whole=not ahead or record.step >= self._base_step)
+        is_whole = not ahead or record.step >= self._base_step
+        return replace(loaded, is_comparable=is_whole and self._is_exact)
 
 
 def _used_here(loaded: Loaded) -> Loaded:

@@ -20,6 +20,11 @@ class ModuleState:
         self._module = _unwrap(module)
         self._has_own_entries = False
 
+    @property
+    def module(self) -> nn.Module:
+        """The module itself, out of what wraps it for DDP or torch.compile."""
+        return self._module
+
     def leaves(self, guard: Guard) -> list[Leaf]:
         """Every live parameter and persistent buffer of the module's state_dict,
         tied ones repeatedly."""

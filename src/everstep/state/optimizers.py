@@ -38,16 +38,19 @@ class OptimizerState:
             or kind.state_dict is not Optimizer.state_dict
         )
         """Whether its class says itself what its state is."""
+        self.calls_hooks = bool(getattr(kind.step, "hooked", None))
+        """Whether torch calls hooks in its step()."""
         self._keys: dict[str, list[str]] = {}
         self._plain: list[tuple[str, dict[Any, Any], str]] = []
 
     @property
     def is_graphed(self) -> bool:
         """Whether updates may come of which no hook tells: those of a CUDA graph, which may be
-        older than the hook."""
+        older than the hook; or where its class calls none."""
         groups = self.optimizer.param_groups
-        return self.was_captured or (
-            not self.has_stepped and any(group.get("capturable") for group in groups)
+        may_be_captured = any(group.get("capturable") for group in groups)
+        return (
+            self.was_captured or not self.calls_hooks or (not self.has_stepped and may_be_captured)
         )
 
     def parameters(self) -> Iterator[tuple[int, str, torch.Tensor, bool]]:
@@ -59,7 +62,8 @@ class OptimizerState:
                 yield index, name, parameter, known is not None
 
     def prune(self, index: int, values: Mapping[str, Any]) -> None:
-        """Take out of a group what a replay brought into it, and `values` do not have any more."""
+        """Take out of a group what is neither in `values` nor a default of the optimizer's, as
+        torch's own load_state_dict does."""
         group = self.optimizer.param_groups[index]
         for key in set(group) - set(values) - set(_STRUCTURE) - set(self.optimizer.defaults):
             del group[key]
@@ -215,6 +219,7 @@ class OptimizerState:
             elif chosen:
                 values = {key: placement.decode(value) for key, value in sets[chosen[0]].items()}
                 placement.then(partial(install, group, values))
+                placement.then(partial(self.prune, index, values))
 
     def _prepare_state(
         self,

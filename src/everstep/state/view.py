@@ -160,6 +160,12 @@ class State:
         """The optimizers, by their index."""
         return [entry for entry in self._entries if isinstance(entry, OptimizerState)]
 
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The models, by their names."""
+        entries = (entry for entry in self._entries if isinstance(entry, ModuleState))
+        return {entry.name: entry.module for entry in entries}
+
     def parts_of(self, names: Iterable[str]) -> list[str]:
         """The optimizers, and the parts in which these tensors are."""
         heads = tuple(names)

@@ -120,8 +120,8 @@ def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
 
 
 def _whole(disk: Disk, manifest: Manifest) -> Manifest:
-    """A step that takes a replay as the exact state that was made of it, where one was: nothing is
-    before it."""
+    """A step that takes a replay as the state that was made of it, where one stands for it: nothing
+    is before it."""
     if not manifest.records:
         return manifest
     try:
@@ -129,7 +129,7 @@ def _whole(disk: Disk, manifest: Manifest) -> Manifest:
     except EverstepError as error:
         log.warning("%s. The log serves", error)
         return manifest
-    return found if found and found.exact else manifest
+    return found if found and found.ends_chain else manifest
 
 
 def digest_of_manifest(disk: Disk, name: CheckpointName) -> str:

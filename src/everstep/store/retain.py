@@ -59,11 +59,11 @@ def superfluous(disk: Disk, keep: Keep) -> list[CheckpointName]:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The whole state that was made of a log step: its data files, and whether it is the run's own
-    bit for bit, so that nothing before it is needed."""
+    """The whole state that was made of a log step: its data files, and whether it stands for the
+    log (it is exact, or the user said so), so that nothing before it is needed."""
 
     files: frozenset[str]
-    exact: bool
+    ends_chain: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +125,13 @@ def _unneeded(
     disk: Disk, keep: Keep, cache: NeedsCache
 ) -> tuple[list[CheckpointName], list[CheckpointName]]:
     """What `keep` does not cover: checkpoints that can go; and those of which only the state that
-    was made of them can, as it is not exact, and a later one is there."""
+    was made of them can, as a restore replays the log all the same, and a later one is there."""
     doomed, claimed = superfluous(disk, keep), claims.held(disk)
     free = _free(disk, doomed, cache, claimed)
     inexact = []
     for name in sorted(set(doomed) - set(free) - set(claimed)):
         with contextlib.suppress(EverstepError):  # what none can read stays
-            if (state := _state(disk, name, cache)) and not state.exact:
+            if (state := _state(disk, name, cache)) and not state.ends_chain:
                 inexact.append(name)
     return free, inexact[:-1]
 
@@ -161,7 +161,7 @@ def _free(
 def _previous(
     disk: Disk, name: CheckpointName, cache: NeedsCache, also_of_whole: bool = False
 ) -> CheckpointName | None:
-    """What a checkpoint's log goes on from: nothing, where it was made whole exactly. One that is
+    """What a checkpoint's log goes on from: nothing, where a state stands for it. One that is
     gone, or that none can read, goes on from nothing any more."""
     try:
         previous = _needs(disk, name, cache).previous
@@ -173,7 +173,7 @@ def _previous(
         state = _state(disk, name, cache)
     except EverstepError:  # the log serves
         return previous
-    return None if state and state.exact else previous
+    return None if state and state.ends_chain else previous
 
 
 def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> int:
@@ -322,7 +322,7 @@ def _state(disk: Disk, name: CheckpointName, cache: NeedsCache) -> State | None:
     manifest = commit.find_state(disk, name)
     if manifest is None:
         return None
-    state = State(frozenset(link.path for link in manifest.files), manifest.exact)
+    state = State(frozenset(link.path for link in manifest.files), manifest.ends_chain)
     if not manifest.is_spread:  # else another may take its place
         cache[name] = replace(needs, state=state)
     return state

@@ -210,7 +210,9 @@ class Store:
         except EverstepError as error:
             yield 0, str(error)
         try:
-            if not state or not state.exact:  # else nothing before it is needed, or need be there
+            if (
+                not state or not state.ends_chain
+            ):  # else nothing before it is needed, or need be there
                 catalog.check_previous(self._disk, manifest)
         except EverstepError as error:
             yield 0, str(error)

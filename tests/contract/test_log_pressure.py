@@ -1,0 +1,140 @@
+"""under_pressure="skip" with a keeper that stands still: what goes on from the step before waits a
+while, since a whole state is larger; whole states are skipped at once."""
+
+import contextlib
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from keepers import until
+from logs import build, train
+from runs import check_steps, checkpointer, kinds, logged, snapshot
+
+from everstep import Store, captures
+from everstep.saves import Skipped
+
+
+@contextlib.contextmanager
+def stopped(saver):
+    """The keeper stands still within."""
+    keeper = saver._client.keeper_pid
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        stat = Path(f"/proc/{keeper}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it stops")
+        yield keeper
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+
+
+def is_full(saver):
+    """No slot is free, which only the keeper can change."""
+    pool = saver._captures.pool
+    return pool._current[1].free_slot(pool._own_from) is None
+
+
+def is_waiting(saver):
+    """Whether a save has begun that finds no slot free."""
+    newest, begun = saver._saves.newest, [handle for _, handle in saver._saves._begun.values()]
+    return is_full(saver) and newest not in begun and newest.error is None
+
+
+@contextlib.contextmanager
+def stopped_until_somebody_waits(saver):
+    """The keeper stands still until the training thread, which runs the block, waits for it."""
+    seen = []
+
+    def release(keeper):
+        try:
+            seen.append(until(lambda: is_waiting(saver), "somebody waits for memory"))
+        finally:
+            os.kill(keeper, signal.SIGCONT)
+
+    with stopped(saver) as keeper:
+        thread = threading.Thread(target=release, args=(keeper,))
+        thread.start()
+        yield
+        thread.join()
+    assert seen == [True]
+
+
+def advance(saver, state, steps, frozen):
+    handles = {}
+    for step in steps:
+        train(state)
+        handles[step] = saver.step(step)
+        frozen[step] = snapshot(state)
+    return handles
+
+
+def test_records_wait(store):
+    state, frozen = build(1), {}
+    with logged(store, state, under_pressure="skip") as saver:
+        advance(saver, state, range(1, 5), frozen)
+        saver.wait()
+        with stopped_until_somebody_waits(saver):
+            advance(saver, state, range(5, 15), frozen)
+        saver.wait()
+        assert (saver.metrics.skips, saver.metrics.failures) == (0, 0)
+    assert kinds(store) == "b" + "r" * 13
+    check_steps(store, build(2), frozen)
+
+
+def test_they_do_not_wait_for_ever(store, monkeypatch, caplog):
+    """Then the chain ends, and whole states are skipped without waiting: training is held up
+    once."""
+    monkeypatch.setattr(captures, "RECORD_PATIENCE_S", 1.0)
+    state, frozen = build(1), {}
+    with logged(store, state, under_pressure="skip") as saver:
+        handles = advance(saver, state, range(1, 5), frozen)
+        saver.wait()
+        with stopped(saver):
+            handles |= advance(saver, state, range(5, 12), frozen)
+        for handle in handles.values():
+            until(handle.done, "it is saved or skipped")
+        handles |= advance(saver, state, range(12, 15), frozen)
+        saver.wait()
+        lost = [step for step, handle in handles.items() if handle.error]
+        assert lost == list(range(lost[0], 12))
+        assert all(isinstance(handles[step].error, Skipped) for step in lost)
+        waited = [step for step in lost if "skipped after 1 s" in str(handles[step].error)]
+        assert waited == lost[:1]
+        assert saver.metrics.skips == len(lost)
+        assert saver.metrics.failures == 0
+    assert f"step {lost[0]}: skipped after 1 s" in caplog.text
+    assert Store(store).steps() == [*range(1, lost[0]), 12, 13, 14]
+    assert Store(store).manifest(12).previous is None  # a base, at once
+    assert kinds(store)[-2:] == "rr"
+    check_steps(store, build(2), frozen)
+
+
+def test_shares_of_a_window_wait(store):
+    """But for the first, before which nothing was done in vain."""
+    state, frozen = build(1), {}
+    options = {"strategy": "spread", "every": 8, "window": 7, "under_pressure": "skip"}
+    with checkpointer(store, state, **options) as saver:
+        advance(saver, state, range(1, 11), frozen)  # 8 is whole; 10 is the first share of 16
+        saver.wait()
+        with stopped_until_somebody_waits(saver):
+            advance(saver, state, range(11, 17), frozen)
+        saver.wait()
+        assert saver.metrics.skips == 0
+    assert Store(store).manifest(16).is_spread
+    assert check_steps(store, build(2), frozen) == [8, 16]
+
+
+@pytest.mark.parametrize("options", [{"strategy": "full"}, {"base_every": 1}])
+def test_whole_states_do_not_wait(store, options):
+    state, frozen = build(1), {}
+    with logged(store, state, under_pressure="skip", **options) as saver:
+        advance(saver, state, range(1, 3), frozen)
+        saver.wait()
+        with stopped(saver):
+            handles = advance(saver, state, range(3, 10), frozen)
+            assert is_full(saver)
+        assert saver.metrics.skips > 0
+        errors = [str(handle.error) for handle in handles.values() if handle.error]
+        assert all("skipped, because" in error for error in errors)
+    check_steps(store, build(2), frozen)
