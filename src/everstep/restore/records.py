@@ -63,7 +63,7 @@ class Records:
 
     def _load(self, record: Record, table: Table) -> Loaded:
         ahead = {name for name, step in self._since.items() if step >= record.step}
-        loaded = _load(
+        loaded = load_record(
             self._candidate, record, table, self._devices, self._loader, self._slabs, ahead
         )
         return replace(loaded, is_whole=not ahead or record.step >= self._base_step)
@@ -78,16 +78,17 @@ def _used_here(loaded: Loaded) -> Loaded:
     return loaded
 
 
-def _load(
+def load_record(
     candidate: Candidate,
     record: Record,
     table: Table,
     devices: Mapping[str, torch.device],
     loader: Loader,
     slabs: Slabs,
-    ahead: Set[str],
+    ahead: Set[str] = frozenset(),
 ) -> Loaded:
-    """`ahead`: parameters that are of this step, or of a later one, already."""
+    """Read and verify one; blocks. `ahead`: parameters that are of this step, or of a later one,
+    already. Raises Corrupt, Unavailable."""
     on_cpu: list[TensorEntry] = []
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in table.tensors.items():
