@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from everstep.state.placement import Destination
 
 _LOADS_IN_FLIGHT = 2
 """So that reads of the next wait where those of this one end: a disk that idles in between loses a
-tenth. Memory is there for two anyway: for the one that is replayed, and the next."""
+tenth. Memory is there for two anyway: for the one that is replayed, and the next. On the CPU."""
 
 
 class Records:
@@ -39,6 +39,7 @@ class Records:
         self._base_step = logs[0].manifest.step
         self._since = _steps_of(logs[0])
         self._devices = devices
+        self._is_on_cpu = all(device.type == "cpu" for device in devices.values())
         self._loader = loader
         self._slabs = Slabs()
         self._reader = ThreadPoolExecutor(_LOADS_IN_FLIGHT, "everstep-records")
@@ -56,6 +57,8 @@ class Records:
         futures = deque([self._first])
         del self._first
         for following in self._records[1:]:
+            if not self._is_on_cpu:  # what a device still computes with cannot be used again yet
+                wait(futures)
             futures.append(self._reader.submit(self._load, *following))
             yield _used_here(futures.popleft().result())
         yield _used_here(futures.popleft().result())
