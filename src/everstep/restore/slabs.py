@@ -1,7 +1,7 @@
 """Memory for one record after another: made once, because the first touch of new memory takes
 longer than all else that is done with a gradient on the CPU.
 
-In small pages: on a virtual machine whose host takes free memory back, huge ones cost six times as
+In small pages: on a virtual machine whose host takes free memory back, huge ones cost five times as
 much at their first touch (docs/results.md).
 """
 
