@@ -150,13 +150,22 @@ def test_a_small_simulation_measures_real_checkpoints(
 
 
 def test_what_a_recovery_should_cost_at_most() -> None:
-    restores = [{"records": count, "seconds": [1.0, 2.0, 9.0], "equal": True} for count in (1, 10)]
-    measured = {"base_s": [1.0], "record_s": [0.25, 0.25], "update_s": [0.25], "restores": restores}
-    measured |= {"cache": "drop_caches", "base_bytes": 3, "record_bytes": 1}
-    one, ten = report._recovery(measured)["restores"]
-    assert (one["at_most_s"], ten["at_most_s"]) == (1.5, 6.0)
-    assert one["over"] == pytest.approx(4 / 3)
+    restores = [{"records": count, "seconds": [1.0, 2.5, 9.0], "equal": True} for count in (1, 3)]
+    measured = {"base_s": [1.0, 1.0, 2.0], "record_s": [[0.5, 0.25, 0.25]] * 3}
+    measured |= {"update_s": [[0.75, 0.5, 0.25]] * 3, "restores": restores}
+    measured |= {"cache": "posix_fadvise", "base_bytes": 3, "record_bytes": 1}
+    recovery = report._recovery(measured)
+    assert recovery["first_record_s"]["median"] == 1.25
+    assert recovery["record_s"]["median"] == 0.625
+    one, three = recovery["restores"]
+    assert (one["at_most_s"], three["at_most_s"]) == (2.25, 3.5)
+    assert (one["at_most_warm_s"], three["at_most_warm_s"]) == (1.625, 2.875)
+    assert one["over"] == pytest.approx(2.5 / 2.25)
+    assert one["over_warm"] == pytest.approx(2.5 / 1.625)
+    assert one["over_rounds"]["max"] == pytest.approx(9 / 3.25)
     assert report._recovery(None) is None
+    alone = report._recovery({**measured, "record_s": [[0.5]] * 3, "update_s": [[0.75]] * 3})
+    assert alone["record_s"] == alone["first_record_s"]  # no later ones are known
 
 
 def test_a_base_is_spread_over_the_steps_between() -> None:
@@ -226,6 +235,7 @@ def test_a_tiny_run_reports_all_that_was_asked_for(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that spin would stand in each other's way
     monkeypatch.setattr(command, "_SETTLE_S", 0)
     monkeypatch.setattr(command, "WINDOWS", (1, 3))
+    monkeypatch.setattr(command, "_RECOVERIES", 1)
     gone = Facts("a library that nobody has", "no_such_library", "no-such-library")
     monkeypatch.setitem(plan.CONTENDERS, "torchsnapshot", gone)
     args = arguments(

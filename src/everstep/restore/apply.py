@@ -7,6 +7,7 @@ Nothing of the user's is changed before everything has been found to fit.
 import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -144,7 +145,7 @@ def _replay(
     optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
     _check_calls(logs, optimizers)
     saved = _saved_after(base, logs[-1], optimized)
-    _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
+    live = cache(state.live_tensors)
     devices = {
         name: parameter.device
         for optimizer in optimizers.values()
@@ -158,17 +159,17 @@ def _replay(
             loader.load(record.part, sources, here, table)
 
     with Records(candidate, logs, devices, loader, base.manifest.exact) as records:
+        _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
         _fill(candidate, base, placement, loader)
         placement.finish()
-        live = state.live_tensors()
         for loaded in records:
             redo(loaded, optimizers)
             derivation.after(loaded, live, fill)
             del loaded
-    rest = _place(state, saved, None)
-    _fill(candidate, logs[-1], rest, loader, optimized)
-    _fill_from_live(rest, state.live_tensors() | derivation.live(), logs[-1], optimized)
-    rest.finish()
+        rest = _place(state, saved, None)
+        _fill(candidate, logs[-1], rest, loader, optimized)
+        _fill_from_live(rest, state, derivation, logs[-1], optimized)
+        rest.finish()
     return logs[-1].manifest
 
 
@@ -270,7 +271,11 @@ def _saved_after(base: Described, last: Described, optimized: Set[str]) -> Saved
 
 
 def _fill_from_live(
-    placement: Placement, live: Mapping[str, torch.Tensor], last: Described, optimized: Set[str]
+    placement: Placement,
+    state: State,
+    derivation: Derivation,
+    last: Described,
+    optimized: Set[str],
 ) -> None:
     """Where an object refers to what an optimizer changes: it gets what the replay came to."""
     own = {
@@ -279,6 +284,8 @@ def _fill_from_live(
         for name, entry in table.tensors.items()
         if optimized.isdisjoint((name, *entry.aliases))
     }
+    live = {leaf.name: leaf.tensor for each in state.optimizers for leaf in each.tensors()}
+    live |= derivation.live()
     with torch.no_grad():
         for name, (entry, destinations) in placement.destinations.items():
             source = next((live[key] for key in (name, *entry.aliases) if key in live), None)

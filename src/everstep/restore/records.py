@@ -1,9 +1,9 @@
-"""The records of a log, each read and verified while the one before it is replayed."""
+"""The records of a log, read and verified while the one before them is replayed."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
@@ -14,6 +14,10 @@ from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
 from everstep.restore.slabs import Slabs, dtype_of
 from everstep.state.placement import Destination
+
+_LOADS_IN_FLIGHT = 2
+"""So that reads of the next wait where those of this one end: a disk that idles in between loses a
+tenth. Memory is there for two anyway: for the one that is replayed, and the next. On the CPU."""
 
 
 class Records:
@@ -37,9 +41,10 @@ class Records:
         self._base_step = logs[0].manifest.step
         self._since = _steps_of(logs[0])
         self._devices = devices
+        self._is_on_cpu = all(device.type == "cpu" for device in devices.values())
         self._loader = loader
         self._slabs = Slabs()
-        self._reader = ThreadPoolExecutor(1, "everstep-records")
+        self._reader = ThreadPoolExecutor(_LOADS_IN_FLIGHT, "everstep-records")
 
     def __enter__(self) -> "Records":
         self._first = self._reader.submit(self._load, *self._records[0])
@@ -49,20 +54,21 @@ class Records:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def __iter__(self) -> Iterator[Loaded]:
-        """Once. Who lets go of what it got before it asks for the next leaves its memory to it."""
-        futures = [self._first]
+        """Once. Who lets go of what it got before it asks for the next leaves its memory to those
+        that are read then; after the last, memory that nobody uses is given back."""
+        futures = deque([self._first])
         del self._first
-        for _, following in pairwise(self._records):
-            current = futures.pop()
-            loaded = _used_here(current.result())
+        for following in self._records[1:]:
+            if not self._is_on_cpu:  # what a device still computes with cannot be used again yet
+                wait(futures)
             futures.append(self._reader.submit(self._load, *following))
-            yield loaded
-            del current, loaded
-        yield _used_here(futures.pop().result())
+            yield _used_here(futures.popleft().result())
+        yield _used_here(futures.popleft().result())
+        self._reader.submit(self._slabs.release)
 
     def _load(self, record: Record, table: Table) -> Loaded:
         ahead = {name for name, step in self._since.items() if step >= record.step}
-        loaded = _load(
+        loaded = load_record(
             self._candidate, record, table, self._devices, self._loader, self._slabs, ahead
         )
         is_whole = not ahead or record.step >= self._base_step
@@ -78,16 +84,17 @@ def _used_here(loaded: Loaded) -> Loaded:
     return loaded
 
 
-def _load(
+def load_record(
     candidate: Candidate,
     record: Record,
     table: Table,
     devices: Mapping[str, torch.device],
     loader: Loader,
     slabs: Slabs,
-    ahead: Set[str],
+    ahead: Set[str] = frozenset(),
 ) -> Loaded:
-    """`ahead`: parameters that are of this step, or of a later one, already."""
+    """Read and verify one; blocks. `ahead`: parameters that are of this step, or of a later one,
+    already. Raises Corrupt, Unavailable."""
     on_cpu: list[TensorEntry] = []
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in table.tensors.items():

@@ -1,9 +1,15 @@
 """Memory for one record after another: made once, because the first touch of new memory takes
-longer than all else that is done with a gradient on the CPU."""
+longer than all else that is done with a gradient on the CPU.
 
+In small pages: on a virtual machine whose host takes free memory back, huge ones cost five times as
+much at their first touch (docs/results.md).
+"""
+
+import ctypes
 import math
 import mmap
 import sys
+import threading
 from collections.abc import Iterable
 
 import torch
@@ -12,15 +18,17 @@ from everstep.format.tables import TensorEntry
 
 _ALIGN = 64
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_give_back = ctypes.CDLL(None).madvise  # without the GIL, with which mmap's own methods do it
 _UNUSED = 2
 """References to a slab that nobody uses: of the one who asks, and of getrefcount itself."""
 
 
 class Slabs:
-    """Regions in which CPU tensors are placed. For one thread."""
+    """Regions in which CPU tensors are placed. Thread-safe."""
 
     def __init__(self) -> None:
         self._slabs: list[memoryview] = []
+        self._lock = threading.Lock()
 
     def tensors(self, entries: Iterable[TensorEntry]) -> list[torch.Tensor]:
         """New tensors as those were, but for their elements; on the CPU.
@@ -34,8 +42,21 @@ class Slabs:
             starts.append(end)
             size = math.prod(entry.spec.shape) * dtype_of(entry).itemsize
             end += -(-size // _ALIGN) * _ALIGN
-        slab = self._slab(end)
-        return [_place(entry, slab, start) for entry, start in zip(chosen, starts, strict=True)]
+        with self._lock:
+            slab = self._slab(end)
+            return [_place(entry, slab, start) for entry, start in zip(chosen, starts, strict=True)]
+
+    def release(self) -> None:
+        """Give back the memory that nobody uses; blocks, but for no other thread of Python."""
+        with self._lock:
+            kept, self._slabs = self._slabs, []
+            while kept:
+                slab = kept.pop()
+                if sys.getrefcount(slab) > _UNUSED:
+                    self._slabs.append(slab)
+                else:
+                    place = ctypes.c_void_p(torch.frombuffer(slab, dtype=torch.uint8).data_ptr())
+                    _give_back(place, ctypes.c_size_t(len(slab)), mmap.MADV_DONTNEED)
 
     def _slab(self, size: int) -> memoryview:
         kept, self._slabs = self._slabs, []

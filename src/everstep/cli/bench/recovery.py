@@ -1,28 +1,23 @@
 """What a restore of a log costs, by the number of records between it and its base; and that of a
 spread checkpoint, by the steps of its window.
 
-At most it should cost a restore of the base, and for each record a read of it and one update: the
-three are measured here too, each by itself, and from a cold cache.
+At most it should cost a restore of the base, and for each record a read of it and one update. Those
+are measured here too, each by itself and under the same conditions: in a process that was started
+for it (`probe`), with the store's files not in the page cache, in turn with the restores.
 """
 
-import time
 from pathlib import Path
 from typing import Any
 
 from everstep import Checkpointer, Store, clip_grad_norm_
 from everstep.cli import workload
-from everstep.cli.bench.checks import chill, digest
+from everstep.cli.bench import probe
+from everstep.cli.bench.checks import digest
 from everstep.cli.bench.machine import await_end_of
+from everstep.cli.bench.plan import rotated
 from everstep.cli.strategies import NO_BASE
-from everstep.restore.choose import Candidate
-from everstep.restore.load import Loader
-from everstep.restore.records import empty
-from everstep.state.placement import Destination
-from everstep.store import catalog
-from everstep.tiers.disk import Disk
 
 _RUN_STEPS = 1000
-_UPDATES = 7
 _BASE = 1
 """The step of the base."""
 
@@ -30,30 +25,35 @@ _BASE = 1
 def measure(
     root: Path, text: bytes, size: workload.Size, records: list[int], rounds: int
 ) -> dict[str, Any]:
-    """Restore `rounds` times from the base alone, and at each of these numbers of records."""
+    """`rounds` times, in an order that turns: a restore of the base, one at each of these numbers
+    of records, and the parts of the longest by themselves."""
     run = workload.build(text, seed=1, steps=_RUN_STEPS, size=size)
     expected = _write(run, root, records)
-    seconds: dict[int, list[float]] = {count: [] for count in sorted({0, *records})}
-    equal = dict.fromkeys(seconds, True)
-    reads, cache = [], ""
-    for _ in range(rounds):
-        for count, found in seconds.items():
-            fresh = workload.build(text, seed=2, steps=_RUN_STEPS, size=size)
-            with Checkpointer(root, fresh.state()) as checkpointer:
-                cache = chill(root)
-                began = time.perf_counter()
-                checkpointer.restore(_BASE + count)
-                found.append(time.perf_counter() - began)
-            equal[count] &= digest(fresh) == expected[count]
-        chill(root)
-        reads.append(_read_record(root, _BASE + max(records)))
-    updates = _updates(workload.build(text, seed=1, steps=_RUN_STEPS, size=size))
+    final = probe.weights(run)
+    del run
+    last = _BASE + max(records)
+    counts = sorted({0, *records})
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    equal = dict.fromkeys(counts, True)
+    parts: list[dict[str, Any]] = []
+    cache = ""
+    for number in range(rounds):
+        for count in rotated([*counts, None], number):
+            if count is None:
+                reply = probe.ask("apart", root, size, text, base=_BASE, last=last)
+                equal[counts[-1]] &= reply["digest"] == final
+                parts.append(reply)
+            else:
+                reply = probe.ask("restore", root, size, text, step=_BASE + count)
+                equal[count] &= reply["digest"] == expected[count]
+                seconds[count].append(reply["seconds"])
+                cache = reply["cache"]
     manifests = {count: Store(root).manifest(_BASE + count) for count in (0, max(records))}
     return {
         "cache": cache,
         "base_s": seconds.pop(0),
-        "record_s": reads,
-        "update_s": updates,
+        "record_s": [part["record_s"] for part in parts],
+        "update_s": [part["update_s"] for part in parts],
         "base_bytes": manifests[0].size,
         "record_bytes": manifests[max(records)].size,
         "restores": [
@@ -66,24 +66,25 @@ def measure(
 def measure_spread(
     root: Path, text: bytes, size: workload.Size, windows: list[int], rounds: int
 ) -> dict[str, Any]:
-    """Restore `rounds` times a checkpoint of each of these windows; of one step: a whole state."""
-    rows = []
+    """Restore `rounds` times a checkpoint of each of these windows, in turn; of one step: a whole
+    state."""
+    rows: list[dict[str, Any]] = []
+    written = []
     for window in windows:
         store = root / f"window-{window}"
         run = workload.build(text, seed=1, steps=_RUN_STEPS, size=size)
-        step, expected = _write_spread(run, store, window), digest(run)
+        step = _write_spread(run, store, window)
+        written.append((store, step, digest(run)))
         manifest = Store(store).manifest(step)
         row: dict[str, Any] = {"window": len(manifest.parts), "bytes": manifest.size}
-        row |= {"seconds": [], "equal": True, "cache": ""}
-        for _ in range(rounds):
-            fresh = workload.build(text, seed=2, steps=_RUN_STEPS, size=size)
-            with Checkpointer(store, fresh.state()) as checkpointer:
-                row["cache"] = chill(store)
-                began = time.perf_counter()
-                checkpointer.restore(step)
-                row["seconds"].append(time.perf_counter() - began)
-            row["equal"] &= digest(fresh) == expected
-        rows.append(row)
+        rows.append(row | {"seconds": [], "equal": True, "cache": ""})
+    del run
+    for number in range(rounds):
+        for row, (store, step, expected) in rotated(list(zip(rows, written, strict=True)), number):
+            reply = probe.ask("restore", store, size, text, step=step)
+            row["cache"] = reply["cache"]
+            row["seconds"].append(reply["seconds"])
+            row["equal"] &= reply["digest"] == expected
     return {"restores": rows}
 
 
@@ -115,27 +116,3 @@ def _write(run: workload.Run, root: Path, records: list[int]) -> dict[int, str]:
                 expected[step - _BASE] = digest(run)
     await_end_of(str(root))  # no restore may be served from a keeper's memory
     return expected
-
-
-def _read_record(root: Path, step: int) -> float:
-    """The seconds to read one record into memory, as a restore does it: verified and decoded."""
-    disk = Disk(root)
-    name = catalog.find(disk, step)
-    (record,) = catalog.read_manifest(disk, name).records
-    table = catalog.read_table(disk, record.part)
-    wanted = [(entry, [Destination.whole(empty(entry))]) for entry in table.tensors.values()]
-    began = time.perf_counter()
-    with Loader() as loader, Candidate(name, disk).sources(record.part) as sources:
-        loader.load(record.part, sources, wanted, table)
-    return time.perf_counter() - began
-
-
-def _updates(run: workload.Run) -> list[float]:
-    """The seconds of updates without anything hooked to them; the first, which makes the moments,
-    apart."""
-    seconds = []
-    ends: dict[str, float] = {}
-    for _ in range(_UPDATES + 1):
-        run.train_step(lambda phase: ends.update({phase: time.perf_counter()}))
-        seconds.append(ends["update"] - ends["backward"])
-    return seconds[1:]

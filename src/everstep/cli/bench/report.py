@@ -134,19 +134,46 @@ def _bases(raw: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 def _recovery(measured: dict[str, Any] | None) -> dict[str, Any] | None:
     """Restores of a log beside what they should cost at most: the base, and for each record a read
-    and an update, as measured by themselves."""
+    and an update, as measured by themselves. The first of a process take longer than those after
+    them: memory is new then. `at_most_warm_s`: as if it were not."""
     if measured is None:
         return None
-    parts = {key: spread(measured[key]) for key in ("base_s", "record_s", "update_s")}
-    base, record, update = (statistics.median(measured[key]) for key in parts)
+    bases = measured["base_s"]
+    one = [
+        _per_record(*part) for part in zip(measured["record_s"], measured["update_s"], strict=True)
+    ]
+    first, later = ([part[index] for part in one] for index in (0, 1))
+    base, first_s, later_s = (statistics.median(values) for values in (bases, first, later))
     rows = []
     for row in measured["restores"]:
-        seconds, at_most = spread(row["seconds"]), base + row["records"] * (record + update)
-        assert seconds
-        over = seconds["median"] / at_most
-        rows.append({**row, "seconds": seconds, "at_most_s": at_most, "over": over})
+        seconds, count = row["seconds"], row["records"]
+        limits = [
+            base + first + (count - 1) * later
+            for base, (first, later) in zip(bases, one, strict=True)
+        ]
+        at_most, warm = base + first_s + (count - 1) * later_s, base + count * later_s
+        middle = statistics.median(seconds)
+        rows.append(
+            {
+                **row,
+                "seconds": spread(seconds),
+                "at_most_s": at_most,
+                "at_most_warm_s": warm,
+                "over": middle / at_most,
+                "over_warm": middle / warm,
+                "over_rounds": spread([a / b for a, b in zip(seconds, limits, strict=True)]),
+            }
+        )
+    each = {"base_s": spread(bases), "first_record_s": spread(first), "record_s": spread(later)}
     kept = ("cache", "base_bytes", "record_bytes")
-    return {**{key: measured[key] for key in kept}, **parts, "restores": rows}
+    return {**{key: measured[key] for key in kept}, **each, "restores": rows}
+
+
+def _per_record(reads: Sequence[float], updates: Sequence[float]) -> tuple[float, float]:
+    """The seconds of a read and an update: of the first record, and of one after it (where there is
+    none: of the first)."""
+    later = [statistics.median(values[1:] or values) for values in (reads, updates)]
+    return reads[0] + updates[0], sum(later)
 
 
 def _spread_recovery(measured: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -94,7 +94,8 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
         f"{recovery['record_bytes'] / 1e6:.1f} MB"
     )
     table = _table(title)
-    for column in ("restore\nmedian, s", "min … max", "at most\ns", "/ at most"):
+    columns = ("restore\nmedian, s", "min … max", "at most\ns", "/ at most", "min … max")
+    for column in (*columns, "/ with warm\nmemory"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in recovery["restores"]:
         seconds = row["seconds"]
@@ -105,6 +106,8 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
             f"{seconds['min']:.3f} … {seconds['max']:.3f}",
             f"{row['at_most_s']:.3f}",
             f"{row['over']:.2f}",
+            f"{row['over_rounds']['min']:.2f} … {row['over_rounds']['max']:.2f}",
+            f"{row['over_warm']:.2f}",
         )
     return table
 

@@ -1,0 +1,117 @@
+"""One restore in a process of its own, as after a crash: nothing was computed in it before, and its
+memory is touched for the first time. `recovery` starts one after the other.
+
+A probe either restores a step, or goes the same way with nothing at the same time as anything else:
+the base, and then, of record after record, a read and an update.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import torch
+
+from everstep import Checkpointer
+from everstep.cli import workload
+from everstep.cli.bench.checks import digest, forget
+from everstep.replay.redo import redo
+from everstep.restore.apply import apply
+from everstep.restore.choose import Candidate
+from everstep.restore.load import Loader
+from everstep.restore.records import load_record
+from everstep.restore.slabs import Slabs
+from everstep.state.view import State
+from everstep.store import catalog
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+_RUN_STEPS = 1000
+_TIMEOUT_S = 300.0
+T = TypeVar("T")
+
+
+def ask(do: str, root: Path, size: workload.Size, text: bytes, **request: Any) -> dict[str, Any]:
+    """`restore` or `apart`, in a new process; blocks. Raises subprocess.SubprocessError."""
+    told = {"do": do, "root": str(root), "size": size, "text_bytes": len(text), **request}
+    process = subprocess.run(
+        [sys.executable, "-m", "everstep.cli.bench.probe", json.dumps(told)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=_TIMEOUT_S,
+    )
+    reply: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return reply
+
+
+def restore(root: Path, run: workload.Run, step: int) -> dict[str, Any]:
+    """What `Checkpointer.restore(step)` takes, the store's files not in the page cache."""
+    with Checkpointer(root, run.state()) as checkpointer:
+        cache = forget(root)
+        began = time.perf_counter()
+        checkpointer.restore(step)
+        seconds = time.perf_counter() - began
+    return {"seconds": seconds, "digest": digest(run), "cache": cache}
+
+
+def apart(root: Path, run: workload.Run, base: int, last: int) -> dict[str, Any]:
+    """Each read of a record, and each update, from after the base `base` to the step `last`: one
+    after the other, into one record's memory. The parts that a restore of `last` does at once.
+
+    As strict as they can be: a read is without its manifest, an update without the clipping before
+    it. `digest`: of the model alone, see `weights`.
+    """
+    disk = Disk(root)
+    state = State(run.state(), rng=True)
+    optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
+    reads: list[float] = []
+    updates: list[float] = []
+    step = run.optimizer.step
+    vars(run.optimizer)["step"] = lambda: _timed(step, updates)
+    forget(root)
+    with Loader() as loader:
+        apply(Candidate(catalog.find(disk, base), disk), state, None, loader)
+        slabs = Slabs()
+        logs = Candidate(catalog.find(disk, last), disk).describe()[1:]
+        for described in logs:
+            name = CheckpointName(described.manifest.step, described.manifest.epoch)
+            for record, table in described.records:
+                own = Candidate(name, disk)
+                read = partial(load_record, own, record, table, {}, loader, slabs)
+                loaded = _timed(read, reads)
+                redo(loaded, optimizers)
+                del loaded
+    return {"record_s": reads, "update_s": updates, "digest": weights(run)}
+
+
+def weights(run: workload.Run) -> str:
+    """A digest of what updates change."""
+    return "".join(optimizer.digest() for optimizer in State(run.state(), rng=False).optimizers)
+
+
+def _timed(action: Callable[[], T], seconds: list[float]) -> T:
+    began = time.perf_counter()
+    found = action()
+    seconds.append(time.perf_counter() - began)
+    return found
+
+
+def main() -> None:
+    """Do what the first argument says, and print the reply as the last line."""
+    told = json.loads(sys.argv[1])
+    do, root, size = told.pop("do"), Path(told.pop("root")), told.pop("size")
+    assert size in get_args(workload.Size)
+    text = bytes(told.pop("text_bytes"))  # nothing is trained here
+    run = workload.build(text, seed=2, steps=_RUN_STEPS, size=size)
+    actions: dict[str, Callable[..., dict[str, Any]]] = {"restore": restore, "apart": apart}
+    reply = actions[do](root, run, **told)
+    print(json.dumps({**reply, "threads": torch.get_num_threads()}))
+
+
+if __name__ == "__main__":
+    main()
