@@ -21,6 +21,7 @@ from everstep.capture.auto import Auto
 from everstep.capture.derived import Derived
 from everstep.capture.log import Log
 from everstep.capture.pace import Pace
+from everstep.capture.ranks import Ranks
 from everstep.capture.refusals import Refused
 from everstep.capture.settings import Settings
 from everstep.captures import Captures
@@ -154,11 +155,11 @@ class Checkpointer:
         self._derived = Derived(self._rules, settings.looks_at_all)
         pace, derived = Pace(), self._derived if self._rules.parts else None
         self._disk = Disk(Path(store).absolute())
-        chosen = None
-        if self._world.is_alone:
-            chosen = settings.make(self._state.optimizers, self._state.modules, pace, derived)
-        else:
-            settings.check_ranks()
+        ranks = None if self._world.is_alone else Ranks(self._state)
+        if ranks:
+            settings.check_ranks(bool(self._rules.parts))
+        modules = self._state.modules
+        chosen = settings.make(self._state.optimizers, modules, pace, derived, ranks)
         open_store(self._disk)
         self._saves = Saves(self.metrics)
         self._saves.on_whole = self._on_whole

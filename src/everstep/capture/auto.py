@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from everstep.capture.log import BREAKS_MAX, Captured, Log, loose_bytes
+from everstep.capture.ranks import Ranks
 from everstep.capture.refusals import Refused
 from everstep.capture.spread import Spread
 from everstep.errors import Unsupported
@@ -85,8 +86,22 @@ class Balance:
 
     def decide(self, distance: int) -> bool:
         """Whether the next is part of a log. `distance`: from one base to the next."""
+        wanted, reason = self.weigh(distance)
+        if wanted != self.is_log:
+            self._switch(wanted, reason)
+        else:
+            self.reason = reason
+        return self.is_log
+
+    def follow(self, is_log: bool) -> None:
+        """Do what the first of several ranks has decided."""
+        if is_log != self.is_log and not self._refusal:
+            self._switch(is_log, f"{'log' if is_log else 'full'}: as the first rank measured")
+
+    def weigh(self, distance: int) -> tuple[bool, str]:
+        """Which way it tips, and why."""
         if self._refusal or self._seen < SAVES_MIN or not self._state_bytes:
-            return self.is_log
+            return self.is_log, self.reason
         full = self._state_bytes / self.every
         bases = self._state_bytes / distance
         part = (self._record_bytes + bases) / full
@@ -94,15 +109,15 @@ class Balance:
             f"MB a step: {self._record_bytes / 1e6:.1f} in records and {bases / 1e6:.1f} in bases, "
             f"or {full / 1e6:.1f} in whole states"
         )
-        if not self.is_log and part < CHEAPER:
-            self._switch(True, f"log: {figures}")
-        elif self.is_log and part > DEARER:
-            self._switch(False, f"full: {figures}")
-        elif self.is_log and (slower := self._slower()) > SLOWER:
-            self.refuse(f"steps took {slower:.2f} times as long with a log; {figures}")
-        elif not self.is_log:
-            self.reason = f"full: {figures}"
-        return self.is_log
+        if not self.is_log:
+            is_log = part < CHEAPER
+            return is_log, f"{'log' if is_log else 'full'}: {figures}"
+        if part > DEARER:
+            return False, f"full: {figures}"
+        if (slower := self._slower()) > SLOWER:
+            self._refusal = f"steps took {slower:.2f} times as long with a log; {figures}"
+            return False, f"full: {self._refusal}"
+        return True, self.reason
 
     def figures(self) -> dict[str, Any]:
         """For `everstep show`."""
@@ -138,8 +153,12 @@ class Balance:
 class Auto:
     """Hands each step to the strategy that is chosen. For the thread that trains."""
 
-    def __init__(self, make_log: Callable[[], Log], spread: Spread, every: int) -> None:
-        """`make_log` may raise Unsupported: then there is nothing to choose."""
+    def __init__(
+        self, make_log: Callable[[], Log], spread: Spread, every: int, ranks: Ranks | None = None
+    ) -> None:
+        """`make_log` may raise Unsupported: then there is nothing to choose. `ranks`: of several,
+        which go by what the first of them decides."""
+        self._ranks = ranks
         self._spread = spread
         self._balance = Balance(every)
         self._log: Log | None = None
@@ -247,7 +266,15 @@ class Auto:
 
     def _decide(self) -> None:
         was_log = self._balance.is_log
-        if self._log and self._balance.decide(self._log.distance()) != was_log:
+        if self._log is None:
+            return
+        distance = self._log.distance()
+        if self._ranks is None:
+            self._balance.decide(distance)
+        else:
+            wanted = self._ranks.decide(lambda: self._balance.weigh(distance)[0], was_log)
+            self._balance.follow(wanted)
+        if self._balance.is_log != was_log:
             (self._log if was_log else self._spread).pause()
 
     def _leave_log(self, why: str, error: Unsupported | None = None) -> None:

@@ -23,9 +23,10 @@ import torch
 from everstep.capture.derived import Derived
 from everstep.capture.pace import Pace, choose_window
 from everstep.capture.pieces import Pieces, plain_numbers, why_not
+from everstep.capture.ranks import Ranks
 from everstep.capture.recorder import Recorder
 from everstep.capture.refusals import Held, Refused, check_gradients, check_graphs
-from everstep.errors import Unsupported
+from everstep.errors import Mismatch, Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
 from everstep.state.kept import Interest
@@ -84,17 +85,19 @@ class Log:
         window: int | None = None,
         derived: Derived | None = None,
         recovery_s: float = RECOVERY_S,
+        ranks: Ranks | None = None,
     ) -> None:
         """`base_every`: steps from one base to the next; None: chosen, see `distance`. `audit`: see
         Recorder. `window`: steps over which a base is spread; None: chosen by `pace`.
-        `derived`: what rules derive. `recovery_s`: what a recovery may take. Raises Unsupported
-        where there is no optimizer."""
+        `derived`: what rules derive. `recovery_s`: what a recovery may take. `ranks`: of several.
+        Raises Unsupported where there is no optimizer."""
         if not optimizers:
             raise Unsupported(
                 "strategy='log' records what optimizers consume, and the state has none. "
                 "Use strategy='full'"
             )
-        self._recorder = Recorder(optimizers, audit)
+        self._recorder = Recorder(optimizers, audit, ranks.rank if ranks else None)
+        self._ranks = ranks
         self._optimizers = optimizers
         self._derived = derived
         self._recovery_s = recovery_s
@@ -218,6 +221,7 @@ class Log:
             self._base = self._derived.follow(self._base, collected.walk)
             if problem := self._derived.watch(collected, step):
                 self._recorder.refuse(problem)
+        self._note_parting()
         if self._refused or not self.is_on or not self._is_record(step, collected, tagged):
             self._check()
             return Captured(collected)
@@ -262,6 +266,8 @@ class Log:
         self._base_aliases = _owned_aliases(captured.collected)
         self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
+        if self._ranks:
+            self._ranks.note_base(handle.step, self.distance())
 
     def _note_record(self, captured: Captured, handle: SaveHandle) -> None:
         if captured.share is None:
@@ -300,6 +306,12 @@ class Log:
         assert self._last is not None
         return self._last.step
 
+    def _note_parting(self) -> None:
+        """Whether the ranks came apart at the last step: another one had a surprise."""
+        if self._ranks and self._last and isinstance(self._last.error, Mismatch):
+            self._breaks += 1
+            self.end_chain()
+
     def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
         last = self._last
         return (
@@ -309,9 +321,15 @@ class Log:
             and step > last.step
             and self._base is collected.walk
             and self._base_aliases == _owned_aliases(collected)
-            and (self._pieces is not None or step - self._origin() < self.distance())
+            and (self._pieces is not None or not self._is_base_due(step))
             and self._base_derived == (self._derived and self._derived.shape(collected))
         )
+
+    def _is_base_due(self, step: int) -> bool:
+        if self._ranks:
+            following = self._ranks.next_base()
+            return following is not None and step >= following
+        return step - self._origin() >= self.distance()
 
     def _share(self, step: int, walk: Walk) -> tuple[tuple[Leaf, ...], dict[str, Any] | None]:
         """What of the next base is copied with this record. It is spread over the last steps before
@@ -329,7 +347,7 @@ class Log:
         return tuple(owned), share
 
     def _window_size(self) -> int:
-        if self._is_whole_only or plain_numbers(self._optimizers):
+        if self._is_whole_only or self._ranks or plain_numbers(self._optimizers):
             return 1
         if self._window is not None:
             return self._window
@@ -382,6 +400,8 @@ class Log:
             others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
             met = collected.loose
         recorded = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
+        if self._ranks:
+            recorded = self._ranks.leaves(tensors, RECORD_OWNER)
         leaves = (*pieces, *recorded, *others)  # updates wait for pieces, not for records
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
         kept = {leaf.name for leaf in (*pieces, *others, *met)}

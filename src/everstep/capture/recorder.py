@@ -28,9 +28,11 @@ from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
 from everstep.format.tables import is_dense
 from everstep.state import clipping, compressed, forms
+from everstep.state.layout import local_of, part_of
 from everstep.state.leaves import Leaf, sample
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerState
+from everstep.state.ranked import own_name
 
 EAGER_TIMES = 3
 """Of each parameter: DDP's bucket views look fresh at step 2, and are reused from step 3 on."""
@@ -68,6 +70,8 @@ class Call:
 
     optimizer: OptimizerState
     at: str
+    suffix: str = ""
+    """Of names of what each rank has for itself."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     said: dict[str, Any] = field(default_factory=dict)
     gradients: list[_Held] = field(default_factory=list)
@@ -76,9 +80,13 @@ class Call:
     """Until the update is made."""
 
     def sink(self, path: str, tensor: torch.Tensor) -> str:
+        """A TensorSink for what each rank has for itself."""
+        return self.common(f"{path}{self.suffix}", tensor)
+
+    def common(self, path: str, tensor: torch.Tensor) -> str:
         """A TensorSink: hyperparameters that are tensors (lr on CUDA) change in place."""
         name = f"{self.at}!{path}"
-        self.tensors[name] = tensor.detach().clone()
+        self.tensors[name] = local_of(tensor).detach().clone()
         return name
 
 
@@ -98,9 +106,12 @@ class _Watched:
 class Recorder:
     """Notes optimizer calls. For the thread that trains."""
 
-    def __init__(self, optimizers: Sequence[OptimizerState], audit: bool = False) -> None:
+    def __init__(
+        self, optimizers: Sequence[OptimizerState], audit: bool = False, rank: int | None = None
+    ) -> None:
         """`audit`: look at all bytes instead of a sample, and note their digest for the replay; a
-        pass over the state before and after each update."""
+        pass over the state before and after each update. `rank`: of several."""
+        self._rank = rank
         self._optimizers = optimizers
         self._audit = audit
         self._hashes: dict[int, Hashes] = {}
@@ -138,7 +149,9 @@ class Recorder:
             self._attributes[optimizer.index] = attributes(optimizer)
             self._arm(optimizer)
             if not self._audit:
-                rows = ((name, parameter) for _, name, parameter, _ in optimizer.parameters())
+                rows = (
+                    (name, local_of(parameter)) for _, name, parameter, _ in optimizer.parameters()
+                )
                 self._hashes[optimizer.index] = Hashes(rows)
 
     @property
@@ -174,14 +187,15 @@ class Recorder:
         if any(call.is_open for call in self._calls):
             self.refuse(f"an update of {optimizer.name!r} raised, or ran its closure twice")
             return
-        call = Call(optimizer, f"{PREFIX}{len(self._calls)}")
+        suffix = "" if self._rank is None else own_name("", self._rank)
+        call = Call(optimizer, f"{PREFIX}{len(self._calls)}", suffix)
         kind = type(optimizer.optimizer)
         call.said |= {
             "optimizer": optimizer.name,
             "class": f"{kind.__module__}.{kind.__qualname__}",
         }
         try:
-            call.said["sets"] = optimizer.hyperparameters(call.sink)
+            call.said["sets"] = optimizer.hyperparameters(call.common)
             if args or kwargs:
                 call.said["arguments"] = encode([list(args), dict(kwargs)], "step", call.sink)
             scaler = _scaler_of(optimizer)
@@ -332,6 +346,7 @@ class Recorder:
             check_gradient(name, gradient)
             if self.only is not None and name not in self.only:
                 continue
+            gradient = _local(name, parameter, gradient)
             _check_gradient(name, gradient)
             key = f"{call.at}.{name}"
             self._noted[id(parameter)] += 1
@@ -400,6 +415,15 @@ def _scaler_of(optimizer: OptimizerState) -> dict[str, torch.Tensor] | None:
     found = {key: getattr(optimizer.optimizer, key, None) for key in ("grad_scale", "found_inf")}
     known = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
     return known or None
+
+
+def _local(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient. Raises Unsupported where that is not here."""
+    if (part := part_of(gradient, parameter)) is None:
+        raise Unsupported(
+            f"the gradient of {name!r} is placed otherwise than the parameter. Use strategy='full'"
+        )
+    return part
 
 
 def _check_gradient(name: str, gradient: torch.Tensor) -> None:

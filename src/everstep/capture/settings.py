@@ -9,6 +9,7 @@ from everstep.capture.auto import Auto
 from everstep.capture.derived import Derived
 from everstep.capture.log import Log
 from everstep.capture.pace import Pace
+from everstep.capture.ranks import Ranks
 from everstep.capture.refusals import check
 from everstep.capture.spread import Spread
 from everstep.errors import Unsupported
@@ -80,12 +81,17 @@ class Settings:
         """Whether audits look at all bytes, and not at a sample."""
         return self.audit == "full"
 
-    def check_ranks(self) -> None:
+    def check_ranks(self, has_rules: bool) -> None:
         """Raises Unsupported for what cannot be done with several ranks."""
-        if self.strategy in ("log", "spread"):
+        if self.strategy == "spread":
             raise Unsupported(
-                f"strategy={self.strategy!r} with several ranks: this everstep records the "
-                f"gradients of one process alone. Use strategy='full' or 'auto'"
+                "strategy='spread' with several ranks: each would choose its own pieces. Use "
+                "strategy='log', 'full' or 'auto'"
+            )
+        if has_rules and self.strategy == "log":
+            raise Unsupported(
+                "derive= with strategy='log' and several ranks: rules are replayed by one process "
+                "alone. Use strategy='full' or 'auto'"
             )
 
     def make(
@@ -94,26 +100,36 @@ class Settings:
         modules: Mapping[str, nn.Module],
         pace: Pace,
         derived: Derived | None,
+        ranks: Ranks | None = None,
     ) -> Strategy | None:
         """None for whole states: then there is nothing to decide. `modules`: of the state. Raises
-        Unsupported where the strategy does not fit these."""
+        Unsupported where the strategy does not fit these. `ranks`: of several."""
         if self.strategy == "full":
             return None
 
         def make_log() -> Log:
             check(optimizers, modules)
-            return self._log(optimizers, pace, derived)
+            if ranks and derived:
+                raise Unsupported("derive= is replayed by one process alone, and here are several")
+            return self._log(optimizers, pace, derived, ranks)
 
         if self.strategy == "log":
             return make_log()
         if self.strategy == "spread":
             check(optimizers, modules)
-        spread = Spread(optimizers, self.every, pace, self.window, self.looks_at_all)
+        window = 1 if ranks else self.window
+        spread = Spread(optimizers, self.every, pace, window, self.looks_at_all)
         if self.strategy == "spread":
             return spread
-        return Auto(make_log, spread, self.every)
+        return Auto(make_log, spread, self.every, ranks)
 
-    def _log(self, optimizers: list[OptimizerState], pace: Pace, derived: Derived | None) -> Log:
+    def _log(
+        self,
+        optimizers: list[OptimizerState],
+        pace: Pace,
+        derived: Derived | None,
+        ranks: Ranks | None,
+    ) -> Log:
         return Log(
             optimizers,
             self.base_every,
@@ -122,6 +138,7 @@ class Settings:
             self.window,
             derived,
             self.recovery_budget,
+            ranks,
         )
 
 

@@ -133,11 +133,9 @@ class Joint:
 
 
 def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What several ranks say, as one, and how their hyperparameter sets are numbered in it."""
-    first = each[0]
-    if any(said.get("record") or said.get("share") for said in each):
-        raise Unsupported("saving records of several ranks: this everstep cannot; strategy='full'")
-    hyperparameters, mapping = merge_sets([said["hyperparameters"] for said in each])
+    """What several ranks say, as one, and how their hyperparameter sets are numbered in it. Raises
+    Mismatch."""
+    hyperparameters, calls, mapping = _merge_numbered(each)
     ranks = [dict(said.get("own", {})) for said in each]
     objects = {}
     for name in dict.fromkeys(name for said in each for name in said["objects"]):
@@ -153,8 +151,77 @@ def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[d
             )
         for index, (own, value) in enumerate(zip(ranks, values, strict=True)):
             own[name] = {"index": index, "count": len(ranks), "value": value}
-    said = {**first, "objects": objects, "hyperparameters": hyperparameters, "own": ranks}
-    return said, mapping
+    record = each[0].get("record")
+    return {
+        **each[0],
+        "objects": objects,
+        "hyperparameters": hyperparameters,
+        "own": ranks,
+        "record": record and {**record, "calls": calls},
+    }, mapping
+
+
+def _merge_numbered(
+    each: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Any], list[Any], list[dict[str, list[int]]]]:
+    """The hyperparameters of now and those of a record's calls, by the same numbers."""
+    calls = _calls(each)
+    rows = [
+        {
+            name: [
+                [values, [call["sets"][number] for call in own if call["optimizer"] == name]]
+                for number, values in enumerate(sets)
+            ]
+            for name, sets in said["hyperparameters"].items()
+        }
+        for said, own in zip(each, calls, strict=True)
+    ]
+    merged, mapping = merge_sets(rows)
+    hyperparameters = {name: [now for now, _ in sets] for name, sets in merged.items()}
+    seen: dict[str, int] = {}
+    together = []
+    for row in zip(*calls, strict=True):
+        name = row[0]["optimizer"]
+        number = seen[name] = seen.get(name, -1) + 1
+        sets = [then[number] for _, then in merged[name]]
+        together.append(_merge_call(row, sets))
+    return hyperparameters, together, mapping
+
+
+def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The calls of each rank's record; nothing for whole states. Raises Mismatch where ranks have
+    different things to save."""
+    kinds = [
+        (
+            bool(said.get("share")),
+            said.get("record") and (said["record"]["previous"], len(said["record"]["calls"])),
+        )
+        for said in each
+    ]
+    calls = [list((said.get("record") or {"calls": []})["calls"]) for said in each]
+    names = [[call["optimizer"] for call in own] for own in calls]
+    if any(kind != kinds[0] for kind in kinds) or any(own != names[0] for own in names):
+        raise Mismatch(
+            "saving: the ranks have different things for this step (some a record, some a whole "
+            "state, or records of different updates). Something surprised one of them: its log says"
+        )
+    if kinds[0][0]:
+        raise Unsupported("saving shares of a window of several ranks: this everstep cannot")
+    return calls
+
+
+def _merge_call(row: Sequence[Mapping[str, Any]], sets: list[Any]) -> dict[str, Any]:
+    """One optimizer call of all ranks: what is the same, and of each rank what is not."""
+    keys = dict.fromkeys(key for call in row for key in call if key != "sets")
+    same = {key for key in keys if all(call.get(key) == row[0].get(key) for call in row)}
+    merged: dict[str, Any] = {key: row[0][key] for key in keys if key in same and key in row[0]}
+    merged["sets"] = sets
+    if same != keys.keys():
+        merged["ranks"] = [
+            {key: value for key, value in call.items() if key not in same and key != "sets"}
+            for call in row
+        ]
+    return merged
 
 
 def _has_tensors(value: Any) -> bool:

@@ -8,7 +8,7 @@ whose hooks do so is noticed while it trains).
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from everstep.errors import Corrupt, Mismatch
 from everstep.state import clipping, forms
+from everstep.state.layout import local_of, wrapped_like
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
 
@@ -78,6 +79,34 @@ class _Call:
     generators: dict[str, torch.Tensor]
 
 
+def of_rank(said: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """A call as a rank of so many has to make it again. Of another number of ranks: by name, from
+    whichever rank says it; generators and digests are those of no rank then."""
+    ranks = said.get("ranks")
+    if not ranks:
+        return dict(said)
+    common = {key: value for key, value in said.items() if key != "ranks"}
+    if len(ranks) == size:
+        return {**common, **ranks[rank]}
+    first = {key: value for key, value in ranks[0].items() if key not in ("after", "generators")}
+    for key in ("clips", "compressed"):
+        if any(key in own for own in ranks):
+            first[key] = _united([row for own in ranks for row in own.get(key, ())])
+    return {**common, **first}
+
+
+def _united(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each parameter's name once: with what the first rank said of it."""
+    seen: set[str] = set()
+    found = []
+    for row in rows:
+        names = [name for name in row["names"] if name not in seen]
+        seen |= set(names)
+        if names:
+            found.append({**row, "names": names})
+    return found
+
+
 def find(
     step: int, said: Mapping[str, Any], optimizers: Mapping[str, OptimizerState]
 ) -> OptimizerState:
@@ -105,7 +134,8 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
     sets: dict[int, Mapping[str, Any]] = {}
     compressed = forms.by_parameter(said)
     for index, name, parameter, _ in state.parameters():
-        parameter.grad = forms.gradient_of(record.tensors, at, name, parameter, compressed)
+        local = forms.gradient_of(record.tensors, at, name, parameter, compressed)
+        parameter.grad = None if local is None else wrapped_like(parameter, local)
         parameters[name] = parameter
         # Every parameter of a group has the same set: restore.apply has checked that.
         sets.setdefault(index, said["sets"][groups[name]])
@@ -152,8 +182,8 @@ def _step(state: OptimizerState, call: _Call) -> None:
 
 def _clip(clip: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], record: Loaded) -> None:
     """As it was clipped then."""
-    found = [parameters[name].grad for name in clip["names"]]
-    raw = [gradient for gradient in found if gradient is not None]
+    found = [parameters[name].grad for name in clip["names"] if name in parameters]
+    raw = [local_of(gradient) for gradient in found if gradient is not None]
     clipping.scale_in_place(raw, record.tensors[clip["coefficient"]], clip["foreach"])
 
 

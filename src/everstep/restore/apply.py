@@ -7,7 +7,7 @@ Nothing of the user's is changed before everything has been found to fit.
 import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -80,7 +80,8 @@ def apply(
         together("reading", lambda: _fill(candidate, base, placement, loader))
         placement.finish()
         return base.manifest
-    return _replay(candidate, base, replayed, state, placement, optimized, loader, derivation)
+    replay = partial(_replay, candidate, base, replayed, state, placement, optimized, loader)
+    return together("replaying", lambda: replay(derivation))
 
 
 def _take(
@@ -146,8 +147,8 @@ def _replay(
     _check_calls(logs, optimizers)
     saved = _saved_after(base, logs[-1], optimized)
     live = cache(state.live_tensors)
-    devices = {
-        name: parameter.device
+    parameters = {
+        name: parameter
         for optimizer in optimizers.values()
         for _, name, parameter, _ in optimizer.parameters()
     }
@@ -158,7 +159,8 @@ def _replay(
         with candidate.sources(record.part) as sources:
             loader.load(record.part, sources, here, table)
 
-    with Records(candidate, logs, devices, loader, base.manifest.exact) as records:
+    is_exact = base.manifest.exact
+    with Records(candidate, logs, parameters, loader, is_exact, state.world) as records:
         _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
         _fill(candidate, base, placement, loader)
         placement.finish()

@@ -19,6 +19,7 @@ from everstep.restore.records import Records, empty
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install, owned_names
 from everstep.state.placement import Destination
+from everstep.state.world import World
 from everstep.tiers.disk import Disk
 
 
@@ -52,7 +53,7 @@ def _replayed(
     candidate: Candidate, base: Described, logs: Sequence[Described], loader: Loader
 ) -> dict[str, torch.Tensor]:
     constant = _constant(base, logs)
-    with Records(candidate, logs, {}, loader, base.manifest.exact) as records:
+    with Records(candidate, logs, {}, loader, base.manifest.exact, World(0, 1)) as records:
         tensors = _tensors_of(candidate, base, loader)
         optimizers = _rebuild(base, logs, tensors, candidate.disk)
         for loaded in records:

@@ -9,11 +9,14 @@ import torch
 
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_own
-from everstep.replay.redo import Loaded
+from everstep.replay.redo import Loaded, of_rank
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
 from everstep.restore.slabs import Slabs, dtype_of
+from everstep.state.layout import is_dtensor, local_of, shards_like
 from everstep.state.placement import Destination
+from everstep.state.ranked import own_name, unowned
+from everstep.state.world import World
 
 _LOADS_IN_FLIGHT = 2
 """So that reads of the next wait where those of this one end: a disk that idles in between loses a
@@ -29,19 +32,22 @@ class Records:
         self,
         candidate: Candidate,
         logs: Sequence[Described],
-        devices: Mapping[str, torch.device],
+        parameters: Mapping[str, torch.Tensor],
         loader: Loader,
         is_exact: bool,
+        world: World,
     ) -> None:
-        """`logs`: with the base as the first, where it is spread. `devices`: of the parameters, to
-        which their gradients go. `is_exact`: whether the base is the run's own bit for bit."""
+        """`logs`: with the base as the first, where it is spread. `parameters`: by name, to which
+        gradients go; none: all is read whole, to the CPU. `is_exact`: whether the base is the run's
+        own bit for bit. `world`: of the ranks that replay, each its part."""
+        self._world = world
         self._is_exact = is_exact
         self._candidate = candidate
         self._records = [row for described in logs for row in described.records]
         self._base_step = logs[0].manifest.step
         self._since = _steps_of(logs[0])
-        self._devices = devices
-        self._is_on_cpu = all(device.type == "cpu" for device in devices.values())
+        self._parameters = parameters
+        self._is_on_cpu = all(each.device.type == "cpu" for each in parameters.values())
         self._loader = loader
         self._slabs = Slabs()
         self._reader = ThreadPoolExecutor(_LOADS_IN_FLIGHT, "everstep-records")
@@ -69,7 +75,14 @@ class Records:
     def _load(self, record: Record, table: Table) -> Loaded:
         ahead = {name for name, step in self._since.items() if step >= record.step}
         loaded = load_record(
-            self._candidate, record, table, self._devices, self._loader, self._slabs, ahead
+            self._candidate,
+            record,
+            table,
+            self._parameters,
+            self._loader,
+            self._slabs,
+            self._world,
+            ahead,
         )
         is_whole = not ahead or record.step >= self._base_step
         return replace(loaded, is_comparable=is_whole and self._is_exact)
@@ -88,31 +101,54 @@ def load_record(
     candidate: Candidate,
     record: Record,
     table: Table,
-    devices: Mapping[str, torch.device],
+    parameters: Mapping[str, torch.Tensor],
     loader: Loader,
     slabs: Slabs,
+    world: World,
     ahead: Set[str] = frozenset(),
 ) -> Loaded:
     """Read and verify one; blocks. `ahead`: parameters that are of this step, or of a later one,
     already. Raises Corrupt, Unavailable."""
     on_cpu: list[TensorEntry] = []
     tensors: dict[str, torch.Tensor] = {}
+    owners: dict[str, torch.Tensor] = {}
+    size = max((len(call.get("ranks", ())) for call in record.calls), default=0)
     for name, entry in table.tensors.items():
-        head, _, parameter = name.partition(".")
-        if not is_own(name) or ("!" not in head and parameter in ahead):
+        head, _, rest = name.partition(".")
+        if not is_own(name) or ("!" not in head and rest in ahead):
             continue
-        device = devices.get(parameter, torch.device("cpu"))
-        if device.type == "cpu":
-            on_cpu.append(entry)
+        is_common = unowned(name) == name
+        if not is_common and size == world.size and name != own_name(unowned(name), world.rank):
+            continue
+        owner = parameters.get(rest)
+        here = entry
+        if owner is not None and "!" not in head and entry.spec.shape == tuple(owner.shape):
+            owners[name] = owner
+            here = _part_of(entry, owner)
+        if owner is None or owner.device.type == "cpu":
+            on_cpu.append(here)
         else:
-            tensors[name] = empty(entry, device)
+            tensors[name] = empty(here, owner.device)
     names = [entry.spec.name for entry in on_cpu]
     tensors |= zip(names, slabs.tensors(on_cpu), strict=True)
-    wanted = [(table.tensors[name], [Destination.whole(t)]) for name, t in tensors.items()]
+    wanted = [
+        (table.tensors[name], [Destination(box, memory) for box, memory in shards])
+        for name, tensor in tensors.items()
+        for shards in [shards_like(owners.get(name, tensor), tensor)[1]]
+    ]
     with candidate.sources(record.part) as sources:
         loader.load(record.part, sources, wanted, table)
     groups = {name: found["groups"] for name, found in table.optimizers.items()}
-    return Loaded(record.step, record.calls, tensors, groups)
+    calls = tuple(of_rank(call, world.rank, world.size) for call in record.calls)
+    return Loaded(record.step, calls, tensors, groups)
+
+
+def _part_of(entry: TensorEntry, parameter: torch.Tensor) -> TensorEntry:
+    """What of a gradient this rank needs: as much as it has of the parameter."""
+    if not is_dtensor(parameter):
+        return entry
+    local = tuple(local_of(parameter).shape)
+    return replace(entry, spec=replace(entry.spec, shape=local), pieces=(), strides=None)
 
 
 def _steps_of(base: Described) -> dict[str, int]:

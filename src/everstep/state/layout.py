@@ -38,6 +38,38 @@ def shards_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[Box, to
     return shape, meshes.shards_of(tensor)  # type: ignore[arg-type]
 
 
+def shards_like(
+    parameter: torch.Tensor, local: torch.Tensor
+) -> tuple[tuple[int, ...], list[tuple[Box, torch.Tensor]]]:
+    """The same of plain memory that belongs to a parameter (a gradient): cut as this rank's part of
+    it is, where it has that part's shape, else whole."""
+    if not is_dtensor(parameter) or local.shape != local_of(parameter).shape:
+        shape = tuple(local.shape)
+        return shape, [(Box.whole(shape), local)]
+    from everstep.state import meshes  # see is_dtensor
+
+    return tuple(parameter.shape), meshes.shards_of(parameter, local)  # type: ignore[arg-type]
+
+
+def part_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Of a gradient what belongs to this rank's part of the parameter; None where it is not here
+    without communication."""
+    if not is_dtensor(gradient) and not is_dtensor(parameter):
+        return gradient
+    from everstep.state import meshes  # see is_dtensor
+
+    return meshes.part_of(gradient, parameter)
+
+
+def wrapped_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Plain memory as a tensor of the parameter's kind, which has this rank's part of it."""
+    if not is_dtensor(parameter):
+        return local
+    from everstep.state import meshes  # see is_dtensor
+
+    return meshes.wrapped_like(parameter, local)  # type: ignore[arg-type]
+
+
 def spread_of(tensor: torch.Tensor) -> Spread | None:
     """How a DTensor is spread over ranks; None for a plain tensor, which is whole."""
     if not is_dtensor(tensor):

@@ -21,8 +21,11 @@ Interval = tuple[int, int]
 """Start and length along one dim of the global tensor."""
 
 
-def shards_of(tensor: DTensor) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes that are here, each with its local memory (views).
+def shards_of(
+    tensor: DTensor, memory: torch.Tensor | None = None
+) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes that are here, each with its local memory (views); or that of other `memory` of the
+    local shape.
 
     Raises Unsupported for a layout that is not known.
     """
@@ -38,7 +41,36 @@ def shards_of(tensor: DTensor) -> list[tuple[Box, torch.Tensor]]:
             f"{tensor.placements} on a mesh of shape {list(tensor.device_mesh.shape)} would make "
             f"it {list(lengths)}"
         )
-    return _cut(local, intervals)
+    return _cut(local if memory is None else memory, intervals)
+
+
+def part_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+    """What belongs to this rank's part of the parameter, where it is here: also where a gradient is
+    replicated of which the optimizer uses a part (torch makes such ones of embeddings)."""
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return None
+    if spread_of(gradient) == spread_of(parameter):
+        return gradient._local_tensor
+    is_here = gradient.device_mesh == parameter.device_mesh and all(
+        isinstance(has, Replicate) or has == wants
+        for has, wants in zip(gradient.placements, parameter.placements, strict=True)
+    )
+    if not is_here:
+        return None
+    with torch.no_grad():
+        return gradient.redistribute(placements=parameter.placements)._local_tensor
+
+
+def wrapped_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor of that memory, on the mesh of another, placed as it is."""
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def spread_of(tensor: DTensor) -> Spread:

@@ -13,6 +13,7 @@ import xxhash
 from torch.optim import Optimizer
 
 from everstep.errors import Corrupt
+from everstep.state.layout import local_of
 from everstep.state.leaves import Guard, Leaf, check_tensor
 from everstep.state.objects import TensorSink, encode
 from everstep.state.placement import Placement, Saved
@@ -76,17 +77,18 @@ class OptimizerState:
             state = self.optimizer.state.get(parameter, {})
             for value in (parameter, *(state[key] for key in sorted(state, key=str))):
                 if isinstance(value, torch.Tensor):
-                    flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                    flat = local_of(value).detach().cpu().contiguous().view(-1).view(torch.uint8)
                     digest.update(flat.numpy().data)
         return digest.hexdigest()
 
     def tensors(self) -> Iterator[Leaf]:
-        """Its parameters and their state tensors, whoever else may have them."""
+        """Its parameters and their state tensors, as far as they are here, whoever else may have
+        them."""
         for _, name, parameter, _ in self.parameters():
-            yield Leaf(name, parameter, self.index)
+            yield Leaf(name, local_of(parameter), self.index)
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    yield Leaf(f"{self.name}.{name}.{key}", value, self.index)
+                    yield Leaf(f"{self.name}.{name}.{key}", local_of(value), self.index)
 
     def plain(self) -> Any:
         """What its state holds beside tensors, to be compared; None where its class has methods of

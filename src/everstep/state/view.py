@@ -15,7 +15,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from everstep.errors import Mismatch, Unsupported
-from everstep.state.layout import is_dtensor, shards_of, spread_of
+from everstep.format.boxes import Box
+from everstep.state.layout import is_dtensor, shards_like, shards_of, spread_of
 from everstep.state.leaves import Guard, Leaf, check_tensor, dtype_name, find_aliases
 from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
 from everstep.state.modules import ModuleState
@@ -84,6 +85,10 @@ class Collected:
     own: dict[str, Any] = field(default_factory=dict)
 
 
+_Planned = tuple[str, tuple[slice, ...], Box | None, tuple[int, ...] | None]
+"""A tensor of a record that this rank writes: its name, what of it (nothing: all), as which box."""
+
+
 class _Loose:
     """A TensorSink: gathers the tensors met in objects. One that is known already gets another
     name."""
@@ -147,6 +152,7 @@ class State:
         self.world = world or World(0, 1)
         self._shares = self._shares_of(by_rank or {})
         self._holders = Holders(self.world)
+        self._record_plan: tuple[Any, list[_Planned]] = (None, [])
         self._walk: Walk | None = None
         self._guard = Guard()
         self._owners: dict[int, int | None] = {}
@@ -340,6 +346,7 @@ class State:
             for value in optimizer.optimizer.state.get(parameter, {}).values()
         }
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
+        self._record_plan = (None, [])
         self._holders.ask(
             {
                 leaf.name: Shape(dtype_name(leaf.tensor.dtype), tuple(leaf.tensor.shape), spread)
@@ -356,6 +363,45 @@ class State:
             ranks = self._holders.of(name) if is_alike else self._holders.of_any(name)
             held += [Held(piece, ranks) for piece in _pieces(leaf)]
         return chosen(held, self.world.rank)
+
+    def record_leaves(self, tensors: Mapping[str, torch.Tensor], owner: int) -> tuple[Leaf, ...]:
+        """The own tensors of a record as far as this rank writes them: of gradients its share, as
+        of their parameters; what each rank has for itself; and of the rest, if it is the first."""
+        key = tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
+        if self._record_plan[0] != key:
+            self._record_plan = (key, self._plan_record(tensors))
+        return tuple(
+            Leaf(name, tensors[name][inside] if inside else tensors[name], owner, box, shape)
+            for name, inside, box, shape in self._record_plan[1]
+        )
+
+    def _plan_record(self, tensors: Mapping[str, torch.Tensor]) -> list[_Planned]:
+        parameters = {
+            name: parameter
+            for optimizer in self.optimizers
+            for _, name, parameter, _ in optimizer.parameters()
+        }
+        rank, held = self.world.rank, []
+        for name, tensor in tensors.items():
+            head, _, rest = name.partition(".")
+            parameter = parameters.get(rest) if "!" not in head or "!indices" in head else None
+            if parameter is None:
+                ranks = (rank,) if unowned(name) != name else (0,)
+                held.append(Held(Leaf(name, tensor), ranks))
+                continue
+            shape, shards = shards_like(parameter, tensor)
+            held += [
+                Held(
+                    Leaf(name, view, None, box if is_dtensor(parameter) else None, shape),
+                    self._holders.of(rest),
+                )
+                for box, view in shards
+                if view.numel() or 0 in shape
+            ]
+        return [
+            (leaf.name, _inside(leaf.tensor, tensors[leaf.name]), leaf.box, leaf.shape)
+            for leaf in chosen(held, rank)[0]
+        ]
 
     def _is_eager(self, leaf: Leaf) -> bool:
         """Whether nobody can hold what writes to it: it is copied at the call."""
@@ -394,6 +440,17 @@ def _pieces(leaf: Leaf) -> list[Leaf]:
         for box, tensor in shards
         if tensor.numel() or 0 in shape
     ]
+
+
+def _inside(view: torch.Tensor, whole: torch.Tensor) -> tuple[slice, ...]:
+    """Where in a tensor a box of it lies; nothing where it is all of it."""
+    if view.shape == whole.shape:
+        return ()
+    at = int(view.storage_offset() - whole.storage_offset())
+    starts = {}
+    for dim in sorted(range(whole.ndim), key=whole.stride, reverse=True):
+        starts[dim], at = divmod(at, whole.stride(dim))
+    return tuple(slice(starts[dim], starts[dim] + view.shape[dim]) for dim in range(whole.ndim))
 
 
 def _own_storages(leaves: list[Leaf]) -> list[Leaf]:

@@ -5,6 +5,7 @@ Invariant: all ranks make the same calls in the same order. Where one does not c
 told which, after a while; nobody waits for ever.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -90,6 +91,23 @@ class World:
             if theirs:
                 raise KINDS.get(theirs, Unavailable)(f"rank {rank}: {message}")
         return result
+
+    def tell(self, what: str, value: Any) -> None:
+        """Say something to the other ranks, for whom it may concern: JSON, under a name of its own.
+        Where the store is gone nobody hears it."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{self._prefix}/said/{what}", json.dumps(value))
+
+    def heard(self, what: str) -> Any:
+        """What was told under this name; None where nothing has come yet. Does not wait."""
+        if self._store is None:
+            return None
+        key = f"{self._prefix}/said/{what}"
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([key]):
+                return json.loads(self._store.get(key))
+        return None
 
     def _await(self, what: str, keys: list[str], timeout: float) -> None:
         """By polling: a blocking get would hold a lock that others of this process need."""

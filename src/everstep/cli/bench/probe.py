@@ -26,6 +26,7 @@ from everstep.restore.load import Loader
 from everstep.restore.records import load_record
 from everstep.restore.slabs import Slabs
 from everstep.state.view import State
+from everstep.state.world import World
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -82,7 +83,7 @@ def apart(root: Path, run: workload.Run, base: int, last: int) -> dict[str, Any]
             name = CheckpointName(described.manifest.step, described.manifest.epoch)
             for record, table in described.records:
                 own = Candidate(name, disk)
-                read = partial(load_record, own, record, table, {}, loader, slabs)
+                read = partial(load_record, own, record, table, {}, loader, slabs, World(0, 1))
                 loaded = _timed(read, reads)
                 redo(loaded, optimizers)
                 del loaded

@@ -1,0 +1,62 @@
+"""What the logs of several ranks have to have in common: who writes which gradients, and when.
+
+A step is a record on all ranks or on none. What is decided by what was measured, the first rank
+decides, and tells the others in good time: through the torch.distributed.Store, which is looked at
+now and then and never waited for. Where ranks come apart all the same (a surprise on one of them),
+the keeper refuses the step, and whole states follow until they are together again.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from everstep.state.leaves import Leaf
+from everstep.state.view import State
+
+DECIDED_EVERY = 16
+"""Calls from one common decision to the next; it takes effect that much later."""
+
+
+class Ranks:
+    """For the thread that trains; all ranks make the same calls."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._world = state.world
+        self._calls = 0
+        self._base: tuple[int, int | None] = (-1, None)
+
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+        return self._world.rank
+
+    def leaves(self, tensors: Mapping[str, torch.Tensor], owner: int) -> tuple[Leaf, ...]:
+        """A record's own tensors, as far as this rank writes them."""
+        return self._state.record_leaves(tensors, owner)
+
+    def note_base(self, step: int, distance: int) -> None:
+        """A base is made at this step; the first rank's `distance` says when the next one is."""
+        self._base = (step, None)
+        if self._world.rank == 0:
+            self._base = (step, step + distance)
+            self._world.tell(f"base/{step}", step + distance)
+
+    def next_base(self) -> int | None:
+        """The step of the next base; None where it is not known yet."""
+        step, following = self._base
+        if following is None:
+            following = self._world.heard(f"base/{step}")
+            self._base = (step, following)
+        return following
+
+    def decide(self, wanted: Callable[[], bool], now: bool) -> bool:
+        """What all ranks do from here on: `now`, or what the first rank `wanted` a while ago."""
+        self._calls += 1
+        turn, rest = divmod(self._calls, DECIDED_EVERY)
+        if rest:
+            return now
+        if self._world.rank == 0:
+            self._world.tell(f"decision/{turn}", wanted())
+        heard = self._world.heard(f"decision/{turn - 1}")
+        return now if heard is None else bool(heard)
