@@ -196,7 +196,8 @@ class Captures:
     def _describe(
         self, captured: Captured, tag: str | None, metrics: dict[str, Any]
     ) -> dict[str, Any]:
-        now = topology(self._state.world.size)  # threads and the like may have been set anew
+        # Threads and the like may have been set anew.
+        now = topology(self._state.world.size, self._state.layout())
         if self._topology is None or not now.items() <= self._topology.items():
             self._topology = now
         is_replayed = captured.record is not None or captured.share is not None

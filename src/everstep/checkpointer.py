@@ -38,7 +38,7 @@ from everstep.saves import Saves, Skipped
 from everstep.state.objects import plain_json
 from everstep.state.ranked import ByRank
 from everstep.state.rules import Rule, Rules
-from everstep.state.topology import differences
+from everstep.state.topology import differences, layout_differences
 from everstep.state.view import State
 from everstep.state.world import World
 from everstep.store.commit import open_store, set_tag
@@ -416,8 +416,12 @@ class Checkpointer:
             read = 0 if candidate.held else loader.size
             self._captures.restored(manifest.capture, read, loader.seconds)
         self.metrics.selftest = {}
-        if differing := differences(manifest.topology):
-            is_replayed = manifest.previous is not None or manifest.is_spread
+        is_replayed = manifest.previous is not None or manifest.is_spread
+        differing = differences(manifest.topology)
+        if is_replayed:
+            calls = (call for record in manifest.records for call in record.calls)
+            differing += layout_differences(manifest.topology, self._state.layout(), calls)
+        if differing:
             if is_replayed:
                 optimizers = {optimizer.name: optimizer for optimizer in self._state.optimizers}
                 self.metrics.selftest = selftest.compare(manifest.topology, optimizers)

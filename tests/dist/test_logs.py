@@ -1,10 +1,13 @@
 """Records of several ranks: replayed to the bits of the run, on its own layout and on others."""
 
+from functools import partial
+
 import pytest
 import torch
 import zoo
 
-from everstep import Checkpointer, Store
+from everstep import Checkpointer, Store, Unsupported
+from everstep.capture import auto, ranks
 from stores import end_keeper
 
 STEPS = 7
@@ -69,3 +72,65 @@ def test_records_of_ranks_are_replayed(gang, store, tmp_path, saved):
     equal(found, state)
     assert after == losses[STEPS:]
     equal(ended, final)
+
+
+def restores_exactly(layout, store, optimizer):
+    """What a restore says that is to be exact on these ranks."""
+    job = zoo.build(layout, zoo.Recipe(optimizer=optimizer))
+    with attached(job, store) as checkpointer:
+        try:
+            return checkpointer.restore(exact="require")
+        except Unsupported as error:
+            return str(error)
+
+
+def trains_with(layout, store, optimizer):
+    job = zoo.build(layout, zoo.Recipe(optimizer=optimizer))
+    with attached(job, store, base_every=5) as checkpointer:
+        for step in range(1, 4):
+            job.train(step)
+            checkpointer.step(step)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_other_ranks_are_exact_for_what_goes_by_single_elements(gang, store, fused):
+    optimizer = partial(torch.optim.AdamW, lr=0.01, fused=fused)
+    gang.run(trains_with, "fsdp2", store, optimizer, size=2)
+    assert gang.run(restores_exactly, "fsdp2", store, optimizer, size=2) == [3, 3]
+    for said in gang.run(restores_exactly, "ddp", store, optimizer, size=2):
+        assert "other ranks" in said if fused else said == 3
+
+
+def goes_by_itself(store, last):
+    """Under auto, which decides after a few saves here; what became of each save."""
+    settings = (auto, "SAVES_MIN", 5), (ranks, "DECIDED_EVERY", 4)
+    kept = [getattr(module, name) for module, name, _ in settings]
+    for module, name, value in settings:
+        setattr(module, name, value)
+    try:
+        job = zoo.build("fsdp2", RECIPE)
+        state = {"model": job.model, "optimizer": job.optimizer}
+        with Checkpointer(store, state, under_pressure="wait") as checkpointer:
+            first = checkpointer.restore()
+            found, handles = job.full_state(), []
+            for step in range(first + 1, last + 1):
+                job.train(step)
+                handles.append(checkpointer.step(step))
+            checkpointer.wait()
+            errors = [str(handle.error) for handle in handles if handle.error]
+            return first, errors, found, job.full_state()
+    finally:
+        for (module, name, _), value in zip(settings, kept, strict=True):
+            setattr(module, name, value)
+
+
+def test_all_ranks_go_over_to_a_log_at_the_same_step(gang, store):
+    outcomes = gang.run(goes_by_itself, store, 24, size=2)
+    assert [errors for _, errors, _, _ in outcomes] == [[], []]
+    manifests = [Store(store).manifest(step) for step in Store(store).steps()]
+    assert len(manifests) == 24
+    assert not manifests[0].records
+    assert manifests[-1].records
+    (first, _, found, _), *_ = gang.run(goes_by_itself, store, 0, size=2)
+    assert first == 24
+    equal(found, outcomes[0][3])

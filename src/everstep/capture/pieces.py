@@ -59,29 +59,32 @@ class Pieces:
 
 
 def measured(optimizers: list[OptimizerState], walk: Walk) -> tuple[list[Piece], int]:
-    """The pieces, and the bytes of all parameters' gradients."""
-    rows = [
-        (name, parameter)
+    """The pieces, and the bytes of the gradients of all parameters that the walk has (of several
+    ranks: as far as this one writes them)."""
+    items = {
+        name: _gradient_item(parameter)
         for optimizer in optimizers
         for _, name, parameter, _ in optimizer.parameters()
-    ]
-    gradients = {id(parameter): _gradient_bytes(parameter) for _, parameter in rows}
-    ids = {name: id(parameter) for name, parameter in rows}
+    }
+    gradients = dict.fromkeys(items, 0)
+    for leaf in walk.leaves:
+        if leaf.name in items:
+            gradients[leaf.name] += leaf.tensor.numel() * items[leaf.name]
     pieces = [
-        Piece(name, sum(leaf.tensor.nbytes for leaf in unit), gradients[ids[name]])
+        Piece(name, sum(leaf.tensor.nbytes for leaf in unit), gradients[name])
         for name, unit in _units(optimizers, walk).items()
     ]
     return pieces, sum(gradients.values())
 
 
-def _gradient_bytes(parameter: torch.Tensor) -> int:
-    """Of the gradient that is there, or of one to come: it may be of another dtype. Of a sparse
-    one, as if it were dense."""
+def _gradient_item(parameter: torch.Tensor) -> int:
+    """Bytes of an element of the gradient that is there, or of one to come: it may be of another
+    dtype. Of a sparse one, as if it were dense."""
     if not parameter.requires_grad:
         return 0
     found = parameter.grad
     dtype = getattr(parameter, "grad_dtype", None) if found is None else found.dtype
-    return parameter.numel() * int((dtype or parameter.dtype).itemsize)
+    return int((dtype or parameter.dtype).itemsize)
 
 
 def why_not(optimizers: list[OptimizerState]) -> str | None:

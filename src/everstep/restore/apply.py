@@ -27,7 +27,7 @@ from everstep.state.layout import shards_of
 from everstep.state.optimizers import OptimizerState, owned_names
 from everstep.state.placement import Destination, Placement, Saved
 from everstep.state.rules import Rules, is_in
-from everstep.state.topology import adopted, differences
+from everstep.state.topology import ALONE, adopted
 from everstep.state.view import State
 
 log = logging.getLogger("everstep")
@@ -50,9 +50,8 @@ def apply(
     """
     base, *logs = state.world.together("reading the manifest", candidate.describe)
     replayed = [base, *logs] if base.manifest.is_spread else logs
-    differing = {
-        text for described in replayed for text in differences(described.manifest.topology)
-    }
+    layout = state.layout() if replayed else ALONE
+    differing = {text for described in replayed for text in described.differences(layout)}
     if must_be_exact and differing:
         optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
         found = selftest.describe(selftest.compare(replayed[-1].manifest.topology, optimizers))

@@ -15,6 +15,7 @@ from everstep.format.wholes import check_whole
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.persist import UNCLAIMED
 from everstep.restore.load import MemorySource, Source
+from everstep.state.topology import differences, layout_differences
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.read import open_pack
@@ -56,6 +57,13 @@ class Described:
 
     manifest: Manifest
     tables: list[Table]
+
+    def differences(self, layout: str) -> list[str]:
+        """What is other here than where it was recorded, of what a replay may depend on. `layout`:
+        of the ranks that replay."""
+        then = self.manifest.topology
+        calls = (call for record in self.manifest.records for call in record.calls)
+        return differences(then) + layout_differences(then, layout, calls)
 
     @property
     def records(self) -> list[tuple[Record, Table]]:

@@ -20,7 +20,7 @@ from everstep.replay import selftest
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
-from everstep.state.topology import adopted, differences
+from everstep.state.topology import ALONE, adopted
 from everstep.store import catalog, claims, commit, retain
 from everstep.store.names import CheckpointName, manifest_path
 from everstep.tiers.disk import Disk
@@ -50,7 +50,7 @@ def materialize(disk: Disk, name: CheckpointName, keep_exact: bool = True) -> Ma
         then = logs[-1].manifest.topology
         with adopted(then), Loader() as loader:
             tensors = rebuilt(candidate, base, logs, loader)
-            differing = {text for each in logs for text in differences(each.manifest.topology)}
+            differing = {text for each in logs for text in each.differences(ALONE)}
             if not base.manifest.exact:
                 differing.add(f"step {base.manifest.step}, where it begins, is not exact")
             replayed = {"differs": sorted(differing), "selftest": selftest.compare(then)}

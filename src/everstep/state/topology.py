@@ -3,7 +3,7 @@ continuation can be exact."""
 
 import contextlib
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,14 +13,33 @@ from everstep import __version__
 EXACT_KEYS = ("torch", "machine", "capability", "threads", "default_dtype", "denormals")
 """Where these differ, results may differ in last bits."""
 
+ALONE = "alone"
+"""The layout of one process."""
+
+_ELEMENTWISE = [
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "Adamax",
+    "AdamW",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
+"""torch's optimizers that come to the same bits however tensors are cut."""
+
 _THREADS_MAX = 1024
 _SMALL, _HALF = 1e-310, 0.5
 
 
-def topology(world_size: int = 1) -> dict[str, Any]:
-    """Of this process, now, among so many."""
+def topology(world_size: int = 1, layout: str = ALONE) -> dict[str, Any]:
+    """Of this process, now, among so many. `layout`: how tensors are spread over them."""
     return {
         "world_size": world_size,
+        "layout": layout,
         "torch": torch.__version__,
         "everstep": __version__,
         "python": platform.python_version(),
@@ -43,6 +62,28 @@ def differences(then: Mapping[str, Any]) -> list[str]:
         for key in keys
         if key in then and then[key] != now[key]
     ]
+
+
+def layout_differences(
+    then: Mapping[str, Any], layout: str, calls: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    """Where tensors are spread over ranks in another way than then: of a record's calls those that
+    may come to other bits of it, since they do not go by single elements, or do in vectors."""
+    if then.get("layout", ALONE) == layout:
+        return []
+    return sorted(
+        {
+            f"other ranks, which {call['class']} depends on"
+            for call in calls
+            if not _is_elementwise(call)
+        }
+    )
+
+
+def _is_elementwise(call: Mapping[str, Any]) -> bool:
+    module, _, name = str(call["class"]).rpartition(".")
+    is_fused = any(values.get("fused") for values in call["sets"])
+    return module.startswith("torch.optim.") and name in _ELEMENTWISE and not is_fused
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from everstep.state.stateful import (
     ValueState,
     is_generator,
 )
+from everstep.state.topology import ALONE
 from everstep.state.world import World
 from everstep.state.writers import Held, Holders, Shape, chosen
 
@@ -268,6 +269,14 @@ class State:
         rank's own is the first one's."""
         rank = self.world.rank
         return rank == 0 or leaf.box is not None or leaf.name.endswith(own_name("", rank))
+
+    def layout(self) -> str:
+        """How the tensors are spread over the ranks, as a digest. All ranks ask."""
+        if self.world.is_alone:
+            return ALONE
+        if self._walk is None:
+            self._walk_anew()
+        return self._holders.digest
 
     def suspect(self, names: Iterable[str]) -> None:
         """These were written to while they were being copied, by something that is no optimizer.

@@ -72,6 +72,8 @@ class Holders:
     def __init__(self, world: World) -> None:
         self._world = world
         self._known: list[Any] | None = None
+        self.digest = ""
+        """Of how all ranks' tensors are spread; the same on all of them."""
         self._of_name: dict[str, list[tuple[int, Spread | None]]] = {}
         self._shapes: Mapping[str, Shape] = {}
 
@@ -89,6 +91,7 @@ class Holders:
         if said == self._known:
             return
         everything = self._world.gather("comparing the ranks' tensors", said)
+        self.digest = digest_of(json.dumps(everything).encode())
         firsts: dict[str, int] = {}
         for rank, found in enumerate(everything):
             for _, digest in found:
