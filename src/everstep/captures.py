@@ -207,6 +207,7 @@ class Captures:
         return {
             "objects": captured.collected.objects,
             "own": captured.collected.own,
+            "digests": captured.collected.digests,
             "hyperparameters": captured.collected.hyperparameters,
             "topology": self._topology,
             "capture": {

@@ -144,13 +144,13 @@ def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[d
             objects[name] = values[0]
             continue
         if any(_has_tensors(value) for value in values):
-            raise Mismatch(
-                f"saving {name!r}: it differs between the ranks, and has tensors, of which only "
-                f"the first rank's would be kept. Tell that each rank has its own: "
-                f"by_rank={{{name!r}: 'exact'}}"
-            )
+            raise _differs(name)
         for index, (own, value) in enumerate(zip(ranks, values, strict=True)):
             own[name] = {"index": index, "count": len(ranks), "value": value}
+    digests = [said.get("digests", {}) for said in each]
+    for name in dict.fromkeys(name for own in digests for name in own):
+        if len({own.get(name) for own in digests}) > 1:
+            raise _differs(name)
     record = each[0].get("record")
     return {
         **each[0],
@@ -159,6 +159,14 @@ def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[d
         "own": ranks,
         "record": record and {**record, "calls": calls},
     }, mapping
+
+
+def _differs(name: str) -> Mismatch:
+    return Mismatch(
+        f"saving {name!r}: it differs between the ranks, and is or has a tensor, of which only the "
+        f"first rank's would be kept. Tell that each rank has its own: by_rank={{name: 'exact'}}, "
+        f"with the name of that part of the state"
+    )
 
 
 def _merge_numbered(

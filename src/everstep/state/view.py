@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from everstep.errors import Mismatch, Unsupported
 from everstep.format.boxes import Box
+from everstep.format.document import digest_of
 from everstep.state.layout import is_dtensor, shards_like, shards_of, spread_of
 from everstep.state.leaves import Guard, Leaf, check_tensor, dtype_name, find_aliases
 from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
@@ -40,6 +41,7 @@ from everstep.state.writers import Held, Holders, Shape, chosen
 log = logging.getLogger("everstep")
 
 _TORN_MAX = 2
+_COMPARED_BYTES_MAX = 1 << 20
 
 
 class Entry(Protocol):
@@ -84,6 +86,8 @@ class Collected:
     objects: dict[str, Any]
     hyperparameters: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of small tensors that all ranks should have alike, since the first one's count."""
 
 
 _Planned = tuple[str, tuple[slice, ...], Box | None, tuple[int, ...] | None]
@@ -248,7 +252,8 @@ class State:
                 for name in (*walk.aliases, *(sink.aliases.keys() - walk.aliases.keys()))
             }
         loose = tuple(leaf for leaf in sink.leaves.values() if self._writes_loose(leaf))
-        return Collected(walk, loose, aliases, objects, hyperparameters, own)
+        digests = {} if self.world.is_alone else _digests(sink.leaves.values())
+        return Collected(walk, loose, aliases, objects, hyperparameters, own, digests)
 
     def _shares_of(self, said: Mapping[str, ByRank]) -> dict[str, Share]:
         """By part, of what each rank has its own."""
@@ -449,6 +454,18 @@ def _pieces(leaf: Leaf) -> list[Leaf]:
         for box, tensor in shards
         if tensor.numel() or 0 in shape
     ]
+
+
+def _digests(leaves: Iterable[Leaf]) -> dict[str, str]:
+    """Of those that are whole, no rank's own, small, and on the CPU."""
+    return {
+        leaf.name: digest_of(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        for leaf in leaves
+        for tensor in [leaf.tensor]
+        if leaf.box is None and unowned(leaf.name) == leaf.name
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
+        if tensor.nbytes <= _COMPARED_BYTES_MAX and not tensor.is_neg()
+    }
 
 
 def _inside(view: torch.Tensor, whole: torch.Tensor) -> tuple[slice, ...]:
