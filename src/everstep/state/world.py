@@ -99,6 +99,30 @@ class World:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self._prefix}/said/{what}", json.dumps(value))
 
+    def hear_all(
+        self, what: str, is_new: Callable[[Any], bool], timeout: float = AGREE_S
+    ) -> list[Any]:
+        """What each rank has told under `what/rank`, once that is new on all. Blocks.
+
+        Raises Unavailable, which names the ranks that have not told within `timeout` seconds.
+        """
+        deadline, pause = time.monotonic() + timeout, _PAUSE_S_MIN
+        said = dict.fromkeys(range(self.size))
+        while True:
+            for rank in [rank for rank, value in said.items() if value is None]:
+                told = self.heard(f"{what}/{rank}")
+                said[rank] = told if told is not None and is_new(told) else None
+            missing = [rank for rank, value in said.items() if value is None]
+            if not missing:
+                return list(said.values())
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"asking for the ranks' {what}: of {self.size} ranks {missing} have not told "
+                    f"it within {timeout:.0f} s. A state changes on all ranks at the same step"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_S_MAX)
+
     def heard(self, what: str) -> Any:
         """What was told under this name; None where nothing has come yet. Does not wait."""
         if self._store is None:

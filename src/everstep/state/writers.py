@@ -18,6 +18,8 @@ from everstep.state.world import World
 _LARGE_BYTES = 1 << 20
 """A rank's share of a tensor that is split: what is smaller costs more to place than it evens."""
 
+_EXCHANGE_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -71,6 +73,8 @@ class Holders:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._version = 0
+        self._told: list[Any] | None = None
         self._known: list[Any] | None = None
         self.digest = ""
         """Of how all ranks' tensors are spread; the same on all of them."""
@@ -78,40 +82,42 @@ class Holders:
         self._shapes: Mapping[str, Shape] = {}
 
     def ask(self, shapes: Mapping[str, Shape]) -> None:
-        """What this rank holds. Where that is not known yet, all ranks have to ask. Raises
-        Unavailable."""
+        """What this rank holds. Where that is not known yet, all ranks have to ask, in whatever
+        order, and each waits until the others have told as often as it has. Raises Unavailable;
+        who asks again then goes on waiting."""
         classes: dict[Spread | None, list[str]] = {}
         for name in sorted(shapes):
             classes.setdefault(shapes[name].spread, []).append(name)
-        said: list[tuple[Any, str]] = [
-            (spread and spread.to_json(), _digest(names, shapes))
+        said: list[list[Any]] = [
+            [spread and spread.to_json(), _digest(names, shapes)]
             for spread, names in classes.items()
         ]
         self._shapes = shapes
         if said == self._known:
             return
-        everything = self._world.gather("comparing the ranks' tensors", said)
+        if said != self._told:
+            self._told, self._version = said, self._version + 1
+            for (_, digest), names in zip(said, classes.values(), strict=True):
+                self._world.tell(f"names/{digest}", names)  # before who refers to it
+            self._world.tell(f"layout/{self._world.rank}", [self._version, said])
+        everything = self._world.hear_all(
+            "layout", lambda told: told[0] >= self._version, _EXCHANGE_S
+        )
+        own = {digest: names for (_, digest), names in zip(said, classes.values(), strict=True)}
+        self._learn([rows for _, rows in everything], own)
+        self._known = said
+
+    def _learn(self, everything: Sequence[Sequence[Any]], names: dict[str, list[str]]) -> None:
+        """What all ranks told. `names`: by digest, as far as they are known here."""
         self.digest = digest_of(json.dumps(everything).encode())
-        firsts: dict[str, int] = {}
-        for rank, found in enumerate(everything):
-            for _, digest in found:
-                firsts.setdefault(digest, rank)
-        mine = dict(zip((digest for _, digest in said), classes.values(), strict=True))
-        names = dict(mine)
-        if set(firsts) != set(mine) or any(len(found) != len(said) for found in everything):
-            rank = self._world.rank
-            published = {digest: mine[digest] for digest in mine if firsts[digest] == rank}
-        else:
-            published = {}
-        for lists in self._world.gather("exchanging names", published):
-            names |= lists
         self._of_name = {}
         for rank, found in enumerate(everything):
             for spread, digest in found:
+                if digest not in names:
+                    names[digest] = self._world.heard(f"names/{digest}") or []
                 known = None if spread is None else Spread.from_json(spread)
                 for name in names[digest]:
                     self._of_name.setdefault(name, []).append((rank, known))
-        self._known = said
 
     def of(self, name: str) -> tuple[int, ...]:
         """The ranks that have just the boxes of this tensor that this rank has."""
