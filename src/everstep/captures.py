@@ -176,7 +176,7 @@ class Captures:
                 self.strategy.end_chain()
             return
         sequence = self.pool.next_sequence()
-        said = self._describe(captured, tag, metrics)
+        said = {**self._describe(captured, tag, metrics), "written": plan.written}
         try:
             capture = self._full.begin(handle.step, sequence, collected, plan, slot, said)
         except BaseException:

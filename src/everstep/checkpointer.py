@@ -76,6 +76,7 @@ class Checkpointer:
         derive: Mapping[str, Rule | None] | None = None,
         by_rank: Mapping[str, ByRank] | None = None,
         alone: bool = False,
+        check_replicas: bool = False,
     ) -> None:
         """Open or make the store, and attach to its keeper, which is started where none runs.
 
@@ -128,6 +129,9 @@ class Checkpointer:
             count) where not each rank has its own, but each data-parallel one, say. Loaders are
             "exact" unless named here; generators are exact with as many ranks, else derived anew.
         alone: save this process for itself, to a store of its own, though a process group is up.
+        check_replicas: compare what several ranks hold (in whole states, not in what a log has
+            between them): different bytes under one name make the save fail on all ranks, with
+            Mismatch. Costs memory: each rank also copies what others write of what it holds.
 
         Raises ValueError, TypeError, Unavailable; Unsupported where "log" or "spread" does not fit
         the optimizers.
@@ -150,7 +154,7 @@ class Checkpointer:
         self.metrics = Metrics()
         self._every = every
         self._world = World(0, 1) if alone else World.current()
-        self._state = State(state, rng, self._world, by_rank)
+        self._state = State(state, rng, self._world, by_rank, check_replicas)
         self._rules = Rules(derive or {}, self._state)
         self._derived = Derived(self._rules, settings.looks_at_all)
         pace, derived = Pace(), self._derived if self._rules.parts else None

@@ -42,11 +42,14 @@ _REASON_MAX = 500
 
 class TeamMate(NamedTuple):
     """One rank among those of a run on this node: the run's attachment, which of them, of how
-    many."""
+    many; their numbers in the run, and which of its nodes this is, of how many."""
 
     id: str
     local: int
     here: int
+    ranks: tuple[int, ...]
+    node: int = 0
+    nodes: int = 1
 
 
 _Reply = tuple[wire.Message, list[int]] | None

@@ -16,6 +16,8 @@ from everstep.format.merged_sets import merge_sets
 from everstep.keeper.arena import Row
 from everstep.keeper.image import Image, Parsed, gathered, parse, whole
 from everstep.keeper.job import Job
+from everstep.keeper.place import ALONE, Place
+from everstep.keeper.replicas import Replicas
 
 _LOCK = threading.Lock()
 
@@ -25,8 +27,11 @@ class Joint:
     """Jobs by local rank, all of the same step. For the team's thread, but for what says else."""
 
     jobs: Sequence[Job]
+    place: Place = ALONE
     said: dict[str, Any] | None = None
     """What all trainers say of the step together, once it was read."""
+    each: Sequence[Mapping[str, Any]] = ()
+    """What each of them says."""
     _mapping: list[dict[str, list[int]]] = field(default_factory=list)
 
     @property
@@ -99,8 +104,8 @@ class Joint:
                 unseal(job.arena.descriptor(job.slot, row), "a descriptor in the arena")
                 for job, row in zip(self.jobs, self.rows(), strict=True)
             ]
-            self.said = each[0]
-            if len(each) > 1:
+            self.said, self.each = each[0], each
+            if not self.place.is_alone:
                 self.said, self._mapping = _together(each)
         return self.said
 
@@ -115,19 +120,33 @@ class Joint:
             job.arena.image(job.slot)[: row.image_size]
             for job, row in zip(self.jobs, rows, strict=True)
         ]
-        if len(self.jobs) == 1:
-            job = self.jobs[0]
+        if self.place.is_alone:
+            (job,) = self.jobs
             return whole(views[0], job.arrival, documents[0], f"slot {job.slot} of the arena")
         mapping = tuple(
             tuple((name, tuple(numbers)) for name, numbers in sorted(each.items()))
             for each in self._mapping
         )
-        merged, parsed = _merged(tuple(documents), mapping)
-        return gathered(views, [job.arrival for job in self.jobs], merged, parsed)
+        written = tuple(said["written"] for said in self.each)
+        place, arrivals = self.place, [job.arrival for job in self.jobs]
+        merged, parsed = _merged(tuple(documents), mapping, written, place)
+        image = gathered(views, arrivals, merged, parsed)
+        if merged.replicas or merged.alone:
+            parsed_each = [parse(document) for document in documents]
+            image.replicas = Replicas(
+                self.step,
+                place.ranks,
+                merged,
+                [each.table for each in parsed_each],
+                [each.extents for each in parsed_each],
+                views,
+                arrivals,
+            )
+        return image
 
     def put_manifest(self, document: bytes) -> None:
         """Beside the image, from which it can be restored then: that of one rank alone."""
-        if len(self.jobs) == 1:
+        if self.place.is_alone:
             (job,), (row,) = self.jobs, self.rows()
             job.arena.put_manifest(job.slot, row, document)
 
@@ -234,14 +253,17 @@ def _has_tensors(value: Any) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _merged(documents: tuple[bytes, ...], mapping: tuple[Any, ...]) -> tuple[Merged, Parsed]:
+def _merged(
+    documents: tuple[bytes, ...], mapping: tuple[Any, ...], written: tuple[int, ...], place: Place
+) -> tuple[Merged, Parsed]:
     """Of so many ranks' tables; they change rarely."""
     tables = [parse(document).table for document in documents]
     merged = merge(
         [
-            RankTable(rank, table, len(table.packs), dict(sets))
-            for rank, (table, sets) in enumerate(zip(tables, mapping, strict=True))
+            RankTable(rank, table, count, dict(sets))
+            for rank, table, count, sets in zip(place.ranks, tables, written, mapping, strict=True)
         ]
     )
-    check_coverage([merged.table], [merged.holders], merged.elsewhere)
+    if place.nodes == 1:  # else there is more of it
+        check_coverage([merged.table], [merged.holders], merged.elsewhere)
     return merged, Parsed.of(merged.document, merged.table)

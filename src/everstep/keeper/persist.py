@@ -14,6 +14,7 @@ from everstep.keeper.data import Data
 from everstep.keeper.existing import settle
 from everstep.keeper.job import Outcome, Writer
 from everstep.keeper.joint import Joint
+from everstep.keeper.replicas import Elsewhere
 from everstep.keeper.window import Share
 from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
@@ -82,6 +83,7 @@ class Save:
     _share: Share | None
     _pieces: Share | None
     _data: Data
+    _elsewhere: list[Elsewhere]
 
     def __init__(self, writer: Writer, job: Joint, before: "Save | None") -> None:
         """`before`: the one that it follows, if that is not committed yet."""
@@ -137,6 +139,7 @@ class Save:
 
     def publish(self) -> None:
         """All that it needs is durable: commit it."""
+        self.attempt(self._check_replicas)
         self.attempt(self._publish)
 
     def end(self) -> Outcome | Exception:
@@ -205,9 +208,13 @@ class Save:
             capture=capture,
             metrics=said["metrics"],
             tag=said["tag"],
-            ranks=tuple(said["own"]) if len(self.job.jobs) > 1 else (),
+            ranks=tuple(said["own"]) if not self.job.place.is_alone else (),
             previous=_previous(writer, record["previous"], parent, digest) if record else None,
         )
+
+    def _check_replicas(self) -> None:
+        """After the trainers' word: a copy that was torn is not to be blamed on a replica."""
+        self._elsewhere = self._data.check_replicas()
 
     def _publish(self) -> None:
         writer, share, manifest = self._writer, self._share, self._manifest

@@ -23,6 +23,7 @@ from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.job import Job, Outcome, Writer
 from everstep.keeper.joint import Joint
 from everstep.keeper.persist import apply_retention, end_window, persist
+from everstep.keeper.place import Place
 from everstep.keeper.tasks import Bounds, Task, Tasks
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
@@ -32,7 +33,6 @@ log = logging.getLogger("everstep.keeper")
 
 TASKS_MAX = 1000
 TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
-LOCAL_RANKS_MAX = 128
 
 
 class Member(Protocol):
@@ -69,11 +69,8 @@ class Team:
     def __init__(self, disk: Disk, hello: wire.Message, wake: Callable[[], None]) -> None:
         """As the first of its ranks greets. `wake` is called when the queue has become empty.
         Raises ValueError, KeyError or TypeError for a greeting that is none."""
-        said = hello.get("team") or {"id": None, "local": 0, "here": 1}
-        self.id = said["id"]
-        self.size = wire.number(said["here"])
-        if not 1 <= self.size <= LOCAL_RANKS_MAX:
-            raise ValueError(f"a team of {self.size}")
+        self.place = Place.of(hello.get("team"))
+        self.id, self.size = self.place.id, len(self.place.ranks)
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
         epoch = None if hello["epoch"] is None else wire.number(hello["epoch"])
         parent = CheckpointName(*map(wire.number, hello["parent"])) if hello["parent"] else None
@@ -192,7 +189,7 @@ class Team:
             newest = max(steps.values())
             late = [local for local, step in steps.items() if step < newest]
             if not late and not waited_for and all(isinstance(head, Job) for head in heads):
-                self._tasks.put(Joint([queue.popleft() for queue in self._queues]))  # type: ignore[misc]
+                self._tasks.put(Joint([queue.popleft() for queue in self._queues], self.place))  # type: ignore[misc]
                 continue
             reasons = [
                 *(f"local rank {local} is gone: {self._gone[local]}" for local in waited_for),
