@@ -176,7 +176,8 @@ class Captures:
                 self.strategy.end_chain()
             return
         sequence = self.pool.next_sequence()
-        said = {**self._describe(captured, tag, metrics), "written": plan.written}
+        said = self._describe(captured, tag, metrics)
+        said |= {"call": handle.call, "written": plan.written}
         try:
             capture = self._full.begin(handle.step, sequence, collected, plan, slot, said)
         except BaseException:

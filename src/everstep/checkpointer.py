@@ -252,7 +252,7 @@ class Checkpointer:
             raise ValueError(f"exact must be 'allow' or 'require', not {exact!r}")
         chosen = [only] if isinstance(only, str) else only
         disk = self._disk if from_store is None else _existing_store(from_store)
-        arenas = self._settle()
+        arenas = self._world.together("waiting for the keepers", self._settle)
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
         self._captures.pool.inherit(arenas)
         failure: EverstepError | None = None
@@ -374,13 +374,13 @@ class Checkpointer:
             commits = self._captures.begin(handle, tag, metrics, asked=asked, must_wait=must_wait)
         except Unavailable as error:
             self._saves.fail(handle, error)
-            self._saves.leave_out(step, str(error))
+            self._saves.leave_out(handle, str(error))
         except Refused:  # told here and now: close() need not say it again
             self._saves.forget_newest()
             raise
         except BaseException as error:
             handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
-            self._saves.leave_out(step, repr(error))
+            self._saves.leave_out(handle, repr(error))
             raise
         else:
             if not commits:

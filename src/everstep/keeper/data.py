@@ -7,12 +7,12 @@ from concurrent.futures import Future
 import xxhash
 
 from everstep.format.manifest import Part
+from everstep.format.node_parts import Elsewhere
 from everstep.format.packs import pack_starts
 from everstep.format.tables import Extent, FileLink
 from everstep.keeper.image import Image
 from everstep.keeper.job import Writer
 from everstep.keeper.pack import Packed, pays, write_packed
-from everstep.keeper.replicas import Elsewhere
 from everstep.store import commit, names
 from everstep.store.names import CheckpointName
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from everstep.errors import Corrupt, Mismatch, Unsupported
+from everstep.errors import Corrupt, EverstepError, Mismatch, Unsupported
 from everstep.format.document import unseal
 from everstep.format.merge import Merged, RankTable, check_coverage, merge
 from everstep.format.merged_sets import merge_sets
@@ -97,6 +97,15 @@ class Joint:
             raise Corrupt(f"reading slot {self.jobs[0].slot} of the arena: its row is not whole")
         return found
 
+    @property
+    def call(self) -> int:
+        """Which of the calls that save it is of; 0 where that cannot be read."""
+        try:
+            self.describe()
+        except EverstepError:
+            return call_of(self.jobs[0])
+        return int(self.each[0].get("call", 0))
+
     def describe(self) -> dict[str, Any]:
         """What the trainers say of this step; read once. Raises Corrupt, Mismatch."""
         if self.said is None:
@@ -151,10 +160,33 @@ class Joint:
             job.arena.put_manifest(job.slot, row, document)
 
 
+def call_of(job: Job) -> int:
+    """What a trainer says: which of the calls that save. 0 where that cannot be read."""
+    row = job.arena.row(job.slot)
+    try:
+        return int(unseal(job.arena.descriptor(job.slot, row), "").get("call", 0)) if row else 0
+    except EverstepError:
+        return 0
+
+
 def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What several ranks say, as one, and how their hyperparameter sets are numbered in it. Raises
     Mismatch."""
     hyperparameters, calls, mapping = _merge_numbered(each)
+    objects, ranks = objects_of(each)
+    record = each[0].get("record")
+    return {
+        **each[0],
+        "objects": objects,
+        "hyperparameters": hyperparameters,
+        "own": ranks,
+        "record": record and {**record, "calls": calls},
+    }, mapping
+
+
+def objects_of(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The objects that all ranks have alike, and those of each: its own, and what differs. Raises
+    Mismatch."""
     ranks = [dict(said.get("own", {})) for said in each]
     objects = {}
     for name in dict.fromkeys(name for said in each for name in said["objects"]):
@@ -170,14 +202,7 @@ def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[d
             )
         for index, (own, value) in enumerate(zip(ranks, values, strict=True)):
             own[name] = {"index": index, "count": len(ranks), "value": value}
-    record = each[0].get("record")
-    return {
-        **each[0],
-        "objects": objects,
-        "hyperparameters": hyperparameters,
-        "own": ranks,
-        "record": record and {**record, "calls": calls},
-    }, mapping
+    return objects, ranks
 
 
 def _merge_numbered(

@@ -46,9 +46,13 @@ class Place:
         """Whether manifests are this node's to create."""
         return self.node == 0
 
-    def attachment(self, number: int) -> str | None:
+    def attachment(self, number: int) -> str:
         """What the document of an epoch says of whose it is: claim `number` of this run."""
-        return None if self.is_alone else f"{self.id}.{number}"
+        return f"{self.id}.{number}"
+
+    def attempt(self, call: int) -> str:
+        """What the part documents of a save say of whose they are: call `call` of this run."""
+        return f"{self.id}.{call}"
 
 
 ALONE = Place()

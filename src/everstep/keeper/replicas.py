@@ -5,39 +5,18 @@ They lie behind what is written, in packs of their own, and are digested and not
 
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from typing import Any
 
 import xxhash
 
 from everstep.errors import Mismatch
 from everstep.format.boxes import Box
 from everstep.format.merge import VANISHED, Merged
+from everstep.format.node_parts import Elsewhere
 from everstep.format.packs import box_text, chunk_count, pack_starts
 from everstep.format.tables import Extent, Table
 from everstep.keeper.arrival import Arrival
 
 _SHARE_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A box that a rank of this node has, and nobody of this node writes: its digests."""
-
-    name: str
-    box: Box
-    rank: int
-    digests: tuple[str, ...]
-
-    def to_json(self) -> list[Any]:
-        """For the node that commits."""
-        return [self.name, self.box.offsets, self.box.lengths, self.rank, self.digests]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> "Elsewhere":
-        """Raises TypeError, ValueError."""
-        name, offsets, lengths, rank, digests = value
-        return cls(name, Box(tuple(offsets), tuple(lengths)), rank, tuple(digests))
 
 
 class Replicas:
@@ -91,8 +70,8 @@ class Replicas:
         for replica in merged.replicas:
             kept = [of(replica.kept, index) for index in replica.kept_digests]
             if kept != [of(replica.other, index) for index in replica.other_digests]:
-                ranks = self._ranks[replica.kept], self._ranks[replica.other]
-                raise different(self._step, replica.name, replica.box, *ranks)
+                one, two = self._ranks[replica.kept], self._ranks[replica.other]
+                raise different(self._step, replica.name, replica.box, f"rank {one}", f"rank {two}")
         return [
             Elsewhere(name, box, self._ranks[position], tuple(of(position, index) for index in at))
             for (name, box, position), at in zip(merged.alone, self._alone(), strict=True)
@@ -136,10 +115,10 @@ class Replicas:
         return found
 
 
-def different(step: int, name: str, box: Box, kept: int, other: int) -> Mismatch:
+def different(step: int, name: str, box: Box, kept: str, other: str) -> Mismatch:
     """Two replicas that are none."""
     return Mismatch(
-        f"saving step {step}: {name}{box_text(box)} has other bytes on rank {other} than on rank "
+        f"saving step {step}: {name}{box_text(box)} has other bytes on {other} than on "
         f"{kept}, which writes it. Make them equal (something changed one of them, or they began "
         f"differently), or give different tensors different names"
     )
