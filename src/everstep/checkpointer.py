@@ -160,11 +160,14 @@ class Checkpointer:
         pace, derived = Pace(), self._derived if self._rules.parts else None
         self._disk = Disk(Path(store).absolute())
         ranks = None if self._world.is_alone else Ranks(self._state)
-        if ranks:
-            settings.check_ranks(bool(self._rules.parts))
-        modules = self._state.modules
-        chosen = settings.make(self._state.optimizers, modules, pace, derived, ranks)
         open_store(self._disk)
+        team = form_team(self._world, self._disk.root)
+        nodes = team.nodes if team else 1
+        if ranks:
+            settings.check_ranks(bool(self._rules.parts), nodes)
+        modules, chosen = self._state.modules, None
+        if nodes == 1:
+            chosen = settings.make(self._state.optimizers, modules, pace, derived, ranks)
         self._saves = Saves(self.metrics)
         self._saves.on_whole = self._on_whole
         self._client = Client(
@@ -173,7 +176,7 @@ class Checkpointer:
             self._saves.on_event,
             catch_up=catch_up,
             group_commit=group_commit,
-            team=form_team(self._world, self._disk.root),
+            team=team,
             keep_exact=keep_exact,
         )
         self._captures = Captures(
