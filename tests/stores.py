@@ -192,14 +192,26 @@ def go_on(trainer: Trainer, reference: int | str | None, steps: range | list[int
     return successor
 
 
-def end_keeper(path: Path) -> None:
+def end_keeper(path: Path, node: str = "") -> None:
     """Kill the keeper of a store, if one is running."""
+    if pid := keeper_pid(path, node):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def keeper_pid(path: Path, node: str = "") -> int | None:
+    """The keeper of a store (on a node that EVERSTEP_NODE calls so), if one is running."""
+    before = os.environ.get("EVERSTEP_NODE", "")
+    os.environ["EVERSTEP_NODE"] = node
     try:
-        connection = wire.connect(wire.endpoint(path).with_suffix(".sock"))
+        endpoint = wire.endpoint(path)
+    finally:
+        os.environ["EVERSTEP_NODE"] = before
+    try:
+        with wire.connect(endpoint.with_suffix(".sock")) as connection:
+            return wire.check_peer(connection)
     except OSError:
-        return
-    with connection, contextlib.suppress(ProcessLookupError):
-        os.kill(wire.check_peer(connection), signal.SIGKILL)
+        return None
 
 
 def files_of(path: Path) -> set[str]:

@@ -177,6 +177,7 @@ class Captures:
             return
         sequence = self.pool.next_sequence()
         said = self._describe(captured, tag, metrics)
+        said |= {"call": handle.call, "written": plan.written}
         try:
             capture = self._full.begin(handle.step, sequence, collected, plan, slot, said)
         except BaseException:

@@ -76,6 +76,7 @@ class Checkpointer:
         derive: Mapping[str, Rule | None] | None = None,
         by_rank: Mapping[str, ByRank] | None = None,
         alone: bool = False,
+        check_replicas: bool = False,
     ) -> None:
         """Open or make the store, and attach to its keeper, which is started where none runs.
 
@@ -128,6 +129,9 @@ class Checkpointer:
             count) where not each rank has its own, but each data-parallel one, say. Loaders are
             "exact" unless named here; generators are exact with as many ranks, else derived anew.
         alone: save this process for itself, to a store of its own, though a process group is up.
+        check_replicas: compare what several ranks hold (in whole states, not in what a log has
+            between them): different bytes under one name make the save fail on all ranks, with
+            Mismatch. Costs memory: each rank also copies what others write of what it holds.
 
         Raises ValueError, TypeError, Unavailable; Unsupported where "log" or "spread" does not fit
         the optimizers.
@@ -150,17 +154,20 @@ class Checkpointer:
         self.metrics = Metrics()
         self._every = every
         self._world = World(0, 1) if alone else World.current()
-        self._state = State(state, rng, self._world, by_rank)
+        self._state = State(state, rng, self._world, by_rank, check_replicas)
         self._rules = Rules(derive or {}, self._state)
         self._derived = Derived(self._rules, settings.looks_at_all)
         pace, derived = Pace(), self._derived if self._rules.parts else None
         self._disk = Disk(Path(store).absolute())
         ranks = None if self._world.is_alone else Ranks(self._state)
-        if ranks:
-            settings.check_ranks(bool(self._rules.parts))
-        modules = self._state.modules
-        chosen = settings.make(self._state.optimizers, modules, pace, derived, ranks)
         open_store(self._disk)
+        team = form_team(self._world, self._disk.root)
+        nodes = team.nodes if team else 1
+        if ranks:
+            settings.check_ranks(bool(self._rules.parts), nodes)
+        modules, chosen = self._state.modules, None
+        if nodes == 1:
+            chosen = settings.make(self._state.optimizers, modules, pace, derived, ranks)
         self._saves = Saves(self.metrics)
         self._saves.on_whole = self._on_whole
         self._client = Client(
@@ -169,7 +176,7 @@ class Checkpointer:
             self._saves.on_event,
             catch_up=catch_up,
             group_commit=group_commit,
-            team=form_team(self._world, self._disk.root),
+            team=team,
             keep_exact=keep_exact,
         )
         self._captures = Captures(
@@ -248,7 +255,7 @@ class Checkpointer:
             raise ValueError(f"exact must be 'allow' or 'require', not {exact!r}")
         chosen = [only] if isinstance(only, str) else only
         disk = self._disk if from_store is None else _existing_store(from_store)
-        arenas = self._settle()
+        arenas = self._world.together("waiting for the keepers", self._settle)
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
         self._captures.pool.inherit(arenas)
         failure: EverstepError | None = None
@@ -370,13 +377,13 @@ class Checkpointer:
             commits = self._captures.begin(handle, tag, metrics, asked=asked, must_wait=must_wait)
         except Unavailable as error:
             self._saves.fail(handle, error)
-            self._saves.leave_out(step, str(error))
+            self._saves.leave_out(handle, str(error))
         except Refused:  # told here and now: close() need not say it again
             self._saves.forget_newest()
             raise
         except BaseException as error:
             handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
-            self._saves.leave_out(step, repr(error))
+            self._saves.leave_out(handle, repr(error))
             raise
         else:
             if not commits:

@@ -17,8 +17,10 @@ class SaveHandle:
     trainer's death does no harm. local: committed and durable on the disk. Thread-safe.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, call: int = 0) -> None:
         self.step = step
+        self.call = call
+        """Of the calls that save: which one; the same on all ranks."""
         self.level: str | None = None
         self.error: EverstepError | None = None
         self.times: dict[str, float] = {}

@@ -34,6 +34,7 @@ class Saves:
     def __init__(self, metrics: Metrics) -> None:
         self.newest: SaveHandle | None = None
         self._before: SaveHandle | None = None
+        self._calls = 0
         self._metrics = metrics
         self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
         self._torn: dict[int, str] = {}
@@ -48,7 +49,8 @@ class Saves:
 
     def new(self, step: int) -> SaveHandle:
         """A handle, which is the newest from now on."""
-        self._before, self.newest = self.newest, SaveHandle(step)
+        self._calls += 1
+        self._before, self.newest = self.newest, SaveHandle(step, self._calls)
         self._metrics.saves += 1
         return self.newest
 
@@ -167,7 +169,7 @@ class Saves:
         if is_announced:
             self._client.submit(capture.slot.key)
         else:
-            self.leave_out(capture.step, str(error))
+            self._leave_out(capture.step, capture.description["call"], str(error))
         if known := self._begun.get(capture.sequence):  # else the keeper's loss came first
             self.fail(known[1], error)
         self._forget(capture)
@@ -198,11 +200,14 @@ class Saves:
         if self._metrics.skips == 1 or self._metrics.skips % 100 == 0:
             log.warning("%s. Skipped so far: %s", text, self._metrics.skips)
         handle.fail(Skipped(text))
-        self.leave_out(handle.step, "it had no memory for it")
+        self.leave_out(handle, "it had no memory for it")
 
-    def leave_out(self, step: int, reason: str) -> None:
+    def leave_out(self, handle: SaveHandle, reason: str) -> None:
         """Nothing of this step comes from this rank: no other waits for it."""
-        self.in_order(lambda: self._client.leave_out(step, reason))
+        self._leave_out(handle.step, handle.call, reason)
+
+    def _leave_out(self, step: int, call: int, reason: str) -> None:
+        self.in_order(lambda: self._client.leave_out(step, call, reason))
 
     def fail(self, handle: SaveHandle, error: EverstepError) -> None:
         """It will come no further: on the handle, in the log and in the metrics."""

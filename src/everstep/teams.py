@@ -5,7 +5,7 @@ import secrets
 import socket
 from pathlib import Path
 
-from everstep.errors import Unsupported
+from everstep.keeper import wire
 from everstep.keeper.client import TeamMate
 from everstep.state.world import World
 
@@ -17,20 +17,17 @@ def form_team(world: World, store: Path) -> TeamMate | None:
     """
     if world.is_alone:
         return None
-    here = f"{socket.gethostname()} {_boot()}"
+    here = f"{socket.gethostname()} {_boot()} {wire.node()}"
     said = world.gather("attaching", [secrets.token_hex(8), here, os.path.realpath(store)])
     if elsewhere := [rank for rank, (_, _, other) in enumerate(said) if other != said[0][2]]:
         raise ValueError(
             f"rank {elsewhere[0]} saves to {said[elsewhere[0]][2]}, rank 0 to {said[0][2]}: all "
             f"ranks of a run save to one store"
         )
-    local = [rank for rank, (_, node, _) in enumerate(said) if node == here]
-    if len(local) < world.size:
-        raise Unsupported(
-            f"saving from several nodes: ranks {local} are on this one, others are not, and this "
-            f"everstep commits what one node has"
-        )
-    return TeamMate(said[0][0], local.index(world.rank), len(local))
+    nodes = list(dict.fromkeys(node for _, node, _ in said))
+    local = tuple(rank for rank, (_, node, _) in enumerate(said) if node == here)
+    own = local.index(world.rank)
+    return TeamMate(said[0][0], own, len(local), local, nodes.index(here), len(nodes))
 
 
 def _boot() -> str:

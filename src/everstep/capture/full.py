@@ -155,7 +155,7 @@ class Full:
         """
         self._await_last()
         bound = dict(self._bind(collected.walk, plan))
-        loose = _by_owner(collected.loose)
+        loose = _by_owner((*collected.loose, *collected.loose_replicas))
         eager = Batch.of(loose.pop(None, ()), plan)
         for owner, leaves in loose.items():
             known = bound.get(owner)
@@ -258,7 +258,8 @@ class Full:
     def _bind(self, walk: Walk, plan: Plan) -> "Mapping[int | None, _Bound]":
         if self._bound is None or self._bound[0] is not walk or self._bound[1] is not plan:
             parts = {
-                owner: _Bound.of(leaves, plan) for owner, leaves in _by_owner(walk.leaves).items()
+                owner: _Bound.of(leaves, plan)
+                for owner, leaves in _by_owner((*walk.leaves, *walk.replicas)).items()
             }
             if RECORD_OWNER in parts:  # they do not come again, and are not to be held
                 return parts

@@ -6,6 +6,7 @@ from typing import Any
 from weakref import ref
 
 from everstep.errors import Unsupported
+from everstep.format.merge import with_replicas
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import encode_table
 from everstep.state.view import Collected, Walk
@@ -14,7 +15,8 @@ from everstep.state.view import Collected, Walk
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A layout, its table document, and the offset of each tensor (or box of one) in the image, by
-    its entry."""
+    its entry. The first `own` tensors, in `written` packs, go to the disk; what comes after them is
+    only to be compared with what other ranks write."""
 
     specs: tuple[Spec, ...]
     devices: dict[str, str]
@@ -24,6 +26,8 @@ class Plan:
     layout: Layout
     table: bytes
     offsets: dict[str, int]
+    own: int
+    written: int
 
     def headers(self) -> list[tuple[int, bytes]]:
         """(offset in the image, bytes) of each pack's header."""
@@ -45,7 +49,7 @@ class Planner:
 
     def plan(self, collected: Collected) -> Plan:
         """The plan for this state; the same object as the last one where nothing differs."""
-        loose = tuple(leaf.spec for leaf in collected.loose)
+        loose = tuple(leaf.spec for leaf in (*collected.loose, *collected.loose_replicas))
         known = self._known
         if (
             self._plan
@@ -54,21 +58,24 @@ class Planner:
             and known[1:] == (loose, collected.aliases)
         ):
             return self._plan
-        leaves = (*collected.walk.leaves, *collected.loose)
+        walk = collected.walk
+        written = (*walk.leaves, *collected.loose)
+        leaves = (*written, *walk.replicas, *collected.loose_replicas)
         specs = tuple(leaf.spec for leaf in leaves)
         devices = {leaf.name: str(leaf.tensor.device) for leaf in leaves}
         strides = {leaf.name: found for leaf in leaves if (found := leaf.strides) is not None}
-        walk = collected.walk
         fits = (
             self._plan is not None
-            and self._plan.specs == specs
+            and (self._plan.specs, self._plan.own) == (specs, len(written))
             and self._plan.devices == devices
             and self._plan.strides == strides
             and self._plan.aliases == collected.aliases
             and self._plan.optimizers == walk.optimizers
         )
         if not fits:
-            self._plan = _make(specs, devices, strides, collected.aliases, walk.optimizers)
+            self._plan = _make(
+                specs, len(written), devices, strides, collected.aliases, walk.optimizers
+            )
         self._known = (ref(walk), loose, collected.aliases)
         assert self._plan is not None
         return self._plan
@@ -76,6 +83,7 @@ class Planner:
 
 def _make(
     specs: tuple[Spec, ...],
+    own: int,
     devices: dict[str, str],
     strides: dict[str, tuple[int, ...]],
     aliases: Mapping[str, list[str]],
@@ -87,7 +95,10 @@ def _make(
         raise Unsupported(
             f"capturing: several tensors have the same name, rename parts of the state: {twice}"
         )
-    layout = lay_out(specs)
+    layout = lay_out(specs[:own])
+    written = len(layout.packs)
+    if own < len(specs):
+        layout = with_replicas(layout, lay_out(specs[own:]))
     starts = pack_starts(pack.size for pack in layout.packs)
     offsets = {
         spec.entry: starts[piece.pack] + piece.offset
@@ -95,4 +106,5 @@ def _make(
     }
     # A copy of the groups: the plan is compared with later walks, and must not change with them.
     table = encode_table(layout, aliases, devices, optimizers, strides)
-    return Plan(specs, devices, strides, dict(aliases), dict(optimizers), layout, table, offsets)
+    held, groups = dict(aliases), dict(optimizers)
+    return Plan(specs, devices, strides, held, groups, layout, table, offsets, own, written)

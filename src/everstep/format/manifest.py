@@ -137,7 +137,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "metrics": manifest.metrics,
             "topology": manifest.topology,
             "capture": manifest.capture,
-            "parts": [_part_to_json(part) for part in manifest.parts],
+            "parts": [part_to_json(part) for part in manifest.parts],
             "previous": asdict(previous) if previous else None,
             "records": [
                 {
@@ -146,7 +146,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                     **({"derived": record.derived} if record.derived else {}),
                     "part": _own_index(manifest, record)
                     if manifest.parts
-                    else _part_to_json(record.part),
+                    else part_to_json(record.part),
                 }
                 for record in manifest.records
             ],
@@ -161,7 +161,7 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
     """Parse and check a manifest; raises Corrupt, or Unsupported for another format version."""
     value = unseal(data, path)
     try:
-        parts = tuple(_part_from_json(part) for part in value["parts"])
+        parts = tuple(part_from_json(part) for part in value["parts"])
         return Manifest(
             step=natural(value["step"]),
             epoch=natural(value["epoch"]),
@@ -180,7 +180,7 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
                 Record(
                     natural(record["step"]),
                     tuple(record["calls"]),
-                    parts[natural(record["part"])] if parts else _part_from_json(record["part"]),
+                    parts[natural(record["part"])] if parts else part_from_json(record["part"]),
                     {
                         part: {"rule": said["rule"], "digest": said["digest"]}
                         for part, said in record.get("derived", {}).items()
@@ -255,7 +255,8 @@ def _own_index(manifest: Manifest, record: Record) -> int:
     return next(i for i, part in enumerate(manifest.parts) if part is record.part)
 
 
-def _part_to_json(part: Part) -> dict[str, Any]:
+def part_to_json(part: Part) -> dict[str, Any]:
+    """As it stands in a manifest."""
     return {
         "rank": part.rank,
         "steps": part.steps,
@@ -272,7 +273,8 @@ def _previous_from_json(value: Mapping[str, Any] | None) -> Previous | None:
     return Previous(natural(value["step"]), natural(value["epoch"]), str(value["digest"]))
 
 
-def _part_from_json(value: Mapping[str, Any]) -> Part:
+def part_from_json(value: Mapping[str, Any]) -> Part:
+    """Raises KeyError, TypeError, ValueError for what is none."""
     return Part(
         rank=natural(value["rank"]),
         table=FileLink.from_json(value["table"]),

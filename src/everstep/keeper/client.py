@@ -42,11 +42,14 @@ _REASON_MAX = 500
 
 class TeamMate(NamedTuple):
     """One rank among those of a run on this node: the run's attachment, which of them, of how
-    many."""
+    many; their numbers in the run, and which of its nodes this is, of how many."""
 
     id: str
     local: int
     here: int
+    ranks: tuple[int, ...]
+    node: int = 0
+    nodes: int = 1
 
 
 _Reply = tuple[wire.Message, list[int]] | None
@@ -168,10 +171,11 @@ class Client:
                 self._awaited = sequence
                 self._send_locked({"type": "flush", "sequence": sequence})
 
-    def leave_out(self, step: int, reason: str) -> None:
-        """This rank has nothing of a step, which the others need not wait for then."""
+    def leave_out(self, step: int, call: int, reason: str) -> None:
+        """This rank has nothing of a step (in that call), which the others need not wait for
+        then."""
         if self._team:
-            self._send({"type": "gap", "step": step, "reason": reason[:_REASON_MAX]})
+            self._send({"type": "gap", "step": step, "call": call, "reason": reason[:_REASON_MAX]})
 
     def settle(self) -> list[tuple[str, Arena]]:
         """Wait until the keeper has finished what dead trainers sealed.

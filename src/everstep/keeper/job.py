@@ -2,12 +2,14 @@
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from everstep.keeper.arena import Arena
 from everstep.keeper.arrival import Arrival
 from everstep.keeper.pack import Speed
+from everstep.keeper.place import ALONE, Place
 from everstep.keeper.window import Window
 from everstep.store import retain
 from everstep.store.names import CheckpointName
@@ -50,6 +52,11 @@ class Writer:
     parent: CheckpointName | None = None
     parent_digest: str | None = None
     run: str | None = None
+    place: Place = ALONE
+    is_awaited: Callable[[], bool] = lambda: True
+    """Whether a trainer lives that wants to know what becomes of it."""
+    orphaned: float | None = None
+    """Since when there is none, as far as was noticed."""
     unclaimed: str | None = None
     """Why it could not claim an epoch (a full disk): what it saves is in memory only."""
     cache: retain.NeedsCache = field(default_factory=dict)

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from everstep.errors import Corrupt, Mismatch, Unsupported
+from everstep.errors import Corrupt, EverstepError, Mismatch, Unsupported
 from everstep.format.document import unseal
 from everstep.format.merge import Merged, RankTable, check_coverage, merge
 from everstep.format.merged_sets import merge_sets
 from everstep.keeper.arena import Row
 from everstep.keeper.image import Image, Parsed, gathered, parse, whole
 from everstep.keeper.job import Job
+from everstep.keeper.place import ALONE, Place
+from everstep.keeper.replicas import Replicas
 
 _LOCK = threading.Lock()
 
@@ -25,8 +27,11 @@ class Joint:
     """Jobs by local rank, all of the same step. For the team's thread, but for what says else."""
 
     jobs: Sequence[Job]
+    place: Place = ALONE
     said: dict[str, Any] | None = None
     """What all trainers say of the step together, once it was read."""
+    each: Sequence[Mapping[str, Any]] = ()
+    """What each of them says."""
     _mapping: list[dict[str, list[int]]] = field(default_factory=list)
 
     @property
@@ -92,6 +97,15 @@ class Joint:
             raise Corrupt(f"reading slot {self.jobs[0].slot} of the arena: its row is not whole")
         return found
 
+    @property
+    def call(self) -> int:
+        """Which of the calls that save it is of; 0 where that cannot be read."""
+        try:
+            self.describe()
+        except EverstepError:
+            return call_of(self.jobs[0])
+        return int(self.each[0].get("call", 0))
+
     def describe(self) -> dict[str, Any]:
         """What the trainers say of this step; read once. Raises Corrupt, Mismatch."""
         if self.said is None:
@@ -99,8 +113,8 @@ class Joint:
                 unseal(job.arena.descriptor(job.slot, row), "a descriptor in the arena")
                 for job, row in zip(self.jobs, self.rows(), strict=True)
             ]
-            self.said = each[0]
-            if len(each) > 1:
+            self.said, self.each = each[0], each
+            if not self.place.is_alone:
                 self.said, self._mapping = _together(each)
         return self.said
 
@@ -115,27 +129,64 @@ class Joint:
             job.arena.image(job.slot)[: row.image_size]
             for job, row in zip(self.jobs, rows, strict=True)
         ]
-        if len(self.jobs) == 1:
-            job = self.jobs[0]
+        if self.place.is_alone:
+            (job,) = self.jobs
             return whole(views[0], job.arrival, documents[0], f"slot {job.slot} of the arena")
         mapping = tuple(
             tuple((name, tuple(numbers)) for name, numbers in sorted(each.items()))
             for each in self._mapping
         )
-        merged, parsed = _merged(tuple(documents), mapping)
-        return gathered(views, [job.arrival for job in self.jobs], merged, parsed)
+        written = tuple(said["written"] for said in self.each)
+        place, arrivals = self.place, [job.arrival for job in self.jobs]
+        merged, parsed = _merged(tuple(documents), mapping, written, place)
+        image = gathered(views, arrivals, merged, parsed)
+        if merged.replicas or merged.alone:
+            parsed_each = [parse(document) for document in documents]
+            image.replicas = Replicas(
+                self.step,
+                place.ranks,
+                merged,
+                [each.table for each in parsed_each],
+                [each.extents for each in parsed_each],
+                views,
+                arrivals,
+            )
+        return image
 
     def put_manifest(self, document: bytes) -> None:
         """Beside the image, from which it can be restored then: that of one rank alone."""
-        if len(self.jobs) == 1:
+        if self.place.is_alone:
             (job,), (row,) = self.jobs, self.rows()
             job.arena.put_manifest(job.slot, row, document)
+
+
+def call_of(job: Job) -> int:
+    """What a trainer says: which of the calls that save. 0 where that cannot be read."""
+    row = job.arena.row(job.slot)
+    try:
+        return int(unseal(job.arena.descriptor(job.slot, row), "").get("call", 0)) if row else 0
+    except EverstepError:
+        return 0
 
 
 def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What several ranks say, as one, and how their hyperparameter sets are numbered in it. Raises
     Mismatch."""
     hyperparameters, calls, mapping = _merge_numbered(each)
+    objects, ranks = objects_of(each)
+    record = each[0].get("record")
+    return {
+        **each[0],
+        "objects": objects,
+        "hyperparameters": hyperparameters,
+        "own": ranks,
+        "record": record and {**record, "calls": calls},
+    }, mapping
+
+
+def objects_of(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The objects that all ranks have alike, and those of each: its own, and what differs. Raises
+    Mismatch."""
     ranks = [dict(said.get("own", {})) for said in each]
     objects = {}
     for name in dict.fromkeys(name for said in each for name in said["objects"]):
@@ -151,14 +202,7 @@ def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[d
     for name in dict.fromkeys(name for own in digests for name in own):
         if len({own.get(name) for own in digests}) > 1:
             raise _differs(name)
-    record = each[0].get("record")
-    return {
-        **each[0],
-        "objects": objects,
-        "hyperparameters": hyperparameters,
-        "own": ranks,
-        "record": record and {**record, "calls": calls},
-    }, mapping
+    return objects, ranks
 
 
 def _differs(name: str) -> Mismatch:
@@ -242,14 +286,17 @@ def _has_tensors(value: Any) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _merged(documents: tuple[bytes, ...], mapping: tuple[Any, ...]) -> tuple[Merged, Parsed]:
+def _merged(
+    documents: tuple[bytes, ...], mapping: tuple[Any, ...], written: tuple[int, ...], place: Place
+) -> tuple[Merged, Parsed]:
     """Of so many ranks' tables; they change rarely."""
     tables = [parse(document).table for document in documents]
     merged = merge(
         [
-            RankTable(rank, table, len(table.packs), dict(sets))
-            for rank, (table, sets) in enumerate(zip(tables, mapping, strict=True))
+            RankTable(rank, table, count, dict(sets))
+            for rank, table, count, sets in zip(place.ranks, tables, written, mapping, strict=True)
         ]
     )
-    check_coverage([merged.table], [merged.holders], merged.elsewhere)
+    if place.nodes == 1:  # else there is more of it
+        check_coverage([merged.table], [merged.holders], merged.elsewhere)
     return merged, Parsed.of(merged.document, merged.table)

@@ -10,6 +10,8 @@ from typing import Any
 from everstep.errors import EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
+from everstep.format.node_parts import Elsewhere
+from everstep.keeper import nodes
 from everstep.keeper.data import Data
 from everstep.keeper.existing import settle
 from everstep.keeper.job import Outcome, Writer
@@ -82,6 +84,7 @@ class Save:
     _share: Share | None
     _pieces: Share | None
     _data: Data
+    _elsewhere: list[Elsewhere]
 
     def __init__(self, writer: Writer, job: Joint, before: "Save | None") -> None:
         """`before`: the one that it follows, if that is not committed yet."""
@@ -91,7 +94,7 @@ class Save:
         self._writer = writer
         self._before = before
         self._began = time.monotonic()
-        self._exists = self._is_begun = False
+        self._exists = self._is_begun = self._is_told = False
         self._outcome: Outcome | None = None
         self._error: Exception | None = None
 
@@ -137,13 +140,14 @@ class Save:
 
     def publish(self) -> None:
         """All that it needs is durable: commit it."""
+        self.attempt(self._check_replicas)
         self.attempt(self._publish)
 
     def end(self) -> Outcome | Exception:
         """What became of it. What was written in vain is deleted."""
         if self._outcome:
             return self._outcome
-        if self._is_begun:
+        if self._is_begun and (not self._is_told or isinstance(self._error, nodes.GivenUp)):
             self._data.discard(self.name, self._writer.window.end(self._share))
         error, self._error = self._error, None  # its traceback holds this object
         return error or _lost(self._before.name if self._before else None)
@@ -154,6 +158,11 @@ class Save:
         self._manifest = self._manifest_of(job.step, said)
         self._record, share = said.get("record"), Share.of(said.get("share"))
         self.name = CheckpointName(job.step, self._manifest.epoch)
+        if job.place.nodes > 1 and (share or self._record is not None):
+            raise Unsupported(
+                f"saving step {job.step}: several nodes cannot save records together in this "
+                f"everstep; use strategy='full'"
+            )
         self._pieces, self._share = _begin_window(writer, self.name, share, self._record)
         self._data = Data(writer, job.image(), is_record=self._record is not None)
         self._is_begun = True
@@ -178,6 +187,8 @@ class Save:
             raise Unavailable(self._writer.unclaimed)
         self._exists = _is_there(self._writer, self.name, self._share)
         commit.check_epoch(self._writer.disk, self.name.epoch, self.name.step)
+        if self.job.place.nodes > 1:
+            nodes.check_not_given_up(self._writer, self.name, self._attempt)
         if not self._exists:
             self._data.write(self.name)
 
@@ -205,11 +216,39 @@ class Save:
             capture=capture,
             metrics=said["metrics"],
             tag=said["tag"],
-            ranks=tuple(said["own"]) if len(self.job.jobs) > 1 else (),
+            ranks=tuple(said["own"]) if not self.job.place.is_alone else (),
             previous=_previous(writer, record["previous"], parent, digest) if record else None,
         )
 
+    def _check_replicas(self) -> None:
+        """After the trainers' word: a copy that was torn is not to be blamed on a replica."""
+        self._elsewhere = self._data.check_replicas()
+
+    @property
+    def _attempt(self) -> str:
+        return self.job.place.attempt(self.job.call)
+
+    def _publish_with_nodes(self) -> None:
+        """The checkpoint of all nodes."""
+        writer, place = self._writer, self.job.place
+        ranks = dict(zip(place.ranks, self.job.each, strict=True))
+        document = bytes(self._data.document)
+        mine = nodes.Mine(self._manifest, ranks, self._elsewhere, document)
+        if self._exists:
+            manifest = nodes.find_committed(writer, mine)
+        elif place.commits:
+            manifest = nodes.commit_own(writer, mine, self._attempt)
+        else:
+            self._is_told = True
+            manifest = nodes.commit_elsewhere(writer, mine, self._attempt)
+        warning = _set_tag(writer, manifest) if place.commits else None
+        writer.parent, writer.parent_digest = self.name, None
+        self._outcome = Outcome(self.name, self._data.size, self._seconds, warning)
+
     def _publish(self) -> None:
+        if self.job.place.nodes > 1:
+            self._publish_with_nodes()
+            return
         writer, share, manifest = self._writer, self._share, self._manifest
         if share and not self._exists:
             manifest = self._add_to_window(share)

@@ -329,7 +329,7 @@ class Keeper:
         )
         in_peace = orphan.detached and not orphan.holds_uncommitted()
         # What a slot holds is a part of a state where there are several ranks.
-        return not orphan.arenas or in_peace or succeeded or orphan.team.size > 1
+        return not orphan.arenas or in_peace or succeeded or not orphan.team.place.is_alone
 
     def _look_after_home(self) -> None:
         """Once a second: a cleaner of temporary files may have taken lock or socket away."""

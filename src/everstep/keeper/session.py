@@ -109,8 +109,8 @@ class Session:
             case "flush":
                 self.team.flush(wire.number(message["sequence"]))
             case "gap":
-                step, reason = wire.number(message["step"]), str(message["reason"])[:TEXT_MAX]
-                self.team.offer(self.local, Gap(step, reason))
+                step, call = wire.number(message["step"]), wire.number(message["call"])
+                self.team.offer(self.local, Gap(step, call, str(message["reason"])[:TEXT_MAX]))
             case "release":
                 self.release(message["arena"])
 

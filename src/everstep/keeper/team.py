@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.errors import EverstepError, Unavailable
-from everstep.keeper import wire
+from everstep.keeper import nodes, wire
 from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.job import Job, Outcome, Writer
-from everstep.keeper.joint import Joint
+from everstep.keeper.joint import Joint, call_of
 from everstep.keeper.persist import apply_retention, end_window, persist
+from everstep.keeper.place import Place
 from everstep.keeper.tasks import Bounds, Task, Tasks
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
@@ -32,7 +33,6 @@ log = logging.getLogger("everstep.keeper")
 
 TASKS_MAX = 1000
 TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
-LOCAL_RANKS_MAX = 128
 
 
 class Member(Protocol):
@@ -59,6 +59,7 @@ class Gap:
     """A step that a rank has left out."""
 
     step: int
+    call: int
     reason: str
 
 
@@ -69,15 +70,14 @@ class Team:
     def __init__(self, disk: Disk, hello: wire.Message, wake: Callable[[], None]) -> None:
         """As the first of its ranks greets. `wake` is called when the queue has become empty.
         Raises ValueError, KeyError or TypeError for a greeting that is none."""
-        said = hello.get("team") or {"id": None, "local": 0, "here": 1}
-        self.id = said["id"]
-        self.size = wire.number(said["here"])
-        if not 1 <= self.size <= LOCAL_RANKS_MAX:
-            raise ValueError(f"a team of {self.size}")
+        self.place = Place.of(hello.get("team"))
+        self.id, self.size = self.place.id, len(self.place.ranks)
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
         epoch = None if hello["epoch"] is None else wire.number(hello["epoch"])
         parent = CheckpointName(*map(wire.number, hello["parent"])) if hello["parent"] else None
-        self.writer = Writer(disk, keep, epoch, parent)
+        self.writer = Writer(disk, keep if self.place.commits else None, epoch, parent)
+        self.writer.place, self.writer.is_awaited = self.place, self._is_awaited
+        self._failures = nodes.Failures(self.writer)
         self.committed = 0
         self._bounds = Bounds.of(hello.get("group_commit"))
         self._awaited = wire.number(hello.get("awaited", 0))
@@ -90,6 +90,7 @@ class Team:
         self._lock = threading.Lock()
         self._tasks = Tasks()
         every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
+        every = every if self.place.commits else 0
         keep_exact = hello.get("keep_exact") is not False
         self._catch_up = (
             self._catch_up_every(every, epoch is not None, keep_exact) if every else None
@@ -192,7 +193,7 @@ class Team:
             newest = max(steps.values())
             late = [local for local, step in steps.items() if step < newest]
             if not late and not waited_for and all(isinstance(head, Job) for head in heads):
-                self._tasks.put(Joint([queue.popleft() for queue in self._queues]))  # type: ignore[misc]
+                self._tasks.put(Joint([queue.popleft() for queue in self._queues], self.place))  # type: ignore[misc]
                 continue
             reasons = [
                 *(f"local rank {local} is gone: {self._gone[local]}" for local in waited_for),
@@ -202,6 +203,10 @@ class Team:
                     if isinstance(head, Gap) and local in (late or steps)
                 ),
             ]
+            if self.place.nodes > 1:
+                heads_ended = [heads[local] for local in (late or steps)]
+                reason = reasons[0] if reasons else "not all of its ranks have it"
+                self._tasks.put(lambda ended=heads_ended, reason=reason: self._tell(ended, reason))  # type: ignore[misc]
             for local in late or steps:
                 job = self._queues[local].popleft()
                 if isinstance(job, Job):
@@ -215,6 +220,14 @@ class Team:
         for local, job, reason in ended:
             error = Unavailable(f"saving step {_step(job)}: {reason}. Without it there is no step")
             self._tasks.put(lambda local=local, job=job, error=error: self._fail(local, job, error))  # type: ignore[misc]
+
+    def _tell(self, ended: list[Job | Gap], reason: str) -> None:
+        """Other nodes need not wait for these."""
+        said = {
+            (_step(head), head.call if isinstance(head, Gap) else call_of(head)) for head in ended
+        }
+        for step, call in sorted(said):
+            self._failures.tell(step, call, reason)
 
     def _fail(self, local: int, job: Job, error: Exception) -> None:
         if member := self._members.get(local):
@@ -234,12 +247,13 @@ class Team:
             number = wire.number(message.get("number", 0))
             fork = wire.number(message["fork"])
             parent = None if message["parent"] is None else wire.number(message["parent"])
-            if self.size == 1 or number not in self._claimed:
+            if self.place.is_alone or number not in self._claimed:
                 writer.parent = None if parent is None else CheckpointName(fork, parent)
-                writer.epoch = commit.claim_epoch(writer.disk, parent, fork)
+                writer.epoch = self._epoch(parent, fork, number)
                 writer.run = commit.open_store(writer.disk)
                 writer.unclaimed = None
                 self._claimed = {number: writer.epoch}
+                self._failures.claimed()
             reply["epoch"] = self._claimed[number]
         except EverstepError as error:
             text = str(error)[:TEXT_MAX]
@@ -249,6 +263,23 @@ class Team:
             log.exception("a claim of trainer %s", member.pid)
             reply |= {"kind": "Unavailable", "message": f"the keeper failed: {error!r}"[:TEXT_MAX]}
         member.tell(reply)
+
+    def _epoch(self, parent: int | None, fork: int, number: int) -> int:
+        """A new one; of several ranks the one that this claim got before (from a keeper that has
+        died), or that rank 0's node claims."""
+        disk, place = self.writer.disk, self.place
+        if place.is_alone:
+            return commit.claim_epoch(disk, parent, fork)
+        attachment = place.attachment(number)
+        if not place.commits:
+            return nodes.await_epoch(self.writer, attachment)
+        known = catalog.find_attachment(disk, attachment)
+        return known or commit.claim_epoch(disk, parent, fork, attachment)
+
+    def _is_awaited(self) -> bool:
+        """Whether a trainer lives. Any thread."""
+        with self._lock:
+            return bool(self._members.keys() - self._gone.keys())
 
     def _find_parent(self) -> None:
         """A former keeper may have committed for this epoch since it was claimed."""
@@ -291,6 +322,10 @@ class Team:
                 member.tell({"type": "written", "sequence": job.sequence})
 
     def _end_joint(self, joint: Joint, outcome: Outcome | Exception) -> None:
+        if self.place.nodes > 1 and isinstance(outcome, Exception):
+            self._failures.tell(_step(joint.jobs[0]), joint.call, str(outcome))
+        elif self.place.nodes > 1 and isinstance(outcome, Outcome):
+            self._failures.clear(outcome.name)
         for local, job in enumerate(joint.jobs):
             member = self._members.get(local)
             if member is None:

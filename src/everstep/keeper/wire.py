@@ -49,8 +49,15 @@ def runtime_directory() -> Path:
 
 def endpoint(store: str | os.PathLike[str]) -> Path:
     """The path, without suffix, of a store's keeper on this node: .sock, .lock, .log."""
-    digest = hashlib.sha256(os.fsencode(os.path.realpath(store))).hexdigest()[:24]
-    return runtime_directory() / digest
+    name = os.fsencode(os.path.realpath(store))
+    if part := node():
+        name += b"\0" + os.fsencode(part)
+    return runtime_directory() / hashlib.sha256(name).hexdigest()[:24]
+
+
+def node() -> str:
+    """What tells nodes apart that share a host: containers with one /tmp set EVERSTEP_NODE."""
+    return os.environ.get("EVERSTEP_NODE", "")
 
 
 def take_lock(path: Path) -> int | None:

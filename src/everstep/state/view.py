@@ -65,7 +65,8 @@ class Walk:
     and the optimizers' part of the table.
 
     The same object is returned for as long as nothing has changed. `names`: of the leaves, by id().
-    Of several ranks `leaves` are those that this one writes, and `replicas` those that others do.
+    Of several ranks `leaves` are those that this one writes, and `replicas` those that others do,
+    where they are to be compared.
     """
 
     leaves: tuple[Leaf, ...]
@@ -88,6 +89,8 @@ class Collected:
     own: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     """Of small tensors that all ranks should have alike, since the first one's count."""
+    loose_replicas: tuple[Leaf, ...] = ()
+    """As `Walk.replicas`, of those met in objects."""
 
 
 _Planned = tuple[str, tuple[slice, ...], Box | None, tuple[int, ...] | None]
@@ -134,10 +137,11 @@ class State:
         rng: bool = True,
         world: World | None = None,
         by_rank: Mapping[str, ByRank] | None = None,
+        check_replicas: bool = False,
     ) -> None:
         """`world`: None for one process alone. `by_rank`: parts that each rank has for itself, and
-        what becomes of them on other ranks. Raises TypeError and ValueError for what is no
-        state."""
+        what becomes of them on other ranks. `check_replicas`: collect also what others write.
+        Raises TypeError and ValueError for what is no state."""
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise TypeError("state must be a dict of names to models, optimizers and values")
         if rng and "rng" in state:
@@ -158,6 +162,7 @@ class State:
         self._shares = self._shares_of(by_rank or {})
         self._holders = Holders(self.world)
         self._record_plan: tuple[Any, list[_Planned]] = (None, [])
+        self._compares = check_replicas
         self._walk: Walk | None = None
         self._guard = Guard()
         self._owners: dict[int, int | None] = {}
@@ -253,7 +258,10 @@ class State:
             }
         loose = tuple(leaf for leaf in sink.leaves.values() if self._writes_loose(leaf))
         digests = {} if self.world.is_alone else _digests(sink.leaves.values())
-        return Collected(walk, loose, aliases, objects, hyperparameters, own, digests)
+        others: tuple[Leaf, ...] = ()
+        if self._compares and len(loose) < len(sink.leaves):
+            others = tuple(leaf for leaf in sink.leaves.values() if not self._writes_loose(leaf))
+        return Collected(walk, loose, aliases, objects, hyperparameters, own, digests, others)
 
     def _shares_of(self, said: Mapping[str, ByRank]) -> dict[str, Share]:
         """By part, of what each rank has its own."""
@@ -347,7 +355,9 @@ class State:
         table = {entry.name: entry.table() for entry in self.optimizers}
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
         own, others = self._shared_out(leaves)
-        return Walk(tuple(_own_storages(own)), names, aliases, table, tuple(others))
+        held = _own_storages([*own, *(others if self._compares else ())])
+        count = len(own)
+        return Walk(tuple(held[:count]), names, aliases, table, tuple(held[count:]))
 
     def _shared_out(self, leaves: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
         """What of them this rank writes, box by box, and what others write of them."""

@@ -1,5 +1,6 @@
 """What a store holds: its epochs, checkpoints, tags and documents. Reading only."""
 
+import contextlib
 import logging
 from typing import Any
 
@@ -13,6 +14,8 @@ from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")
+
+_NEWEST_MAX = 64
 
 
 def claimed(disk: Disk) -> list[int]:
@@ -33,6 +36,15 @@ def read_epoch(disk: Disk, number: int) -> Epoch:
         return _epoch(number, unseal(disk.read(path), disk.root / path))
     except (KeyError, TypeError, ValueError) as error:
         raise _malformed(disk, path, error) from error
+
+
+def find_attachment(disk: Disk, attachment: str) -> int | None:
+    """The epoch that this claim of a run got; None where it has none (yet)."""
+    for number in reversed(claimed(disk)[-_NEWEST_MAX:]):
+        with contextlib.suppress(Corrupt, Missing):
+            if read_epoch(disk, number).attachment == attachment:
+                return number
+    return None
 
 
 def read_epochs(disk: Disk) -> dict[int, Epoch]:
@@ -228,6 +240,7 @@ def _epoch(number: int, value: dict[str, Any]) -> Epoch:
         int(value["fork"]),
         str(value["created"]),
         str(value["writer"]),
+        value.get("attachment"),
     )
 
 

@@ -41,11 +41,12 @@ def open_store(disk: Disk) -> str:
         return _run_of(disk)
 
 
-def claim_epoch(disk: Disk, parent: int | None, fork: int) -> int:
+def claim_epoch(disk: Disk, parent: int | None, fork: int, attachment: str | None = None) -> int:
     """Claim the next epoch by atomic create, and return its number.
 
     `parent` and `fork` say where the run goes on from: the epoch and step that were restored, or
-    None and 0 for a start from nothing. Makes the store where there is none.
+    None and 0 for a start from nothing; `attachment`: see Epoch. Makes the store where there is
+    none.
     """
     open_store(disk)
     while True:
@@ -56,6 +57,7 @@ def claim_epoch(disk: Disk, parent: int | None, fork: int) -> int:
             "fork": fork,
             "created": now(),
             "writer": f"{socket.gethostname()}:{os.getpid()}",
+            **({} if attachment is None else {"attachment": attachment}),
         }
         if disk.create(names.epoch_path(number), seal(claim)):
             return number

@@ -25,6 +25,8 @@ class Epoch:
     fork: int
     created: str = ""
     writer: str = ""
+    attachment: str | None = None
+    """Of several ranks: which claim of which run it is, by which other nodes find it."""
 
 
 def current(

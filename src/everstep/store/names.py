@@ -13,6 +13,7 @@ CLAIMS = "claims"
 
 _CHECKPOINT = re.compile(r"(\d{1,18})-(\d{1,9})")
 _DATA = re.compile(r"\d{8,18}-(\d{4,9})-[0-9a-f]+-\d+\.safetensors")
+_PART = re.compile(r"part-\d{1,7}\.json")
 _CLAIM = re.compile(r"(\d{8,18}-\d{4,9})-([0-9a-f]+)")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -41,6 +42,16 @@ def manifest_path(name: CheckpointName) -> str:
 def state_path(name: CheckpointName) -> str:
     """The manifest of the whole state that was made of a log step later."""
     return f"{CHECKPOINTS}/{name}/state.json"
+
+
+def part_path(name: CheckpointName, node: int) -> str:
+    """What one of several nodes has of a checkpoint, before it is committed."""
+    return f"{CHECKPOINTS}/{name}/part-{node}.json"
+
+
+def is_part(file_name: str) -> bool:
+    """Whether a file in a checkpoint's directory is such a document."""
+    return _PART.fullmatch(file_name) is not None
 
 
 def epoch_path(epoch: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.format.manifest import Manifest
-from everstep.store import catalog, claims, commit, names
+from everstep.store import catalog, claims, commit, names, parts
 from everstep.store.lineage import branches, current
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -251,6 +251,7 @@ def sweep(disk: Disk) -> tuple[int, int]:
         }
         doomed.update(_idle(disk, names.TABLES))
         doomed -= needed
+        doomed.update(_dead_parts(disk, set(committed), live))
         directories = ["", names.EPOCHS, names.TAGS, names.DATA, names.TABLES]
         directories += [f"{names.CHECKPOINTS}/{name}" for name in disk.list(names.CHECKPOINTS)]
         for directory in directories:
@@ -259,6 +260,16 @@ def sweep(disk: Disk) -> tuple[int, int]:
         for path in sorted(doomed):
             disk.delete(path)
         return files + len(doomed), cleared + freed
+
+
+def _dead_parts(disk: Disk, committed: Set[CheckpointName], live: int) -> list[str]:
+    """Part documents of which nothing will come: of older epochs, or what was committed."""
+    found = []
+    for directory in disk.list(names.CHECKPOINTS):
+        name = names.parse_checkpoint(directory)
+        if name and (name in committed or name.epoch < live):
+            found += parts.listed(disk, name)
+    return found
 
 
 def _settle_absent(disk: Disk, committed: Set[CheckpointName], live: int) -> None:

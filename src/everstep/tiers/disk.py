@@ -203,6 +203,12 @@ class Disk:
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                         raise
 
+    def forget(self, paths: Sequence[str]) -> None:
+        """Remove files on which nothing depends: not durably, and no error where one cannot be."""
+        for path in paths:
+            self._known_files.pop(path, None)
+            self._forget(str(self.root / path))
+
     def sync(self, directory: str) -> None:
         """Make what is (and is not) in a directory durable; nothing to do where there is none."""
         with self._telling("syncing", directory, 0), contextlib.suppress(FileNotFoundError):

@@ -1,0 +1,124 @@
+"""Part documents: what one of several nodes has of a checkpoint, before the commit.
+
+The node of rank 0 waits for those of all others, and makes one manifest of them. Nobody reads them
+afterwards, and they are no checkpoint.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.format.boxes import Box
+from everstep.format.document import FORMAT_VERSION, seal, unseal
+from everstep.format.manifest import Part, part_from_json, part_to_json
+from everstep.format.tables import malformed, natural
+
+Said = Mapping[str, Any]
+"""What one rank says of a step: `objects` that it has, `own` ones of it alone; tagged JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A box that a rank of this node has, and nobody of this node writes: its digests."""
+
+    name: str
+    box: Box
+    rank: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePart:
+    """What a node has. `attempt`: of which call of which run; parts of two never go together.
+
+    `failed`: why there is nothing of it; then the rest says nothing. `hyperparameters`: the sets
+    that its table counts. `ranks`: what each of its ranks says, by its number.
+    """
+
+    attempt: str
+    node: int
+    failed: str | None = None
+    part: Part | None = None
+    hyperparameters: Mapping[str, Sequence[Any]] | None = None
+    ranks: Mapping[int, Said] | None = None
+    elsewhere: tuple[Elsewhere, ...] = ()
+
+
+def encode_node_part(found: NodePart) -> bytes:
+    """The sealed document."""
+    if found.part is None:
+        return seal(
+            {
+                "format": FORMAT_VERSION,
+                "attempt": found.attempt,
+                "node": found.node,
+                "failed": found.failed or "",
+            }
+        )
+    return seal(
+        {
+            "format": FORMAT_VERSION,
+            "attempt": found.attempt,
+            "node": found.node,
+            "part": part_to_json(found.part),
+            "hyperparameters": found.hyperparameters,
+            "ranks": _short(found.ranks or {}),
+            "elsewhere": [
+                [each.name, each.box.offsets, each.box.lengths, each.rank, each.digests]
+                for each in found.elsewhere
+            ],
+        }
+    )
+
+
+def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:
+    """Parse and check one; raises Corrupt, or Unsupported for another format version."""
+    value = unseal(data, path)
+    try:
+        attempt, node = str(value["attempt"]), natural(value["node"])
+        if "part" not in value:
+            return NodePart(attempt, node, str(value["failed"]))
+        return NodePart(
+            attempt,
+            node,
+            None,
+            part_from_json(value["part"]),
+            {name: list(sets) for name, sets in value["hyperparameters"].items()},
+            _long(value["ranks"]),
+            tuple(
+                Elsewhere(name, Box(tuple(offsets), tuple(lengths)), natural(rank), tuple(digests))
+                for name, offsets, lengths, rank, digests in value["elsewhere"]
+            ),
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise malformed(path, error) from error
+
+
+def _short(ranks: Mapping[int, Said]) -> list[dict[str, Any]]:
+    """What all ranks have alike stands with the first of them only."""
+    rows: list[dict[str, Any]] = []
+    first: dict[str, str] | None = None
+    for rank, said in ranks.items():
+        # Texts: 1, 1.0 and true are different values.
+        texts = {name: json.dumps(value) for name, value in said["objects"].items()}
+        first = texts if first is None else first
+        known = {} if first is texts else first
+        differing = {
+            name: said["objects"][name] for name, text in texts.items() if known.get(name) != text
+        }
+        without = [name for name in known if name not in texts]
+        rows.append({"rank": rank, "own": said["own"], "objects": differing, "without": without})
+    return rows
+
+
+def _long(rows: Sequence[Mapping[str, Any]]) -> dict[int, Said]:
+    found: dict[int, Said] = {}
+    first: dict[str, Any] | None = None
+    for row in rows:
+        without = set(row["without"])
+        objects = {name: value for name, value in (first or {}).items() if name not in without}
+        objects |= row["objects"]
+        found[natural(row["rank"])] = {"objects": objects, "own": dict(row["own"])}
+        first = objects if first is None else first
+    return found

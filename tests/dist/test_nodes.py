@@ -1,0 +1,299 @@
+"""Several nodes, each with a keeper of its own, commit one checkpoint. One machine plays them all:
+EVERSTEP_NODE tells them apart."""
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+
+from everstep import Checkpointer, Store
+from everstep.errors import EverstepError
+from everstep.store import catalog, names
+from everstep.tiers.disk import Disk
+from stores import end_keeper, keeper_pid
+
+RECIPE = zoo.Recipe()
+NODES = "aabb"
+"""The node of each rank."""
+
+
+@pytest.fixture
+def store(tmp_path):
+    path = tmp_path / "store"
+    yield path
+    for node in ("", *sorted(set(NODES))):
+        if pid := keeper_pid(path, node):
+            os.kill(pid, signal.SIGCONT)
+        end_keeper(path, node)
+
+
+@contextlib.contextmanager
+def checkpointer(job, store, nodes, **more):
+    """Of this rank, on its node; `nodes`: a letter for each rank."""
+    os.environ["EVERSTEP_NODE"] = nodes[dist.get_rank()]
+    state = {"model": job.model, "optimizer": job.optimizer}
+    with Checkpointer(store, state, strategy="full", **more) as made:
+        yield made
+
+
+def trains(layout, store, nodes, first, last, more):
+    """The full state after each step, and its loss."""
+    job = zoo.build(layout, RECIPE)
+    losses, states = [], []
+    with checkpointer(job, store, nodes, **more) as made:
+        assert made.restore() == first - 1
+        for step in range(first, last + 1):
+            losses.append(job.train(step))
+            made.step(step).wait("local")
+            states.append(job.full_state())
+    return losses, states
+
+
+def restores(layout, store, nodes, last, step=None):
+    """The step, the state, and the loss of the steps up to `last`."""
+    job = zoo.build(layout, RECIPE)
+    with checkpointer(job, store, nodes) as made:
+        step = made.restore(step)
+        state = job.full_state()
+        losses = [job.train(number) for number in range(step + 1, last + 1)]
+    return step, state, losses
+
+
+def check_equal(found, expected):
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def check_stored(store, state):
+    """What is on the disk, read without any rank."""
+    assert Store(store).verify().ok
+    stored = Store(store).read()
+    for name, tensor in state.items():
+        parameter, _, key = name.partition(":")
+        at = f"optimizer.model.{parameter}.{key}" if key else f"model.{parameter}"
+        assert torch.equal(stored[at], tensor), name
+
+
+def part_documents(store):
+    return sorted(path.name for path in store.glob("checkpoints/*/part-*.json"))
+
+
+@pytest.mark.parametrize("more", [{}, {"check_replicas": True}], ids=["", "checked"])
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "fsdp_tp"])
+def test_two_nodes_commit_one_checkpoint_that_any_number_restores(gang, store, layout, more):
+    (losses, states), *_ = gang.run(trains, layout, store, NODES, 1, 2, more)
+    assert keeper_pid(store, "a") not in (None, keeper_pid(store, "b"))
+    check_stored(store, states[-1])
+    assert part_documents(store) == []
+    manifest = Store(store).manifest()
+    assert [part.rank for part in manifest.parts] == [0, 1]
+    assert len(manifest.ranks) == 4
+    step, state, after = gang.run(restores, layout, store, NODES, 3)[0]
+    assert step == 2
+    check_equal(state, states[-1])
+    for other, size, nodes in (("fsdp2", 2, "aa"), ("fsdp2", 2, "ab"), ("hsdp", 4, "abab")):
+        step, state, losses = gang.run(restores, other, store, nodes, 3, size=size)[0]
+        assert step == 2
+        check_equal(state, states[-1])
+        assert losses == pytest.approx(after, abs=2e-6)
+
+
+def wait_until(holds, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+def trains_on(layout, store, nodes, steps, files):
+    """Step after step: each is durable, or why not; waits for `files` named go-STEP before each."""
+    job = zoo.build(layout, RECIPE)
+    ended = {}
+    with checkpointer(job, store, nodes) as made:
+        first = made.restore() + 1
+        for step in range(first, first + steps):
+            if step > 1:
+                wait_until((files / f"go-{step}").exists)
+            job.train(step)
+            try:
+                handle = made.step(step)
+                handle.wait("captured")
+                (files / f"captured-{step}-{dist.get_rank()}").touch()
+                handle.wait("local")
+                ended[step] = None
+            except EverstepError as error:
+                ended[step] = f"{type(error).__name__}: {error}"
+            (files / f"done-{step}-{dist.get_rank()}").touch()
+        with contextlib.suppress(EverstepError):
+            made.wait()
+        return first, ended, job.full_state()
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "files").mkdir()
+    return tmp_path / "files"
+
+
+def done(files, step, ranks=range(4), what="done"):
+    return lambda: all((files / f"{what}-{step}-{rank}").exists() for rank in ranks)
+
+
+def go(files, *steps):
+    for step in steps:
+        (files / f"go-{step}").touch()
+
+
+def check_steps(store, steps):
+    assert [name.step for name in catalog.lineage(Disk(store))] == steps
+    assert Store(store).verify().ok
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node):
+    gang.start(trains_on, "fsdp2", store, NODES, 2, files)
+    wait_until(done(files, 1))
+    stopped = keeper_pid(store, node)
+    os.kill(stopped, signal.SIGSTOP)
+    go(files, 2)
+    if node == "a":  # that of rank 0: the part of the other one is there before
+        wait_until(lambda: part_documents(store) == ["part-1.json"])
+    assert not any((files / f"done-2-{rank}").exists() for rank in range(4))
+    check_steps(store, [1])
+    os.kill(stopped, signal.SIGCONT)
+    outcomes = gang.finish()
+    assert [outcome.value[1] for outcome in outcomes] == [{1: None, 2: None}] * 4
+    check_stored(store, outcomes[0].value[2])
+    assert part_documents(store) == []
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_killed_keeper_is_followed_by_one_that_goes_on(gang, store, files, node):
+    gang.start(trains_on, "hsdp", store, NODES, 3, files)
+    wait_until(done(files, 1))
+    other = keeper_pid(store, "b" if node == "a" else "a")
+    killed = keeper_pid(store, node)
+    os.kill(other, signal.SIGSTOP)  # so that the step cannot be committed before
+    go(files, 2)
+    if node == "b":
+        wait_until(lambda: part_documents(store) == ["part-1.json"])
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: keeper_pid(store, node) not in (None, killed))
+    os.kill(other, signal.SIGCONT)
+    wait_until(done(files, 2))
+    go(files, 3)
+    outcomes = gang.finish()
+    assert [outcome.value[1] for outcome in outcomes] == [{1: None, 2: None, 3: None}] * 4
+    check_steps(store, [1, 2, 3])
+    check_stored(store, outcomes[0].value[2])
+    assert part_documents(store) == []
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setenv("EVERSTEP_PARTS_S", "3")
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
+    gang, store, files, impatient, node
+):
+    gang.start(trains_on, "fsdp2", store, NODES, 3, files)
+    wait_until(done(files, 1))
+    stopped = keeper_pid(store, node)
+    os.kill(stopped, signal.SIGSTOP)
+    go(files, 2)
+    others = [rank for rank in range(4) if NODES[rank] != node]
+    wait_until(done(files, 2, others))
+    check_steps(store, [1])
+    os.kill(stopped, signal.SIGCONT)
+    wait_until(done(files, 2))
+    go(files, 3)
+    outcomes = gang.finish()
+    for outcome in outcomes:
+        first, ended, _ = outcome.value
+        assert first == 1
+        assert ended[1] is None
+        assert ended[2].startswith("Unavailable: ")
+        assert ended[3] is None
+    texts = {outcome.value[1][2] for outcome in outcomes}
+    assert any("did not" in text and "within 3 s" in text for text in texts), texts
+    check_steps(store, [1, 3])
+    check_stored(store, outcomes[0].value[2])
+    assert part_documents(store) == []
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+@pytest.mark.parametrize("with_keeper", [False, True], ids=["ranks", "keeper"])
+@pytest.mark.parametrize("survivors", ["aabb", "aa"])
+def test_a_node_that_dies_between_part_and_commit(
+    gang, store, files, impatient, node, with_keeper, survivors
+):
+    """Its step does not exist where its part was not there, else it is whole; the next save
+    works."""
+    gang.start(trains_on, "fsdp2", store, NODES, 9, files)
+    wait_until(done(files, 1))
+    go(files, 2)
+    wait_until(done(files, 2))
+    keepers = {each: keeper_pid(store, each) for each in "ab"}
+    other = "b" if node == "a" else "a"
+    os.kill(keepers[other], signal.SIGSTOP)
+    go(files, 3)
+    wait_until(done(files, 3, what="captured"))
+    if node == "b":
+        wait_until(lambda: part_documents(store) == ["part-1.json"])
+    gang.kill(*(rank for rank in range(4) if NODES[rank] == node))
+    if with_keeper:
+        os.kill(keepers[node], signal.SIGKILL)
+    gang.kill()  # as torchrun does, when some of them have died
+    os.kill(keepers[other], signal.SIGCONT)
+    gang.finish()
+    (first, ended, state), *_ = gang_runs_on(gang, store, files, survivors)
+    assert first == (3 if node == "a" and with_keeper else 4)
+    assert ended == {first: None, first + 1: None}
+    check_steps(store, list(range(1, first + 2)))
+    check_stored(store, state)
+    manifests = [Store(store).manifest(step) for step in range(1, first + 2)]
+    assert [manifest.epoch for manifest in manifests[-2:]] == [2, 2]
+    assert all(manifest.epoch == 1 for manifest in manifests[:-2])
+    Store(store).gc()
+    assert part_documents(store) == []
+    check_steps(store, list(range(1, first + 2)))
+    named = {link.path for manifest in manifests for link in manifest.files}
+    packs = {f"data/{path.name}" for path in store.glob("data/*.safetensors")}
+    live = {path for path in packs if names.epoch_of_pack(path.rpartition("/")[2]) == 2}
+    assert packs - live <= named
+
+
+def gang_runs_on(gang, store, files, nodes):
+    go(files, *range(2, 9))
+    size = len(nodes)
+    layout = "fsdp2"
+    return gang.run(trains_on, layout, store, nodes, 2, files, size=size)
+
+
+def sees_less(layout, store, nodes, blind):
+    """Which step is restored where one rank does not see the newest checkpoint (yet)."""
+    if dist.get_rank() == blind:
+        seen = catalog.committed
+        catalog.committed = lambda disk: [name for name in seen(disk) if name.step < 3]
+    try:
+        return restores(layout, store, nodes, 3)
+    finally:
+        if dist.get_rank() == blind:
+            catalog.committed = seen
+
+
+@pytest.mark.parametrize("blind", [0, 3])
+def test_all_ranks_restore_what_all_of_them_see(gang, store, blind):
+    (losses, states), *_ = gang.run(trains, "fsdp2", store, NODES, 1, 3, {})
+    results = gang.run(sees_less, "fsdp2", store, NODES, blind)
+    assert {step for step, *_ in results} == {2}
+    check_equal(results[0][1], states[1])
+    assert results[0][2] == losses[2:]
