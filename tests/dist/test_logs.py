@@ -103,7 +103,7 @@ def test_other_ranks_are_exact_for_what_goes_by_single_elements(gang, store, fus
 
 def goes_by_itself(store, last):
     """Under auto, which decides after a few saves here; what became of each save."""
-    settings = (auto, "SAVES_MIN", 5), (ranks, "DECIDED_EVERY", 4)
+    settings = (auto, "SAVES_MIN", 5), (auto, "SLOWER", 1e9), (ranks, "DECIDED_EVERY", 4)
     kept = [getattr(module, name) for module, name, _ in settings]
     for module, name, value in settings:
         setattr(module, name, value)

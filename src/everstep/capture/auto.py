@@ -95,7 +95,7 @@ class Balance:
 
     def follow(self, is_log: bool) -> None:
         """Do what the first of several ranks has decided."""
-        if is_log != self.is_log and not self._refusal:
+        if is_log != self.is_log and not (is_log and self._refusal):
             self._switch(is_log, f"{'log' if is_log else 'full'}: as the first rank measured")
 
     def weigh(self, distance: int) -> tuple[bool, str]:

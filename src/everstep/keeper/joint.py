@@ -113,9 +113,10 @@ class Joint:
                 unseal(job.arena.descriptor(job.slot, row), "a descriptor in the arena")
                 for job, row in zip(self.jobs, self.rows(), strict=True)
             ]
-            self.said, self.each = each[0], each
+            said = each[0]
             if not self.place.is_alone:
-                self.said, self._mapping = _together(each)
+                said, self._mapping = _together(each)
+            self.said, self.each = said, each
         return self.said
 
     def image(self) -> Image:
