@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import zoo
 
 from everstep import Checkpointer, Store, Unsupported
@@ -31,13 +32,14 @@ def trains(layout, store, last):
     job = zoo.build(layout, RECIPE)
     with attached(job, store, base_every=5) as checkpointer:
         first = checkpointer.restore()
-        state = job.full_state()
-        losses = []
+        state, losses, drawn = job.full_state(), [], [torch.get_rng_state()]
         for step in range(first + 1, last + 1):
+            torch.rand(dist.get_rank() + 1)
             losses.append(job.train(step))
             checkpointer.step(step)
         checkpointer.wait()
-        return first, state, losses, job.full_state()
+        drawn.append(torch.get_rng_state())
+        return first, state, losses, job.full_state(), drawn
 
 
 def equal(found, expected):
@@ -51,10 +53,11 @@ def test_records_of_ranks_are_replayed(gang, store, tmp_path, saved):
     size = zoo.SIZES[saved]
     straight = tmp_path / "straight"
     try:
-        (_, _, losses, final), *_ = gang.run(trains, saved, straight, STEPS + 2, size=size)
+        (_, _, losses, final, _), *_ = gang.run(trains, saved, straight, STEPS + 2, size=size)
     finally:
         end_keeper(straight)
-    (_, _, before, state), *_ = gang.run(trains, saved, store, STEPS, size=size)
+    killed = gang.run(trains, saved, store, STEPS, size=size)
+    _, _, before, state, _ = killed[0]
     assert before == losses[:STEPS]
     manifests = [Store(store).manifest(step) for step in range(1, STEPS + 1)]
     assert [bool(manifest.records) for manifest in manifests] == [False] + [True] * 4 + [
@@ -64,10 +67,13 @@ def test_records_of_ranks_are_replayed(gang, store, tmp_path, saved):
     assert Store(store).verify().ok
     others = [layout for layout in ("dense", "fsdp2", "tp") if layout != saved]
     for layout in others:
-        (first, found, _, _), *_ = gang.run(trains, layout, store, 0, size=zoo.SIZES[layout])
+        (first, found, *_), *_ = gang.run(trains, layout, store, 0, size=zoo.SIZES[layout])
         assert first == STEPS
         equal(found, state)
-    (first, found, after, ended), *_ = gang.run(trains, saved, store, STEPS + 2, size=size)
+    resumed = gang.run(trains, saved, store, STEPS + 2, size=size)
+    first, found, after, ended, _ = resumed[0]
+    for once, again in zip(killed, resumed, strict=True):  # each rank's generator goes on
+        assert torch.equal(once[4][1], again[4][0])
     assert first == STEPS
     equal(found, state)
     assert after == losses[STEPS:]

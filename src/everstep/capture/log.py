@@ -15,10 +15,8 @@ Source: LowDiff (SC 2025); the redo log of ARIES.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from everstep.capture.derived import Derived
 from everstep.capture.pace import Pace, choose_window
@@ -236,7 +234,10 @@ class Log:
         if self._derived:
             samples, derived = self._derived.describe(step, collected)
             tensors |= samples
-        record = self._record(collected, tensors, pieces, ends_base=bool(share and share["ends"]))
+        recorded = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
+        if self._ranks:
+            recorded, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
+        record = self._record(collected, recorded, pieces, ends_base=bool(share and share["ends"]))
         said = {"previous": self._last_step, "calls": calls, "derived": derived}
         return Captured(record, said, share)
 
@@ -373,7 +374,7 @@ class Log:
     def _record(
         self,
         collected: Collected,
-        tensors: dict[str, torch.Tensor],
+        recorded: tuple[Leaf, ...],
         pieces: tuple[Leaf, ...],
         ends_base: bool,
     ) -> Collected:
@@ -399,15 +400,12 @@ class Log:
         if ends_base:
             others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
             met = collected.loose
-        recorded = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
-        if self._ranks:
-            recorded = self._ranks.leaves(tensors, RECORD_OWNER)
         leaves = (*pieces, *recorded, *others)  # updates wait for pieces, not for records
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
         kept = {leaf.name for leaf in (*pieces, *others, *met)}
         aliases = {name: found for name, found in collected.aliases.items() if name in kept}
         walk = Walk(leaves, names, {}, collected.walk.optimizers)
-        return Collected(walk, met, aliases, collected.objects, collected.hyperparameters)
+        return replace(collected, walk=walk, loose=met, aliases=aliases)
 
 
 def loose_bytes(leaves: Iterable[Leaf]) -> int:

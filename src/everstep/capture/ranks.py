@@ -6,12 +6,16 @@ now and then and never waited for. Where ranks come apart all the same (a surpri
 the keeper refuses the step, and whole states follow until they are together again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 
 from everstep.state.leaves import Leaf
 from everstep.state.view import State
+
+_FORMS = ("clips", "compressed")
+"""What calls say of gradients that are not as the optimizer consumed them."""
 
 DECIDED_EVERY = 16
 """Calls from one common decision to the next; it takes effect that much later."""
@@ -31,9 +35,21 @@ class Ranks:
         """This one's number."""
         return self._world.rank
 
-    def leaves(self, tensors: Mapping[str, torch.Tensor], owner: int) -> tuple[Leaf, ...]:
-        """A record's own tensors, as far as this rank writes them."""
-        return self._state.record_leaves(tensors, owner)
+    def share(
+        self, tensors: Mapping[str, torch.Tensor], calls: Sequence[Mapping[str, Any]], owner: int
+    ) -> tuple[tuple[Leaf, ...], list[dict[str, Any]]]:
+        """A record's own tensors, as far as this rank writes them; and the calls, which say of no
+        others how they are to be read: another rank may hold a gradient in another form."""
+        special = {
+            f"@{number}.{name}"
+            for number, call in enumerate(calls)
+            for key in _FORMS
+            for row in call.get(key, ())
+            for name in row["names"]
+        }
+        leaves = self._state.record_leaves(tensors, special, owner)
+        written = {leaf.name for leaf in leaves}
+        return leaves, [_only(call, f"@{number}.", written) for number, call in enumerate(calls)]
 
     def note_base(self, step: int, distance: int) -> None:
         """A base is made at this step; the first rank's `distance` says when the next one is."""
@@ -60,3 +76,19 @@ class Ranks:
             self._world.tell(f"decision/{turn}", wanted())
         heard = self._world.heard(f"decision/{turn - 1}")
         return now if heard is None else bool(heard)
+
+
+def _only(call: Mapping[str, Any], at: str, written: Set[str]) -> dict[str, Any]:
+    """What a call says of these tensors; all else as it is."""
+    found = dict(call)
+    for key in _FORMS:
+        rows = []
+        for row in found.pop(key, ()):
+            names = [name for name in row["names"] if f"{at}{name}" in written]
+            kept = {**row, "names": names}
+            if "strides" in row:
+                kept["strides"] = {k: v for k, v in row["strides"].items() if k in names}
+            rows += [kept] if names else []
+        if rows:
+            found[key] = rows
+    return found

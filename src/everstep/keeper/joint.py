@@ -22,6 +22,10 @@ from everstep.keeper.replicas import Replicas
 _LOCK = threading.Lock()
 
 
+_FORMS = ("clips", "compressed")
+"""What calls say of gradients that are not as the optimizer consumed them."""
+
+
 @dataclass(slots=True)
 class Joint:
     """Jobs by local rank, all of the same step. For the team's thread, but for what says else."""
@@ -265,15 +269,18 @@ def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 def _merge_call(row: Sequence[Mapping[str, Any]], sets: list[Any]) -> dict[str, Any]:
     """One optimizer call of all ranks: what is the same, and of each rank what is not."""
-    keys = dict.fromkeys(key for call in row for key in call if key != "sets")
+    keys = dict.fromkeys(key for call in row for key in call if key not in ("sets", *_FORMS))
     same = {key for key in keys if all(call.get(key) == row[0].get(key) for call in row)}
     merged: dict[str, Any] = {key: row[0][key] for key in keys if key in same and key in row[0]}
     merged["sets"] = sets
     if same != keys.keys():
         merged["ranks"] = [
-            {key: value for key, value in call.items() if key not in same and key != "sets"}
+            {key: value for key, value in call.items() if key in keys and key not in same}
             for call in row
         ]
+    for form in _FORMS:  # each rank says it of what it has written
+        if rows := [said for call in row for said in call.get(form, ())]:
+            merged[form] = rows
     return merged
 
 

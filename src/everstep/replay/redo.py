@@ -8,7 +8,7 @@ whose hooks do so is noticed while it trains).
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,8 @@ class _Call:
 
 
 def of_rank(said: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """A call as a rank of so many has to make it again. Of another number of ranks: by name, from
-    whichever rank says it; generators and digests are those of no rank then."""
+    """A call as a rank of so many has to make it again. Of another number of ranks: as the first
+    one did; generators and digests are those of no rank then."""
     ranks = said.get("ranks")
     if not ranks:
         return dict(said)
@@ -89,22 +89,7 @@ def of_rank(said: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     if len(ranks) == size:
         return {**common, **ranks[rank]}
     first = {key: value for key, value in ranks[0].items() if key not in ("after", "generators")}
-    for key in ("clips", "compressed"):
-        if any(key in own for own in ranks):
-            first[key] = _united([row for own in ranks for row in own.get(key, ())])
     return {**common, **first}
-
-
-def _united(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each parameter's name once: with what the first rank said of it."""
-    seen: set[str] = set()
-    found = []
-    for row in rows:
-        names = [name for name in row["names"] if name not in seen]
-        seen |= set(names)
-        if names:
-            found.append({**row, "names": names})
-    return found
 
 
 def find(

@@ -117,7 +117,7 @@ def load_record(
         head, _, rest = name.partition(".")
         if not is_own(name) or ("!" not in head and rest in ahead):
             continue
-        is_common = unowned(name) == name
+        is_common = unowned(name) == name or "!clip." in head  # others have clipped what is needed
         if not is_common and size == world.size and name != own_name(unowned(name), world.rank):
             continue
         owner = parameters.get(rest)

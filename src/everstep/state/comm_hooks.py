@@ -158,6 +158,9 @@ class Compression:
     """A hook on a model, and its state: to be part of what is checkpointed. One per rank; not
     thread-safe."""
 
+    is_by_rank = True
+    """Each rank has a residual of its own."""
+
     def __init__(self, model: DistributedDataParallel, kind: str, compressor: Compressor) -> None:
         self._kind = kind
         self._compressor = compressor

@@ -36,6 +36,11 @@ class StatefulState:
         self.name = name
         self._value = value
 
+    @property
+    def is_by_rank(self) -> bool:
+        """Whether it says of itself that each of several ranks has its own."""
+        return getattr(self._value, "is_by_rank", False) is True
+
     def leaves(self, guard: Guard) -> list[Leaf]:
         """None: nobody knows when its tensors change, so they are taken with the objects,
         at the call."""

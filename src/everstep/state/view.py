@@ -4,7 +4,7 @@ objects and hyperparameters."""
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from everstep.errors import Mismatch, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
-from everstep.state.layout import is_dtensor, shards_like, shards_of, spread_of
+from everstep.state.layout import is_dtensor, local_of, shards_like, shards_of, spread_of
 from everstep.state.leaves import Guard, Leaf, check_tensor, dtype_name, find_aliases
 from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
 from everstep.state.modules import ModuleState
@@ -93,8 +93,20 @@ class Collected:
     """As `Walk.replicas`, of those met in objects."""
 
 
-_Planned = tuple[str, tuple[slice, ...], Box | None, tuple[int, ...] | None]
-"""A tensor of a record that this rank writes: its name, what of it (nothing: all), as which box."""
+@dataclass(slots=True)
+class _Share:
+    """What this rank writes of a parameter: of its global `shape` these boxes, which lie at those
+    places of its own part. `writes_whole`: it is the one that writes what cannot be cut."""
+
+    shape: tuple[int, ...]
+    memory: torch.Tensor
+    writes_whole: bool
+    places: list[tuple[tuple[slice, ...], Box]] = field(default_factory=list)
+
+    @property
+    def local(self) -> torch.Size:
+        """The shape of its own part."""
+        return self.memory.shape
 
 
 class _Loose:
@@ -161,7 +173,7 @@ class State:
         self.world = world or World(0, 1)
         self._shares = self._shares_of(by_rank or {})
         self._holders = Holders(self.world)
-        self._record_plan: tuple[Any, list[_Planned]] = (None, [])
+        self._parameter_shares: dict[str, _Share] | None = None
         self._compares = check_replicas
         self._walk: Walk | None = None
         self._guard = Guard()
@@ -269,7 +281,11 @@ class State:
             raise ValueError(f"by_rank: the state has no parts {unknown}, but {self.parts}")
         rank, size = self.world.rank, self.world.size
         kinds = (GeneratorState, GlobalGenerators, LoaderState)
-        shares = {each.name: Share(rank, size) for each in self._entries if isinstance(each, kinds)}
+        shares = {
+            each.name: Share(rank, size)
+            for each in self._entries
+            if isinstance(each, kinds) or (isinstance(each, StatefulState) and each.is_by_rank)
+        }
         shares |= {name: Share.of(rule, rank, size) for name, rule in said.items()}
         return shares
 
@@ -370,7 +386,7 @@ class State:
             for value in optimizer.optimizer.state.get(parameter, {}).values()
         }
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
-        self._record_plan = (None, [])
+        self._parameter_shares = None
         self._holders.ask(
             {
                 leaf.name: Shape(dtype_name(leaf.tensor.dtype), tuple(leaf.tensor.shape), spread)
@@ -388,44 +404,55 @@ class State:
             held += [Held(piece, ranks) for piece in _pieces(leaf)]
         return chosen(held, self.world.rank)
 
-    def record_leaves(self, tensors: Mapping[str, torch.Tensor], owner: int) -> tuple[Leaf, ...]:
-        """The own tensors of a record as far as this rank writes them: of gradients its share, as
-        of their parameters; what each rank has for itself; and of the rest, if it is the first."""
-        key = tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
-        if self._record_plan[0] != key:
-            self._record_plan = (key, self._plan_record(tensors))
-        return tuple(
-            Leaf(name, tensors[name][inside] if inside else tensors[name], owner, box, shape)
-            for name, inside, box, shape in self._record_plan[1]
-        )
+    def record_leaves(
+        self, tensors: Mapping[str, torch.Tensor], special: Container[str], owner: int
+    ) -> tuple[Leaf, ...]:
+        """The own tensors of a record as far as this rank writes them: of gradients what it writes
+        of their parameters; what each rank has for itself; and of the rest all, if it is the first.
 
-    def _plan_record(self, tensors: Mapping[str, torch.Tensor]) -> list[_Planned]:
-        parameters = {
-            name: parameter
-            for optimizer in self.optimizers
-            for _, name, parameter, _ in optimizer.parameters()
-        }
-        rank, held = self.world.rank, []
+        `special`: names of gradients that are not as their parameter is (compressed, or from before
+        clipping), which one rank writes whole: it alone says how they are to be read.
+        """
+        rank = self.world.rank
+        if self._parameter_shares is None:
+            self._parameter_shares = self._share_parameters()
+        shares = self._parameter_shares
+        found: list[Leaf] = []
         for name, tensor in tensors.items():
             head, _, rest = name.partition(".")
-            parameter = parameters.get(rest) if "!" not in head or "!indices" in head else None
-            if parameter is None:
-                ranks = (rank,) if unowned(name) != name else (0,)
-                held.append(Held(Leaf(name, tensor), ranks))
-                continue
-            shape, shards = shards_like(parameter, tensor)
-            held += [
-                Held(
-                    Leaf(name, view, None, box if is_dtensor(parameter) else None, shape),
-                    self._holders.of(rest),
-                )
-                for box, view in shards
-                if view.numel() or 0 in shape
-            ]
-        return [
-            (leaf.name, _inside(leaf.tensor, tensors[leaf.name]), leaf.box, leaf.shape)
-            for leaf in chosen(held, rank)[0]
-        ]
+            share = shares.get(rest) if "!" not in head or "!indices" in head else None
+            if share is None:
+                if rank == 0 or unowned(name) != name:
+                    found.append(Leaf(name, tensor, owner))
+            elif name in special or tensor.shape != share.local:
+                if share.writes_whole:
+                    found.append(Leaf(name, tensor, owner))
+            else:
+                found += [
+                    Leaf(name, tensor[inside] if inside else tensor, owner, box, share.shape)
+                    for inside, box in share.places
+                ]
+        return tuple(found)
+
+    def _share_parameters(self) -> dict[str, _Share]:
+        """What of each parameter this rank writes; the same for its gradients at each step."""
+        held, found, rank = [], {}, self.world.rank
+        for optimizer in self.optimizers:
+            for _, name, parameter, _ in optimizer.parameters():
+                ranks = self._holders.of(name)
+                local = local_of(parameter)
+                shape, shards = shards_like(parameter, local)
+                found[name] = _Share(shape, local, ranks[0] == rank)
+                held += [
+                    Held(Leaf(name, view, None, box, shape), ranks)
+                    for box, view in shards
+                    if view.numel() or 0 in shape
+                ]
+        for leaf in chosen(held, rank)[0]:
+            share = found[leaf.name]
+            assert leaf.box is not None
+            share.places.append((_inside(leaf.tensor, share.memory), leaf.box))
+        return found
 
     def _is_eager(self, leaf: Leaf) -> bool:
         """Whether nobody can hold what writes to it: it is copied at the call."""
