@@ -91,20 +91,20 @@ def test_a_load_that_fails_or_differs_is_said_and_the_others_go_on(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)  # 26 processes that import torch
 def test_a_tiny_run_of_two_ranks_and_its_loads_on_four(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measuring, "_SETTLE_S", 0)
     args = arguments(
         *("--ranks", "2", "--size", "tiny", "--rounds", "1", "--steps", "2", "--every", "1"),
-        *("--only", "dcp,dcp-process,everstep", "--json", str(tmp_path / "report.json")),
+        *("--only", "dcp,everstep", "--json", str(tmp_path / "report.json")),
         *("--store-root", str(tmp_path / "stores")),
     )
     assert command.run(args) == 0
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["section"] == "ranks"
-    assert list(found["contenders"]) == ["none", "dcp", "dcp-process", "everstep"]
+    assert list(found["contenders"]) == ["none", "dcp", "everstep"]
     for name, entry in found["contenders"].items():
         assert entry["failed"] is None
         if name != "none":
