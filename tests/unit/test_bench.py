@@ -12,7 +12,17 @@ from rich.console import Console
 
 from everstep.capture.copies import Batch
 from everstep.capture.plan import Planner
-from everstep.cli.bench import accelerator, command, floors, machine, plan, report, simulated
+from everstep.cli.bench import (
+    accelerator,
+    command,
+    driver,
+    floors,
+    machine,
+    measuring,
+    plan,
+    report,
+    simulated,
+)
 from everstep.cli.bench.plan import Block, Facts
 from everstep.cli.strategies import STRATEGIES
 from everstep.keeper.arena import Arena
@@ -233,9 +243,9 @@ def test_a_tiny_run_reports_all_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that spin would stand in each other's way
-    monkeypatch.setattr(command, "_SETTLE_S", 0)
-    monkeypatch.setattr(command, "WINDOWS", (1, 3))
-    monkeypatch.setattr(command, "_RECOVERIES", 1)
+    monkeypatch.setattr(measuring, "_SETTLE_S", 0)
+    monkeypatch.setattr(measuring, "WINDOWS", (1, 3))
+    monkeypatch.setattr(measuring, "_RECOVERIES", 1)
     gone = Facts("a library that nobody has", "no_such_library", "no-such-library")
     monkeypatch.setitem(plan.CONTENDERS, "torchsnapshot", gone)
     args = arguments(
@@ -298,8 +308,8 @@ def test_a_contender_that_fails_is_reported_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = arguments("--size", "tiny", "--rounds", "1", "--steps", "1", "--only", "dcp")
-    broken = command.Bench(args, ["none", "plain", "dcp"], tmp_path, print)
-    monkeypatch.setattr(command, "_SETTLE_S", 0)
+    broken = measuring.Bench(args, ["none", "plain", "dcp"], tmp_path, print)
+    monkeypatch.setattr(measuring, "_SETTLE_S", 0)
     asked: list[tuple[str, str]] = []
 
     class Fake:
@@ -309,7 +319,7 @@ def test_a_contender_that_fails_is_reported_and_the_others_go_on(
         def ask(self, do: str, timeout_s: float, **request: Any) -> dict[str, Any]:
             asked.append((self.name, do))
             if self.name == "dcp" and do == "block":
-                raise command.WorkerFailed("block: no space")
+                raise driver.WorkerFailed("block: no space")
             return {"state_bytes": 1}
 
         ask_watched = ask
@@ -317,7 +327,7 @@ def test_a_contender_that_fails_is_reported_and_the_others_go_on(
         def stop(self) -> None:
             asked.append((self.name, "stop"))
 
-    monkeypatch.setattr(command, "Driver", Fake)
+    monkeypatch.setattr(measuring, "Driver", Fake)
     raw = broken.measure()
     assert raw["failed"] == {"dcp": "block: no space"}
     assert asked.count(("dcp", "block")) == 1

@@ -202,14 +202,24 @@ class Run:
 
 
 def build(
-    text: bytes, *, seed: int, steps: int, size: Size = "25m", device: str | torch.device = "cpu"
+    text: bytes,
+    *,
+    seed: int,
+    steps: int,
+    size: Size = "25m",
+    device: str | torch.device = "cpu",
+    shard: Callable[[nn.Module], object] = lambda model: None,
 ) -> Run:
-    """A fresh run of `steps` steps; seeds the global generators of python, numpy and torch."""
+    """A fresh run of `steps` steps; seeds the global generators of python, numpy and torch.
+
+    `shard` spreads the model over ranks, in place.
+    """
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     shape = SHAPES[size]
     model = GPT(shape).to(device).train()
+    shard(model)
     optimizer = torch.optim.AdamW(_groups(model), lr=shape.learning_rate, fused=True)
     scheduler = LambdaLR(optimizer, lambda step: _rate(step, steps))
     loader = Loader(text, batch=shape.batch, sequence=shape.sequence, seed=seed)

@@ -5,18 +5,27 @@ from pathlib import Path
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from everstep.cli import workload
 
 
-def digest(run: workload.Run) -> str:
-    """One digest of what must come back: model, optimizer, loader, torch's generator."""
+def digest(run: workload.Run, is_sharded: bool = False) -> str:
+    """One digest of what must come back: model, optimizer, loader, torch's generator.
+
+    Of a sharded run: of the whole tensors, on each rank, and without the generator, of which
+    another number of ranks has others. All ranks have to call it.
+    """
     hasher = xxhash.xxh3_128()
-    tensors = {**run.model.state_dict(), **run.loader.state_dict(), "rng": torch.get_rng_state()}
+    tensors = {**run.model.state_dict(), **run.loader.state_dict()}
+    if not is_sharded:
+        tensors["rng"] = torch.get_rng_state()
     tensors.pop("batches_read")
     for index, held in run.optimizer.state_dict()["state"].items():
         tensors |= {f"{index}.{key}": value for key, value in sorted(held.items())}
     for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
         hasher.update(name.encode())
         hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return hasher.hexdigest()

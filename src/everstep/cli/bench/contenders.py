@@ -23,6 +23,7 @@ from everstep.cli.bench.floors import filled_buffer, page_multiple, plain_read
 from everstep.cli.bench.machine import await_end_of
 from everstep.cli.strategies import NO_BASE, Strategy
 from everstep.cli.workload import Run
+from everstep.store.names import CheckpointName, manifest_path
 
 Finish = Callable[[], float]
 """Blocks until a save is finished, and returns when it was, by time.perf_counter."""
@@ -121,7 +122,11 @@ def state_bytes(run: Run) -> int:
     tensors = [*run.model.state_dict().values()]
     for held in run.optimizer.state_dict()["state"].values():
         tensors += [value for value in held.values() if isinstance(value, torch.Tensor)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}
+    locals_ = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # of a DTensor
+    storages = {
+        local.untyped_storage().data_ptr(): tensor.nbytes
+        for local, tensor in zip(locals_, tensors, strict=True)
+    }
     return sum(storages.values())
 
 
@@ -202,19 +207,24 @@ class _Everstep:
     """
 
     def __init__(self, strategy: Strategy, run: Run, root: Path, every: int) -> None:
+        self._run = run
         self._root = root
         self._strategy = strategy
+        self._every = every
         self._wants_base = False
         if strategy == "log":
             run.clip = clip_grad_norm_
-        self._checkpointer: Checkpointer | None = self._open(run, every)
-        self._checkpointer.restore()
+        self._checkpointer: Checkpointer | None = None
+        self._is_over = False
 
     def prepare(self) -> None:
         self._wants_base = self._strategy == "log"
 
     def step(self, step: int, due: bool) -> Finish | None:
-        assert self._checkpointer is not None, "nothing is saved after a restore"
+        assert not self._is_over, "nothing is saved after a restore"
+        if self._checkpointer is None:
+            self._checkpointer = self._open(self._run, self._every)
+            self._checkpointer.restore()
         if self._wants_base:
             self._wants_base = False
             tagged = self._checkpointer.save(step, tag="base")  # what is tagged is a whole state
@@ -228,12 +238,15 @@ class _Everstep:
         return checkpointer.restore
 
     def files(self, step: int) -> list[Path]:
-        return [self._root / link.path for link in Store(self._root).manifest(step).files]
+        manifest = Store(self._root).manifest(step)
+        links = [self._root / link.path for link in manifest.files]
+        return [*links, self._root / manifest_path(CheckpointName(step, manifest.epoch))]
 
     def discard(self, steps: Iterable[int]) -> None:
         pass
 
     def close(self) -> None:
+        self._is_over = True
         if self._checkpointer:
             self._checkpointer.close()
             self._checkpointer = None
@@ -248,6 +261,7 @@ class _Everstep:
             base_every=NO_BASE if self._strategy == "log" else None,
             keep=Keep(last=2),
             under_pressure="wait",
+            by_rank={"loader": "replicate"} if torch.distributed.is_initialized() else None,
         )
 
 

@@ -24,15 +24,17 @@ class WorkerFailed(Exception):
 class Driver:
     """One worker process. It sleeps whenever it is not asked."""
 
-    def __init__(self, root: Path, settings: dict[str, Any]) -> None:
-        """`root` is a directory of its own, `settings` what `worker.Worker` takes."""
-        root.mkdir(parents=True)
+    def __init__(
+        self, root: Path, settings: dict[str, Any], module: str = "worker", label: str = ""
+    ) -> None:
+        """`root` is a directory of its own, `settings` what the worker of this module takes."""
+        root.mkdir(parents=True, exist_ok=True)
         self._root = root
-        self._log = root.parent / f"{root.name}.log"
+        self._log = root.parent / f"{root.name}{label}.log"
         told = {"root": str(root), **settings}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "everstep.cli.bench.worker", json.dumps(told)],
+                [sys.executable, "-m", f"everstep.cli.bench.{module}", json.dumps(told)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -56,6 +58,18 @@ class Driver:
         with MemoryWatch(processes(self._process.pid, str(self._root))) as watch:
             reply = self.ask(do, timeout_s, **request)
         return {**reply, "memory_bytes": watch.peak_bytes}
+
+    @property
+    def pid(self) -> int:
+        """The worker's process."""
+        pid: int = self._process.pid
+        return pid
+
+    def kill(self) -> None:
+        """End the worker and what it started, at once; who waits for its answer is told so."""
+        for pid in processes(self._process.pid, ""):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """End the worker and all that it started, its keeper too."""

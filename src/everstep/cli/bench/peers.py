@@ -57,11 +57,12 @@ class _Dcp(Directory):
 
         self._dcp: Any = torch.distributed.checkpoint
         self._run = run
+        self._is_alone = not torch.distributed.is_initialized()
 
     def step(self, step: int, due: bool) -> Finish | None:
         if due:
             writer = self._dcp.FileSystemWriter(self.path(step))
-            self._dcp.save(snapshot(self._run), storage_writer=writer, no_dist=True)
+            self._dcp.save(snapshot(self._run), storage_writer=writer, no_dist=self._is_alone)
         return None
 
     def reader(self, run: Run, step: int) -> Callable[[], object]:
@@ -69,7 +70,7 @@ class _Dcp(Directory):
             _prime(run.optimizer)  # it loads into tensors, which a fresh optimizer does not have
             state = snapshot(run)
             source = self._dcp.FileSystemReader(self.path(step))
-            self._dcp.load(state, storage_reader=source, no_dist=True)
+            self._dcp.load(state, storage_reader=source, no_dist=self._is_alone)
             place(run, state, model_is_in_place=True)
 
         return read
@@ -82,17 +83,23 @@ class _DcpAsync(_Dcp):
     blocking copy into fresh memory): the update waits for the staging, a save for the last upload.
     """
 
+    where = "thread"
+
     def __init__(self, run: Run, root: Path, every: int) -> None:
         super().__init__(run, root, every)
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
         options = StagingOptions(
             use_pinned_memory=False,
-            use_shared_memory=False,
+            use_shared_memory=self.where == "process",
             use_async_staging=True,
             use_non_blocking_copy=False,
         )
         self._stager = DefaultStager(options)
+        self._type = AsyncCheckpointerType(self.where)
+        # Of ranks, the thread that saves has collectives of its own: in a group of its own, then.
+        self._group = None if self._is_alone else torch.distributed.new_group(backend="gloo")
         self._staging: Future[Any] | None = None
         self._upload: Future[Any] | None = None
         run.optimizer.register_step_pre_hook(self._before_update)
@@ -106,7 +113,9 @@ class _DcpAsync(_Dcp):
             snapshot(self._run),
             storage_writer=self._dcp.FileSystemWriter(self.path(step)),
             async_stager=self._stager,
-            no_dist=True,
+            async_checkpointer_type=self._type,
+            process_group=self._group,
+            no_dist=self._is_alone,
         )
         self._staging, self._upload = response.staging_completion, response.upload_completion
         return finish_of(response.upload_completion)
@@ -117,6 +126,12 @@ class _DcpAsync(_Dcp):
     def _before_update(self, *_: Any) -> None:
         if self._staging:
             self._staging.result()
+
+
+class _DcpProcess(_DcpAsync):
+    """The same by a process beside each rank; staged in memory that both share."""
+
+    where = "process"
 
 
 class _Torchsnapshot(Directory):
@@ -174,11 +189,16 @@ class _TorchCheckpointing(Directory):
 
     def __init__(self, run: Run, root: Path, every: int) -> None:
         super().__init__(root)
-        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing import CheckpointManager, ItemSpec
+        from torch_checkpointing.default_resharder import DefaultResharder
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
-        manager = CheckpointManager(CheckpointManager.Config(storage_config=storage))
+        # Without one, ranks save as they do on GPUs, but are loaded by as many again only.
+        self._reshards = torch.distributed.is_initialized() and torch.cuda.is_available()
+        item = ItemSpec(resharder=DefaultResharder() if self._reshards else None)
+        config = CheckpointManager.Config(storage_config=storage, default=item)
+        manager = CheckpointManager(config)
         held = contextlib.ExitStack()
         run.optimizer.register_step_pre_hook(lambda *_: _enter(held, manager.lock()))
         run.optimizer.register_step_post_hook(lambda *_: held.close())
@@ -193,6 +213,9 @@ class _TorchCheckpointing(Directory):
     def reader(self, run: Run, step: int) -> Callable[[], object]:
         def read() -> None:
             into = {**dict.fromkeys(snapshot(run)), "model": run.model.state_dict()}
+            if torch.distributed.is_initialized():  # shards are moved into what is there
+                _prime(run.optimizer)
+                into = snapshot(run)
             loaded = self._manager.load(str(self.path(step)), into=into)
             place(run, dict(loaded), model_is_in_place=True)
 
@@ -224,3 +247,10 @@ PEERS: dict[str, Maker] = {
     "torchsnapshot-async": _TorchsnapshotAsync,
     "torch_checkpointing": _TorchCheckpointing,
 }
+RANKED: dict[str, Maker] = {
+    "dcp": _Dcp,
+    "dcp-async": _DcpAsync,
+    "dcp-process": _DcpProcess,
+    "torch_checkpointing": _TorchCheckpointing,
+}
+"""Of several ranks."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from everstep.cli.strategies import STRATEGIES, WARM_SAVES, Strategy
 
@@ -31,6 +31,10 @@ class Facts:
     warm_saves: int = 3
     lead_steps: int = 2
     saves_before_kept: int = 0
+    with_ranks: Literal["too", "only", ""] = ""
+    ranks_note: str = ""
+    loads_as: str = ""
+    """Who reads the same files in the same way; then only that one's loads are measured."""
 
     @property
     def is_installed(self) -> bool:
@@ -49,11 +53,20 @@ class Facts:
 
 
 CONTENDERS = {
-    BASELINE: Facts("no checkpoints"),
+    BASELINE: Facts("no checkpoints", with_ranks="too"),
     FLOOR: Facts("plain direct writes (floor)", syncs="all"),
     "torch.save": Facts("torch.save + fsync", syncs="all"),
-    "dcp": Facts("DCP save", syncs="data in part", note=_DCP_SYNCS),
-    "dcp-async": Facts("DCP async_save", syncs="data in part", note=_DCP_STAGES),
+    "dcp": Facts("DCP save", syncs="data in part", note=_DCP_SYNCS, with_ranks="too"),
+    "dcp-async": Facts(
+        "DCP async_save", syncs="data in part", note=_DCP_STAGES, with_ranks="too", loads_as="dcp"
+    ),
+    "dcp-process": Facts(
+        "DCP async_save, process",
+        syncs="data in part",
+        note="the same, staged in shared memory, written by a process beside each rank",
+        with_ranks="only",
+        loads_as="dcp",
+    ),
     "torchsnapshot": Facts("torchsnapshot take", "torchsnapshot", "torchsnapshot"),
     "torchsnapshot-async": Facts("torchsnapshot async_take", "torchsnapshot", "torchsnapshot"),
     "torch_checkpointing": Facts(
@@ -61,8 +74,11 @@ CONTENDERS = {
         "torch_checkpointing",
         "torch_checkpointing",
         note="use_direct_io=False, since its default fails on ext4",
+        with_ranks="too",
+        ranks_note="use_direct_io=False; its resharder gathers what it needs by CUDA only: without "
+        "CUDA it is saved without one, and cannot be loaded on other ranks",
     ),
-    OURS: Facts("everstep", "everstep", "everstep", "all", strategy="full"),
+    OURS: Facts("everstep", "everstep", "everstep", "all", strategy="full", with_ranks="too"),
     SPREAD: Facts(
         "everstep spread",
         "everstep",
@@ -89,7 +105,7 @@ CONTENDERS = {
 PEERS = [
     name
     for name, facts in CONTENDERS.items()
-    if name not in (BASELINE, FLOOR) and not facts.is_ours
+    if name not in (BASELINE, FLOOR) and not facts.is_ours and facts.with_ranks != "only"
 ]
 
 
@@ -113,6 +129,16 @@ def missing(only: Sequence[str], strategies: Sequence[Strategy] = STRATEGIES) ->
     return [name for name in _wanted(only, strategies) if not CONTENDERS[name].is_installed]
 
 
+def ranked(only: Sequence[str]) -> list[str]:
+    """Those that are measured with several ranks: all, or the baseline and what was asked for."""
+    names = [name for name, facts in CONTENDERS.items() if facts.with_ranks]
+    if unknown := set(only) - set(names):
+        raise ValueError(
+            f"--ranks: unknown contenders {sorted(unknown)}; there are {', '.join(names[1:])}"
+        )
+    return [name for name in names if not only or name in (BASELINE, *only)]
+
+
 def _wanted(only: Sequence[str], strategies: Sequence[Strategy]) -> list[str]:
     """`only` holds everstep under one name; which of its strategies, the other says."""
     if unknown := set(only) - {*CONTENDERS} | set(only) & {LOG, SPREAD}:
@@ -122,6 +148,8 @@ def _wanted(only: Sequence[str], strategies: Sequence[Strategy]) -> list[str]:
         )
     names = []
     for name, facts in CONTENDERS.items():
+        if facts.with_ranks == "only":
+            continue
         if facts.is_ours:
             is_wanted = (not only or OURS in only) and facts.strategy in strategies
         else:

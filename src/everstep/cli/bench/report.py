@@ -113,7 +113,7 @@ def _training(raw: dict[str, Any], name: str, every: int) -> dict[str, Any]:
 
 def _bases(raw: dict[str, Any], name: str) -> dict[str, Any] | None:
     """Of a log: what a step with a base costs, and what that is when spread over many steps."""
-    every, apart = raw["settings"]["every"][0], raw["settings"]["base_every"]
+    every, apart = raw["settings"]["every"][0], raw["settings"].get("base_every")
     blocks = _blocks(raw, name, every, bases=True)
     if not blocks:
         return None
@@ -203,6 +203,7 @@ def _alone(raw: dict[str, Any], name: str, is_durable: bool) -> dict[str, Any] |
         ),
         "durable_by_itself": is_durable,
         "bytes": rows[-1]["bytes"],
+        "files": rows[-1]["files"],
     }
 
 

@@ -16,14 +16,15 @@ _STYLES = {
     BASELINE: "dim",
     FLOOR: "dim",
 }
+SYNC_REMARK = "* with an fsync of its files and directories made afterwards by the bench"
 Report = dict[str, Any]
 
 
 def show(report: Report, console: Console) -> None:
     """Print the whole report."""
-    console.print(_heading(report))
+    console.print(heading(report))
     for every in report["settings"]["every"]:
-        console.print(_training_table(report, every))
+        console.print(training_table(report, every))
     console.print(_single_table(report))
     if recovery := report["recovery"]:
         console.print(_recovery_table(recovery))
@@ -37,7 +38,8 @@ def show(report: Report, console: Console) -> None:
         console.print(line, style="yellow" if "failed" in line or "DIFFERS" in line else "dim")
 
 
-def _heading(report: Report) -> str:
+def heading(report: Report) -> str:
+    """Model, rounds, machine."""
     settings, machine = report["settings"], report["machine"]
     size = (report["state_bytes"] or 0) / 1e6
     words = ", ".join(f"{key} {value}" for key, value in machine.items() if key != "processor")
@@ -49,9 +51,10 @@ def _heading(report: Report) -> str:
     )
 
 
-def _training_table(report: Report, every: int) -> Table:
+def training_table(report: Report, every: int) -> Table:
+    """What saves at every so many steps cost the loop."""
     title = "a save at every step" if every == 1 else f"a save at every {every}th step"
-    table = _table(f"Training, {title}")
+    table = new_table(f"Training, {title}")
     for column in ("stall in the call\nmedian, ms", "p99\nms", "step\ns", "slowdown\nmedian"):
         table.add_column(column, justify="right")
     table.add_column("min … max", justify="right", style="dim", no_wrap=True)
@@ -60,7 +63,7 @@ def _training_table(report: Report, every: int) -> Table:
     for name, entry in report["contenders"].items():
         if figures := entry["every"].get("0" if name == BASELINE else str(every)):
             size = f"{entry['alone']['bytes'] / 1e6:.1f}" if entry["alone"] else ""
-            table.add_row(_label(name, entry), *_training_cells(figures), size)
+            table.add_row(label_of(name, entry), *_training_cells(figures), size)
             if entry["bases"] and every == report["settings"]["every"][0]:
                 table.add_row(*_base_cells(report, entry["bases"]), style="dim")
     return table
@@ -74,7 +77,7 @@ def _training_cells(figures: dict[str, Any]) -> list[str]:
         f"{figures['step_s']['median']:.3f}",
         f"{100 * slowdown['median']:+.1f} %" if slowdown else "",
         f"{100 * slowdown['min']:+.1f} … {100 * slowdown['max']:+.1f}" if slowdown else "",
-        _seconds(figures["finished_s"]),
+        seconds_of(figures["finished_s"]),
         f"{figures['memory_over_baseline_bytes'] / 2**20:+.0f}" if stall else "",
     ]
 
@@ -93,7 +96,7 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
         f"Recovery of a log: a base of {recovery['base_bytes'] / 1e6:.1f} MB, records of "
         f"{recovery['record_bytes'] / 1e6:.1f} MB"
     )
-    table = _table(title)
+    table = new_table(title)
     columns = ("restore\nmedian, s", "min … max", "at most\ns", "/ at most", "min … max")
     for column in (*columns, "/ with warm\nmemory"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -113,7 +116,7 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
 
 
 def _spread_recovery_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("Restore of a spread checkpoint, its window given, beside a whole state")
+    table = new_table("Restore of a spread checkpoint, its window given, beside a whole state")
     for column in ("restore\nmedian, s", "min … max", "/ whole\nstate", "MB"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
@@ -131,7 +134,7 @@ def _spread_recovery_table(rows: list[dict[str, Any]]) -> Table:
 
 def _single_table(report: Report) -> Table:
     floor = report["contenders"][FLOOR]
-    table = _table("One save and one restore, no training beside it")
+    table = new_table("One save and one restore, no training beside it")
     for column in ("until finished\ns", "until durable\ns", "/ plain\nwrite"):
         table.add_column(column, justify="right")
     table.add_column("fsyncs\nby itself", no_wrap=True)
@@ -141,13 +144,13 @@ def _single_table(report: Report) -> Table:
         if alone := entry["alone"]:
             restore = entry["restore"]
             table.add_row(
-                _label(name, entry),
-                _seconds(alone["finished_s"]),
-                _seconds(alone["durable_s"]) + ("" if alone["durable_by_itself"] else " *"),
-                _over(alone["durable_s"], floor["alone"] and floor["alone"]["durable_s"]),
+                label_of(name, entry),
+                seconds_of(alone["finished_s"]),
+                seconds_of(alone["durable_s"]) + ("" if alone["durable_by_itself"] else " *"),
+                over(alone["durable_s"], floor["alone"] and floor["alone"]["durable_s"]),
                 entry["syncs"],
-                _seconds(restore and restore["seconds"]),
-                _over(
+                seconds_of(restore and restore["seconds"]),
+                over(
                     restore and restore["seconds"], floor["restore"] and floor["restore"]["seconds"]
                 ),
                 f"{alone['bytes'] / 1e6:.1f}",
@@ -156,7 +159,7 @@ def _single_table(report: Report) -> Table:
 
 
 def _aims_table(aims: list[dict[str, Any]]) -> Table:
-    table = _table("The aims")
+    table = new_table("The aims")
     for column in ("aim", "measured", ""):
         table.add_column(column, justify="right")
     for aim in aims:
@@ -180,20 +183,27 @@ def _tensors_line(tensors: dict[str, Any]) -> str:
     )
 
 
-def _remarks(report: Report) -> list[str]:
+def contender_remarks(report: Report) -> list[str]:
+    """Who is missing, what is special about whom, and who failed at what."""
     lines = [f"missing, not measured: {label}" for label in report["missing"].values()]
-    cache = None
     for entry in report["contenders"].values():
         if entry["note"]:
             lines.append(f"{entry['label']}: {entry['note']}")
         if entry["failed"]:
             lines.append(f"{entry['label']} failed: {entry['failed']}")
+    return lines
+
+
+def _remarks(report: Report) -> list[str]:
+    lines = contender_remarks(report)
+    cache = None
+    for entry in report["contenders"].values():
         if entry["restore"]:
             cache = entry["restore"]["cache"]
             if not entry["restore"]["equal"]:
                 lines.append(f"{entry['label']}: what was restored DIFFERS from what was saved")
     lines += _log_remarks(report)
-    lines.append("* with an fsync of its files and directories made afterwards by the bench")
+    lines.append(SYNC_REMARK)
     lines.append(
         "slowdown: a block's time over that of the neighbouring blocks without checkpoints. "
         "memory: resident, with all its processes, more than without checkpoints. "
@@ -225,23 +235,27 @@ def _log_remarks(report: Report) -> list[str]:
     return lines
 
 
-def _table(title: str) -> Table:
+def new_table(title: str) -> Table:
+    """An empty one, with a column for labels."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     return table
 
 
-def _label(name: str, entry: dict[str, Any]) -> Text:
+def label_of(name: str, entry: dict[str, Any]) -> Text:
+    """A contender's, with the version of what is not torch's or ours."""
     shown = entry["version"] if name.startswith(("torchs", "torch_")) else ""
     label = Text(entry["label"], _STYLES.get(name, ""))
     return label.append(f" {shown}", "dim") if shown else label
 
 
-def _seconds(values: dict[str, float] | None) -> str:
+def seconds_of(values: dict[str, float] | None) -> str:
+    """The median; nothing of what was not measured."""
     return f"{values['median']:.3f}" if values else ""
 
 
-def _over(values: dict[str, float] | None, floor: dict[str, float] | None) -> str:
+def over(values: dict[str, float] | None, floor: dict[str, float] | None) -> str:
+    """The ratio of the medians."""
     return f"{values['median'] / floor['median']:.2f}" if values and floor else ""
 
 

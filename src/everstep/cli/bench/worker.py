@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from everstep.cli.bench.contenders import OWN, Contender, Finish, Saver, state_b
 from everstep.cli.bench.peers import PEERS
 from everstep.cli.bench.plan import CONTENDERS
 
-_RUN_STEPS = 1000
+RUN_STEPS = 1000
 
 
 @dataclass(slots=True)
@@ -56,14 +56,15 @@ class Worker:
         self._size = size
         self._every = every
         self._step = 0
-        self._run = workload.build(text, seed=1, steps=_RUN_STEPS, size=size)
-        self._run.train_step()
-        self._contender: Contender = {**OWN, **PEERS}[name](self._run, root, every)
         self._kept = 0
         self._each_prepared = False
 
     def warm_up(self) -> dict[str, Any]:
-        """Steps and saves off the clock: they fill buffers, start processes, build plans."""
+        """Build the run; then steps and saves off the clock: they fill buffers, start processes,
+        build plans."""
+        self._run = self._build(seed=1)
+        self._run.train_step()
+        self._contender = self._make(self._run)
         saves = CONTENDERS[self._name].warm_saves
         if self._every == 1:
             self.block(int(self._name != "none"), saves, 0)
@@ -81,6 +82,7 @@ class Worker:
         self._each_prepared = bases
         first = self._next_due(max(1, every), lead)
         early = [self._one(number, every) for number in range(first - lead, first)]
+        self._line_up()
         began = time.perf_counter()
         calls, ends = [], []
         for number in range(first, first + steps):
@@ -112,19 +114,12 @@ class Worker:
             self._drop([self._save_alone()])
         call = self._save_alone()
         reply = self._measured(call)
-        self._kept, self._expected = call.step, digest(self._run)
+        self._kept, self._expected = call.step, self._digest(self._run)
         return reply
 
     def restore(self) -> dict[str, Any]:
         """Restore the kept save into a fresh run from a cold cache, and compare."""
-        run = workload.build(self._text, seed=2, steps=_RUN_STEPS, size=self._size)
-        read = self._saver.reader(run, self._kept)
-        cache = chill(self._root)
-        began = time.perf_counter()
-        read()
-        seconds = time.perf_counter() - began
-        equal = self._name == "plain" or digest(run) == self._expected
-        return {"seconds": seconds, "equal": equal, "cache": cache}
+        return self._restore(self._saver, self._kept, self._expected)
 
     def tensors(self, count: int, saves: int) -> dict[str, Any]:
         """The section about a model of many small tensors; see tensors.py."""
@@ -145,6 +140,29 @@ class Worker:
         self._contender.close()
         return {}
 
+    def _restore(self, saver: Saver, step: int, expected: str) -> dict[str, Any]:
+        run = self._build(seed=2)
+        read = saver.reader(run, step)
+        cache = chill(self._root)
+        self._line_up()
+        began = time.perf_counter()
+        read()
+        seconds = time.perf_counter() - began
+        equal = self._name == "plain" or self._digest(run) == expected
+        return {"seconds": seconds, "equal": equal, "cache": cache}
+
+    def _build(self, seed: int) -> workload.Run:
+        return workload.build(self._text, seed=seed, steps=RUN_STEPS, size=self._size)
+
+    def _make(self, run: workload.Run) -> Contender:
+        return {**OWN, **PEERS}[self._name](run, self._root, self._every)
+
+    def _digest(self, run: workload.Run) -> str:
+        return digest(run)
+
+    def _line_up(self) -> None:
+        """Wait for the other ranks, where there are some."""
+
     @property
     def _saver(self) -> Saver:
         assert isinstance(self._contender, Saver), f"{self._name} saves nothing to look at"
@@ -164,6 +182,7 @@ class Worker:
     def _save_alone(self) -> Call:
         self._step = self._next_due(self._every, 0)
         self._run.train_step()
+        self._line_up()
         call = self._call(self._step, due=True)
         call.wait()
         return call
@@ -174,6 +193,7 @@ class Worker:
 
     def _measured(self, call: Call) -> dict[str, Any]:
         finished = call.wait()
+        self._line_up()
         files = self._saver.files(call.step)
         began = time.perf_counter()
         for path in files:
@@ -188,6 +208,7 @@ class Worker:
             "finished_s": finished,
             "extra_sync_s": synced,
             "bytes": sum(path.stat().st_size for path in files),
+            "files": len(files),
         }
 
     def _drop(self, calls: Sequence[Call]) -> None:
@@ -196,8 +217,8 @@ class Worker:
         self._contender.discard([call.step for call in calls])
 
 
-def main() -> None:
-    """Serve requests until standard input ends."""
+def serve(make: Callable[..., Worker] = Worker) -> None:
+    """Serve requests with what `make` makes, until standard input ends."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     settings = json.loads(sys.argv[1])
@@ -207,7 +228,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            worker = worker or Worker(root=root, text=text, **settings)
+            worker = worker or make(root=root, text=text, **settings)
             reply = getattr(worker, request.pop("do"))(**request)
         except Exception as error:  # noqa: BLE001  whatever it is, the other contenders go on
             traceback.print_exc()
@@ -216,4 +237,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()
