@@ -16,10 +16,18 @@ PART = Part(
     0, FileLink("data/tables/a.json", 7, "0" * 32), (FileLink("data/b", 9),), ("1" * 32,), 5
 )
 RANKS = {
-    4: {"objects": {"one": 1, "two": [2.5], "three": None}, "own": {"rng": {"index": 4}}},
-    6: {"objects": {"one": True, "two": [2.5]}, "own": {}},
-    9: {"objects": {}, "own": {}},
-    11: {"objects": {"one": 1.0, "four": {"$": "x"}, "three": None}, "own": {}},
+    4: {
+        "objects": {"one": 1, "two": [2.5], "three": None},
+        "own": {"rng": {"index": 4}},
+        "digests": {"a": "1", "b": "2"},
+    },
+    6: {"objects": {"one": True, "two": [2.5]}, "own": {}, "digests": {"b": "3"}},
+    9: {"objects": {}, "own": {}, "digests": {}},
+    11: {
+        "objects": {"one": 1.0, "four": {"$": "x"}, "three": None},
+        "own": {},
+        "digests": {"a": "1", "b": "2"},
+    },
 }
 
 
