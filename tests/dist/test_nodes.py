@@ -13,6 +13,7 @@ import zoo
 
 from everstep import Checkpointer, Store
 from everstep.errors import EverstepError
+from everstep.restore import apply
 from everstep.store import catalog, names
 from everstep.tiers.disk import Disk
 from stores import end_keeper, keeper_pid
@@ -415,3 +416,32 @@ def test_a_node_may_have_one_rank(gang, store):
     step, state, _ = gang.run(restores, "ddp", store, "ba", 2, size=2)[0]
     assert step == 2
     check_equal(state, states[-1])
+
+
+def how_it_reads(layout, store, nodes):
+    """Whether this rank restores through the page cache, as others of its node read the same."""
+    said = []
+    decide = apply._is_shared
+
+    def note(*arguments):
+        said.append(decide(*arguments))
+        return said[-1]
+
+    apply._is_shared = note
+    try:
+        restores(layout, store, nodes, 1)
+    finally:
+        apply._is_shared = decide
+    return said
+
+
+def test_what_ranks_of_a_node_read_alike_is_read_once(gang, store):
+    gang.run(trains, "hsdp", store, NODES, 1, 1, {})
+    for layout, nodes, expected in (
+        ("hsdp", "aabb", [[False]] * 4),  # replicas are on the other node
+        ("hsdp", "abab", [[True]] * 4),
+        ("fsdp2", "aaaa", [[False]] * 4),
+        ("ddp", "aab", [[True], [True], [False]]),
+    ):
+        found = gang.run(how_it_reads, layout, store, nodes, size=len(nodes))
+        assert found == expected, (layout, nodes)
