@@ -3,6 +3,7 @@ EVERSTEP_NODE tells them apart."""
 
 import contextlib
 import os
+import random
 import signal
 import time
 
@@ -71,10 +72,10 @@ def check_equal(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-def check_stored(store, state):
+def check_stored(store, state, step=None):
     """What is on the disk, read without any rank."""
     assert Store(store).verify().ok
-    stored = Store(store).read()
+    stored = Store(store).read(step)
     for name, tensor in state.items():
         parameter, _, key = name.partition(":")
         at = f"optimizer.model.{parameter}.{key}" if key else f"model.{parameter}"
@@ -445,3 +446,54 @@ def test_what_ranks_of_a_node_read_alike_is_read_once(gang, store):
     ):
         found = gang.run(how_it_reads, layout, store, nodes, size=len(nodes))
         assert found == expected, (layout, nodes)
+
+
+def trains_through(store, nodes, steps):
+    """Steps that are not waited for; the first one of them, and the newest save's error."""
+    job = zoo.build("fsdp2", RECIPE)
+    with checkpointer(job, store, nodes, under_pressure="wait") as made:
+        first = made.restore() + 1
+        for step in range(first, first + steps):
+            job.train(step)
+            newest = made.step(step)
+            newest.wait("captured")
+        with contextlib.suppress(EverstepError):
+            made.wait()
+    return first, newest.error and str(newest.error)
+
+
+def trains_alone(wanted):
+    """The state after each of these steps, of a run that saves nothing."""
+    job = zoo.build("fsdp2", RECIPE)
+    states = {}
+    for step in range(1, max(wanted, default=0) + 1):
+        job.train(step)
+        if step in wanted:
+            states[step] = job.full_state()
+    return states
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_keepers_that_die_at_any_moment(gang, store, impatient, seed):
+    """What is there afterwards is right; and the run goes on."""
+    chance = random.Random(seed)
+    for life in range(2):
+        gang.start(trains_through, store, NODES, 15)
+        for _ in range(4):
+            time.sleep(chance.uniform(0.0, 0.4))  # the moment is what is tried
+            if pid := keeper_pid(store, chance.choice("ab")):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if life == 0:
+            gang.kill()
+        gang.finish()
+    (step, state, _), *_ = gang.run(restores, "fsdp2", store, NODES, 0)
+    assert Store(store).verify().ok
+    steps = Store(store).steps()
+    assert steps[-1:] == ([step] if step else [])
+    looked_at = {*chance.sample(steps, min(3, len(steps))), *steps[-1:]}
+    expected = gang.run(trains_alone, looked_at)[0]
+    for each in looked_at:
+        check_stored(store, expected[each], each)
+    if step:
+        check_equal(state, expected[step])
