@@ -163,6 +163,7 @@ class Checkpointer:
         open_store(self._disk)
         team = form_team(self._world, self._disk.root)
         nodes = team.nodes if team else 1
+        self._world.local = team.ranks if team else (self._world.rank,)
         if ranks:
             settings.check_ranks(bool(self._rules.parts), nodes)
         modules, chosen = self._state.modules, None

@@ -3,6 +3,7 @@ EVERSTEP_NODE tells them apart."""
 
 import contextlib
 import os
+import random
 import signal
 import time
 
@@ -13,6 +14,7 @@ import zoo
 
 from everstep import Checkpointer, Store
 from everstep.errors import EverstepError
+from everstep.restore import apply
 from everstep.store import catalog, names
 from everstep.tiers.disk import Disk
 from stores import end_keeper, keeper_pid
@@ -70,10 +72,10 @@ def check_equal(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-def check_stored(store, state):
+def check_stored(store, state, step=None):
     """What is on the disk, read without any rank."""
     assert Store(store).verify().ok
-    stored = Store(store).read()
+    stored = Store(store).read(step)
     for name, tensor in state.items():
         parameter, _, key = name.partition(":")
         at = f"optimizer.model.{parameter}.{key}" if key else f"model.{parameter}"
@@ -297,3 +299,201 @@ def test_all_ranks_restore_what_all_of_them_see(gang, store, blind):
     assert {step for step, *_ in results} == {2}
     check_equal(results[0][1], states[1])
     assert results[0][2] == losses[2:]
+
+
+def leaves_out(store, nodes, culprit):
+    """What became of three steps, the second of which one rank cannot capture."""
+    os.environ["EVERSTEP_NODE"] = nodes[dist.get_rank()]
+    model, held, ended = torch.nn.Linear(4, 4), {"value": 1}, []
+    with Checkpointer(store, {"model": model, "held": held}, strategy="full") as made:
+        for step in range(1, 4):
+            held["value"] = object() if step == 2 and dist.get_rank() == culprit else step
+            try:
+                made.step(step).wait("local")
+                ended.append("")
+            except EverstepError as error:
+                ended.append(f"{type(error).__name__}: {error}")
+    return ended
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_what_a_rank_leaves_out_fails_on_all_nodes_at_once(gang, store, culprit):
+    for rank, ended in enumerate(gang.run(leaves_out, store, NODES, culprit)):
+        assert ended[::2] == ["", ""]
+        assert ended[1].startswith("Unsupported" if rank == culprit else "Unavailable"), ended[1]
+        assert "left it out" in ended[1] or rank == culprit
+    check_steps(store, [1, 3])
+    assert part_documents(store) == []
+
+
+class Stages(torch.nn.Module):
+    """A model of which each rank has one layer, under its own name."""
+
+    def __init__(self, rank):
+        super().__init__()
+        setattr(self, f"stage{rank}", torch.nn.Linear(3, 3))
+
+
+def trains_stages(store, nodes, restores):
+    """The weights of this rank's stage; a draw; and a value that ranks differ in."""
+    rank = dist.get_rank()
+    os.environ["EVERSTEP_NODE"] = nodes[rank]
+    torch.manual_seed(rank)
+    model, held = Stages(rank), {"seen": 10 + rank, "same": True}
+    rates = [0.5, 0.25, 0.25, 0.125]
+    groups = [
+        {"params": [getattr(model, f"stage{rank}").weight], "lr": rates[rank]},
+        {"params": [getattr(model, f"stage{rank}").bias], "lr": 1.0},
+    ]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    state = {"model": model, "optimizer": optimizer, "held": held}
+    with Checkpointer(store, state, strategy="full") as made:
+        if restores:
+            held["seen"] = None
+            assert made.restore(only=["held", "rng"]) == 1
+        else:
+            sum(p.square().sum() for p in model.parameters()).backward()
+            optimizer.step()
+            made.step(1).wait("local")
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return parameters, torch.rand(3), dict(held)
+
+
+def test_ranks_of_different_nodes_keep_their_own(gang, store):
+    """Hyperparameters by name though each node counts its sets from 0; generators; objects."""
+    saved = gang.run(trains_stages, store, NODES, False)
+    found = gang.run(trains_stages, store, NODES, True)
+    stored = Store(store).read()
+    for (parameters, draw, held), (_, draw2, held2) in zip(saved, found, strict=True):
+        for name, parameter in parameters.items():
+            assert torch.equal(stored[f"model.{name}"], parameter)
+        assert torch.equal(draw, draw2)
+        assert held == held2
+        assert type(held2["same"]) is bool
+    manifest = Store(store).manifest()
+    sets = manifest.hyperparameters["optimizer"]
+    groups = {}
+    for table in Store(store).tables(manifest):
+        groups |= table.optimizers["optimizer"]["groups"]
+    for rank, rate in enumerate([0.5, 0.25, 0.25, 0.125]):
+        assert sets[groups[f"model.stage{rank}.weight"]]["lr"] == rate
+        assert sets[groups[f"model.stage{rank}.bias"]]["lr"] == 1.0
+
+
+def changes_a_replica(store, nodes, culprit):
+    """What became of three steps, at the second of which one rank has other bytes."""
+    job = zoo.build("hsdp", RECIPE)
+    ended = []
+    with checkpointer(job, store, nodes, check_replicas=True) as made:
+        for step in range(1, 4):
+            job.train(step)
+            local = job.optimizer.param_groups[0]["params"][2].detach().to_local()
+            before = local.clone()
+            if step == 2 and dist.get_rank() == culprit:
+                local.view(-1)[0] += 1
+            try:
+                made.step(step).wait("local")
+                ended.append("")
+            except EverstepError as error:
+                ended.append(f"{type(error).__name__}: {error}")
+            local.copy_(before)
+    return ended
+
+
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_replicas_on_different_nodes_are_compared(gang, store, culprit):
+    for ended in gang.run(changes_a_replica, store, NODES, culprit):
+        assert ended[::2] == ["", ""]
+        for part in ("blocks.0", "has other bytes on"):
+            assert part in ended[1]
+    check_steps(store, [1, 3])
+
+
+def test_a_node_may_have_one_rank(gang, store):
+    (_, states), *_ = gang.run(trains, "fsdp2", store, "ab", 1, 2, {}, size=2)
+    check_stored(store, states[-1])
+    manifest = Store(store).manifest()
+    assert [part.rank for part in manifest.parts] == [0, 1]
+    step, state, _ = gang.run(restores, "ddp", store, "ba", 2, size=2)[0]
+    assert step == 2
+    check_equal(state, states[-1])
+
+
+def how_it_reads(layout, store, nodes):
+    """Whether this rank restores through the page cache, as others of its node read the same."""
+    said = []
+    decide = apply._is_shared
+
+    def note(*arguments):
+        said.append(decide(*arguments))
+        return said[-1]
+
+    apply._is_shared = note
+    try:
+        restores(layout, store, nodes, 1)
+    finally:
+        apply._is_shared = decide
+    return said
+
+
+def test_what_ranks_of_a_node_read_alike_is_read_once(gang, store):
+    gang.run(trains, "hsdp", store, NODES, 1, 1, {})
+    for layout, nodes, expected in (
+        ("hsdp", "aabb", [[False]] * 4),  # replicas are on the other node
+        ("hsdp", "abab", [[True]] * 4),
+        ("fsdp2", "aaaa", [[False]] * 4),
+        ("ddp", "aab", [[True], [True], [False]]),
+    ):
+        found = gang.run(how_it_reads, layout, store, nodes, size=len(nodes))
+        assert found == expected, (layout, nodes)
+
+
+def trains_through(store, nodes, steps):
+    """Steps that are not waited for; the first one of them, and the newest save's error."""
+    job = zoo.build("fsdp2", RECIPE)
+    with checkpointer(job, store, nodes, under_pressure="wait") as made:
+        first = made.restore() + 1
+        for step in range(first, first + steps):
+            job.train(step)
+            newest = made.step(step)
+            newest.wait("captured")
+        with contextlib.suppress(EverstepError):
+            made.wait()
+    return first, newest.error and str(newest.error)
+
+
+def trains_alone(wanted):
+    """The state after each of these steps, of a run that saves nothing."""
+    job = zoo.build("fsdp2", RECIPE)
+    states = {}
+    for step in range(1, max(wanted, default=0) + 1):
+        job.train(step)
+        if step in wanted:
+            states[step] = job.full_state()
+    return states
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_keepers_that_die_at_any_moment(gang, store, impatient, seed):
+    """What is there afterwards is right; and the run goes on."""
+    chance = random.Random(seed)
+    for life in range(2):
+        gang.start(trains_through, store, NODES, 15)
+        for _ in range(4):
+            time.sleep(chance.uniform(0.0, 0.4))  # the moment is what is tried
+            if pid := keeper_pid(store, chance.choice("ab")):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if life == 0:
+            gang.kill()
+        gang.finish()
+    (step, state, _), *_ = gang.run(restores, "fsdp2", store, NODES, 0)
+    assert Store(store).verify().ok
+    steps = Store(store).steps()
+    assert steps[-1:] == ([step] if step else [])
+    looked_at = {*chance.sample(steps, min(3, len(steps))), *steps[-1:]}
+    expected = gang.run(trains_alone, looked_at)[0]
+    for each in looked_at:
+        check_stored(store, expected[each], each)
+    if step:
+        check_equal(state, expected[step])

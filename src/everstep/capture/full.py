@@ -155,7 +155,7 @@ class Full:
         """
         self._await_last()
         bound = dict(self._bind(collected.walk, plan))
-        loose = _by_owner((*collected.loose, *collected.loose_replicas))
+        loose = _by_owner(collected.loose)
         eager = Batch.of(loose.pop(None, ()), plan)
         for owner, leaves in loose.items():
             known = bound.get(owner)

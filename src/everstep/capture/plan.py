@@ -49,7 +49,7 @@ class Planner:
 
     def plan(self, collected: Collected) -> Plan:
         """The plan for this state; the same object as the last one where nothing differs."""
-        loose = tuple(leaf.spec for leaf in (*collected.loose, *collected.loose_replicas))
+        loose = tuple(leaf.spec for leaf in collected.loose)
         known = self._known
         if (
             self._plan
@@ -60,7 +60,7 @@ class Planner:
             return self._plan
         walk = collected.walk
         written = (*walk.leaves, *collected.loose)
-        leaves = (*written, *walk.replicas, *collected.loose_replicas)
+        leaves = (*written, *walk.replicas)
         specs = tuple(leaf.spec for leaf in leaves)
         devices = {leaf.name: str(leaf.tensor.device) for leaf in leaves}
         strides = {leaf.name: found for leaf in leaves if (found := leaf.strides) is not None}

@@ -14,8 +14,10 @@ from everstep.format.document import FORMAT_VERSION, seal, unseal
 from everstep.format.manifest import Part, part_from_json, part_to_json
 from everstep.format.tables import malformed, natural
 
+_SHARED = ("objects", "digests")
 Said = Mapping[str, Any]
-"""What one rank says of a step: `objects` that it has, `own` ones of it alone; tagged JSON."""
+"""What one rank says of a step: `objects` that it has, `own` ones of it alone, as tagged JSON, and
+`digests` of tensors that all ranks must have alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,29 +98,39 @@ def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:
 
 
 def _short(ranks: Mapping[int, Said]) -> list[dict[str, Any]]:
-    """What all ranks have alike stands with the first of them only."""
+    """What ranks have as the first of them stands there only."""
     rows: list[dict[str, Any]] = []
-    first: dict[str, str] | None = None
+    first: Said | None = None
     for rank, said in ranks.items():
-        # Texts: 1, 1.0 and true are different values.
-        texts = {name: json.dumps(value) for name, value in said["objects"].items()}
-        first = texts if first is None else first
-        known = {} if first is texts else first
-        differing = {
-            name: said["objects"][name] for name, text in texts.items() if known.get(name) != text
-        }
-        without = [name for name in known if name not in texts]
-        rows.append({"rank": rank, "own": said["own"], "objects": differing, "without": without})
+        row: dict[str, Any] = {"rank": rank, "own": said["own"]}
+        for key in _SHARED:
+            row[key], row[f"without_{key}"] = _without(said[key], first[key] if first else {})
+        rows.append(row)
+        first = first or said
     return rows
+
+
+def _without(values: Said, known: Said) -> tuple[dict[str, Any], list[str]]:
+    """What is not as in the `known` ones, and the names that only those have."""
+    # Texts: 1, 1.0 and true are different values.
+    differing = {
+        name: value
+        for name, value in values.items()
+        if name not in known or json.dumps(value) != json.dumps(known[name])
+    }
+    return differing, [name for name in known if name not in values]
 
 
 def _long(rows: Sequence[Mapping[str, Any]]) -> dict[int, Said]:
     found: dict[int, Said] = {}
-    first: dict[str, Any] | None = None
+    first: dict[str, dict[str, Any]] | None = None
     for row in rows:
-        without = set(row["without"])
-        objects = {name: value for name, value in (first or {}).items() if name not in without}
-        objects |= row["objects"]
-        found[natural(row["rank"])] = {"objects": objects, "own": dict(row["own"])}
-        first = objects if first is None else first
+        said = {}
+        for key in _SHARED:
+            without = set(row[f"without_{key}"])
+            known = first[key] if first else {}
+            said[key] = {name: value for name, value in known.items() if name not in without}
+            said[key] |= row[key]
+        found[natural(row["rank"])] = {**said, "own": dict(row["own"])}
+        first = first or said
     return found

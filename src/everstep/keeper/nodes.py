@@ -202,10 +202,15 @@ def await_parts(writer: Writer, name: CheckpointName, attempt: str) -> list[Node
 def await_commit(writer: Writer, name: CheckpointName, attempt: str) -> Manifest:
     """The manifest, which rank 0's node creates; blocks. Raises GivenUp, Unavailable, Conflict."""
     disk, path = writer.disk, names.manifest_path(name)
+    directory = f"{names.CHECKPOINTS}/{name}"
 
     def look() -> Manifest | None:
-        if disk.size(path) is not None and disk.holds(path):
+        # A listing, as clients of a network file system remember longer what was not there.
+        there = {f"{directory}/{file}" for file in disk.list(directory)}
+        if path in there and disk.holds(path):
             return catalog.read_manifest(disk, name)
+        if names.part_path(name, 0) not in there:
+            return None
         said = parts.find(disk, name, 0, attempt)
         if said and said.failed is not None:
             raise GivenUp(f"saving step {name.step}: the node of rank 0 gave it up: {said.failed}")
@@ -221,11 +226,11 @@ def await_commit(writer: Writer, name: CheckpointName, attempt: str) -> Manifest
 
 def await_epoch(writer: Writer, attachment: str) -> int:
     """The epoch that rank 0's node has claimed for this run; blocks. Raises Unavailable."""
-    disk = writer.disk
+    seen: set[int] = set()
     return _await(
         writer,
         None,
-        lambda: catalog.find_attachment(disk, attachment),
+        lambda: catalog.find_attachment(writer.disk, attachment, seen),
         lambda seconds: (
             f"the epoch of this run did not appear in it within {seconds:.0f} s. The node of rank "
             f"0 claims it: is this directory the same on all nodes?"

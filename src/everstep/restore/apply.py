@@ -4,6 +4,7 @@ log, then place what no optimizer changes.
 Nothing of the user's is changed before everything has been found to fit.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 
 from everstep.errors import Corrupt, Mismatch, Unsupported
 from everstep.format.boxes import Box
+from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay import selftest
@@ -26,9 +28,11 @@ from everstep.restore.records import Records
 from everstep.state.layout import shards_of
 from everstep.state.optimizers import OptimizerState, owned_names
 from everstep.state.placement import Destination, Placement, Saved
+from everstep.state.ranked import unowned
 from everstep.state.rules import Rules, is_in
 from everstep.state.topology import ALONE, adopted
 from everstep.state.view import State
+from everstep.state.world import World
 
 log = logging.getLogger("everstep")
 
@@ -74,6 +78,7 @@ def apply(
     )
     together = state.world.together
     together("fitting", lambda: placement.check(base.manifest.step, candidate.disk.root))
+    candidate.is_shared = _is_shared(state.world, placement)
     _tell(candidate, base)
     if not replayed:
         together("reading", lambda: _fill(candidate, base, placement, loader))
@@ -81,6 +86,20 @@ def apply(
         return base.manifest
     replay = partial(_replay, candidate, base, replayed, state, placement, optimized, loader)
     return together("replaying", lambda: replay(derivation))
+
+
+def _is_shared(world: World, placement: Placement) -> bool:
+    """Whether another rank of this node wants just what this one does (replicas): what is read
+    directly would be read off the disk again for each."""
+    if world.is_alone:
+        return False
+    wanted = [
+        (name, [(each.box.offsets, each.box.lengths) for each in found])
+        for name, (_, found) in sorted(placement.destinations.items())
+        if unowned(name) == name
+    ]
+    said = world.gather("comparing what is read", digest_of(json.dumps(wanted).encode()))
+    return any(said[rank] == said[world.rank] for rank in world.local if rank != world.rank)
 
 
 def _take(

@@ -79,6 +79,8 @@ class Candidate:
     name: CheckpointName
     disk: Disk
     held: Held | None = None
+    is_shared: bool = False
+    """Whether other ranks of this node read the same: then the page cache does it once for all."""
 
     @property
     def origin(self) -> CheckpointName | None:
@@ -118,7 +120,7 @@ class Candidate:
                 if self.held:
                     here.append(MemorySource(self.held.image[start : start + pack.size]))
                 if not self.held or self.held.is_committed:
-                    here.append(_Lazy(self.disk, pack, stack))
+                    here.append(_Lazy(self.disk, pack, stack, direct=not self.is_shared))
                 found.append(here)
             yield found
 
@@ -126,8 +128,10 @@ class Candidate:
 class _Lazy:
     """A file that is opened at the first read: one that memory serves is never touched."""
 
-    def __init__(self, disk: Disk, link: FileLink, stack: contextlib.ExitStack) -> None:
-        self._disk, self._link, self._stack = disk, link, stack
+    def __init__(
+        self, disk: Disk, link: FileLink, stack: contextlib.ExitStack, direct: bool
+    ) -> None:
+        self._disk, self._link, self._stack, self._direct = disk, link, stack, direct
         self._reader: Source | None = None
         self._lock = threading.Lock()
 
@@ -135,7 +139,7 @@ class _Lazy:
         """See Source."""
         with self._lock:
             if self._reader is None:
-                file = open_pack(self._disk, self._link, direct=True)
+                file = open_pack(self._disk, self._link, direct=self._direct)
                 self._reader = self._stack.enter_context(contextlib.closing(file))
         self._reader.read_into(offset, view)
 

@@ -89,8 +89,6 @@ class Collected:
     own: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     """Of small tensors that all ranks should have alike, since the first one's count."""
-    loose_replicas: tuple[Leaf, ...] = ()
-    """As `Walk.replicas`, of those met in objects."""
 
 
 @dataclass(slots=True)
@@ -270,10 +268,7 @@ class State:
             }
         loose = tuple(leaf for leaf in sink.leaves.values() if self._writes_loose(leaf))
         digests = {} if self.world.is_alone else _digests(sink.leaves.values())
-        others: tuple[Leaf, ...] = ()
-        if self._compares and len(loose) < len(sink.leaves):
-            others = tuple(leaf for leaf in sink.leaves.values() if not self._writes_loose(leaf))
-        return Collected(walk, loose, aliases, objects, hyperparameters, own, digests, others)
+        return Collected(walk, loose, aliases, objects, hyperparameters, own, digests)
 
     def _shares_of(self, said: Mapping[str, ByRank]) -> dict[str, Share]:
         """By part, of what each rank has its own."""

@@ -28,6 +28,8 @@ class World:
         """`store`: a torch.distributed.Store that all ranks share; None for one alone."""
         self.rank = rank
         self.size = size
+        self.local: tuple[int, ...] = (rank,)
+        """The ranks on this node, as far as is known."""
         self._store = store
         self._prefix = "everstep"
         if store is not None:  # one more of this rank's; the others count theirs

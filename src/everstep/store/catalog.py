@@ -38,12 +38,17 @@ def read_epoch(disk: Disk, number: int) -> Epoch:
         raise _malformed(disk, path, error) from error
 
 
-def find_attachment(disk: Disk, attachment: str) -> int | None:
-    """The epoch that this claim of a run got; None where it has none (yet)."""
+def find_attachment(disk: Disk, attachment: str, seen: set[int] | None = None) -> int | None:
+    """The epoch that this claim of a run got; None where it has none (yet). `seen`: those that
+    are others', for who asks again."""
+    seen = set() if seen is None else seen
     for number in reversed(claimed(disk)[-_NEWEST_MAX:]):
+        if number in seen:
+            continue
         with contextlib.suppress(Corrupt, Missing):
             if read_epoch(disk, number).attachment == attachment:
                 return number
+            seen.add(number)
     return None
 
 

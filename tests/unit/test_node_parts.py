@@ -1,0 +1,92 @@
+"""Part documents: what goes in comes out, another attempt is not there, and gc sweeps them."""
+
+import pytest
+
+from everstep.errors import Corrupt
+from everstep.format.boxes import Box
+from everstep.format.document import seal
+from everstep.format.manifest import Part
+from everstep.format.node_parts import Elsewhere, NodePart, decode_node_part, encode_node_part
+from everstep.format.tables import FileLink
+from everstep.store import catalog, commit, names, parts, retain
+from everstep.store.names import CheckpointName
+from stores import go_on, make_store
+
+PART = Part(
+    0, FileLink("data/tables/a.json", 7, "0" * 32), (FileLink("data/b", 9),), ("1" * 32,), 5
+)
+RANKS = {
+    4: {
+        "objects": {"one": 1, "two": [2.5], "three": None},
+        "own": {"rng": {"index": 4}},
+        "digests": {"a": "1", "b": "2"},
+    },
+    6: {"objects": {"one": True, "two": [2.5]}, "own": {}, "digests": {"b": "3"}},
+    9: {"objects": {}, "own": {}, "digests": {}},
+    11: {
+        "objects": {"one": 1.0, "four": {"$": "x"}, "three": None},
+        "own": {},
+        "digests": {"a": "1", "b": "2"},
+    },
+}
+
+
+def found_of(attempt="run.1", node=3, **more):
+    elsewhere = (Elsewhere("w", Box((0, 2), (1, 2)), 6, ("2" * 32,)),)
+    sets = {"optimizer": [{"lr": 0.5}, {"lr": 1}]}
+    return NodePart(attempt, node, None, PART, sets, RANKS, elsewhere, **more)
+
+
+def test_what_goes_in_comes_out():
+    again = decode_node_part(encode_node_part(found_of()), "here")
+    assert again == found_of()
+    for rank, said in RANKS.items():  # 1, True and 1.0 are equal, and not the same
+        found = again.ranks[rank]["objects"]
+        assert {name: type(value) for name, value in found.items()} == {
+            name: type(value) for name, value in said["objects"].items()
+        }
+    failed = NodePart("run.1", 2, "no room")
+    assert decode_node_part(encode_node_part(failed), "here") == failed
+
+
+def test_what_is_no_part_document_is_told():
+    with pytest.raises(Corrupt):
+        decode_node_part(
+            seal({"format": 1, "attempt": "a", "node": 1, "part": {"rank": 0}}), "here"
+        )
+
+
+def test_only_the_same_attempt_is_found(tmp_path):
+    disk, name = make_store(tmp_path / "store", [1]).disk, CheckpointName(2, 1)
+    parts.publish(disk, name, found_of("run.1"))
+    assert parts.find(disk, name, 3, "run.1") == found_of("run.1")
+    assert parts.find(disk, name, 3, "run.2") is None
+    assert parts.find(disk, name, 2, "run.1") is None
+    assert catalog.committed(disk) == [CheckpointName(1, 1)]
+
+
+def test_an_epoch_is_found_by_its_claim(tmp_path):
+    disk, seen = make_store(tmp_path / "store", [1]).disk, set()
+    assert catalog.find_attachment(disk, "run.1", seen) is None
+    number = commit.claim_epoch(disk, 1, 1, "run.1")
+    assert catalog.find_attachment(disk, "run.1", seen) == number
+    assert catalog.find_attachment(disk, "run.2", seen) is None
+    assert catalog.read_epochs(disk)[number].attachment == "run.1"
+
+
+def test_gc_sweeps_what_nothing_will_come_of(tmp_path):
+    trainer = make_store(tmp_path / "store", [1, 2])
+    disk = trainer.disk
+    of_dead, of_committed = CheckpointName(3, 1), CheckpointName(2, 1)
+    for name in (of_dead, of_committed):
+        parts.publish(disk, name, found_of())
+    retain.sweep(disk)
+    assert parts.listed(disk, of_committed) == []
+    assert parts.listed(disk, of_dead) == [names.part_path(of_dead, 3)]  # it may come yet
+    go_on(trainer, 2, [])
+    of_live = CheckpointName(3, 2)
+    parts.publish(disk, of_live, found_of())
+    retain.sweep(disk)
+    assert parts.listed(disk, of_dead) == []
+    assert not (disk.root / "checkpoints" / str(of_dead)).exists()
+    assert parts.listed(disk, of_live) == [names.part_path(of_live, 3)]
