@@ -22,6 +22,7 @@ from everstep.errors import Unavailable
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import SlotState
 from everstep.keeper.client import Client
+from everstep.keeper.joint import PLACE
 from everstep.replay import selftest
 from everstep.saves import Saves
 from everstep.state.topology import topology
@@ -219,6 +220,7 @@ class Captures:
             },
             "metrics": metrics,
             "tag": tag,
+            PLACE: list(self._client.place),
             "record": captured.record,
             "share": captured.share,
         }

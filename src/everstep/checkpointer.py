@@ -25,6 +25,7 @@ from everstep.capture.ranks import Ranks
 from everstep.capture.refusals import Refused
 from everstep.capture.settings import Settings
 from everstep.captures import Captures
+from everstep.ending import Ending
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.handle import Metrics, SaveHandle, check_level
 from everstep.keeper.arena import Arena
@@ -185,8 +186,10 @@ class Checkpointer:
         )
         self._begun: SaveHandle | None = None
         self._last_step: int | None = None
-        self._is_closed = False
-        self._preemption = Preemption(self._is_saved, lambda: self.wait("local", _CLOSE_S))
+        self._is_closed = self._ends = False
+        may_end_at_once = self._is_saved if self._world.is_alone else lambda: False
+        self._preemption = Preemption(may_end_at_once, lambda: self.wait("local", _CLOSE_S))
+        self._ending = Ending(self._world, self._preemption)
         self._preemption.install()
         _close_in_children(self)
         atexit.register(self._close_at_exit)
@@ -199,11 +202,12 @@ class Checkpointer:
         _check_step(step)
         self._derive(step)
         self._last_step = step
-        due = step % self._every == 0 or self._preemption.requested
+        self._ends = self._ending.comes_with(step)
+        due = step % self._every == 0 or self._ends
         strategy = self._captures.strategy
         if not due and not (strategy and strategy.wants(step)):
             return None
-        handle = self._timed_save(step, asked=self._preemption.requested)
+        handle = self._timed_save(step, asked=self._ends)
         return handle if due else None
 
     def save(
@@ -223,6 +227,7 @@ class Checkpointer:
         figures = plain_json(metrics or {}, "metrics")
         _check_step(step)
         self._derive(step)
+        self._ends = self._ending.comes_with(step)
         handle = self._timed_save(step, tag, figures, asked=True)
         assert handle
         return handle
@@ -352,7 +357,7 @@ class Checkpointer:
             handle = self._save(step, tag, metrics or {}, asked)
         finally:
             self.metrics.add_stall(time.perf_counter() - began)
-        if self._preemption.ends_process:
+        if self._is_last and self._preemption.ends_process:
             self._preemption.end()
         return handle
 
@@ -374,7 +379,7 @@ class Checkpointer:
             return last
         handle = self._saves.new(step)
         try:
-            must_wait = self._preemption.requested
+            must_wait = self._is_last
             commits = self._captures.begin(handle, tag, metrics, asked=asked, must_wait=must_wait)
         except Unavailable as error:
             self._saves.fail(handle, error)
@@ -458,6 +463,11 @@ class Checkpointer:
             return []
 
     # ---- small things ----------------------------------------------------------------------
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether this process will end after this step; alone, it may have been told just now."""
+        return self._preemption.requested if self._world.is_alone else self._ends
 
     def _is_saved(self) -> bool:
         """Whether the newest completed step is durable, or on its way."""

@@ -17,7 +17,8 @@ class Preemption:
 
     Where the program had no handler of its own, the process ends by the same signal when all is
     durable: at once if the newest completed step is saved or on its way, else after the save at the
-    next step. A handler of the program's own is called as before, and decides when to end.
+    next step (of several ranks at the one that `ending` finds). A handler of the program's own is
+    called as before, and decides when to end.
     """
 
     def __init__(self, is_saved: Callable[[], bool], wait_local: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ import secrets
 import socket
 from pathlib import Path
 
-from everstep.keeper import wire
+from everstep.keeper import mates, wire
 from everstep.keeper.client import TeamMate
 from everstep.state.world import World
 
@@ -18,16 +18,17 @@ def form_team(world: World, store: Path) -> TeamMate | None:
     if world.is_alone:
         return None
     here = f"{socket.gethostname()} {_boot()} {wire.node()}"
-    said = world.gather("attaching", [secrets.token_hex(8), here, os.path.realpath(store)])
-    if elsewhere := [rank for rank, (_, _, other) in enumerate(said) if other != said[0][2]]:
+    mine = [secrets.token_hex(8), here, os.path.realpath(store), mates.this_process()]
+    said = world.gather("attaching", mine)
+    if elsewhere := [rank for rank, each in enumerate(said) if each[2] != said[0][2]]:
         raise ValueError(
             f"rank {elsewhere[0]} saves to {said[elsewhere[0]][2]}, rank 0 to {said[0][2]}: all "
             f"ranks of a run save to one store"
         )
-    nodes = list(dict.fromkeys(node for _, node, _ in said))
-    local = tuple(rank for rank, (_, node, _) in enumerate(said) if node == here)
-    own = local.index(world.rank)
-    return TeamMate(said[0][0], own, len(local), local, nodes.index(here), len(nodes))
+    nodes = list(dict.fromkeys(each[1] for each in said))
+    local = tuple(rank for rank, each in enumerate(said) if each[1] == here)
+    own, processes = local.index(world.rank), tuple(said[rank][3] for rank in local)
+    return TeamMate(said[0][0], own, len(local), local, nodes.index(here), len(nodes), processes)
 
 
 def _boot() -> str:

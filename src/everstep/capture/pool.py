@@ -17,6 +17,7 @@ from everstep.errors import Unavailable
 from everstep.format.packs import round_up
 from everstep.keeper.arena import SUBMITTED, Arena, SlotState
 from everstep.keeper.client import Client
+from everstep.keeper.ended import place_of
 
 SLOTS = 3
 SLOTS_OF_GROUPS = 16
@@ -67,11 +68,16 @@ class Pool:
         }
 
     def inherit(self, arenas: list[tuple[str, Arena]]) -> None:
-        """Arenas of a trainer that died, in which the next capture may go on: their pages are
-        warm."""
+        """Arenas of trainers that died, in which the next capture may go on: their pages are warm.
+        Of several ranks each takes what was in its place: what they hold together stays whole."""
         for _, arena in self._inherited:
             arena.close()
-        self._inherited = arenas
+        self._inherited = []
+        for key, arena in arenas:
+            if place_of(arena) in (self._client.place, None):
+                self._inherited.append((key, arena))
+            else:
+                arena.close()
 
     def close(self) -> None:
         """Let go of all arenas; nothing is being copied any more, and the client has closed
@@ -120,7 +126,9 @@ class Pool:
         Blocks while the one before it is still in use, up to `deadline` (time.monotonic()); False
         then. So there are never more than two, however fast a state grows. Raises Unavailable.
         """
-        documents = round_up(len(plan.table) + 3 * descriptor_size + 64 * plan.layout.digest_count)
+        local, here = self._client.place
+        said = 3 * descriptor_size + 64 * plan.layout.digest_count
+        documents = round_up(len(plan.table) + said * (1 if local else here))  # one has all ranks'
         documents += _DOCUMENT_SLACK_BYTES
         image = plan.layout.size
         if self._current and _fits(self._current[1], image, documents // 2):

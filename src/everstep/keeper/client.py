@@ -37,12 +37,14 @@ _ASKED_MAX = 5
 _PAUSE_S_MAX = 60.0
 _DEATHS_MAX, _DEATHS_S = 5, 60.0
 
+_GAPS_MAX = 16
 _REASON_MAX = 500
 
 
 class TeamMate(NamedTuple):
     """One rank among those of a run on this node: the run's attachment, which of them, of how
-    many; their numbers in the run, and which of its nodes this is, of how many."""
+    many; their numbers in the run, which of its nodes this is, of how many, and the processes of
+    all (keeper/mates.py; none where nobody knows)."""
 
     id: str
     local: int
@@ -50,6 +52,7 @@ class TeamMate(NamedTuple):
     ranks: tuple[int, ...]
     node: int = 0
     nodes: int = 1
+    mates: tuple[list[int], ...] = ()
 
 
 _Reply = tuple[wire.Message, list[int]] | None
@@ -91,8 +94,9 @@ class Client:
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
         self._parent: CheckpointName | None = None
-        self._claiming: CheckpointName | None = None
+        self._claiming: tuple[int, CheckpointName | None] = 0, None
         self._arenas: dict[str, Arena] = {}
+        self._gaps: collections.deque[wire.Message] = collections.deque(maxlen=_GAPS_MAX)
         self._ids = itertools.count()
         self._waiting: dict[int, queue.SimpleQueue[_Reply]] = {}
         self._lock = threading.Lock()
@@ -106,6 +110,11 @@ class Client:
         self._listener = threading.Thread(target=self._listen, name="everstep-client", daemon=True)
         self._listener.start()
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which of the ranks on this node it is, of how many."""
+        return (self._team.local, self._team.here) if self._team else (0, 1)
+
     def ensure(self) -> None:
         """Raises Unavailable where no keeper can be had; does not block. It is sought further."""
         if self._lost is not None:
@@ -114,14 +123,14 @@ class Client:
     def claim(self, parent: CheckpointName | None) -> int:
         """Claim an epoch that goes on from `parent` (None: nothing). Blocks; raises Unavailable.
         All ranks of a team make the same claims, and get the same epochs."""
-        self._claims += 1
+        number = self._claims + 1  # the same again where it fails: perhaps only for this rank
         message = {
             "type": "claim",
-            "number": self._claims,
+            "number": number,
             "parent": parent.epoch if parent else None,
             "fork": parent.step if parent else 0,
         }
-        self._claiming = parent
+        self._claiming = number, parent
         reply, _ = self._request(message)
         if "epoch" not in reply:
             raise KINDS.get(reply["kind"], Unavailable)(reply["message"])
@@ -175,7 +184,10 @@ class Client:
         """This rank has nothing of a step (in that call), which the others need not wait for
         then."""
         if self._team:
-            self._send({"type": "gap", "step": step, "call": call, "reason": reason[:_REASON_MAX]})
+            message = {"type": "gap", "step": step, "call": call, "reason": reason[:_REASON_MAX]}
+            with self._lock:
+                self._gaps.append(message)  # a new keeper is told, too
+                self._send_locked(message)
 
     def settle(self) -> list[tuple[str, Arena]]:
         """Wait until the keeper has finished what dead trainers sealed.
@@ -183,6 +195,8 @@ class Client:
         Returns what it holds of theirs, by key. The arenas are mapped for the caller, who closes
         them.
         """
+        with self._lock:
+            self._gaps.clear()  # what comes now may be the same steps again
         reply, fds = self._request({"type": "settle"})
         arenas = []
         for key, fd in zip(reply["arenas"], fds, strict=False):
@@ -293,7 +307,8 @@ class Client:
     def _dispatch(self, message: wire.Message, fds: list[int]) -> None:
         if message["type"] == "claimed" and "epoch" in message:
             # Here, since this thread greets the next keeper, which must be told.
-            self._epoch, self._parent = message["epoch"], self._claiming
+            self._claims, self._parent = self._claiming
+            self._epoch = message["epoch"]
         with self._lock:
             waiting = self._waiting.get(message.get("id", -1))
             if waiting:
@@ -359,6 +374,8 @@ class Client:
             self.attachments += 1
             for key, arena in self._arenas.items():
                 self._send_locked({"type": "arena", "arena": key}, [arena.fd])
+            for message in self._gaps:
+                self._send_locked(message)
             self._wake_waiting()
         if self._lost is not None:
             self._lost = None
@@ -396,6 +413,7 @@ class Client:
             "protocol": wire.PROTOCOL,
             "token": self._token,
             "keep": self._keep.to_json() if self._keep else None,
+            "claims": self._claims,
             "epoch": self._epoch,
             "parent": self._parent,
             "catch_up": self._catch_up,

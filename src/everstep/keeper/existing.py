@@ -2,10 +2,14 @@
 
 from typing import Any
 
-from everstep.errors import Conflict
+import xxhash
+
+from everstep.errors import Conflict, EverstepError
 from everstep.format.manifest import Manifest
 from everstep.format.tables import FileLink
 from everstep.keeper.data import Data
+from everstep.keeper.image import whole
+from everstep.keeper.job import Job, Outcome, Writer
 from everstep.keeper.joint import Joint
 from everstep.keeper.window import Share
 from everstep.store import catalog, commit, names
@@ -28,6 +32,30 @@ def settle(
         _check_same_record(disk, manifest, record, commit.table_link(data.document))
     else:
         job.put_manifest(_existing(disk, manifest))
+
+
+def was_committed(writer: Writer, job: Job) -> Outcome | None:
+    """Whether a step of several ranks is on the disk with all that this rank has of it, so that
+    nobody need hand it in again; None where it is not."""
+    row = job.arena.row(job.slot)
+    if row is None or not job.arrival.complete or writer.epoch is None:
+        return None
+    name = CheckpointName(row.step, writer.epoch)
+    try:
+        if writer.disk.size(names.manifest_path(name)) is None:
+            return None
+        parts = catalog.read_manifest(writer.disk, name).all_parts
+        view, table = job.arena.image(job.slot)[: row.image_size], job.arena.table(job.slot, row)
+        image = whole(view, job.arrival, bytes(table), f"slot {job.slot} of the arena")
+    except EverstepError:
+        return None
+    there = {digest for part in parts for digest in part.digests}
+    headers = {pack.digest for pack in image.parsed.table.packs}  # merged ones are others
+    for each in image.parsed.extents:
+        found = image.view(each.pack, each.offset, each.size)
+        if each.digest not in headers and xxhash.xxh3_128_hexdigest(found) not in there:
+            return None
+    return Outcome(name, 0, 0.0)
 
 
 def _existing(disk: Disk, manifest: Manifest) -> bytes:

@@ -8,7 +8,7 @@ So any number of ranks and tensors becomes a few large files, and nothing is cop
 
 import mmap
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -76,6 +76,17 @@ class Image:
         segment, start = self.packs[pack][at], offset - self._starts[pack][at]
         segment.wait(start + size)
         return segment.view[start : start + size]
+
+    def views(self, pack: int, offset: int, size: int) -> Iterator[memoryview]:
+        """Bytes of a pack that may lie in several segments, in their order; fewer past its end. For
+        an image that has arrived."""
+        at = max(0, bisect_right(self._starts[pack], offset) - 1)
+        for segment, start in zip(self.packs[pack][at:], self._starts[pack][at:], strict=False):
+            if size > 0:
+                first = offset - start
+                view = segment.view[first : first + size]
+                yield view
+                offset, size = offset + len(view), size - len(view)
 
     def wait(self, pack: int, end: int) -> None:
         """Block until the first `end` bytes of a pack are there. Raises Unsupported."""

@@ -3,14 +3,13 @@
 A run of one process has joints of one job.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from everstep.errors import Corrupt, EverstepError, Mismatch, Unsupported
-from everstep.format.document import unseal
+from everstep.format.document import digest_of, unseal
 from everstep.format.merge import Merged, RankTable, check_coverage, merge
 from everstep.format.merged_sets import merge_sets
 from everstep.keeper.arena import Row
@@ -19,7 +18,11 @@ from everstep.keeper.job import Job
 from everstep.keeper.place import ALONE, Place
 from everstep.keeper.replicas import Replicas
 
-_LOCK = threading.Lock()
+REFERENCE = b"the manifest beside the first rank's image: "
+"""Stands, with the digest of that, where a slot is a part of a state."""
+
+PLACE = "place"
+"""In what a trainer says of a step: its local rank, and how many there are."""
 
 
 _FORMS = ("clips", "compressed")
@@ -159,10 +162,14 @@ class Joint:
         return image
 
     def put_manifest(self, document: bytes) -> None:
-        """Beside the image, from which it can be restored then: that of one rank alone."""
-        if self.place.is_alone:
-            (job,), (row,) = self.jobs, self.rows()
+        """Beside the images, from which it can be restored then: all of it with the first rank's,
+        its digest with the others'. Of several nodes none has all images."""
+        if self.place.nodes > 1:
+            return
+        reference = REFERENCE + digest_of(document).encode()
+        for job, row in zip(self.jobs, self.rows(), strict=True):
             job.arena.put_manifest(job.slot, row, document)
+            document = reference
 
 
 def call_of(job: Job) -> int:

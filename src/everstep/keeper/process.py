@@ -6,7 +6,7 @@ that does, holds up nobody else.
 
 A trainer that goes, by death or by a closed socket, leaves an *orphan* session: its sealed jobs are
 finished, its arena stays as the memory tier until a successor adopts it or commits on its own. At
-most one orphan's arena is kept.
+most one run's arenas are kept, one of each of its ranks, and those of ranks whose others live.
 """
 
 import gc
@@ -40,7 +40,11 @@ FIRST_S = 10.0
 GREETING_S = 5.0
 """How long a connection may take to say who it is."""
 
-SESSIONS_MAX = 256
+HALF_STEP_S = 5.0
+"""How long somebody who restores waits for a step of others, of which some ranks are dead, and some
+live and have not handed in theirs."""
+
+SESSIONS_MAX = 1024
 _TICK_S = 0.5
 _MESSAGES_AT_ONCE = 64
 
@@ -54,7 +58,7 @@ class Keeper:
         self._idle_s = idle_s
         self._sessions: list[Session] = []
         self._strangers: dict[socket.socket, float] = {}
-        self._settling: list[tuple[Session, int]] = []
+        self._settling: list[tuple[Session, int, float]] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(home.listener, selectors.EVENT_READ, self._accept)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -135,7 +139,13 @@ class Keeper:
             raise ValueError(f"protocol {hello['protocol']!r}")
         session = self._find(pid, hello.get("token"))
         if session is None:
-            session = Session(connection, hello, self._team_of(hello))
+            team = self._team_of(hello)
+            try:
+                session = Session(connection, hello, team)
+            except BaseException:
+                if team.is_empty:
+                    team.close()
+                raise
             self._sessions.append(session)
             self._selector.register(
                 session.pidfd, selectors.EVENT_READ, lambda: self._bury(session)
@@ -239,16 +249,22 @@ class Keeper:
                 self._drain(other)
                 if other.has_died():
                     self._bury(other)
-        self._settling.append((session, number))
+        self._settling.append((session, number, time.monotonic()))
 
     def _answer_settled(self) -> None:
         """Hand the orphans' arenas over for reading, once their jobs are finished."""
-        orphans = [session for session in self._sessions if session.orphan]
-        if not self._settling or not all(session.idle for session in orphans):
+        if not self._settling:
             return
+        waited = time.monotonic() - self._settling[0][2]
+        orphans = [session for session in self._sessions if session.orphan]
+        for orphan in orphans:
+            if orphan.team.has_tasks or not (orphan.idle or waited > HALF_STEP_S):
+                return
+        self._tidy()
+        orphans = [session for session in self._sessions if session.orphan]
         held = [item for orphan in orphans for item in orphan.arenas.items()]
         held = held[-wire.DESCRIPTORS_MAX :]
-        for session, number in self._settling:
+        for session, number, _ in self._settling:
             settled = {"type": "settled", "id": number, "arenas": [key for key, _ in held]}
             session.tell(settled, [arena.fd for _, arena in held])
         self._settling.clear()
@@ -304,13 +320,16 @@ class Keeper:
                 session.abandon()
 
     def _tidy(self) -> None:
-        """Drop orphans that nobody will ask for: all but the one with the newest state."""
+        """Drop orphans that nobody will ask for: all but those of the run with the newest state."""
         orphans = [session for session in self._sessions if session.orphan and session.idle]
         for orphan in orphans:
             orphan.keep_newest()
         useful = [orphan for orphan in orphans if not self._is_useless(orphan)]
-        best = max(useful, key=_worth, default=None)
-        forgotten = [orphan for orphan in orphans if orphan is not best]
+        # Those whose other ranks live are kept with them: they may go on, or die as well.
+        kept = {session.team for session in self._sessions if not session.orphan}
+        ended = [orphan for orphan in useful if orphan.team not in kept]
+        kept |= {orphan.team for orphan in [max(ended, key=_worth, default=None)] if orphan}
+        forgotten = [each for each in orphans if each not in useful or each.team not in kept]
         for session in forgotten:
             self._sessions.remove(session)
             if not session.dead:
@@ -328,8 +347,7 @@ class Keeper:
             for session in self._sessions
         )
         in_peace = orphan.detached and not orphan.holds_uncommitted()
-        # What a slot holds is a part of a state where there are several ranks.
-        return not orphan.arenas or in_peace or succeeded or not orphan.team.place.is_alone
+        return not orphan.arenas or in_peace or succeeded
 
     def _look_after_home(self) -> None:
         """Once a second: a cleaner of temporary files may have taken lock or socket away."""

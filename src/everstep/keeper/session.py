@@ -31,7 +31,7 @@ from everstep.keeper.team import TEXT_MAX, Gap, Team
 
 log = logging.getLogger("everstep.keeper")
 
-ARENAS_MAX = wire.DESCRIPTORS_MAX
+ARENAS_MAX = 8
 KEY_LENGTH_MAX = 64
 
 
@@ -44,12 +44,13 @@ class Session:
     def __init__(self, connection: socket.socket, hello: wire.Message, team: Team) -> None:
         """Raises OSError where the trainer is gone, and ValueError, KeyError or TypeError for a
         greeting that is none."""
+        said = hello.get("team") or {"local": 0, "here": 1}
+        self.local = wire.number(said["local"])
         self.token = hello.get("token")
         self.pid = wire.check_peer(connection)
         self.pidfd = wire.open_peer(connection, self.pid)
         self.connection: socket.socket | None = connection
         self.team = team
-        self.local = wire.number((hello.get("team") or {"local": 0})["local"])
         self.arenas: dict[str, Arena] = {}
         self.orphan = False
         self.detached = False
@@ -60,8 +61,8 @@ class Session:
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         try:
-            team.join(self.local, self)
-        except ValueError:
+            team.join(self.local, self, hello)
+        except (ValueError, KeyError, TypeError):
             os.close(self.pidfd)
             raise
 
@@ -105,9 +106,9 @@ class Session:
             case "confirm":
                 self.answer(message["sequence"], message["problem"])
             case "claim":
-                self.team.claim(message, self)
+                self.team.claim(message, self.local, self)
             case "flush":
-                self.team.flush(wire.number(message["sequence"]))
+                self.team.flush(self.local, wire.number(message["sequence"]))
             case "gap":
                 step, call = wire.number(message["step"]), wire.number(message["call"])
                 self.team.offer(self.local, Gap(step, call, str(message["reason"])[:TEXT_MAX]))
@@ -155,7 +156,8 @@ class Session:
                 self.team.nudge()
                 self.tell({"type": "held", "sequence": job.sequence})
             elif state is SlotState.TORN:
-                job.arrival.give_up(f"the trainer gave job {sequence} up")
+                who = f"process {self.pid} died" if self.dead else f"process {self.pid} stopped"
+                job.arrival.give_up(f"{who} while its state was copied (job {sequence})")
                 self.team.nudge()
             if is_new:
                 self.team.offer(self.local, job)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.errors import EverstepError, Unavailable
-from everstep.keeper import nodes, wire
+from everstep.keeper import mates, nodes, wire
 from everstep.keeper.catch_up import CatchUp
+from everstep.keeper.existing import was_committed
 from everstep.keeper.job import Job, Outcome, Writer
 from everstep.keeper.joint import Joint, call_of
 from everstep.keeper.persist import apply_retention, end_window, persist
@@ -33,6 +34,7 @@ log = logging.getLogger("everstep.keeper")
 
 TASKS_MAX = 1000
 TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
+_LOOK_S = 0.2
 
 
 class Member(Protocol):
@@ -72,31 +74,29 @@ class Team:
         Raises ValueError, KeyError or TypeError for a greeting that is none."""
         self.place = Place.of(hello.get("team"))
         self.id, self.size = self.place.id, len(self.place.ranks)
+        self._mates = (hello.get("team") or {}).get("mates") or [None] * self.size
+        if not isinstance(self._mates, list) or len(self._mates) != self.size:
+            raise ValueError(f"a team of {self.size} with other processes: {self._mates!r}")
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
-        epoch = None if hello["epoch"] is None else wire.number(hello["epoch"])
-        parent = CheckpointName(*map(wire.number, hello["parent"])) if hello["parent"] else None
-        self.writer = Writer(disk, keep if self.place.commits else None, epoch, parent)
+        self.writer = Writer(disk, keep if self.place.commits else None)
         self.writer.place, self.writer.is_awaited = self.place, self._is_awaited
         self._failures = nodes.Failures(self.writer)
         self.committed = 0
         self._bounds = Bounds.of(hello.get("group_commit"))
-        self._awaited = wire.number(hello.get("awaited", 0))
+        self._awaited = [0] * self.size
         self._wake = wake
         self._members: dict[int, Member] = {}
         self._queues: list[deque[Job | Gap]] = [deque() for _ in range(self.size)]
         self._gone: dict[int, str] = {}
         self._claimed: dict[int, int] = {}
-        self._began = time.monotonic()
+        self._began = self._looked = time.monotonic()
         self._lock = threading.Lock()
         self._tasks = Tasks()
         every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
         every = every if self.place.commits else 0
         keep_exact = hello.get("keep_exact") is not False
-        self._catch_up = (
-            self._catch_up_every(every, epoch is not None, keep_exact) if every else None
-        )
-        if epoch is not None:
-            self._tasks.put(self._find_parent)
+        is_resumed = hello["epoch"] is not None
+        self._catch_up = self._catch_up_every(every, is_resumed, keep_exact) if every else None
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
 
     @property
@@ -104,6 +104,11 @@ class Team:
         """Whether nothing is queued, running, or waits for another rank."""
         with self._lock:
             return not self._tasks and not any(self._queues)
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether its thread has something to do; steps that wait for other ranks do not count."""
+        return bool(self._tasks)
 
     @property
     def is_overloaded(self) -> bool:
@@ -115,13 +120,21 @@ class Team:
         """Whether no rank is left."""
         return not self._members
 
-    def join(self, local: int, member: Member) -> None:
-        """A rank has attached. Raises ValueError where it cannot be."""
+    def join(self, local: int, member: Member, hello: wire.Message) -> None:
+        """A rank has attached. Raises ValueError, KeyError or TypeError where it cannot be."""
+        here = wire.number((hello.get("team") or {"here": 1})["here"])
+        number = wire.number(hello.get("claims", 0))
+        epoch = None if hello["epoch"] is None else wire.number(hello["epoch"])
+        parent = CheckpointName(*map(wire.number, hello["parent"])) if hello["parent"] else None
+        awaited = wire.number(hello.get("awaited", 0))
         with self._lock:
-            if not 0 <= local < self.size or local in self._members:
-                raise ValueError(f"local rank {local} of {self.size} is taken, or none")
+            if here != self.size or not 0 <= local < here or local in self._members:
+                raise ValueError(f"local rank {local} of {here}: is taken, or not of {self.size}")
             self._members[local] = member
             self._gone.pop(local, None)
+            self._awaited[local] = awaited
+        if epoch is not None:
+            self._tasks.put(lambda: self._take_over(number, epoch, parent))
 
     def leave(self, local: int) -> None:
         """Its session is closed: it has no jobs any more."""
@@ -142,9 +155,16 @@ class Team:
             self._gone.pop(local, None)
 
     def end_silence(self, seconds: float) -> None:
-        """Wait no longer than that for ranks that have never attached (to this keeper)."""
-        if time.monotonic() - self._began > seconds:
-            for local in set(range(self.size)) - self._members.keys() - self._gone.keys():
+        """Wait no longer than that for ranks that have never attached (to this keeper), and not for
+        processes that are gone."""
+        now = time.monotonic()
+        if len(self._members) >= self.size or now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        for local in set(range(self.size)) - self._members.keys() - self._gone.keys():
+            if mates.has_died(self._mates[local]):
+                self.lose(local, "its process has died")
+            elif now - self._began > seconds:
                 self.lose(local, "it has not attached")
 
     def offer(self, local: int, job: Job | Gap) -> None:
@@ -152,7 +172,10 @@ class Team:
         with self._lock:
             self._queues[local].append(job)
             ended = self._match()
+            is_early = len(self._members) < self.size and self._queues[local]
         self._end(ended)
+        if is_early and isinstance(job, Job):  # the others may have nothing left to hand in
+            self._tasks.put(lambda: self._end_committed(local, job))
 
     def put(self, task: Task) -> None:
         """Do it after what is queued."""
@@ -162,9 +185,9 @@ class Team:
         """A job has arrived, or ended: whoever waits looks again."""
         self._tasks.nudge()
 
-    def flush(self, sequence: int) -> None:
-        """Somebody waits for the jobs up to this one."""
-        self._awaited = max(self._awaited, sequence)
+    def flush(self, local: int, sequence: int) -> None:
+        """Somebody waits for the jobs up to this one of that rank."""
+        self._awaited[local] = max(self._awaited[local], sequence)
         self._tasks.nudge()
 
     def close(self) -> None:
@@ -229,15 +252,35 @@ class Team:
         for step, call in sorted(said):
             self._failures.tell(step, call, reason)
 
+    def _end_committed(self, local: int, job: Job) -> None:
+        """A job that a former keeper has committed need not wait for other ranks."""
+        if found := was_committed(self.writer, job):
+            with self._lock:
+                is_there = job in self._queues[local]
+                if is_there:
+                    self._queues[local].remove(job)
+            if is_there and (member := self._members.get(local)):
+                member.done(job, found)
+
     def _fail(self, local: int, job: Job, error: Exception) -> None:
-        if member := self._members.get(local):
+        member = self._members.get(local)
+        if member is None:
+            return
+        # Its keeper may have died when it had committed the step, and told only some.
+        found = None if self.place.is_alone else was_committed(self.writer, job)
+        if found:
+            member.done(job, found)
+        else:
             member.fail(job, error)
 
     # ---- its thread ------------------------------------------------------------------------
 
-    def claim(self, message: wire.Message, member: Member) -> None:
+    def claim(self, message: wire.Message, local: int, member: Member) -> None:
         """Claim an epoch for this trainer, and answer; later in the team's thread. The ranks of a
         team make the same claims: each gets what the first one got."""
+        with self._lock:  # what it left out before counts no more: it may save these steps again
+            jobs = [each for each in self._queues[local] if isinstance(each, Job)]
+            self._queues[local] = deque(jobs)
         self._tasks.put(lambda: self._claim(message, member))
 
     def _claim(self, message: wire.Message, member: Member) -> None:
@@ -280,6 +323,13 @@ class Team:
         """Whether a trainer lives. Any thread."""
         with self._lock:
             return bool(self._members.keys() - self._gone.keys())
+
+    def _take_over(self, number: int, epoch: int, parent: CheckpointName | None) -> None:
+        """A rank has claimed an epoch at a former keeper: the newest counts for all."""
+        self._claimed.setdefault(number, epoch)
+        if epoch > (self.writer.epoch or 0):
+            self.writer.epoch, self.writer.parent = epoch, parent
+            self._find_parent()
 
     def _find_parent(self) -> None:
         """A former keeper may have committed for this epoch since it was claimed."""
@@ -343,7 +393,9 @@ class Team:
         """Whether a group need not be committed yet: nobody waits for it, the trainers are there,
         and find a free slot for their next step."""
         members = list(self._members.values())
-        return first.sequence > self._awaited and all(member.may_wait for member in members)
+        return all(member.may_wait for member in members) and all(
+            job.sequence > awaited for job, awaited in zip(first.jobs, self._awaited, strict=True)
+        )
 
     def _catch_up_every(self, every: int, is_resumed: bool, keep_exact: bool) -> CatchUp:
         """What was kept for the sake of later steps may go when one of them is whole."""

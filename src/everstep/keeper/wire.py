@@ -19,7 +19,9 @@ from everstep.errors import Unavailable
 
 PROTOCOL = 1
 MESSAGE_BYTES_MAX = 64 << 10
-DESCRIPTORS_MAX = 8
+DESCRIPTORS_MAX = 240
+"""Of one message; Linux takes 253. A node's ranks leave one arena each."""
+
 BACKLOG = 128
 _SO_PEERPIDFD = 77
 

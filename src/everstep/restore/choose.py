@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from everstep.errors import EverstepError, Missing
+from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, Record, check_table, decode_manifest
-from everstep.format.packs import pack_starts
-from everstep.format.tables import FileLink, Table, decode_table
+from everstep.format.tables import FileLink, Table
 from everstep.format.wholes import check_whole
-from everstep.keeper.arena import Arena, SlotState
+from everstep.keeper.arena import Arena
+from everstep.keeper.ended import EndedJoint, ended_joints
 from everstep.keeper.persist import UNCLAIMED
-from everstep.restore.load import MemorySource, Source
+from everstep.restore.load import ImageSource, MemorySource, Source
 from everstep.state.topology import differences, layout_differences
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
@@ -30,7 +31,7 @@ class Held:
 
     manifest: Manifest
     table: Table
-    image: memoryview
+    packs: Sequence[Source]
     is_committed: bool
 
     @property
@@ -114,11 +115,10 @@ class Candidate:
         """For each pack of the part its sources, nearest first."""
         with contextlib.ExitStack() as stack:
             found: list[list[Source]] = []
-            starts = pack_starts(pack.size for pack in part.packs)
-            for pack, start in zip(part.packs, starts, strict=True):
+            for index, pack in enumerate(part.packs):
                 here: list[Source] = []
                 if self.held:
-                    here.append(MemorySource(self.held.image[start : start + pack.size]))
+                    here.append(self.held.packs[index])
                 if not self.held or self.held.is_committed:
                     here.append(_Lazy(self.disk, pack, stack, direct=not self.is_shared))
                 found.append(here)
@@ -158,25 +158,32 @@ def is_of(disk: Disk, held: Held) -> bool:
 def find_held(
     arenas: Sequence[Arena], is_wanted: Callable[[Held], bool] = lambda held: True
 ) -> dict[CheckpointName, Held]:
-    """What the arenas of dead trainers hold whole, with a manifest."""
+    """What the arenas of dead trainers hold whole, with a manifest: of several ranks, what is there
+    of all of them."""
     found: dict[CheckpointName, Held] = {}
-    for arena in arenas:
-        for slot in range(arena.slot_count):
-            state, row = arena.state(slot), arena.row(slot)
-            if state not in (SlotState.DONE, SlotState.FAILED) or row is None:
-                continue
-            where = f"slot {slot} of the arena"
-            try:
-                manifest = decode_manifest(arena.manifest(slot, row), where)
-                table = decode_table(arena.table(slot, row), where)
-                check_table(table, manifest.parts[0], where)
-            except (EverstepError, IndexError):
-                continue  # the disk serves
-            image = arena.image(slot)[: row.image_size]
-            held = Held(manifest, table, image, state is SlotState.DONE)
-            if is_wanted(held):
-                found[held.name] = held
+    for state in map(_held, ended_joints(arenas)):
+        if state and is_wanted(state):
+            found[state.name] = state
     return found
+
+
+def _held(joint: EndedJoint) -> Held | None:
+    """None where it is not whole, or has no manifest: then the disk serves."""
+    where = f"slot {joint.jobs[0].slot} of the arena"
+    try:
+        manifest = decode_manifest(joint.document, where)
+        image = joint.image()
+        part = manifest.parts[0]
+        check_table(image.parsed.table, part, where)
+        if digest_of(image.parsed.document) != part.table.digest:
+            return None
+    except (EverstepError, IndexError):
+        return None
+    if len(joint.jobs) > 1:
+        packs: list[Source] = [ImageSource(image, pack) for pack in range(len(image.packs))]
+    else:
+        packs = [MemorySource(segment.view) for (segment,) in image.packs]
+    return Held(manifest, image.parsed.table, packs, joint.is_committed)
 
 
 def candidates(

@@ -76,6 +76,18 @@ class World:
                 )
         return [value for _, value in said]
 
+    def decide(self, what: str, value: int | None = None) -> int | None:
+        """What the first rank that said something has decided; with a `value`, that may be this
+        one. Does not wait for others; a round trip to the store. Raises Unavailable."""
+        assert self._store is not None
+        key = f"{self._prefix}/{what}"
+        try:
+            if value is not None:
+                return int(self._store.compare_set(key, "", str(value)))
+            return int(self._store.get(key)) if self._store.check([key]) else None
+        except RuntimeError as error:
+            raise Unavailable(f"{what}: the ranks' store does not answer: {error}") from error
+
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Do it on each rank, and go on when all have: what one of them raises (of everstep's
         errors) is raised on all."""
