@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from gang import GangError
 from torch.distributed import fsdp
 
 from everstep import Checkpointer, Store
@@ -23,7 +24,7 @@ def store(tmp_path):
     end_keeper(tmp_path / "store")
 
 
-def checkpointer_of(job, store):
+def checkpointer_of(job, store, strategy="full"):
     layout = None
     if hasattr(job, "canonical"):
 
@@ -31,7 +32,7 @@ def checkpointer_of(job, store):
             return f"model.{job.canonical(name.removeprefix('model.'))}"
 
     state = {"model": job.model, "optimizer": job.optimizer}
-    return Checkpointer(store, state, strategy="full", layout=layout)
+    return Checkpointer(store, state, strategy=strategy, layout=layout)
 
 
 def trains_and_saves(layout, recipe, store):
@@ -169,3 +170,40 @@ def test_ways_of_fsdp1(gang, store, strategy, use_orig_params):
     (dense,) = gang.run(trains_dense, store, size=1)
     assert dense == pytest.approx(losses, abs=2e-6)
     assert Store(store).verify().ok
+
+
+# ---- logs --------------------------------------------------------------------------------------
+
+
+def logs(layout, strategy, store):
+    job = zoo.build(layout, UNGROUPED)
+    with checkpointer_of(job, store, strategy) as checkpointer:
+        for step in range(1, 5):
+            job.train(step)
+            checkpointer.step(step)
+            checkpointer.wait()  # else one may be skipped
+        return job.full_state()
+
+
+def reads_logs(layout, strategy, store):
+    job = zoo.build(layout, UNGROUPED)
+    with checkpointer_of(job, store, strategy) as checkpointer:
+        return checkpointer.restore(), job.full_state()
+
+
+def test_a_log_of_stages(gang, store):
+    state, _ = gang.run(logs, "pipeline", "log", store, size=2)
+    for layout, size in (("pipeline", 2), ("dense", 1)):
+        (step, found), *_ = gang.run(reads_logs, layout, "log", store, size=size)
+        assert step == 4
+        equal(found, state)
+
+
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp1_flat", "zero1"])
+def test_what_is_not_recorded_is_saved_whole(gang, store, layout):
+    with pytest.raises(GangError, match="recording 'optimizer'"):
+        gang.run(logs, layout, "log", store, size=2)
+    state, _ = gang.run(logs, layout, "auto", store, size=2)
+    (step, found), *_ = gang.run(reads_logs, layout, "auto", store, size=2)
+    assert step == 4
+    equal(found, state)
