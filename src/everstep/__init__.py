@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from everstep.handle import SaveHandle
     from everstep.state.clipping import clip_grad_norm_
     from everstep.state.comm_hooks import compress
+    from everstep.state.mapped import Shard
     from everstep.store.retain import Keep
     from everstep.store.store import Store
 
@@ -31,6 +32,7 @@ __all__ = [
     "Mismatch",
     "Missing",
     "SaveHandle",
+    "Shard",
     "Store",
     "Unavailable",
     "Unsupported",
@@ -42,6 +44,7 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "everstep.checkpointer",
     "SaveHandle": "everstep.handle",
+    "Shard": "everstep.state.mapped",
     "Keep": "everstep.store.retain",
     "Store": "everstep.store.store",
     "clip_grad_norm_": "everstep.state.clipping",

@@ -36,6 +36,7 @@ from everstep.restore.apply import apply
 from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
 from everstep.restore.load import Loader
 from everstep.saves import Saves, Skipped
+from everstep.state.mapped import Layout
 from everstep.state.objects import plain_json
 from everstep.state.ranked import ByRank
 from everstep.state.rules import Rule, Rules
@@ -76,6 +77,7 @@ class Checkpointer:
         rng: bool = True,
         derive: Mapping[str, Rule | None] | None = None,
         by_rank: Mapping[str, ByRank] | None = None,
+        layout: Layout | None = None,
         alone: bool = False,
         check_replicas: bool = False,
     ) -> None:
@@ -129,6 +131,12 @@ class Checkpointer:
             "replicate", or a function of (values of all ranks, this rank, ranks). (rule, number,
             count) where not each rank has its own, but each data-parallel one, say. Loaders are
             "exact" unless named here; generators are exact with as many ranks, else derived anew.
+        layout: what this rank's memory is globally, where DTensors do not say it: a function of
+            (name, tensor), called for each parameter and buffer when they are others than before.
+            It returns None (what its name says), a str (its name in the whole model: of a stage's
+            layers, of experts), or a sequence of `Shard`s, the boxes of global tensors of which
+            its memory consists: fused matrices, flat partitions (`Shard.flat`). Optimizer state
+            goes with its parameter. FSDP1's own flat parameters are known without it.
         alone: save this process for itself, to a store of its own, though a process group is up.
         check_replicas: compare what several ranks hold (in whole states, not in what a log has
             between them): different bytes under one name make the save fail on all ranks, with
@@ -155,7 +163,7 @@ class Checkpointer:
         self.metrics = Metrics()
         self._every = every
         self._world = World(0, 1) if alone else World.current()
-        self._state = State(state, rng, self._world, by_rank, check_replicas)
+        self._state = State(state, rng, self._world, by_rank, check_replicas, layout)
         self._rules = Rules(derive or {}, self._state)
         self._derived = Derived(self._rules, settings.looks_at_all)
         pace, derived = Pace(), self._derived if self._rules.parts else None

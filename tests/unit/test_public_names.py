@@ -6,7 +6,7 @@ import sys
 import everstep
 
 PINNED = {
-    "Checkpointer", "SaveHandle", "Store", "Keep", "clip_grad_norm_", "compress",
+    "Checkpointer", "SaveHandle", "Shard", "Store", "Keep", "clip_grad_norm_", "compress",
     "EverstepError", "Missing", "Corrupt", "Conflict", "Unavailable", "Mismatch", "Unsupported",
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from everstep.errors import Unsupported
 from everstep.state.optimizers import OptimizerState
+from everstep.state.redundancy import is_redundancy_free
 
 WAY_OUT = "Use strategy='full', or 'auto'"
 
@@ -103,6 +104,10 @@ def _why_not(state: OptimizerState) -> str | None:
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS runs its closure several times in one step, which no record holds"
+    if is_redundancy_free(optimizer):
+        return "a ZeroRedundancyOptimizer sends around in its step() what other ranks have updated"
+    if any(state.mapped.split(parameter) is not None for _, _, parameter, _ in state.parameters()):
+        return "its parameters are boxes of several tensors (layout=, FSDP1)"
     if not state.calls_hooks:
         return (
             f"the step() of {kind.__qualname__} calls none of torch's hooks, so that nobody sees "

@@ -206,6 +206,10 @@ def objects_of(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[
         if all(value == values[0] for value in values):
             objects[name] = values[0]
             continue
+        is_optimizer = any(name in said.get("hyperparameters", {}) for said in each)
+        if is_optimizer and (united := _united(values)) is not None:
+            objects[name] = united
+            continue
         if any(_has_tensors(value) for value in values):
             raise _differs(name)
         for index, (own, value) in enumerate(zip(ranks, values, strict=True)):
@@ -289,6 +293,22 @@ def _merge_call(row: Sequence[Mapping[str, Any]], sets: list[Any]) -> dict[str, 
         if rows := [said for call in row for said in call.get(form, ())]:
             merged[form] = rows
     return merged
+
+
+def _united(values: Sequence[Any]) -> dict[str, Any] | None:
+    """What ranks keep of their own parameters of an optimizer beside tensors, by parameter; None
+    where they differ in what they have in common."""
+    united: dict[str, Any] = {}
+    other = None
+    for value in values:
+        if value is None:
+            continue
+        if value.keys() != {"state", "other"} or other not in (None, value["other"]):
+            return None
+        other = value["other"]
+        if any(united.setdefault(name, own) != own for name, own in value["state"].items()):
+            return None
+    return {"state": united, "other": other}
 
 
 def _has_tensors(value: Any) -> bool:

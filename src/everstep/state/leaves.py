@@ -177,6 +177,12 @@ class Guard:
             return False
 
 
+def has_elements(leaf: Leaf) -> bool:
+    """Whether there is anything of it here, or nowhere."""
+    shape = tuple(leaf.tensor.shape) if leaf.shape is None else leaf.shape
+    return bool(leaf.tensor.numel()) or 0 in shape
+
+
 def find_aliases(leaves: Iterable[Leaf]) -> tuple[list[Leaf], dict[str, list[str]]]:
     """Leaves without repetition, and for each name the other names of the same tensor (tied
     weights)."""

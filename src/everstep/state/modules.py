@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from everstep.errors import Unsupported
+from everstep.state.fsdp1 import entries_of, units_of
 from everstep.state.leaves import Guard, Leaf, canonical, check_tensor
+from everstep.state.mapped import Mapped
 from everstep.state.objects import TensorSink, encode
 from everstep.state.placement import Placement
 
@@ -19,6 +22,7 @@ class ModuleState:
         self.name = name
         self._module = _unwrap(module)
         self._has_own_entries = False
+        self.mapped = Mapped()
 
     @property
     def module(self) -> nn.Module:
@@ -28,13 +32,13 @@ class ModuleState:
     def leaves(self, guard: Guard) -> list[Leaf]:
         """Every live parameter and persistent buffer of the module's state_dict,
         tied ones repeatedly."""
-        state = self._module.state_dict(keep_vars=True)  # first: its hooks reshard what FSDP2 has
+        state = self._entries()  # first: its hooks reshard what FSDP2 has
         live = self._live(guard)
         found: list[Leaf] = []
         self._has_own_entries = False
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and id(value) in live:
-                name = f"{self.name}.{canonical(key)}"
+                name = self.mapped.name_of(f"{self.name}.{canonical(key)}", value)
                 check_tensor(name, value)
                 found.append(Leaf(name, value))
             else:
@@ -68,7 +72,8 @@ class ModuleState:
         """The name of each parameter by id(); the first name of a tied one."""
         names: dict[int, str] = {}
         for key, parameter in self._module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), f"{self.name}.{canonical(key)}")
+            name = f"{self.name}.{canonical(key)}"
+            names.setdefault(id(parameter), self.mapped.name_of(name, parameter))
         return names
 
     def _live(self, guard: Guard) -> set[int]:
@@ -87,10 +92,16 @@ class ModuleState:
                         live.add(id(tensor))
         return live
 
+    def _entries(self) -> dict[str, Any]:
+        """Its state_dict, with the live tensors."""
+        if units_of(self._module):
+            return entries_of(self._module)
+        return self._module.state_dict(keep_vars=True)
+
     def _own_entries(self) -> dict[str, tuple[str, Any]]:
         """Canonical name → (name, value) of what is no live tensor."""
         live = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
-        entries = self._module.state_dict(keep_vars=True).items()
+        entries = self._entries().items()
         return {
             canonical(key): (key, value.detach() if isinstance(value, torch.Tensor) else value)
             for key, value in entries
@@ -98,6 +109,11 @@ class ModuleState:
         }
 
     def _load(self, entries: dict[str, Any]) -> None:
+        if units_of(self._module):
+            raise Unsupported(
+                f"restoring {self.name!r}: FSDP1 gathers all parameters to load what modules keep "
+                f"beside them (extra state), {sorted(entries)}. Use FSDP2"
+            )
         names = {key: name for key, (name, _) in self._own_entries().items()}
         self._module.load_state_dict(
             {names[key]: value for key, value in entries.items()}, strict=False

@@ -12,11 +12,19 @@ import torch
 import xxhash
 from torch.optim import Optimizer
 
-from everstep.errors import Corrupt
+from everstep.errors import Corrupt, Unsupported
 from everstep.state.layout import local_of
 from everstep.state.leaves import Guard, Leaf, check_tensor
+from everstep.state.mapped import Mapped
 from everstep.state.objects import TensorSink, encode
 from everstep.state.placement import Placement, Saved
+from everstep.state.redundancy import (
+    fetch_hyperparameters,
+    inner_of,
+    is_here,
+    spread_hyperparameters,
+)
+from everstep.state.regrouped import place_state
 
 _STRUCTURE = ("params", "param_names")
 
@@ -29,17 +37,18 @@ class OptimizerState:
         self.optimizer = optimizer
         self.index = index
         self.parameter_names: Mapping[int, str] = {}
+        self.mapped = Mapped()
         self.has_stepped = False
         """Whether a hook has seen an update."""
         self.was_captured = False
         """Whether a hook has seen one go into a CUDA graph, in place of being made."""
-        kind = type(optimizer)
+        kind = type(inner_of(optimizer))
         self.has_own_methods = (
             kind.load_state_dict is not Optimizer.load_state_dict
             or kind.state_dict is not Optimizer.state_dict
         )
         """Whether its class says itself what its state is."""
-        self.calls_hooks = bool(getattr(kind.step, "hooked", None))
+        self.calls_hooks = bool(getattr(type(optimizer).step, "hooked", None))
         """Whether torch calls hooks in its step()."""
         self._keys: dict[str, list[str]] = {}
         self._plain: list[tuple[str, dict[Any, Any], str]] = []
@@ -54,12 +63,20 @@ class OptimizerState:
             self.was_captured or not self.calls_hooks or (not self.has_stepped and may_be_captured)
         )
 
+    @property
+    def state(self) -> dict[Any, Any]:
+        """By parameter, what the optimizer keeps of it (on this rank)."""
+        return inner_of(self.optimizer).state
+
     def parameters(self) -> Iterator[tuple[int, str, torch.Tensor, bool]]:
-        """(group index, name, parameter, whether a module gave the name) of every parameter."""
+        """(group index, name, parameter, whether a module gave the name) of every parameter. One
+        that is boxes of several tensors has its local name; `mapped` knows theirs."""
         for index, group in enumerate(self.optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 known = self.parameter_names.get(id(parameter))
                 name = known or f"{self.name}.param_groups.{index}.params.{position}"
+                if known is None:
+                    name = self.mapped.name_of(name, parameter)
                 yield index, name, parameter, known is not None
 
     def prune(self, index: int, values: Mapping[str, Any]) -> None:
@@ -74,7 +91,7 @@ class OptimizerState:
         for the device, and copies from it."""
         digest = xxhash.xxh3_128()
         for _, _, parameter, _ in self.parameters():
-            state = self.optimizer.state.get(parameter, {})
+            state = self.state.get(parameter, {})
             for value in (parameter, *(state[key] for key in sorted(state, key=str))):
                 if isinstance(value, torch.Tensor):
                     flat = local_of(value).detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -86,7 +103,7 @@ class OptimizerState:
         them."""
         for _, name, parameter, _ in self.parameters():
             yield Leaf(name, local_of(parameter), self.index)
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+            for key, value in self.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield Leaf(f"{self.name}.{name}.{key}", local_of(value), self.index)
 
@@ -101,9 +118,9 @@ class OptimizerState:
         """State tensors, and parameters that no module holds."""
         found: list[Leaf] = []
         self._keys, self._plain = {}, []
-        guard.watch_part(vars(self.optimizer), "state")  # load_state_dict makes new ones
+        guard.watch_part(vars(inner_of(self.optimizer)), "state")  # load_state_dict makes new ones
         guard.watch_part(vars(self.optimizer), "param_groups")
-        guard.watch_size(self.optimizer.state)
+        guard.watch_size(self.state)
         guard.watch_size(self.optimizer.param_groups)
         for index, group in enumerate(self.optimizer.param_groups):
             guard.watch_part(self.optimizer.param_groups, index)
@@ -115,19 +132,28 @@ class OptimizerState:
             if not is_named:
                 check_tensor(name, parameter)
                 found.append(Leaf(name, parameter, self.index))
-            if not self.has_own_methods and parameter in self.optimizer.state:
-                guard.watch_part(self.optimizer.state, parameter)
-                found += self._state_leaves(name, self.optimizer.state[parameter], guard)
+            if not self.has_own_methods and parameter in self.state:
+                guard.watch_part(self.state, parameter)
+                found += self._state_leaves(name, parameter, guard)
         return found
 
     def table(self) -> dict[str, Any]:
         """What the piece table says: each parameter's hyperparameter set,
         its state tensors' keys."""
-        groups = {name: index for index, name, _, _ in self.parameters()}
+        groups: dict[str, int] = {}
+        for index, name, parameter, _ in self.parameters():
+            for each in self.mapped.names(name, parameter):
+                if groups.setdefault(each, index) != index:
+                    raise Unsupported(
+                        f"capturing {self.name!r}: {name!r} is a part of {each!r}, another part of "
+                        f"which is in group {groups[each]}, and it in group {index}. Put all parts "
+                        f"of a tensor into one group"
+                    )
         return {"groups": groups, "state": self._keys}
 
     def hyperparameters(self, sink: TensorSink) -> list[Any]:
         """One set per group: everything in it but the parameters."""
+        fetch_hyperparameters(self.optimizer)
         return [
             {
                 key: encode(value, f"{self.name}.param_groups.{index}.{key}", sink)
@@ -140,16 +166,24 @@ class OptimizerState:
     def objects(self, sink: TensorSink) -> Any:
         """State that is no tensor: counters, lists (LBFGS), whatever is not kept by parameter."""
         if self.has_own_methods:
+            if any(self.mapped.split(parameter) for _, _, parameter, _ in self.parameters()):
+                raise Unsupported(
+                    f"capturing {self.name!r}: {type(self.optimizer).__name__} has a state_dict() "
+                    f"of its own, which does not tell what belongs to which of its parameters' "
+                    f"boxes. Use another optimizer, or do without layout="
+                )
             state = self.optimizer.state_dict()
             return {"state_dict": encode(state, f"{self.name}.state_dict", sink)}
         plain: dict[str, dict[Any, Any]] = {}
         for name, state, key in self._plain:
-            plain.setdefault(name, {})[key] = state[key]
+            if repr(plain.setdefault(name, {}).setdefault(key, state[key])) != repr(state[key]):
+                raise Unsupported(
+                    f"capturing {self.name!r}: the {key!r} of {name!r} is {plain[name][key]!r} and "
+                    f"{state[key]!r}, in different parameters that are parts of it"
+                )
         # State of a tensor that is in no group any more has no effect.
         other = {
-            key: value
-            for key, value in self.optimizer.state.items()
-            if not isinstance(key, torch.Tensor)
+            key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)
         }
         if not plain and not other:
             return None
@@ -178,9 +212,14 @@ class OptimizerState:
     def _prepare(self, placement: Placement, saved: Mapping[str, Any]) -> None:
         objects = placement.stored(self.name) or {}
         names = {name: parameter for _, name, parameter, _ in self.parameters()}
-        for name in sorted(names.keys() ^ saved["groups"].keys()):
-            side = "state" if name in saved["groups"] else "checkpoint"
-            placement.problems.append(f"missing: the {side}'s {self.name} does not have {name!r}")
+        known = {each for name, own in names.items() for each in self.mapped.names(name, own)}
+        for name in sorted(known - saved["groups"].keys()):
+            placement.problems.append(
+                f"missing: the checkpoint's {self.name} does not have {name!r}"
+            )
+        for name in saved["groups"]:
+            problem = f"missing: the state's {self.name} does not have {name!r}"
+            placement.offer(f"{self.name}: {name}", problem, taken=name in known)
         for _, name, parameter, is_named in self.parameters():
             if not is_named:
                 placement.into(name, parameter)
@@ -191,8 +230,9 @@ class OptimizerState:
         self._prepare_groups(placement, saved)
         self._prepare_state(placement, saved, objects, names)
 
-    def _state_leaves(self, name: str, state: dict[Any, Any], guard: Guard) -> list[Leaf]:
+    def _state_leaves(self, name: str, parameter: torch.Tensor, guard: Guard) -> list[Leaf]:
         found: list[Leaf] = []
+        state, names = self.state[parameter], self.mapped.names_here(name, parameter)
         guard.watch_size(state)
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and isinstance(key, str):
@@ -200,17 +240,20 @@ class OptimizerState:
                 check_tensor(leaf.name, value)
                 guard.watch_item(state, key, value)
                 found.append(leaf)
-                self._keys.setdefault(name, []).append(key)
+                for each in names:
+                    known = self._keys.setdefault(each, [])
+                    known += [key] if key not in known else []
             else:
-                self._plain.append((name, state, key))
+                self._plain += [(each, state, key) for each in names]
         return found
 
     def _prepare_groups(self, placement: Placement, saved: Mapping[str, Any]) -> None:
         sets = placement.saved.hyperparameters.get(self.name, [])
         members: dict[int, set[int]] = {}
-        for index, name, _, _ in self.parameters():
-            if name in saved["groups"]:
-                members.setdefault(index, set()).add(saved["groups"][name])
+        for index, name, parameter, _ in self.parameters():
+            for each in self.mapped.names(name, parameter):
+                if each in saved["groups"]:
+                    members.setdefault(index, set()).add(saved["groups"][each])
         for index, group in enumerate(self.optimizer.param_groups):
             chosen = sorted(members.get(index, {index} if index < len(sets) else ()))
             if len({repr(sets[number]) for number in chosen}) > 1:
@@ -222,6 +265,7 @@ class OptimizerState:
                 values = {key: placement.decode(value) for key, value in sets[chosen[0]].items()}
                 placement.then(partial(install, group, values))
                 placement.then(partial(self.prune, index, values))
+        placement.then(partial(spread_hyperparameters, self.optimizer))
 
     def _prepare_state(
         self,
@@ -234,24 +278,39 @@ class OptimizerState:
         sets = placement.saved.hyperparameters.get(self.name, [])
         new: dict[torch.Tensor, dict[str, Any]] = {}
         for name, parameter in names.items():
-            live = self.optimizer.state.get(parameter, {})
-            state: dict[str, Any] = {}
-            for key in saved["state"].get(name, ()):
-                full = f"{self.name}.{name}.{key}"
+            if not is_here(self.optimizer, parameter):
+                continue
+            live = self.state.get(parameter, {})
+
+            def device_of(
+                full: str, name: str, key: str, here: torch.device = parameter.device
+            ) -> torch.device:
                 is_counter = key == "step" and not _counts_on_device(sets[saved["groups"][name]])
-                device = _device(placement.saved, full, name, parameter.device, is_counter)
-                state[key] = self._destination(placement, full, live.get(key), parameter, device)
-            if name in plain:
-                state.update(placement.decode(plain[name]))
+                return _device(placement.saved, full, name, here, is_counter)
+
+            state: dict[str, Any] = {}
+            if self.mapped.split(parameter) is not None:
+                state = place_state(
+                    placement, self.name, name, parameter, self.mapped, live, device_of
+                )
+            else:
+                for key in saved["state"].get(name, ()):
+                    full = f"{self.name}.{name}.{key}"
+                    device = device_of(full, name, key)
+                    value = self._destination(placement, full, live.get(key), parameter, device)
+                    state[key] = value
+                if name in plain:
+                    state.update(placement.decode(plain[name]))
             if state:
                 new[parameter] = state
         other = placement.decode(objects.get("other", {}))
 
         def install() -> None:
-            self.optimizer.state.clear()
+            found = self.state
+            found.clear()
             for parameter, state in new.items():
-                self.optimizer.state[parameter] = state
-            self.optimizer.state.update(other)
+                found[parameter] = state
+            found.update(other)
 
         placement.then(install)
 

@@ -15,6 +15,7 @@ from everstep.format.tables import Table
 from everstep.format.wholes import WholeTensor, groups, optimizers_of, whole_tensors
 from everstep.state.layout import is_dtensor, shards_of
 from everstep.state.leaves import dtype_name
+from everstep.state.mapped import Mapped
 from everstep.state.objects import decode
 from everstep.state.ranked import Adapt, Share, seed_of, values_by_index
 
@@ -104,31 +105,46 @@ class Placement:
     used: set[str] = field(default_factory=set)
     default_share: Share = field(default_factory=lambda: Share(0, 1))
     """This rank, for what differed between ranks though nobody had said that it would."""
+    mapped: Mapped = field(default_factory=Mapped)
+    """What the state's parameters are globally."""
+    offers: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    """What some rank must take: the problem if none does, and whether this one does."""
+    _absent: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _sources: dict[int, tuple[torch.Tensor, list[str]]] = field(default_factory=dict)
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _last_actions: list[Callable[[], None]] = field(default_factory=list)
 
     def into(self, name: str, tensor: torch.Tensor) -> None:
         """Restore the stored tensor `name` into `tensor`, in place: its (global) shape and dtype
-        must be equal. Of a DTensor, the boxes that lie here."""
+        must be equal. Of a DTensor, the boxes that lie here; of what consists of boxes of other
+        tensors, those."""
+        if (shards := self.mapped.pieces(tensor, tensor)) is not None:
+            for shard in shards:
+                self.into_box(shard.name, shard.shape, shard.box, shard.tensor)
+            return
         entry = self.saved.tensors.get(name)
         if entry is None:
-            self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
+            self._absent.append((name, tensor))
             return
         self.used.add(name)
-        shape, shards = shards_of(tensor)
-        dtype = dtype_name(tensor.dtype)
-        if entry.spec.shape != shape:
-            self.problems.append(
-                f"shape: {name!r} is {list(shape)} in the state, {list(entry.spec.shape)} in the "
-                "checkpoint"
-            )
-        elif entry.spec.dtype != dtype:
-            self.problems.append(
-                f"dtype: {name!r} is {dtype} in the state, {entry.spec.dtype} in the checkpoint"
-            )
-        else:
-            self._add(entry, tensor, shards)
+        shape, boxes = shards_of(tensor)
+        if self._is_alike(entry, name, shape, tensor.dtype):
+            self._add(entry, tensor, boxes)
+
+    def into_box(self, name: str, shape: tuple[int, ...], box: Box, memory: torch.Tensor) -> None:
+        """Restore a box of the stored tensor `name`, of that shape, into plain memory."""
+        entry = self.saved.tensors.get(name)
+        if entry is None:
+            self._absent.append((name, memory))
+            return
+        self.used.add(name)
+        if self._is_alike(entry, name, shape, memory.dtype) and box.count:
+            _, known = self.destinations.setdefault(entry.spec.name, (entry, []))
+            known.append(Destination(box, memory))
+
+    def offer(self, key: str, problem: str, *, taken: bool) -> None:
+        """Of the checkpoint: it is a problem where no rank takes it. `key`: the same on all."""
+        self.offers[key] = problem, taken
 
     def new(
         self,
@@ -229,6 +245,7 @@ class Placement:
 
     def check(self, step: int, where: object) -> None:
         """Raises Mismatch with everything that does not fit."""
+        self._report_absent()
         if self.problems:
             listed = "\n  ".join(self.problems[:100])
             more = f"\n  and {len(self.problems) - 100} more" if len(self.problems) > 100 else ""
@@ -243,6 +260,31 @@ class Placement:
         """Run the actions, in the order in which they came."""
         for action in (*self._actions, *self._last_actions):
             action()
+
+    def _report_absent(self) -> None:
+        """What the checkpoint does not have, but for other names of what it does: it may have been
+        saved where these were not one tensor (the last stage's head, tied to the embedding)."""
+        for name, tensor in self._absent:
+            if id(tensor) not in self._sources:
+                self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
+        self._absent = []
+
+    def _is_alike(
+        self, entry: WholeTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> bool:
+        found = dtype_name(dtype)
+        if entry.spec.shape != shape:
+            self.problems.append(
+                f"shape: {name!r} is {list(shape)} in the state, {list(entry.spec.shape)} in the "
+                "checkpoint"
+            )
+        elif entry.spec.dtype != found:
+            self.problems.append(
+                f"dtype: {name!r} is {found} in the state, {entry.spec.dtype} in the checkpoint"
+            )
+        else:
+            return True
+        return False
 
     def _add(
         self, entry: WholeTensor, tensor: torch.Tensor, shards: list[tuple[Box, torch.Tensor]]

@@ -17,14 +17,17 @@ from torch.optim import Optimizer
 from everstep.errors import Mismatch, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
-from everstep.state.layout import is_dtensor, local_of, shards_like, shards_of, spread_of
-from everstep.state.leaves import Guard, Leaf, check_tensor, dtype_name, find_aliases
+from everstep.state.fsdp1 import flat_parameters, units_of
+from everstep.state.layout import local_of, shards_like
+from everstep.state.leaves import Guard, Leaf, check_tensor, find_aliases, has_elements
 from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
+from everstep.state.mapped import Layout, Mapped
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
 from everstep.state.ranked import ByRank, Share, own_name, unowned
+from everstep.state.sharing import Of, Parts, pieces_of, places_of, shapes_of, shared_out
 from everstep.state.stateful import (
     GeneratorState,
     GlobalGenerators,
@@ -36,7 +39,7 @@ from everstep.state.stateful import (
 )
 from everstep.state.topology import ALONE
 from everstep.state.world import World
-from everstep.state.writers import Held, Holders, Shape, chosen
+from everstep.state.writers import Held, Holders, chosen
 
 log = logging.getLogger("everstep")
 
@@ -111,7 +114,10 @@ class _Loose:
     """A TensorSink: gathers the tensors met in objects. One that is known already gets another
     name."""
 
-    def __init__(self, names: Mapping[int, str], owners: Mapping[int, int | None]) -> None:
+    def __init__(
+        self, names: Mapping[int, str], owners: Mapping[int, int | None], mapped: Mapped
+    ) -> None:
+        self._mapped = mapped
         self.leaves: dict[str, Leaf] = {}
         self.aliases: dict[str, list[str]] = {}
         self._names = names
@@ -128,13 +134,19 @@ class _Loose:
                 self.aliases[known].append(name)
             return name
         check_tensor(name, tensor)
+        if self._mapped.split(tensor) is not None:
+            raise Unsupported(
+                f"capturing {name!r}: it is a parameter that consists of boxes of other tensors "
+                f"(layout=, FSDP), and cannot be part of an object as well"
+            )
         if name in self.leaves:
             raise Unsupported(
                 f"capturing {name!r}: two tensors are found under this name; rename one"
             )
         self._seen[key] = name, tensor
-        for leaf in _pieces(Leaf(name, tensor.detach(), self._owners.get(key))):
-            self.leaves[leaf.entry] = leaf
+        for leaf in pieces_of(Leaf(name, tensor.detach(), self._owners.get(key))):
+            if has_elements(leaf):
+                self.leaves[leaf.entry] = leaf
         return name
 
 
@@ -148,9 +160,11 @@ class State:
         world: World | None = None,
         by_rank: Mapping[str, ByRank] | None = None,
         check_replicas: bool = False,
+        layout: Layout | None = None,
     ) -> None:
         """`world`: None for one process alone. `by_rank`: parts that each rank has for itself, and
         what becomes of them on other ranks. `check_replicas`: collect also what others write.
+        `layout`: what parameters and buffers are globally.
         Raises TypeError and ValueError for what is no state."""
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise TypeError("state must be a dict of names to models, optimizers and values")
@@ -173,7 +187,14 @@ class State:
         self._holders = Holders(self.world)
         self._parameter_shares: dict[str, _Share] | None = None
         self._compares = check_replicas
+        self.mapped = Mapped(layout)
+        for entry in self._entries:
+            if isinstance(entry, ModuleState | OptimizerState):
+                entry.mapped = self.mapped
+        if layout or any(units_of(module) for module in self.modules.values()):
+            self._name_parameters()  # whoever looks at parameters before the first walk
         self._walk: Walk | None = None
+        self._common = Parts()
         self._guard = Guard()
         self._owners: dict[int, int | None] = {}
         self._graphed: set[int] = set()
@@ -246,7 +267,8 @@ class State:
             self._graphed = graphed
             self._walk = self._walk_anew()
         walk = self._walk
-        sink = _Loose(walk.names, self._owners)
+        self._common.check()
+        sink = _Loose(walk.names, self._owners, self.mapped)
         objects: dict[str, Any] = {}
         own: dict[str, Any] = {}
         for entry in self._entries:
@@ -321,10 +343,18 @@ class State:
     def place(self, saved: Saved) -> Placement:
         """A restore of that, on this rank."""
         rank, size = self.world.rank, self.world.size
-        return Placement(saved, self._shares, default_share=Share(rank, size))
+        share = Share(rank, size)
+        return Placement(saved, self._shares, default_share=share, mapped=self.mapped)
 
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
         """Let each part say where its tensors go. `only`: names of parts; others are left alone."""
+        self.world.together("matching", lambda: self._prepare(placement, only))
+        taken = self.world.gather("matching", _bits(placement.offers))
+        for position, key in enumerate(sorted(placement.offers)):
+            if not any(int(bits, 16) >> position & 1 for bits in taken):
+                placement.problems.append(placement.offers[key][0])
+
+    def _prepare(self, placement: Placement, only: list[str] | None) -> None:
         self._name_parameters()
         chosen = [entry for entry in self._entries if only is None or _is_chosen(entry.name, only)]
         if only is not None and not chosen:
@@ -332,11 +362,11 @@ class State:
             raise Mismatch(f"restoring only={only}: the state has no such part, but {names}")
         for entry in chosen:
             entry.prepare(placement)
-        self._report_extra(placement, only)
+        self._offer_all(placement, only)
         self._walk = None
 
-    def _report_extra(self, placement: Placement, only: list[str] | None) -> None:
-        """What the checkpoint has, of the parts to be restored, and the state does not."""
+    def _offer_all(self, placement: Placement, only: list[str] | None) -> None:
+        """What the checkpoint has, of the parts to be restored: some rank's state must have it."""
         saved = placement.saved
         parts = (
             saved.objects.keys() | saved.optimizers.keys() | {n for own in saved.ranks for n in own}
@@ -344,15 +374,16 @@ class State:
         for name in sorted(parts - {entry.name for entry in self._entries} - {"rng"}):
             if only is None or _is_chosen(name, only):
                 placement.problems.append(f"extra: the state has no {name!r}")
-        for name, entry in sorted(saved.tensors.items()):
+        for name, entry in saved.tensors.items():
             if (
                 name.startswith("rng.")
                 or unowned(name) != name
                 or not (only is None or _is_chosen(name, only))
             ):
                 continue
-            if not placement.used.intersection((name, entry.spec.name, *entry.aliases)):
-                placement.problems.append(f"extra: the state has no tensor {name!r}")
+            used = placement.used.intersection((name, entry.spec.name, *entry.aliases))
+            problem = f"extra: the state has no tensor {name!r}"
+            placement.offer(name, problem, taken=bool(used))
 
     def _walk_anew(self) -> Walk:
         self._guard = Guard()
@@ -362,42 +393,34 @@ class State:
         leaves, aliases = find_aliases(
             Leaf(leaf.name, leaf.tensor, owners.get(id(leaf.tensor), leaf.owner)) for leaf in found
         )
-        leaves = [Leaf(leaf.name, leaf.tensor) if self._is_eager(leaf) else leaf for leaf in leaves]
         table = {entry.name: entry.table() for entry in self.optimizers}
-        names = {id(leaf.tensor): leaf.name for leaf in leaves}
+        split = {leaf.name for leaf in leaves if self.mapped.split(leaf.tensor) is not None}
+        names = {id(leaf.tensor): leaf.name for leaf in leaves if leaf.name not in split}
+        aliases = {name: others for name, others in aliases.items() if name not in split}
         own, others = self._shared_out(leaves)
-        held = _own_storages([*own, *(others if self._compares else ())])
+        held = [*own, *(others if self._compares else ())]
+        held = _own_storages(
+            [replace(leaf, owner=None) if self._is_eager(leaf) else leaf for leaf in held]
+        )
         count = len(own)
         return Walk(tuple(held[:count]), names, aliases, table, tuple(held[count:]))
 
     def _shared_out(self, leaves: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
         """What of them this rank writes, box by box, and what others write of them."""
-        if self.world.is_alone:
-            return [piece for leaf in leaves for piece in _pieces(leaf)], []
-        parameters = {
-            id(value): parameter
+        states = {
+            id(value): Of(optimizer, name, parameter, key)
             for optimizer in self.optimizers
-            for _, _, parameter, _ in optimizer.parameters()
-            for value in optimizer.optimizer.state.get(parameter, {}).values()
+            for _, name, parameter, _ in optimizer.parameters()
+            for key, value in optimizer.state.get(parameter, {}).items()
         }
-        names = {id(leaf.tensor): leaf.name for leaf in leaves}
+        self._common = Parts()
+        places = self._common.once(places_of(leaves, states, self.mapped))
+        if self.world.is_alone:
+            return [place.leaf for place, _ in places], []
         self._parameter_shares = None
-        self._holders.ask(
-            {
-                leaf.name: Shape(dtype_name(leaf.tensor.dtype), tuple(leaf.tensor.shape), spread)
-                for leaf in leaves
-                if id(leaf.tensor) not in parameters
-                for spread in [spread_of(leaf.tensor)]
-            }
-        )
-        held = []
-        for leaf in leaves:
-            base = parameters.get(id(leaf.tensor), leaf.tensor)
-            is_alike = spread_of(base) == spread_of(leaf.tensor)
-            name = names[id(base)]
-            ranks = self._holders.of(name) if is_alike else self._holders.of_any(name)
-            held += [Held(piece, ranks) for piece in _pieces(leaf)]
-        return chosen(held, self.world.rank)
+        asked = (leaf for leaf in leaves if id(leaf.tensor) not in states)
+        self._holders.ask(shapes_of(asked, self.mapped))
+        return shared_out(places, self._holders, self.world.rank)
 
     def record_leaves(
         self, tensors: Mapping[str, torch.Tensor], special: Container[str], owner: int
@@ -455,8 +478,11 @@ class State:
 
     def _name_parameters(self) -> None:
         names: dict[int, str] = {}
+        self.mapped.forget()
         for entry in self._entries:
             if isinstance(entry, ModuleState):
+                for name, parameter, shards in flat_parameters(entry.module, entry.name):
+                    self.mapped.note(name, parameter, shards)
                 for key, name in entry.parameter_names().items():
                     names.setdefault(key, name)
             elif isinstance(entry, ValueState):
@@ -476,16 +502,10 @@ class State:
         return owners
 
 
-def _pieces(leaf: Leaf) -> list[Leaf]:
-    """The leaf itself, or the boxes of a DTensor that are here."""
-    if not is_dtensor(leaf.tensor):
-        return [leaf]
-    shape, shards = shards_of(leaf.tensor)
-    return [
-        Leaf(leaf.name, tensor, leaf.owner, box, shape)
-        for box, tensor in shards
-        if tensor.numel() or 0 in shape
-    ]
+def _bits(offers: Mapping[str, tuple[str, bool]]) -> str:
+    """Which of them are taken, in the order of their keys."""
+    taken = (offers[key][1] for key in sorted(offers))
+    return hex(sum(1 << position for position, each in enumerate(taken) if each))
 
 
 def _digests(leaves: Iterable[Leaf]) -> dict[str, str]:

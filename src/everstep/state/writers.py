@@ -5,7 +5,7 @@ who else holds the same. What a group of ranks shares is spread evenly over them
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from everstep.state.leaves import Leaf
 from everstep.state.spread import Spread
 from everstep.state.world import World
 
+_BOXES = "boxes"
 _LARGE_BYTES = 1 << 20
 """A rank's share of a tensor that is split: what is smaller costs more to place than it evens."""
 
@@ -56,11 +57,11 @@ def chosen(held: Iterable[Held], rank: int) -> tuple[list[Leaf], list[Leaf]]:
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What ranks compare of a tensor: dtype and global shape, and how it is spread (None: it is
-    whole)."""
+    whole), or, where only this rank can tell, the boxes that are here."""
 
     dtype: str
     shape: tuple[int, ...]
-    spread: Spread | None
+    spread: Spread | tuple[Box, ...] | None
 
 
 class Holders:
@@ -78,19 +79,17 @@ class Holders:
         self._known: list[Any] | None = None
         self.digest = ""
         """Of how all ranks' tensors are spread; the same on all of them."""
-        self._of_name: dict[str, list[tuple[int, Spread | None]]] = {}
+        self._of_name: dict[str, list[tuple[int, Spread | tuple[Box, ...] | None]]] = {}
         self._shapes: Mapping[str, Shape] = {}
 
     def ask(self, shapes: Mapping[str, Shape]) -> None:
         """What this rank holds. Where that is not known yet, all ranks have to ask, in whatever
         order, and each waits until the others have told as often as it has. Raises Unavailable;
         who asks again then goes on waiting."""
-        classes: dict[Spread | None, list[str]] = {}
-        for name in sorted(shapes):
-            classes.setdefault(shapes[name].spread, []).append(name)
+        classes = _classes(shapes)
         said: list[list[Any]] = [
-            [spread and spread.to_json(), _digest(names, shapes)]
-            for spread, names in classes.items()
+            [each.to_json() if isinstance(each, Spread) else each, _digest(rows, shapes)]
+            for each, rows in classes.items()
         ]
         self._shapes = shapes
         if said == self._known:
@@ -115,30 +114,77 @@ class Holders:
             for spread, digest in found:
                 if digest not in names:
                     names[digest] = self._world.heard(f"names/{digest}") or []
-                known = None if spread is None else Spread.from_json(spread)
-                for name in names[digest]:
-                    self._of_name.setdefault(name, []).append((rank, known))
+                for name, held in _held_of(spread, names[digest]):
+                    self._of_name.setdefault(name, []).append((rank, held))
 
-    def of(self, name: str) -> tuple[int, ...]:
-        """The ranks that have just the boxes of this tensor that this rank has."""
-        ndim, mine = len(self._shapes[name].shape), self._shapes[name].spread
-        own = _splits(mine, self._world.rank, ndim)
+    def of(self, name: str, box: Box | None = None) -> tuple[int, ...]:
+        """The ranks that have this box of this tensor, or, where all can tell of each other what
+        they have, just the boxes that this rank has."""
+        shape, mine = self._shapes[name].shape, self._shapes[name].spread
+        ndim, rank = len(shape), self._world.rank
+        own = None if isinstance(mine, tuple) else _splits(mine, rank, ndim)
+        box = box or Box.whole(shape)
         return tuple(
-            rank for rank, spread in self._of_name[name] if _splits(spread, rank, ndim) == own
+            rank
+            for rank, spread in self._of_name[name]
+            if (
+                box in _boxes(spread, shape)
+                if isinstance(mine, tuple) or isinstance(spread, tuple)
+                else _splits(spread, rank, ndim) == own
+            )
         )
 
     def of_any(self, name: str) -> tuple[int, ...]:
         """The ranks that have any part of this tensor."""
-        return tuple(rank for rank, _ in self._of_name[name])
+        return tuple(
+            rank
+            for rank, spread in self._of_name[name]
+            if not isinstance(spread, tuple)
+            or any(box.count for box in spread)
+            or 0 in self._shapes[name].shape
+        )
+
+
+def _classes(shapes: Mapping[str, Shape]) -> dict[Spread | str | None, list[Any]]:
+    """The names of what is spread alike; those of listed boxes come with these."""
+    classes: dict[Spread | str | None, list[Any]] = {}
+    for name in sorted(shapes):
+        spread = shapes[name].spread
+        if isinstance(spread, tuple):
+            row = [name, [(box.offsets, box.lengths) for box in spread]]
+            classes.setdefault(_BOXES, []).append(row)
+        else:
+            classes.setdefault(spread, []).append(name)
+    return classes
+
+
+def _held_of(
+    spread: Any, rows: Sequence[Any]
+) -> Iterator[tuple[str, Spread | tuple[Box, ...] | None]]:
+    """What a rank has of each tensor of a class, as it was told."""
+    if spread == _BOXES:
+        for name, boxes in rows:
+            yield name, tuple(Box(tuple(at), tuple(lengths)) for at, lengths in boxes)
+        return
+    held = None if spread is None else Spread.from_json(spread)
+    yield from ((name, held) for name in rows)
 
 
 def _splits(spread: Spread | None, rank: int, ndim: int) -> Any:
     return ((),) * ndim if spread is None else spread.splits(rank, ndim)
 
 
-def _digest(names: Sequence[str], shapes: Mapping[str, Shape]) -> str:
-    rows = [(name, shapes[name].dtype, *shapes[name].shape) for name in names]
-    return digest_of(json.dumps(rows).encode())
+def _boxes(spread: Spread | tuple[Box, ...] | None, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """Beside boxes that are listed: what is a DTensor on another rank is not compared with them."""
+    if isinstance(spread, Spread):
+        return ()
+    return (Box.whole(shape),) if spread is None else spread
+
+
+def _digest(rows: Sequence[Any], shapes: Mapping[str, Shape]) -> str:
+    names = [row if isinstance(row, str) else row[0] for row in rows]
+    described = [(*shapes[name].shape, shapes[name].dtype) for name in names]
+    return digest_of(json.dumps([rows, described]).encode())
 
 
 def _rows(leaf: Leaf, count: int) -> list[tuple[int, int]] | None:

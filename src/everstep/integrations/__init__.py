@@ -1,0 +1,1 @@
+"""Thin modules for other libraries: each is imported by who uses that."""

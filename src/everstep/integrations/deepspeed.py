@@ -1,0 +1,190 @@
+"""DeepSpeed's ZeRO 1, 2 and 3: the flat partitions of an engine as boxes of its model's parameters.
+
+    engine, *_ = deepspeed.initialize(...)
+    state, layout = everstep.integrations.deepspeed.parts(engine)
+    checkpointer = everstep.Checkpointer(store, state, layout=layout, strategy="full")
+    checkpointer.restore()
+
+What is saved of a parameter is what the optimizer updates: the fp32 partition, under the name of
+the parameter. The module's own copies (of whatever dtype) are made of it after a restore. So a
+plain model in fp32, DDP, FSDP2 or another stage or number of ranks takes the same checkpoint:
+restore(only=["model", "optimizer"]).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from everstep.errors import Unsupported
+from everstep.state.leaves import canonical
+from everstep.state.mapped import Layout, Shard
+from everstep.state.redundancy import Proxy
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_Run = tuple[nn.Parameter, int, int, int]
+"""A parameter in a partition: its first element there, where that lies, how many there are."""
+
+
+def parts(
+    engine: Any, model: str = "model", optimizer: str = "optimizer"
+) -> tuple[dict[str, Any], Layout]:
+    """The state of an engine for a Checkpointer, and its `layout`; the names are those of the parts
+    of a plain training. Raises Unsupported for what is neither ZeRO 1, 2 nor 3 in memory."""
+    kind = type(engine.optimizer).__name__
+    if kind == "DeepSpeedZeroOptimizer":
+        zero: _Zero = _Zero12(engine.optimizer)
+    elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        zero = _Zero3(engine.optimizer)
+    else:
+        raise Unsupported(
+            f"saving a DeepSpeed engine: its optimizer is a {kind}. ZeRO 1, 2 and 3 are known "
+            f"here; without ZeRO give engine.module and its optimizer to the Checkpointer"
+        )
+    module: nn.Module = engine.module
+    names = {id(p): f"{model}.{canonical(name)}" for name, p in module.named_parameters()}
+    shards: dict[int, list[Shard]] = {}
+    for flat, runs in zero.partitions():
+        found = shards.setdefault(id(flat), [])
+        for parameter, start, at, count in runs:
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            memory = flat.detach()[at : at + count]
+            found += Shard.flat(names[id(parameter)], shape, start, memory)
+            shards[id(parameter)] = []  # its own memory follows from that
+
+    def layout(name: str, tensor: torch.Tensor) -> Sequence[Shard] | None:
+        return shards.get(id(tensor))
+
+    return {model: module, optimizer: zero.optimizer, "engine": _EngineState(engine, zero)}, layout
+
+
+class _Zero:
+    """What the stages have in common: their optimizer of partitions."""
+
+    optimizer: Optimizer
+
+    def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
+        """The partitions of this rank, and what is in each."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Make the module's parameters what the partitions are now. All ranks have to."""
+        raise NotImplementedError
+
+
+class _Zero12(_Zero):
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
+        self.optimizer = zero.optimizer
+
+    def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
+        zero, found = self._zero, []
+        for group, flat in enumerate(zero.single_partition_of_fp32_groups):
+            first = dist.get_rank(zero.real_dp_process_group[group]) * flat.numel()
+            runs: list[_Run] = []
+            offsets = zero.round_robin_bit16_offsets[group]
+            for parameter, offset in zip(
+                zero.round_robin_bit16_groups[group], offsets, strict=True
+            ):
+                begin = max(first, offset)
+                end = max(begin, min(first + flat.numel(), offset + parameter.numel()))
+                is_here = end > begin
+                start = begin - offset if is_here else 0
+                runs.append((parameter, start, begin - first if is_here else 0, end - begin))
+            found.append((flat, runs))
+        return found
+
+    def refresh(self) -> None:
+        from deepspeed.runtime.zero.stage_1_and_2 import all_gather_dp_groups
+
+        zero = self._zero
+        for group, flat in enumerate(zero.single_partition_of_fp32_groups):
+            rank = dist.get_rank(zero.real_dp_process_group[group])
+            zero.parallel_partitioned_bit16_groups[group][rank].data.copy_(flat.data)
+        all_gather_dp_groups(
+            groups_flat=zero.bit16_groups_flat,
+            partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
+            dp_process_group=zero.real_dp_process_group,
+            start_alignment_factor=zero.nccl_start_alignment_factor,
+            allgather_bucket_size=zero.allgather_bucket_size,
+        )
+        for group in range(len(zero.bit16_groups)):
+            zero._update_model_bit16_weights(group)
+
+
+class _Zero3(_Zero):
+    def __init__(self, zero: Any) -> None:
+        if zero.swap_optimizer or zero.params_in_nvme_and_cpu:
+            raise Unsupported(
+                "saving a DeepSpeed engine: its optimizer state is on NVMe, out of reach here. "
+                "Offload it to the CPU, or not at all"
+            )
+        self._zero = zero
+        self.optimizer = _Partitions(zero)
+
+    def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
+        zero, found = self._zero, []
+        for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            rank = zero._get_sub_group_partition_rank(number)
+            runs: list[_Run] = []
+            at = 0
+            for parameter in zero.fp16_groups[number]:
+                size = parameter.ds_tensor.ds_numel
+                start = min(rank * size, parameter.ds_numel)
+                count = min(size, parameter.ds_numel - start)
+                runs.append((parameter, start if count else 0, at, count))
+                at += size
+            found.append((flat, runs))
+        return found
+
+    def refresh(self) -> None:
+        zero = self._zero
+        for number in range(len(zero.fp32_partitioned_groups_flat)):
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].partition(zero.persistent_parameters)
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+class _Partitions(Proxy):
+    """The optimizer of stage 3, whose groups have their parameters in its steps alone."""
+
+    def __init__(self, zero: Any) -> None:
+        members: dict[int, list[torch.Tensor]] = {}
+        for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            members.setdefault(zero.sub_group_to_group_id[number], []).append(flat)
+        count = len(zero.optimizer.param_groups)
+        super().__init__(zero.optimizer, [members.get(index, []) for index in range(count)])
+
+
+class _EngineState:
+    """What an engine counts; and where all tensors are restored, its module's parameters."""
+
+    def __init__(self, engine: Any, zero: _Zero) -> None:
+        self._engine = engine
+        self._zero = zero
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, the learning-rate scheduler, the scale of the loss."""
+        engine = self._engine
+        scheduler, scaler = engine.lr_scheduler, engine.optimizer.loss_scaler
+        plain = (int, float, bool)
+        return {
+            **{name: getattr(engine, name) for name in _COUNTERS},
+            "lr_scheduler": scheduler.state_dict() if scheduler else None,
+            "loss_scaler": {k: v for k, v in vars(scaler).items() if isinstance(v, plain)},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """All ranks have to: parameters are gathered."""
+        engine = self._engine
+        for name in _COUNTERS:
+            setattr(engine, name, state[name])
+        if engine.lr_scheduler and state["lr_scheduler"] is not None:
+            engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        vars(engine.optimizer.loss_scaler).update(state["loss_scaler"])
+        with torch.no_grad():
+            self._zero.refresh()

@@ -1,0 +1,112 @@
+"""Optimizers around an optimizer: torch's ZeroRedundancyOptimizer, of which each rank updates some
+parameters and has the state of those, and the proxies of integrations.
+
+torch's module is looked up where the user has imported it.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.errors import Unsupported
+
+
+class Proxy(Optimizer):
+    """In place of an optimizer whose groups do not show their parameters, with those that they
+    have in its steps. Hooks on it are called in the steps of the other."""
+
+    def __init__(self, inner: Optimizer, members: Sequence[Sequence[torch.Tensor]]) -> None:
+        self.inner = inner
+        super().__init__([{"params": list(each)} for each in members], {})
+        inner.register_step_pre_hook(
+            lambda _, *args: self._call(self._optimizer_step_pre_hooks, *args)
+        )
+        inner.register_step_post_hook(
+            lambda _, *args: self._call(self._optimizer_step_post_hooks, *args)
+        )
+        self.pull()
+
+    def step(self, closure: Any = None) -> Any:
+        """Nobody calls it: it is here so that torch lets hooks in."""
+        raise NotImplementedError
+
+    def pull(self) -> None:
+        """Take over the other's hyperparameters."""
+        _copy_groups(self.inner, self)
+
+    def push(self) -> None:
+        """Give them back, changed."""
+        _copy_groups(self, self.inner)
+
+    def _call(self, hooks: Mapping[int, Any], args: Any, kwargs: Any) -> None:
+        for hook in list(hooks.values()):
+            hook(self, args, kwargs)
+
+
+def _copy_groups(source: Optimizer, target: Optimizer) -> None:
+    for one, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update({key: value for key, value in one.items() if key != "params"})
+
+
+def is_redundancy_free(optimizer: Optimizer) -> bool:
+    """Whether it is one."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def inner_of(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has the state: of its rank's parameters."""
+    if isinstance(optimizer, Proxy):
+        return optimizer.inner
+    return cast(Any, optimizer).optim if is_redundancy_free(optimizer) else optimizer
+
+
+def ranks_of(optimizer: Optimizer, parameter: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:
+    """Which rank has the state of a parameter, and the ranks among which it was dealt out; None
+    where each that has the parameter has its state."""
+    if not is_redundancy_free(optimizer):
+        return None
+    import torch.distributed as dist
+
+    zero = cast(Any, optimizer)
+    ranks = dist.get_process_group_ranks(zero.process_group)
+    return ranks[zero._param_to_rank[parameter]], tuple(sorted(ranks))
+
+
+def redundancy_free(
+    name: str, holders: tuple[int, ...], owner: int, among: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The ranks that have a state tensor. Raises Unsupported where others may have it too."""
+    if not set(holders) <= set(among):
+        raise Unsupported(
+            f"capturing {name!r}: its ZeroRedundancyOptimizer deals it out among ranks "
+            f"{list(among)}, but ranks {list(holders)} have its parameter, each group its own "
+            f"state. Give it a process group of all of them, or use FSDP2"
+        )
+    return (owner,)
+
+
+def is_here(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether this rank has the state of a parameter."""
+    if not is_redundancy_free(optimizer):
+        return True
+    zero = cast(Any, optimizer)
+    return bool(zero._param_to_rank[parameter] == zero.rank)
+
+
+def fetch_hyperparameters(optimizer: Optimizer) -> None:
+    """What its inner optimizer says, its groups say too, where that is the one that is changed."""
+    if isinstance(optimizer, Proxy):
+        optimizer.pull()
+
+
+def spread_hyperparameters(optimizer: Optimizer) -> None:
+    """What its groups say now, its inner optimizer says too."""
+    if isinstance(optimizer, Proxy):
+        optimizer.push()
+    if is_redundancy_free(optimizer):
+        zero = cast(Any, optimizer)
+        zero._sync_param_groups(zero.param_groups, zero.optim.param_groups)
