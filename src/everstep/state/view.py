@@ -4,62 +4,40 @@ objects and hyperparameters."""
 import logging
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
-from everstep.errors import Mismatch, Unsupported
-from everstep.format.boxes import Box
-from everstep.format.document import digest_of
+from everstep.errors import Mismatch
+from everstep.state.entries import Entry, entries_of
 from everstep.state.fsdp1 import flat_parameters, units_of
-from everstep.state.layout import local_of, shards_like
-from everstep.state.leaves import Guard, Leaf, check_tensor, find_aliases, has_elements
-from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
+from everstep.state.leaves import Guard, Leaf, find_aliases
+from everstep.state.loaders import LoaderState
+from everstep.state.loose import Loose, digests_of
 from everstep.state.mapped import Layout, Mapped
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
 from everstep.state.ranked import ByRank, Share, own_name, unowned
-from everstep.state.sharing import Of, Parts, pieces_of, places_of, shapes_of, shared_out
+from everstep.state.recorded import RecordShares
+from everstep.state.sharing import Of, Parts, places_of, shapes_of, shared_out
 from everstep.state.stateful import (
     GeneratorState,
     GlobalGenerators,
-    ScalerState,
-    Stateful,
     StatefulState,
     ValueState,
-    is_generator,
 )
 from everstep.state.topology import ALONE
 from everstep.state.world import World
-from everstep.state.writers import Held, Holders, chosen
+from everstep.state.writers import Holders
 
 log = logging.getLogger("everstep")
 
 _TORN_MAX = 2
-_COMPARED_BYTES_MAX = 1 << 20
-
-
-class Entry(Protocol):
-    """One named part of the state."""
-
-    name: str
-
-    def leaves(self, guard: Guard) -> list[Leaf]:
-        """Tensors that stay the same objects from step to step, for as long as the guard holds."""
-
-    def objects(self, sink: TensorSink) -> Any:
-        """Everything else, as tagged JSON; None where there is nothing."""
-
-    def prepare(self, placement: Placement) -> None:
-        """Say where stored tensors go and what is to be done then; report what does not fit."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -94,62 +72,6 @@ class Collected:
     """Of small tensors that all ranks should have alike, since the first one's count."""
 
 
-@dataclass(slots=True)
-class _Share:
-    """What this rank writes of a parameter: of its global `shape` these boxes, which lie at those
-    places of its own part. `writes_whole`: it is the one that writes what cannot be cut."""
-
-    shape: tuple[int, ...]
-    memory: torch.Tensor
-    writes_whole: bool
-    places: list[tuple[tuple[slice, ...], Box]] = field(default_factory=list)
-
-    @property
-    def local(self) -> torch.Size:
-        """The shape of its own part."""
-        return self.memory.shape
-
-
-class _Loose:
-    """A TensorSink: gathers the tensors met in objects. One that is known already gets another
-    name."""
-
-    def __init__(
-        self, names: Mapping[int, str], owners: Mapping[int, int | None], mapped: Mapped
-    ) -> None:
-        self._mapped = mapped
-        self.leaves: dict[str, Leaf] = {}
-        self.aliases: dict[str, list[str]] = {}
-        self._names = names
-        self._owners = owners
-        self._seen: dict[
-            int, tuple[str, torch.Tensor]
-        ] = {}  # keeps them alive, so that ids stay theirs
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> str:
-        key = id(tensor)
-        known = self._names.get(key) or self._seen.get(key, (None,))[0]
-        if known is not None:
-            if known != name and name not in self.aliases.setdefault(known, []):
-                self.aliases[known].append(name)
-            return name
-        check_tensor(name, tensor)
-        if self._mapped.split(tensor) is not None:
-            raise Unsupported(
-                f"capturing {name!r}: it is a parameter that consists of boxes of other tensors "
-                f"(layout=, FSDP), and cannot be part of an object as well"
-            )
-        if name in self.leaves:
-            raise Unsupported(
-                f"capturing {name!r}: two tensors are found under this name; rename one"
-            )
-        self._seen[key] = name, tensor
-        for leaf in pieces_of(Leaf(name, tensor.detach(), self._owners.get(key))):
-            if has_elements(leaf):
-                self.leaves[leaf.entry] = leaf
-        return name
-
-
 class State:
     """The state of a run. Not thread-safe: for the thread that trains."""
 
@@ -172,7 +94,7 @@ class State:
             raise ValueError(
                 'the name "rng" is taken by the random generators; rename it or pass rng=False'
             )
-        self._entries: list[Entry] = list(_entries(state))
+        self._entries: list[Entry] = list(entries_of(state))
         if rng:
             self._entries.append(GlobalGenerators())
         twice = [
@@ -185,7 +107,7 @@ class State:
         self.world = world or World(0, 1)
         self._shares = self._shares_of(by_rank or {})
         self._holders = Holders(self.world)
-        self._parameter_shares: dict[str, _Share] | None = None
+        self._records: RecordShares | None = None
         self._compares = check_replicas
         self.mapped = Mapped(layout)
         for entry in self._entries:
@@ -268,7 +190,7 @@ class State:
             self._walk = self._walk_anew()
         walk = self._walk
         self._common.check()
-        sink = _Loose(walk.names, self._owners, self.mapped)
+        sink = Loose(walk.names, self._owners, self.mapped)
         objects: dict[str, Any] = {}
         own: dict[str, Any] = {}
         for entry in self._entries:
@@ -289,7 +211,7 @@ class State:
                 for name in (*walk.aliases, *(sink.aliases.keys() - walk.aliases.keys()))
             }
         loose = tuple(leaf for leaf in sink.leaves.values() if self._writes_loose(leaf))
-        digests = {} if self.world.is_alone else _digests(sink.leaves.values())
+        digests = {} if self.world.is_alone else digests_of(sink.leaves.values())
         return Collected(walk, loose, aliases, objects, hyperparameters, own, digests)
 
     def _shares_of(self, said: Mapping[str, ByRank]) -> dict[str, Share]:
@@ -417,7 +339,7 @@ class State:
         places = self._common.once(places_of(leaves, states, self.mapped))
         if self.world.is_alone:
             return [place.leaf for place, _ in places], []
-        self._parameter_shares = None
+        self._records = None
         asked = (leaf for leaf in leaves if id(leaf.tensor) not in states)
         self._holders.ask(shapes_of(asked, self.mapped))
         return shared_out(places, self._holders, self.world.rank)
@@ -425,52 +347,10 @@ class State:
     def record_leaves(
         self, tensors: Mapping[str, torch.Tensor], special: Container[str], owner: int
     ) -> tuple[Leaf, ...]:
-        """The own tensors of a record as far as this rank writes them: of gradients what it writes
-        of their parameters; what each rank has for itself; and of the rest all, if it is the first.
-
-        `special`: names of gradients that are not as their parameter is (compressed, or from before
-        clipping), which one rank writes whole: it alone says how they are to be read.
-        """
-        rank = self.world.rank
-        if self._parameter_shares is None:
-            self._parameter_shares = self._share_parameters()
-        shares = self._parameter_shares
-        found: list[Leaf] = []
-        for name, tensor in tensors.items():
-            head, _, rest = name.partition(".")
-            share = shares.get(rest) if "!" not in head or "!indices" in head else None
-            if share is None:
-                if rank == 0 or unowned(name) != name:
-                    found.append(Leaf(name, tensor, owner))
-            elif name in special or tensor.shape != share.local:
-                if share.writes_whole:
-                    found.append(Leaf(name, tensor, owner))
-            else:
-                found += [
-                    Leaf(name, tensor[inside] if inside else tensor, owner, box, share.shape)
-                    for inside, box in share.places
-                ]
-        return tuple(found)
-
-    def _share_parameters(self) -> dict[str, _Share]:
-        """What of each parameter this rank writes; the same for its gradients at each step."""
-        held, found, rank = [], {}, self.world.rank
-        for optimizer in self.optimizers:
-            for _, name, parameter, _ in optimizer.parameters():
-                ranks = self._holders.of(name)
-                local = local_of(parameter)
-                shape, shards = shards_like(parameter, local)
-                found[name] = _Share(shape, local, ranks[0] == rank)
-                held += [
-                    Held(Leaf(name, view, None, box, shape), ranks)
-                    for box, view in shards
-                    if view.numel() or 0 in shape
-                ]
-        for leaf in chosen(held, rank)[0]:
-            share = found[leaf.name]
-            assert leaf.box is not None
-            share.places.append((_inside(leaf.tensor, share.memory), leaf.box))
-        return found
+        """See RecordShares."""
+        if self._records is None:
+            self._records = RecordShares(self.optimizers, self._holders, self.world.rank)
+        return self._records.leaves(tensors, special, owner)
 
     def _is_eager(self, leaf: Leaf) -> bool:
         """Whether nobody can hold what writes to it: it is copied at the call."""
@@ -508,29 +388,6 @@ def _bits(offers: Mapping[str, tuple[str, bool]]) -> str:
     return hex(sum(1 << position for position, each in enumerate(taken) if each))
 
 
-def _digests(leaves: Iterable[Leaf]) -> dict[str, str]:
-    """Of those that are whole, no rank's own, small, and on the CPU."""
-    return {
-        leaf.name: digest_of(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        for leaf in leaves
-        for tensor in [leaf.tensor]
-        if leaf.box is None and unowned(leaf.name) == leaf.name
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
-        if tensor.nbytes <= _COMPARED_BYTES_MAX and not tensor.is_neg()
-    }
-
-
-def _inside(view: torch.Tensor, whole: torch.Tensor) -> tuple[slice, ...]:
-    """Where in a tensor a box of it lies; nothing where it is all of it."""
-    if view.shape == whole.shape:
-        return ()
-    at = int(view.storage_offset() - whole.storage_offset())
-    starts = {}
-    for dim in sorted(range(whole.ndim), key=whole.stride, reverse=True):
-        starts[dim], at = divmod(at, whole.stride(dim))
-    return tuple(slice(starts[dim], starts[dim] + view.shape[dim]) for dim in range(whole.ndim))
-
-
 def _own_storages(leaves: list[Leaf]) -> list[Leaf]:
     """The leaves, without an owner where others write to the same memory (views):
     copied at the call."""
@@ -544,46 +401,6 @@ def _own_storages(leaves: list[Leaf]) -> list[Leaf]:
         replace(leaf, owner=None) if leaf.tensor.untyped_storage().data_ptr() in shared else leaf
         for leaf in leaves
     ]
-
-
-def _entries(state: dict[str, Any]) -> Iterator[Entry]:
-    indices = count()
-    for name in state:
-        yield from _entry(name, state, name, indices)
-
-
-def _entry(name: str, holder: Any, key: Any, indices: Iterator[int]) -> Iterator[Entry]:
-    value = holder[key]
-    if isinstance(value, (dict, list)) and _holds_live_parts(value):
-        for part in value if isinstance(value, dict) else range(len(value)):
-            yield from _entry(f"{name}.{part}", value, part, indices)
-    elif isinstance(value, nn.Module):
-        yield ModuleState(name, value)
-    elif isinstance(value, Optimizer):
-        yield OptimizerState(name, value, next(indices))
-    elif isinstance(value, GradScaler):
-        yield ScalerState(name, value)
-    elif is_generator(value):
-        yield GeneratorState(name, value)
-    elif is_loader(value):
-        yield LoaderState(name, value)
-        if value.generator is not None:
-            yield LoaderGenerator(f"{name}.generator", value.generator)
-    elif isinstance(value, Stateful) and not isinstance(value, type):
-        yield StatefulState(name, value)
-    else:
-        yield ValueState(name, holder, key)
-
-
-def _holds_live_parts(value: Mapping[Any, Any] | list[Any], depth: int = 0) -> bool:
-    """Whether a model, optimizer or other stateful object stands anywhere in it."""
-    for item in value.values() if isinstance(value, Mapping) else value:
-        if isinstance(item, (nn.Module, Optimizer, GradScaler, Stateful)) or is_generator(item):
-            return True
-        # One that is nested in itself is refused when it is encoded.
-        if isinstance(item, (dict, list)) and depth < 100 and _holds_live_parts(item, depth + 1):
-            return True
-    return False
 
 
 def _is_chosen(name: str, only: list[str]) -> bool:

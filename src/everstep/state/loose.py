@@ -1,0 +1,67 @@
+"""Loose tensors: those met in objects, which are copied at the call."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from everstep.errors import Unsupported
+from everstep.format.document import digest_of
+from everstep.state.leaves import Leaf, check_tensor, has_elements
+from everstep.state.mapped import Mapped
+from everstep.state.ranked import unowned
+from everstep.state.sharing import pieces_of
+
+_COMPARED_BYTES_MAX = 1 << 20
+
+
+class Loose:
+    """A TensorSink: gathers the tensors met in objects. One that is known already gets another
+    name."""
+
+    def __init__(
+        self, names: Mapping[int, str], owners: Mapping[int, int | None], mapped: Mapped
+    ) -> None:
+        self._mapped = mapped
+        self.leaves: dict[str, Leaf] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self._names = names
+        self._owners = owners
+        self._seen: dict[
+            int, tuple[str, torch.Tensor]
+        ] = {}  # keeps them alive, so that ids stay theirs
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> str:
+        """Take it; raises Unsupported for one that cannot be stored."""
+        key = id(tensor)
+        known = self._names.get(key) or self._seen.get(key, (None,))[0]
+        if known is not None:
+            if known != name and name not in self.aliases.setdefault(known, []):
+                self.aliases[known].append(name)
+            return name
+        check_tensor(name, tensor)
+        if self._mapped.split(tensor) is not None:
+            raise Unsupported(
+                f"capturing {name!r}: it is a parameter that consists of boxes of other tensors "
+                f"(layout=, FSDP), and cannot be part of an object as well"
+            )
+        if name in self.leaves:
+            raise Unsupported(
+                f"capturing {name!r}: two tensors are found under this name; rename one"
+            )
+        self._seen[key] = name, tensor
+        for leaf in pieces_of(Leaf(name, tensor.detach(), self._owners.get(key))):
+            if has_elements(leaf):
+                self.leaves[leaf.entry] = leaf
+        return name
+
+
+def digests_of(leaves: Iterable[Leaf]) -> dict[str, str]:
+    """Of those that are whole, no rank's own, small, and on the CPU."""
+    return {
+        leaf.name: digest_of(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        for leaf in leaves
+        for tensor in [leaf.tensor]
+        if leaf.box is None and unowned(leaf.name) == leaf.name
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
+        if tensor.nbytes <= _COMPARED_BYTES_MAX and not tensor.is_neg()
+    }

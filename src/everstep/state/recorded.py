@@ -1,0 +1,103 @@
+"""A record's own tensors among ranks: which of them, and what of each, this rank writes."""
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from everstep.format.boxes import Box
+from everstep.state.layout import local_of, shards_like
+from everstep.state.leaves import Leaf
+from everstep.state.optimizers import OptimizerState
+from everstep.state.ranked import unowned
+from everstep.state.writers import Held, Holders, chosen
+
+
+@dataclass(slots=True)
+class _Share:
+    """What this rank writes of a parameter: of its global `shape` these boxes, which lie at those
+    places of its own part. `writes_whole`: it is the one that writes what cannot be cut."""
+
+    shape: tuple[int, ...]
+    memory: torch.Tensor
+    writes_whole: bool
+    places: list[tuple[tuple[slice, ...], Box | None]] = field(default_factory=list)
+
+    @property
+    def local(self) -> torch.Size:
+        """The shape of its own part."""
+        return self.memory.shape
+
+
+class RecordShares:
+    """Of gradients what a rank writes of their parameters; the same at each step, for as long as
+    `holders` knows the same."""
+
+    def __init__(self, optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -> None:
+        self._rank = rank
+        self._shares = _shares(optimizers, holders, rank)
+
+    def leaves(
+        self, tensors: Mapping[str, torch.Tensor], special: Container[str], owner: int
+    ) -> tuple[Leaf, ...]:
+        """The own tensors of a record as far as this rank writes them: of gradients what it writes
+        of their parameters; what each rank has for itself; and of the rest all, if it is the first.
+
+        `special`: names of gradients that are not as their parameter is (compressed, or from before
+        clipping), which one rank writes whole: it alone says how they are to be read.
+        """
+        found: list[Leaf] = []
+        for name, tensor in tensors.items():
+            head, _, rest = name.partition(".")
+            share = self._shares.get(rest) if "!" not in head or "!indices" in head else None
+            if share is None:
+                if self._rank == 0 or unowned(name) != name:
+                    found.append(Leaf(name, tensor, owner))
+            elif name in special or tensor.shape != share.local:
+                if share.writes_whole:
+                    found.append(Leaf(name, tensor, owner))
+            else:
+                found += [
+                    Leaf(
+                        name,
+                        tensor[inside] if inside else tensor,
+                        owner,
+                        box,
+                        None if box is None else share.shape,
+                    )
+                    for inside, box in share.places
+                ]
+        return tuple(found)
+
+
+def _shares(optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -> dict[str, _Share]:
+    held, found = [], {}
+    for optimizer in optimizers:
+        for _, name, parameter, _ in optimizer.parameters():
+            ranks = holders.of(name)
+            local = local_of(parameter)
+            shape, shards = shards_like(parameter, local)
+            found[name] = _Share(shape, local, ranks[0] == rank)
+            held += [
+                Held(Leaf(name, view, None, box, shape), ranks)
+                for box, view in shards
+                if view.numel() or 0 in shape
+            ]
+    for leaf in chosen(held, rank)[0]:
+        share = found[leaf.name]
+        assert leaf.box is not None
+        # Of one that is whole the strides are kept, too.
+        box = None if leaf.box == Box.whole(share.shape) else leaf.box
+        share.places.append((_inside(leaf.tensor, share.memory), box))
+    return found
+
+
+def _inside(view: torch.Tensor, whole: torch.Tensor) -> tuple[slice, ...]:
+    """Where in a tensor a box of it lies; nothing where it is all of it."""
+    if view.shape == whole.shape:
+        return ()
+    at = int(view.storage_offset() - whole.storage_offset())
+    starts = {}
+    for dim in sorted(range(whole.ndim), key=whole.stride, reverse=True):
+        starts[dim], at = divmod(at, whole.stride(dim))
+    return tuple(slice(starts[dim], starts[dim] + view.shape[dim]) for dim in range(whole.ndim))
