@@ -169,7 +169,6 @@ class Checkpointer:
         pace, derived = Pace(), self._derived if self._rules.parts else None
         self._disk = Disk(Path(store).absolute())
         ranks = None if self._world.is_alone else Ranks(self._state)
-        open_store(self._disk)
         team = form_team(self._world, self._disk.root)
         nodes = team.nodes if team else 1
         self._world.local = team.ranks if team else (self._world.rank,)
@@ -178,6 +177,7 @@ class Checkpointer:
         modules, chosen = self._state.modules, None
         if nodes == 1:
             chosen = settings.make(self._state.optimizers, modules, pace, derived, ranks)
+        open_store(self._disk)
         self._saves = Saves(self.metrics)
         self._saves.on_whole = self._on_whole
         self._client = Client(
