@@ -89,6 +89,7 @@ class Team:
         self._queues: list[deque[Job | Gap]] = [deque() for _ in range(self.size)]
         self._gone: dict[int, str] = {}
         self._claimed: dict[int, int] = {}
+        self._settled: set[int] = set()
         self._began = self._looked = time.monotonic()
         self._lock = threading.Lock()
         self._tasks = Tasks()
@@ -172,10 +173,10 @@ class Team:
         with self._lock:
             self._queues[local].append(job)
             ended = self._match()
-            is_early = len(self._members) < self.size and self._queues[local]
+            is_early = len(self._members) < self.size or _step(job) in self._settled
         self._end(ended)
         if is_early and isinstance(job, Job):  # the others may have nothing left to hand in
-            self._tasks.put(lambda: self._end_committed(local, job))
+            self._tasks.put(lambda: self._end_committed(_step(job)))
 
     def put(self, task: Task) -> None:
         """Do it after what is queued."""
@@ -252,15 +253,24 @@ class Team:
         for step, call in sorted(said):
             self._failures.tell(step, call, reason)
 
-    def _end_committed(self, local: int, job: Job) -> None:
-        """A job that a former keeper has committed need not wait for other ranks."""
-        if found := was_committed(self.writer, job):
-            with self._lock:
-                is_there = job in self._queues[local]
-                if is_there:
-                    self._queues[local].remove(job)
-            if is_there and (member := self._members.get(local)):
-                member.done(job, found)
+    def _end_committed(self, step: int) -> None:
+        """What a former keeper has committed need not wait for other ranks."""
+        with self._lock:
+            waiting = [
+                (local, job)
+                for local, queue in enumerate(self._queues)
+                for job in queue
+                if isinstance(job, Job) and _step(job) == step
+            ]
+        for local, job in waiting:
+            if found := was_committed(self.writer, job):
+                with self._lock:
+                    self._settled.add(step)  # that of others may come later
+                    is_there = any(each is job for each in self._queues[local])
+                    kept = [each for each in self._queues[local] if each is not job]
+                    self._queues[local] = deque(kept)
+                if is_there and (member := self._members.get(local)):
+                    member.done(job, found)
 
     def _fail(self, local: int, job: Job, error: Exception) -> None:
         member = self._members.get(local)
@@ -296,6 +306,7 @@ class Team:
                 writer.run = commit.open_store(writer.disk)
                 writer.unclaimed = None
                 self._claimed = {number: writer.epoch}
+                self._settled.clear()
                 self._failures.claimed()
             reply["epoch"] = self._claimed[number]
         except EverstepError as error:
