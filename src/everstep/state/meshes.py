@@ -33,6 +33,8 @@ def shards_of(
     splits = spread_of(tensor).splits(dist.get_rank(), len(shape))
     if splits is None:  # this rank is not in the mesh
         return []
+    if 0 in shape:  # a tensor all the same; what FSDP2 makes of it locally has other shapes
+        return [(Box.whole(shape), local.new_empty(shape))]
     intervals = [_split_all(length, along) for length, along in zip(shape, splits, strict=True)]
     lengths = tuple(sum(length for _, length in along) for along in intervals)
     if lengths != tuple(local.shape):

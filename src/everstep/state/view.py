@@ -125,6 +125,11 @@ class State:
         """Spent in state_dict() methods that are not ours."""
 
     @property
+    def names(self) -> list[str]:
+        """Of its parts, the nested ones too."""
+        return [entry.name for entry in self._entries]
+
+    @property
     def optimizers(self) -> list[OptimizerState]:
         """The optimizers, by their index."""
         return [entry for entry in self._entries if isinstance(entry, OptimizerState)]
@@ -196,7 +201,8 @@ class State:
         for entry in self._entries:
             began = time.perf_counter()
             share = None if self.world.is_alone else self._shares.get(entry.name)
-            if (value := entry.objects(self._own_sink(sink) if share else sink)) is not None:
+            value = entry.objects(self._own_sink(sink) if share else sink)
+            if value is not None or isinstance(entry, ValueState | StatefulState):  # theirs is None
                 if share:
                     own[entry.name] = share.to_json(value)
                 else:

@@ -132,7 +132,8 @@ class World:
             if time.monotonic() > deadline:
                 raise Unavailable(
                     f"asking for the ranks' {what}: of {self.size} ranks {missing} have not told "
-                    f"it within {timeout:.0f} s. A state changes on all ranks at the same step"
+                    f"it within {timeout:.0f} s. All ranks make the same calls, and a state "
+                    f"changes on all of them at the same step"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_S_MAX)

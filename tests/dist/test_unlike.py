@@ -1,0 +1,128 @@
+"""Ranks that are not alike, and tensors of which there is nothing to write."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep import Checkpointer, Store, Unsupported
+from stores import end_keeper
+
+
+@pytest.fixture
+def store(tmp_path):
+    yield tmp_path / "store"
+    end_keeper(tmp_path / "store")
+
+
+def says(store, state, settings):
+    """What making a Checkpointer says on this rank."""
+    try:
+        with Checkpointer(store, state[dist.get_rank()], **settings[dist.get_rank()]):
+            return "made"
+    except (ValueError, Unsupported) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("state", "settings", "said"),
+    [
+        ([{"a": 1, "b": 2}, {"b": 2}], [{}, {}], "['a'] only on rank 0, nothing only on rank 1"),
+        ([{"a": {"x": 1}}, {"a": {"y": 1}}], [{}, {}], "made"),
+        ([{"a": 1}] * 2, [{"every": 1}, {"every": 2}], "every is 1 on rank 0, 2 on rank 1"),
+    ],
+)
+def test_what_could_not_be_restored_is_an_error_at_once(gang, store, state, settings, said):
+    for found in gang.run(says, store, state, settings, size=2):
+        assert said in found
+
+
+def records_on_one_rank(store):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if dist.get_rank() else None
+    state = {"model": model, "optimizer": optimizer}
+    return says(store, [state] * 2, [{"strategy": "log"}] * 2)
+
+
+def test_what_one_rank_refuses_all_do(gang, store):
+    for found in gang.run(records_on_one_rank, store, size=2):
+        assert "the state has none" in found
+
+
+def has_parts(store, strategy, rate):
+    """A model and its optimizer, but not on the first rank and the last, where they are None."""
+    state = {"note": None, "model": None, "optimizer": None}
+    is_in = dist.get_rank() in (1, 2) or dist.get_world_size() == 1
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    if is_in:
+        state |= {"model": model, "optimizer": optimizer}
+    with Checkpointer(store, state, strategy=strategy) as checkpointer:
+        if checkpointer.restore() == 0 and is_in:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        checkpointer.step(1)
+        checkpointer.wait()
+    momentum = [row["momentum_buffer"] for row in optimizer.state.values()]
+    values = [*model.parameters(), *momentum] if is_in else []
+    return [value.detach().clone() for value in values], optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("strategy", ["full", "auto"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_what_a_rank_does_not_have_is_none(gang, store, strategy, size):
+    saved = gang.run(has_parts, store, strategy, 0.1, size=size)
+    found = gang.run(has_parts, store, strategy, 0.5, size=size)
+    for (before, _), (after, rate) in zip(saved, found, strict=True):
+        assert len(before) == len(after)
+        assert all(map(torch.equal, before, after))
+        assert not after or rate == 0.1
+    assert len(found[-2 if size > 1 else 0][0]) == 4
+
+
+class Empties(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.rows = nn.Parameter(torch.zeros(0, 4))
+        self.columns = nn.Parameter(torch.zeros(4, 0))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def goes_on(layout, store, last):
+    """From what is restored; the layer's weight at the end."""
+    torch.manual_seed(0)
+    model = Empties()
+    if layout == "fsdp2":
+        fsdp.fully_shard(model)
+    wrapped = model
+    if layout == "ddp":
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": wrapped, "optimizer": optimizer}
+    with Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+        first = checkpointer.restore()
+        for step in range(first + 1, last + 1):
+            optimizer.zero_grad()
+            wrapped(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            checkpointer.step(step)
+        checkpointer.wait()
+    weight = model.layer.weight.detach()
+    return first, (weight.full_tensor() if isinstance(weight, DTensor) else weight).clone()
+
+
+def test_parameters_without_elements(gang, store):
+    for last, (saved, loaded) in enumerate([("fsdp2", "ddp"), ("ddp", "fsdp2")], 1):
+        (_, before), *_ = gang.run(goes_on, saved, store, 2 * last, size=2)
+        for size in (2, 4):
+            for first, after in gang.run(goes_on, loaded, store, 0, size=size):
+                assert first == 2 * last
+                assert torch.equal(before, after)
+    assert Store(store).verify().ok
