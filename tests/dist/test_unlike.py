@@ -8,7 +8,8 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep import Checkpointer, Store, Unsupported
+from everstep import Checkpointer, Store, Unavailable, Unsupported
+from everstep.state.world import World
 from stores import end_keeper
 
 
@@ -126,3 +127,23 @@ def test_parameters_without_elements(gang, store):
                 assert first == 2 * last
                 assert torch.equal(before, after)
     assert Store(store).verify().ok
+
+
+def breaks_on_one_rank(_store):
+    """What a function of the user's raises, while others wait for this rank."""
+
+    def work():
+        if dist.get_rank() == 1:
+            raise KeyError("what it had")
+
+    try:
+        World.current().together("matching", work)
+    except (KeyError, Unavailable) as error:
+        return repr(error)
+
+
+def test_what_one_rank_raises_nobody_waits_for(gang, store):
+    mine, theirs = reversed(gang.run(breaks_on_one_rank, store, size=2))
+    assert mine == "KeyError('what it had')"
+    assert "Unavailable" in theirs
+    assert "rank 1: matching: KeyError" in theirs

@@ -89,16 +89,20 @@ class World:
             raise Unavailable(f"{what}: the ranks' store does not answer: {error}") from error
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """Do it on each rank, and go on when all have: what one of them raises (of everstep's
-        errors) is raised on all."""
+        """Do it on each rank, and go on when all have: what one of them raises is raised on all,
+        as Unavailable there where it is no error of everstep's (of a user's function)."""
         if self.is_alone:
             return work()
+        failure: Exception | None = None
         try:
-            result, failure = work(), None
-        except EverstepError as error:
+            result = work()
+        except Exception as error:  # noqa: BLE001  the others are told, or would wait for long
             failure = error
         kind = type(failure).__name__ if failure else ""
-        outcomes = self.gather(what, [kind, str(failure or "")])
+        message = str(failure or "")
+        if failure and not isinstance(failure, EverstepError):
+            message = f"{what}: {failure!r}"
+        outcomes = self.gather(what, [kind, message])
         if failure:
             raise failure
         for rank, (theirs, message) in enumerate(outcomes):
