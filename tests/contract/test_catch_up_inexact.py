@@ -34,7 +34,7 @@ def elsewhere(monkeypatch):
         return found
 
     monkeypatch.setattr(materializing, "rebuilt", replay)
-    monkeypatch.setattr(materializing, "differences", lambda then: ["torch 1"])
+    monkeypatch.setattr("everstep.restore.materialize.differing_from", lambda logs: {"torch 1"})
 
 
 def make_whole(store, step, keep_exact=False):
@@ -106,7 +106,7 @@ def test_what_goes_on_from_it_is_not_exact_either(store, elsewhere, monkeypatch)
     fill(store)
     make_whole(store, 4)
     retain.apply(Disk(store), Keep(last=5))
-    monkeypatch.setattr(materializing, "differences", lambda then: [])
+    monkeypatch.setattr("everstep.restore.materialize.differing_from", lambda logs: set())
     made = make_whole(store, 6)
     assert "step 4, where it begins, is not exact" in made.topology["replayed"]["differs"]
 

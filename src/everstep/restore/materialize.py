@@ -5,7 +5,7 @@ else `exact` is false in it, and restores go on replaying the log, unless the us
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +50,7 @@ def materialize(disk: Disk, name: CheckpointName, keep_exact: bool = True) -> Ma
         then = logs[-1].manifest.topology
         with adopted(then), Loader() as loader:
             tensors = rebuilt(candidate, base, logs, loader)
-            differing = {text for each in logs for text in each.differences(ALONE)}
+            differing = differing_from(logs)
             if not base.manifest.exact:
                 differing.add(f"step {base.manifest.step}, where it begins, is not exact")
             replayed = {"differs": sorted(differing), "selftest": selftest.compare(then)}
@@ -61,6 +61,11 @@ def materialize(disk: Disk, name: CheckpointName, keep_exact: bool = True) -> Ma
             if made := _find_whole(disk, name):
                 return made
             raise
+
+
+def differing_from(logs: Sequence[Described]) -> set[str]:
+    """What is other in this process than where they were recorded, which a replay may depend on."""
+    return {text for each in logs for text in each.differences(ALONE)}
 
 
 def _find_whole(disk: Disk, name: CheckpointName) -> Manifest | None:

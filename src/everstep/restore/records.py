@@ -58,6 +58,7 @@ class Records:
 
     def __exit__(self, *failure: object) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)
+        self._slabs.release()  # what a reader still held when the last record was let go of
 
     def __iter__(self) -> Iterator[Loaded]:
         """Once. Who lets go of what it got before it asks for the next leaves its memory to those
