@@ -13,7 +13,7 @@ from stores import end_keeper
 
 STEPS = 7
 RECIPE = zoo.Recipe()
-LAYOUTS = ["ddp", "fsdp2", "tp", "hsdp", "fsdp_tp"]
+LAYOUTS = ["ddp", "fsdp2", "tp", pytest.param("hsdp", marks=pytest.mark.slow), "fsdp_tp"]
 
 
 @pytest.fixture

@@ -87,7 +87,9 @@ def part_documents(store):
 
 
 @pytest.mark.parametrize("more", [{}, {"check_replicas": True}], ids=["", "checked"])
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "fsdp_tp"])
+@pytest.mark.parametrize(
+    "layout", ["fsdp2", pytest.param("hsdp", marks=pytest.mark.slow), "fsdp_tp"]
+)
 def test_two_nodes_commit_one_checkpoint_that_any_number_restores(gang, store, layout, more):
     (losses, states), *_ = gang.run(trains, layout, store, NODES, 1, 2, more)
     assert keeper_pid(store, "a") not in (None, keeper_pid(store, "b"))
@@ -233,7 +235,7 @@ def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
 
 @pytest.mark.parametrize("node", ["a", "b"])
 @pytest.mark.parametrize("with_keeper", [False, True], ids=["ranks", "keeper"])
-@pytest.mark.parametrize("survivors", ["aabb", "aa"])
+@pytest.mark.parametrize("survivors", ["aabb", pytest.param("aa", marks=pytest.mark.slow)])
 def test_a_node_that_dies_between_part_and_commit(
     gang, store, files, impatient, node, with_keeper, survivors
 ):
@@ -474,6 +476,7 @@ def trains_alone(wanted):
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_keepers_that_die_at_any_moment(gang, store, impatient, seed):
     """What is there afterwards is right; and the run goes on."""
