@@ -51,7 +51,14 @@ def equal(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.parametrize(
+    "saved",
+    [
+        *LAYOUTS[:-2],
+        *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[-2:-1]),
+        LAYOUTS[-1],
+    ],
+)
 def test_what_one_layout_saved_goes_on_in_all_others(gang, store, saved):
     (state, losses), *_ = gang.run(trains_and_saves, saved, store, size=zoo.SIZES[saved])
     assert Store(store).verify().ok

@@ -240,7 +240,10 @@ def experts_on_four():
     return experts(4)
 
 
-@pytest.mark.parametrize("but", [(), ("model.layer.experts.3.weight",)])
+@pytest.mark.parametrize(
+    "but",
+    [pytest.param((), marks=pytest.mark.slow), ("model.layer.experts.3.weight",)],
+)
 def test_experts(gang, stores, but):
     """With `but`, one that nobody asked in the first step: it has no optimizer state then."""
     makes = [(experts_on_one, 1), (experts_on_two, 2), (experts_on_two, 4), (experts_on_four, 4)]

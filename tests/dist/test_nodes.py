@@ -88,7 +88,8 @@ def part_documents(store):
 
 @pytest.mark.parametrize("more", [{}, {"check_replicas": True}], ids=["", "checked"])
 @pytest.mark.parametrize(
-    "layout", ["fsdp2", pytest.param("hsdp", marks=pytest.mark.slow), "fsdp_tp"]
+    "layout",
+    ["fsdp_tp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "hsdp"))],
 )
 def test_two_nodes_commit_one_checkpoint_that_any_number_restores(gang, store, layout, more):
     (losses, states), *_ = gang.run(trains, layout, store, NODES, 1, 2, more)
@@ -159,7 +160,7 @@ def check_steps(store, steps):
     assert Store(store).verify().ok
 
 
-@pytest.mark.parametrize("node", ["a", "b"])
+@pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node):
     gang.start(trains_on, "fsdp2", store, NODES, 2, files)
     wait_until(done(files, 1))
@@ -177,7 +178,7 @@ def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node)
     assert part_documents(store) == []
 
 
-@pytest.mark.parametrize("node", ["a", "b"])
+@pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_a_killed_keeper_is_followed_by_one_that_goes_on(gang, store, files, node):
     gang.start(trains_on, "hsdp", store, NODES, 3, files)
     wait_until(done(files, 1))
@@ -204,7 +205,7 @@ def impatient(monkeypatch):
     monkeypatch.setenv("EVERSTEP_PARTS_S", "3")
 
 
-@pytest.mark.parametrize("node", ["a", "b"])
+@pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
     gang, store, files, impatient, node
 ):
@@ -233,7 +234,7 @@ def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
     assert part_documents(store) == []
 
 
-@pytest.mark.parametrize("node", ["a", "b"])
+@pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_keeper", [False, True], ids=["ranks", "keeper"])
 @pytest.mark.parametrize("survivors", ["aabb", pytest.param("aa", marks=pytest.mark.slow)])
 def test_a_node_that_dies_between_part_and_commit(
@@ -294,7 +295,7 @@ def sees_less(layout, store, nodes, blind):
             catalog.committed = seen
 
 
-@pytest.mark.parametrize("blind", [0, 3])
+@pytest.mark.parametrize("blind", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_ranks_restore_what_all_of_them_see(gang, store, blind):
     (losses, states), *_ = gang.run(trains, "fsdp2", store, NODES, 1, 3, {})
     results = gang.run(sees_less, "fsdp2", store, NODES, blind)
@@ -403,7 +404,7 @@ def changes_a_replica(store, nodes, culprit):
     return ended
 
 
-@pytest.mark.parametrize("culprit", [1, 2])
+@pytest.mark.parametrize("culprit", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_replicas_on_different_nodes_are_compared(gang, store, culprit):
     for ended in gang.run(changes_a_replica, store, NODES, culprit):
         assert ended[::2] == ["", ""]

@@ -46,7 +46,10 @@ def trains(store, folder, every, last=10**6, handler=False):
     return first, found, step if last > first else first
 
 
-@pytest.mark.parametrize(("every", "told"), [(1, [0, 1]), (1000, [1, 0]), (1000, [1])])
+@pytest.mark.parametrize(
+    ("every", "told"),
+    [(1, [0, 1]), pytest.param(1000, [1, 0], marks=pytest.mark.slow), (1000, [1])],
+)
 def test_all_ranks_save_the_same_last_step(gang, store, tmp_path, every, told):
     gang.start(trains, store, tmp_path, every)
     rng = random.Random(f"{every} {told}")

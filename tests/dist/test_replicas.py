@@ -46,7 +46,10 @@ def trains(layout, store, changed_rank, what):
         return ended, job.full_state()
 
 
-@pytest.mark.parametrize("layout", ["ddp", "hsdp", "fsdp2", "fsdp_tp"])
+@pytest.mark.parametrize(
+    "layout",
+    ["ddp", "hsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "fsdp_tp"))],
+)
 def test_equal_replicas_pass_and_are_written_once(gang, store, layout):
     size = zoo.SIZES[layout]
     (ended, state), *others = gang.run(trains, layout, store, None, "", size=size)
@@ -64,7 +67,7 @@ def test_equal_replicas_pass_and_are_written_once(gang, store, layout):
 
 
 @pytest.mark.parametrize("what", ["parameter", "moment"])
-@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("hsdp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changed", [0, 1])
 def test_a_changed_replica_fails_the_save_on_all_ranks(gang, store, layout, what, changed):
     size = zoo.SIZES[layout]

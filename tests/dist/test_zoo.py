@@ -76,6 +76,7 @@ def check(gang, layout, name, size):
         assert difference <= 2e-6, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_trains_like_one_process(gang, layout):
     check(gang, layout, "untied", zoo.SIZES[layout])
