@@ -19,7 +19,7 @@ demo: env
 	$(BIN)/everstep demo
 
 test: env lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: env
 	$(BIN)/pytest -m "slow or not slow" --timeout 900
