@@ -215,8 +215,12 @@ def keeper_pid(path: Path, node: str = "") -> int | None:
 
 
 def files_of(path: Path) -> set[str]:
-    """Every file below a store, as relative paths."""
-    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    """Every file below a store, as relative paths; also while files are deleted."""
+    return {
+        os.path.relpath(os.path.join(folder, name), path)
+        for folder, _, names in os.walk(path)
+        for name in names
+    }
 
 
 def packs_of(path: Path) -> set[str]:

@@ -51,6 +51,7 @@ def test_ranks_that_die_at_picked_moments(
     assert least <= come_back(gang, store, tmp_path, reference) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victims", [[1], [0, 1]])
 def test_ranks_that_die_when_all_is_sealed(gang, store, tmp_path, reference, victims):
     gang.start(trains, store, tmp_path, LAST, "sealed")
@@ -84,6 +85,7 @@ def test_the_keeper_dies_twice_and_nobody_notices(gang, store, tmp_path, referen
     assert come_back(gang, store, tmp_path, reference) == LAST
 
 
+@pytest.mark.slow
 def test_the_keeper_and_a_rank_die(gang, store, tmp_path, reference):
     gang.start(trains, store, tmp_path, LAST, None, (), 0.2)
     until(lambda: min(noted(tmp_path, "returned")) >= 3, "no step")

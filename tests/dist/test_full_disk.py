@@ -102,6 +102,7 @@ def test_memory_holds_what_no_disk_took(gang, small, reference, ranks):
     assert Store(small / "store").verify().ok
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_there_of_all_ranks_is_nothing(gang, small, reference):
     gang.outcomes(fails_and_dies, small, [1], size=2)
     (step, found), (other, _) = gang.run(goes_on, small, size=2)

@@ -37,6 +37,7 @@ def keeps(name):
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_from_call_to_call(gang):
     first = gang.run(keeps, "key")
     assert first == [(False, False, first[0][2])] * 4
@@ -60,6 +61,7 @@ def fails(rank, how):
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -86,6 +88,7 @@ def hangs(rank):
         threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_a_hang_shows_the_stacks_of_those_who_hang(gang):
     with pytest.raises(GangError, match=r"rank 2 of 4 hung(.|\n)*in hangs") as raised:
         gang.run(hangs, 2, timeout=1)
@@ -104,6 +107,7 @@ def waits(folder, file):
     return "together"
 
 
+@pytest.mark.slow
 def test_ranks_killed_from_outside(gang, tmp_path):
     gang.start(waits, tmp_path, "go")
     while len(list(tmp_path.iterdir())) < 4:
@@ -116,12 +120,14 @@ def test_ranks_killed_from_outside(gang, tmp_path):
     assert gang.run(waits, tmp_path, "go") == ["together"] * 4
 
 
+@pytest.mark.slow
 def test_all_ranks_killed(gang, tmp_path):
     gang.start(waits, tmp_path, "go", size=2)
     gang.kill()
     assert all(outcome.killed for outcome in gang.finish())
 
 
+@pytest.mark.slow
 def test_a_call_that_was_left_is_ended(gang, tmp_path):
     gang.start(waits, tmp_path, "never")
     gang.start(adds, 0)

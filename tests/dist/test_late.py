@@ -221,6 +221,7 @@ def is_replaced(store):
         other._saves.newest = None
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_store(gang, store):
     gang.run(is_replaced, store)
     assert Store(store).steps() == [1, 2]

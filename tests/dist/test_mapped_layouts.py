@@ -291,6 +291,7 @@ def four_stages():
     return stages(4)
 
 
+@pytest.mark.slow
 def test_stages_with_replicas(gang, stores):
     makes = [(one_stage, 1), (two_stages, 2), (two_stages, 4), (four_stages, 4)]
     check(gang, makes, stores)

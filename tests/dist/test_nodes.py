@@ -160,6 +160,7 @@ def check_steps(store, steps):
     assert Store(store).verify().ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node):
     gang.start(trains_on, "fsdp2", store, NODES, 2, files)
@@ -178,6 +179,7 @@ def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node)
     assert part_documents(store) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_a_killed_keeper_is_followed_by_one_that_goes_on(gang, store, files, node):
     gang.start(trains_on, "hsdp", store, NODES, 3, files)
@@ -205,6 +207,7 @@ def impatient(monkeypatch):
     monkeypatch.setenv("EVERSTEP_PARTS_S", "3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
     gang, store, files, impatient, node
@@ -295,6 +298,7 @@ def sees_less(layout, store, nodes, blind):
             catalog.committed = seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blind", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_ranks_restore_what_all_of_them_see(gang, store, blind):
     (losses, states), *_ = gang.run(trains, "fsdp2", store, NODES, 1, 3, {})
@@ -363,6 +367,7 @@ def trains_stages(store, nodes, restores):
     return parameters, torch.rand(3), dict(held)
 
 
+@pytest.mark.slow
 def test_ranks_of_different_nodes_keep_their_own(gang, store):
     """Hyperparameters by name though each node counts its sets from 0; generators; objects."""
     saved = gang.run(trains_stages, store, NODES, False)
@@ -404,6 +409,7 @@ def changes_a_replica(store, nodes, culprit):
     return ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_replicas_on_different_nodes_are_compared(gang, store, culprit):
     for ended in gang.run(changes_a_replica, store, NODES, culprit):
@@ -413,6 +419,7 @@ def test_replicas_on_different_nodes_are_compared(gang, store, culprit):
     check_steps(store, [1, 3])
 
 
+@pytest.mark.slow
 def test_a_node_may_have_one_rank(gang, store):
     (_, states), *_ = gang.run(trains, "fsdp2", store, "ab", 1, 2, {}, size=2)
     check_stored(store, states[-1])
@@ -440,6 +447,7 @@ def how_it_reads(layout, store, nodes):
     return said
 
 
+@pytest.mark.slow
 def test_what_ranks_of_a_node_read_alike_is_read_once(gang, store):
     gang.run(trains, "hsdp", store, NODES, 1, 1, {})
     for layout, nodes, expected in (

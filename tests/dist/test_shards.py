@@ -93,6 +93,7 @@ def test_what_one_layout_saved_goes_on_in_all_others(gang, store, saved):
     check(gang, saved, LAYOUTS, RECIPE, store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["fsdp1_flat", "pipeline"])
 def test_flat_parameters(gang, store, saved):
     check(gang, saved, ["dense", "fsdp1_flat", "fsdp1", "pipeline"], UNGROUPED, store)
@@ -149,6 +150,7 @@ def trains_dense(store):
         return [job.train(step) for step in range(STEPS + 1, STEPS + 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "use_orig_params"),
     [
@@ -191,6 +193,7 @@ def reads_logs(layout, strategy, store):
         return checkpointer.restore(), job.full_state()
 
 
+@pytest.mark.slow
 def test_a_log_of_stages(gang, store):
     state, _ = gang.run(logs, "pipeline", "log", store, size=2)
     for layout, size in (("pipeline", 2), ("dense", 1)):

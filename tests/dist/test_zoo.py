@@ -116,6 +116,7 @@ def shards():
     return kinds, sizes, dist.get_rank()
 
 
+@pytest.mark.slow
 def test_shards_are_uneven_empty_and_strided(gang):
     found = gang.run(shards)
     assert found[0][0] == {"Shard", "Replicate", "_StridedShard"}
@@ -124,6 +125,7 @@ def test_shards_are_uneven_empty_and_strided(gang):
     assert [rank[1]["blocks.1.scale"] for rank in found] == [1, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_bias_has_no_weight_decay(gang):
     assert gang.run(decays, "fsdp_tp") == gang.run(decays, "fsdp1", size=2) * 2
 
