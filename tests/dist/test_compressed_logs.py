@@ -10,12 +10,6 @@ from stores import end_keeper
 LAST, MORE = 6, 9
 
 
-@pytest.fixture
-def store(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
-
-
 def trains(store, kind, options, last):
     job = zoo.build("ddp", zoo.Recipe())
     hook = compress(job.model, kind, **options)

@@ -9,23 +9,13 @@ import time
 import deaths
 import pytest
 from deaths import AT, LAST, come_back, keeper_of, noted, stopped, trains, until
-from gang import Gang
 
 from stores import end_keeper
 
 SEEDS = range(int(os.environ.get("EVERSTEP_DEATHS", "12")))
 
 
-@pytest.fixture(scope="module")
-def gang():
-    with Gang(2) as made:
-        yield made
-
-
-@pytest.fixture
-def store(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
+RANKS = 2  # of the gang
 
 
 @pytest.fixture(scope="module")

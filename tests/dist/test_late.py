@@ -12,23 +12,12 @@ import torch
 import torch.distributed as dist
 import zoo
 from deaths import LAYOUT, RECIPE, _note, check_same, keeper_of, noted, opened, stopped, until
-from gang import Gang
 
 import everstep.checkpointer
 from everstep import Conflict, Store, Unavailable, Unsupported
 from stores import end_keeper
 
-
-@pytest.fixture(scope="module")
-def gang():
-    with Gang(2) as made:
-        yield made
-
-
-@pytest.fixture
-def store(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
+RANKS = 2  # of the gang
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,10 @@ import torch
 import zoo
 
 from everstep import Checkpointer, Store
-from stores import end_keeper
 
 STEPS = 2
 RECIPE = zoo.Recipe()
 LAYOUTS = ["dense", "ddp", "fsdp2", "tp", "hsdp", "fsdp_tp"]
-
-
-@pytest.fixture
-def store(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
 
 
 def state_of(job):

@@ -16,12 +16,6 @@ RECIPE = zoo.Recipe()
 LAYOUTS = ["ddp", "fsdp2", "tp", pytest.param("hsdp", marks=pytest.mark.slow), "fsdp_tp"]
 
 
-@pytest.fixture
-def store(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
-
-
 def attached(job, store, **more):
     state = {"model": job.model, "optimizer": job.optimizer}
     return Checkpointer(store, state, strategy="log", under_pressure="wait", **more)

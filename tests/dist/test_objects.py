@@ -9,15 +9,8 @@ import torch.distributed as dist
 import zoo
 
 from everstep import Checkpointer, Mismatch, Store
-from stores import end_keeper
 
 RECIPE = zoo.Recipe()
-
-
-@pytest.fixture
-def store(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
 
 
 class Position:

@@ -10,22 +10,10 @@ import deaths
 import pytest
 import zoo
 from deaths import LAYOUT, RECIPE, _note, check_same, noted, opened, until
-from gang import Gang
 
 from everstep import Store
-from stores import end_keeper
 
-
-@pytest.fixture(scope="module")
-def gang():
-    with Gang(2) as made:
-        yield made
-
-
-@pytest.fixture
-def store(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
+RANKS = 2  # of the gang
 
 
 def trains(store, folder, every, last=10**6, handler=False):

@@ -8,13 +8,6 @@ from everstep import Checkpointer, Store
 from everstep.errors import EverstepError, Mismatch
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
-from stores import end_keeper
-
-
-@pytest.fixture
-def store(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
 
 
 def local(tensor):

@@ -10,18 +10,11 @@ from gang import GangError
 from torch.distributed import fsdp
 
 from everstep import Checkpointer, Store
-from stores import end_keeper
 
 STEPS = 2
 RECIPE = zoo.Recipe()
 UNGROUPED = zoo.Recipe(grouped=False)
 LAYOUTS = ["dense", "pipeline", "zero1", "fsdp1", "fsdp2"]
-
-
-@pytest.fixture
-def store(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
 
 
 def checkpointer_of(job, store, strategy="full"):

@@ -10,13 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep import Checkpointer, Store, Unavailable, Unsupported
 from everstep.state.world import World
-from stores import end_keeper
-
-
-@pytest.fixture
-def store(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
 
 
 def says(store, state, settings):
