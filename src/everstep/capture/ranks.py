@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
+from everstep.format.manifest import FORMS
 from everstep.state.leaves import Leaf
 from everstep.state.view import State
-
-_FORMS = ("clips", "compressed")
-"""What calls say of gradients that are not as the optimizer consumed them."""
 
 DECIDED_EVERY = 16
 """Calls from one common decision to the next; it takes effect that much later."""
@@ -43,7 +41,7 @@ class Ranks:
         special = {
             f"@{number}.{name}"
             for number, call in enumerate(calls)
-            for key in _FORMS
+            for key in FORMS
             for row in call.get(key, ())
             for name in row["names"]
         }
@@ -81,7 +79,7 @@ class Ranks:
 def _only(call: Mapping[str, Any], at: str, written: Set[str]) -> dict[str, Any]:
     """What a call says of these tensors; all else as it is."""
     found = dict(call)
-    for key in _FORMS:
+    for key in FORMS:
         rows = []
         for row in found.pop(key, ()):
             names = [name for name in row["names"] if f"{at}{name}" in written]

@@ -12,6 +12,9 @@ from everstep.errors import Corrupt
 from everstep.format.document import FORMAT_VERSION, digest_of, seal, unseal
 from everstep.format.tables import FileLink, Table, extents, malformed, natural
 
+FORMS = ("clips", "compressed")
+"""What a record's calls say of gradients that are not as the optimizer consumed them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

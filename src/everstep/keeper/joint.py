@@ -10,6 +10,7 @@ from typing import Any
 
 from everstep.errors import Corrupt, EverstepError, Mismatch, Unsupported
 from everstep.format.document import digest_of, unseal
+from everstep.format.manifest import FORMS
 from everstep.format.merge import Merged, RankTable, check_coverage, merge
 from everstep.format.merged_sets import merge_sets
 from everstep.keeper.arena import Row
@@ -23,10 +24,6 @@ REFERENCE = b"the manifest beside the first rank's image: "
 
 PLACE = "place"
 """In what a trainer says of a step: its local rank, and how many there are."""
-
-
-_FORMS = ("clips", "compressed")
-"""What calls say of gradients that are not as the optimizer consumed them."""
 
 
 @dataclass(slots=True)
@@ -280,7 +277,7 @@ def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 def _merge_call(row: Sequence[Mapping[str, Any]], sets: list[Any]) -> dict[str, Any]:
     """One optimizer call of all ranks: what is the same, and of each rank what is not."""
-    keys = dict.fromkeys(key for call in row for key in call if key not in ("sets", *_FORMS))
+    keys = dict.fromkeys(key for call in row for key in call if key not in ("sets", *FORMS))
     same = {key for key in keys if all(call.get(key) == row[0].get(key) for call in row)}
     merged: dict[str, Any] = {key: row[0][key] for key in keys if key in same and key in row[0]}
     merged["sets"] = sets
@@ -289,7 +286,7 @@ def _merge_call(row: Sequence[Mapping[str, Any]], sets: list[Any]) -> dict[str, 
             {key: value for key, value in call.items() if key in keys and key not in same}
             for call in row
         ]
-    for form in _FORMS:  # each rank says it of what it has written
+    for form in FORMS:  # each rank says it of what it has written
         if rows := [said for call in row for said in call.get(form, ())]:
             merged[form] = rows
     return merged
