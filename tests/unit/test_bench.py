@@ -22,6 +22,7 @@ from everstep.cli.bench import (
     plan,
     report,
     simulated,
+    tables,
 )
 from everstep.cli.bench.plan import Block, Facts
 from everstep.cli.strategies import STRATEGIES
@@ -173,6 +174,9 @@ def test_what_a_recovery_should_cost_at_most() -> None:
     assert one["over"] == pytest.approx(2.5 / 2.25)
     assert one["over_warm"] == pytest.approx(2.5 / 1.625)
     assert one["over_rounds"]["max"] == pytest.approx(9 / 3.25)
+    (said,) = tables._log_remarks({"spread_recovery": None, "contenders": {}, "recovery": recovery})
+    assert "1000 ms for the base" in said
+    assert "1250 ms for the first" in said
     assert report._recovery(None) is None
     alone = report._recovery({**measured, "record_s": [[0.5]] * 3, "update_s": [[0.75]] * 3})
     assert alone["record_s"] == alone["first_record_s"]  # no later ones are known

@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks > 1:
         return _ranks(args, raw, console)
     summary = report.summarise(raw)
-    tables.show(summary, console)
     _write_json(args, {**summary, "raw": raw})
+    tables.show(summary, console)
     if args.picture:
         picture.draw(summary, args.picture)
     return 0
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
 def _ranks(args: argparse.Namespace, raw: dict[str, Any], console: Console) -> int:
     """Show the section about several ranks. Returns 1 where a loaded byte of ours differs."""
     summary = ranks.summarise(raw)
-    ranks.show(summary, console)
     _write_json(args, {**summary, "raw": raw})
+    ranks.show(summary, console)
     return 0 if all(row["equal"] for row in summary["loads"].get(OURS, {}).values()) else 1
 
 
@@ -86,8 +86,8 @@ def _simulate(args: argparse.Namespace, root: Path, console: Console) -> int:
         summary = simulated.summarise(raw, describe(root))
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    simulated.show(summary, console)
     _write_json(args, summary)
+    simulated.show(summary, console)
     if args.picture:
         simulated.draw(summary, args.picture)
     return 0 if all(row["equal"] for row in summary["rows"]) else 1

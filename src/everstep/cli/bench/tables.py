@@ -222,13 +222,14 @@ def _log_remarks(report: Report) -> list[str]:
         mean, apart = log["bases"]["slowdown_with_bases"], log["bases"]["apart"]
         lines.append(f"{log['label']}: {100 * mean:+.1f} % with a base at every {apart}th step")
     if recovery := report["recovery"]:
-        base, record, update = (
-            1000 * recovery[key]["median"] for key in ("base_s", "record_s", "update_s")
+        base, first, later = (
+            1000 * recovery[key]["median"] for key in ("base_s", "first_record_s", "record_s")
         )
         lines.append(
-            f"recovery, at most: {base:.0f} ms for the base, and for each record {record:.0f} ms "
-            f"to read it (verified, decoded) and {update:.0f} ms for an update, each measured by "
-            f"itself; {recovery['cache']} before each"
+            f"recovery, at most: {base:.0f} ms for the base, and to read a record (verified, "
+            f"decoded) and update once {first:.0f} ms for the first, whose memory is new, and "
+            f"{later:.0f} ms for each after it, each measured by itself; {recovery['cache']} "
+            f"before each"
         )
         if not all(row["equal"] for row in recovery["restores"]):
             lines.append(f"{LOG}: what was replayed DIFFERS from what was saved")
