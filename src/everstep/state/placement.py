@@ -89,6 +89,10 @@ class _Adapted:
 _ABSENT: Any = object()
 
 
+def _alone(name: str) -> None:
+    """Nothing that a new tensor of this name could be laid out as."""
+
+
 @dataclass(slots=True)
 class Placement:
     """Collects destinations, problems and final actions from all parts of the state.
@@ -175,17 +179,21 @@ class Placement:
         return tensor
 
     def object_of(
-        self, name: str, live: Mapping[str, torch.Tensor] | None = None
+        self,
+        name: str,
+        live: Mapping[str, torch.Tensor] | None = None,
+        like: Callable[[str], torch.Tensor | None] = _alone,
     ) -> Callable[[], Any] | None:
         """What gives the object of this name when all tensors have arrived; None, and a problem,
-        where there is none. Its tensors are those in `live`, where they are."""
+        where there is none. Its tensors are those in `live`, where they are, else new ones that lie
+        as what `like` gives for their name."""
         if (value := self._object(name)) is _ABSENT:
             self.problems.append(f"missing: the checkpoint has no {name!r}")
             return None
         if isinstance(value, _Adapted):
             values = [self.decode(each) for each in value.values]
             return lambda: value.adapt(values, value.index, value.count)
-        decoded = self.decode(value, live)
+        decoded = self.decode(value, live, like)
         return lambda: decoded
 
     def stored(self, name: str) -> Any:
@@ -228,11 +236,20 @@ class Placement:
         )
         return values[0]
 
-    def decode(self, value: Any, live: Mapping[str, torch.Tensor] | None = None) -> Any:
+    def decode(
+        self,
+        value: Any,
+        live: Mapping[str, torch.Tensor] | None = None,
+        like: Callable[[str], torch.Tensor | None] = _alone,
+    ) -> Any:
         """Tagged JSON to an object. Its tensors are those in `live`, where they are, else new ones,
-        filled before `finish`."""
+        as `like` says, filled before `finish`."""
         known = live or {}
-        return decode(value, lambda name, at: known[name] if name in known else self.new(name, at))
+
+        def tensor(name: str, device: str) -> torch.Tensor:
+            return known[name] if name in known else self.new(name, device, like(name))
+
+        return decode(value, tensor)
 
     def then(self, action: Callable[[], None]) -> None:
         """Do this when all tensors have arrived."""

@@ -5,12 +5,14 @@ import random
 import sys
 from array import array
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from everstep.state.layout import is_dtensor
 from everstep.state.leaves import Guard, Leaf
 from everstep.state.objects import TensorSink, encode
 from everstep.state.placement import Placement
@@ -51,9 +53,25 @@ class StatefulState:
         return encode(self._value.state_dict(), self.name, sink)
 
     def prepare(self, placement: Placement) -> None:
-        """Its load_state_dict gets an equal state_dict."""
-        if state := placement.object_of(self.name):
+        """Its load_state_dict gets an equal state_dict, with DTensors where its own has some now,
+        as torch.distributed.checkpoint does it."""
+        dtensors = cache(self._dtensors)
+        if state := placement.object_of(self.name, like=lambda name: dtensors().get(name)):
             placement.then(lambda: self._value.load_state_dict(state()))
+
+    def _dtensors(self) -> dict[str, torch.Tensor]:
+        """Those in its state_dict, by the names that they would be saved under. Empty, and nothing
+        of it is called, where no process group is up."""
+        found: dict[str, torch.Tensor] = {}
+
+        def sink(name: str, tensor: torch.Tensor) -> str:
+            if is_dtensor(tensor):
+                found[name] = tensor
+            return name
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.objects(sink)
+        return found
 
 
 class ScalerState:
