@@ -93,7 +93,10 @@ def test_what_one_layout_saved_goes_on_in_all_others(gang, store, saved):
         assert after == pytest.approx(losses, abs=2e-6)
 
 
-@pytest.mark.parametrize("saved", ["fsdp2", pytest.param("fsdp_tp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "saved",
+    ["fsdp_tp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "tp", "hsdp"))],
+)
 def test_a_state_dict_of_dtensors_goes_on_in_others(gang, store, saved):
     """As programs have it that come from torch.distributed.checkpoint: one object for all."""
     (state, losses), *_ = gang.run(trains_and_saves, saved, store, app_of, size=zoo.SIZES[saved])

@@ -6,6 +6,7 @@ import torch
 
 from everstep.errors import Unsupported
 from everstep.format.document import digest_of
+from everstep.state.layout import is_dtensor
 from everstep.state.leaves import Leaf, check_tensor, has_elements
 from everstep.state.mapped import Mapped
 from everstep.state.ranked import unowned
@@ -23,6 +24,8 @@ class Loose:
     ) -> None:
         self._mapped = mapped
         self.leaves: dict[str, Leaf] = {}
+        self.spread: list[Leaf] = []
+        """Those that are DTensors, whole."""
         self.aliases: dict[str, list[str]] = {}
         self._names = names
         self._owners = owners
@@ -49,7 +52,10 @@ class Loose:
                 f"capturing {name!r}: two tensors are found under this name; rename one"
             )
         self._seen[key] = name, tensor
-        for leaf in pieces_of(Leaf(name, tensor.detach(), self._owners.get(key))):
+        whole = Leaf(name, tensor.detach(), self._owners.get(key))
+        if is_dtensor(tensor):
+            self.spread.append(whole)
+        for leaf in pieces_of(whole):
             if has_elements(leaf):
                 self.leaves[leaf.entry] = leaf
         return name

@@ -107,6 +107,7 @@ class State:
         self.world = world or World(0, 1)
         self._shares = self._shares_of(by_rank or {})
         self._holders = Holders(self.world)
+        self._loose_holders = Holders(self.world, "objects")
         self._records: RecordShares | None = None
         self._compares = check_replicas
         self.mapped = Mapped(layout)
@@ -216,7 +217,7 @@ class State:
                 name: [*walk.aliases.get(name, ()), *sink.aliases.get(name, ())]
                 for name in (*walk.aliases, *(sink.aliases.keys() - walk.aliases.keys()))
             }
-        loose = tuple(leaf for leaf in sink.leaves.values() if self._writes_loose(leaf))
+        loose = self._loose_shared_out(sink)
         digests = {} if self.world.is_alone else digests_of(sink.leaves.values())
         return Collected(walk, loose, aliases, objects, hyperparameters, own, digests)
 
@@ -238,11 +239,22 @@ class State:
         """Names tensors as this rank's."""
         return lambda name, tensor: sink(own_name(name, self.world.rank), tensor)
 
-    def _writes_loose(self, leaf: Leaf) -> bool:
-        """Whether it is for this rank to write a tensor that was met in an object: what is no
-        rank's own is the first one's."""
-        rank = self.world.rank
-        return rank == 0 or leaf.box is not None or leaf.name.endswith(own_name("", rank))
+    def _loose_shared_out(self, sink: Loose) -> tuple[Leaf, ...]:
+        """What this rank writes of the tensors that were met in objects: what is no rank's own is
+        the first one's, but for DTensors, which are shared out as all others are."""
+        if self.world.is_alone:
+            return tuple(sink.leaves.values())
+        rank, own = self.world.rank, own_name("", self.world.rank)
+        spread = [leaf for leaf in sink.spread if not leaf.name.endswith(own)]
+        self._loose_holders.ask(shapes_of(spread, self.mapped))
+        places = places_of(spread, {}, self.mapped)
+        written, _ = shared_out(places, self._loose_holders, rank)
+        others = (
+            leaf
+            for leaf in sink.leaves.values()
+            if leaf.name.endswith(own) or (rank == 0 and leaf.box is None)
+        )
+        return (*others, *written)
 
     def layout(self) -> str:
         """How the tensors are spread over the ranks, as a digest. All ranks ask."""

@@ -72,8 +72,10 @@ class Holders:
     tensors and ranks there are.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, what: str = "layout") -> None:
+        """`what`: is asked for, where several ask for something each."""
         self._world = world
+        self._what = what
         self._version = 0
         self._told: list[Any] | None = None
         self._known: list[Any] | None = None
@@ -98,9 +100,9 @@ class Holders:
             self._told, self._version = said, self._version + 1
             for (_, digest), names in zip(said, classes.values(), strict=True):
                 self._world.tell(f"names/{digest}", names)  # before who refers to it
-            self._world.tell(f"layout/{self._world.rank}", [self._version, said])
+            self._world.tell(f"{self._what}/{self._world.rank}", [self._version, said])
         everything = self._world.hear_all(
-            "layout", lambda told: told[0] >= self._version, _EXCHANGE_S
+            self._what, lambda told: told[0] >= self._version, _EXCHANGE_S
         )
         own = {digest: names for (_, digest), names in zip(said, classes.values(), strict=True)}
         self._learn([rows for _, rows in everything], own)
