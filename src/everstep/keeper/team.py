@@ -384,7 +384,8 @@ class Team:
 
     def _end_joint(self, joint: Joint, outcome: Outcome | Exception) -> None:
         if self.place.nodes > 1 and isinstance(outcome, Exception):
-            self._failures.tell(_step(joint.jobs[0]), joint.call, str(outcome))
+            kind = type(outcome).__name__
+            self._failures.tell(_step(joint.jobs[0]), joint.call, str(outcome), kind)
         elif self.place.nodes > 1 and isinstance(outcome, Outcome):
             self._failures.clear(outcome.name)
         for local, job in enumerate(joint.jobs):
