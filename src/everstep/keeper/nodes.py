@@ -41,6 +41,10 @@ PARTS_S = float(os.environ.get("EVERSTEP_PARTS_S", 300.0))
 ORPHANS_S = min(30.0, PARTS_S)
 """How long it does where no trainer of its own lives: who starts again waits for that."""
 
+GATHER_S = 5.0
+"""How long records wait to be committed together (group_commit): one node may have no room left
+while another one still waits for more."""
+
 _UNTOLD_MAX = 64
 _REASON_MAX = 2000
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.002, 0.2
@@ -102,14 +106,20 @@ def commit_own(writer: Writer, mine: Mine, attempt: str) -> tuple[Manifest, str]
     return manifest, digest_of(document)
 
 
-def commit_elsewhere(writer: Writer, mine: Mine, attempt: str) -> Manifest:
-    """As any other: tell what is here, durably (its packs are), and wait for the manifest. Raises
-    GivenUp, Unavailable, Conflict."""
+def tell_part(writer: Writer, mine: Mine, attempt: str) -> None:
+    """As any other: tell what is here, durably (its packs are). Raises Unavailable, Conflict."""
     manifest, disk = mine.manifest, writer.disk
     name = CheckpointName(manifest.step, manifest.epoch)
     commit.check_epoch(disk, name.epoch, name.step)
     commit.write_table(disk, mine.table)
     parts.publish(disk, name, mine.part(writer.place, attempt))
+
+
+def commit_elsewhere(writer: Writer, mine: Mine, attempt: str) -> Manifest:
+    """Wait for the manifest of all, which has been told of. Raises GivenUp, Unavailable,
+    Conflict."""
+    manifest, disk = mine.manifest, writer.disk
+    name = CheckpointName(manifest.step, manifest.epoch)
     found = await_commit(writer, name, attempt)
     packs = {link.path for part in found.all_parts for link in part.packs}
     links = [link for part in manifest.all_parts for link in part.packs]

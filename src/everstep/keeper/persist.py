@@ -49,6 +49,8 @@ def persist(
         save.hear()
     _make_directories(writer.disk, saves)
     for save in saves:
+        save.tell()
+    for save in saves:
         save.publish()
     return [(save.job, save.end()) for save in saves]
 
@@ -85,6 +87,7 @@ class Save:
     _pieces: Share | None
     _data: Data
     _elsewhere: list[Elsewhere]
+    _mine: nodes.Mine
 
     def __init__(self, writer: Writer, job: Joint, before: "Save | None") -> None:
         """`before`: the one that it follows, if that is not committed yet."""
@@ -94,7 +97,7 @@ class Save:
         self._writer = writer
         self._before = before
         self._began = time.monotonic()
-        self._exists = self._is_begun = self._is_told = False
+        self._exists = self._is_begun = self._is_told = self._is_given_up = False
         self._outcome: Outcome | None = None
         self._error: Exception | None = None
 
@@ -138,16 +141,23 @@ class Save:
             if self.job.problem:
                 self._error = Unsupported(self.job.problem)
 
+    def tell(self) -> None:
+        """All that this node has of it is durable: where another one commits it, tell."""
+        self.attempt(self._check_replicas)
+        if self.job.place.nodes > 1:
+            self.attempt(self._tell)
+
     def publish(self) -> None:
         """All that it needs is durable: commit it."""
-        self.attempt(self._check_replicas)
         self.attempt(self._publish)
+        given_up = isinstance(self._error, nodes.GivenUp)
+        self._is_given_up = given_up or bool(self._before and self._before._is_given_up)
 
     def end(self) -> Outcome | Exception:
         """What became of it. What was written in vain is deleted."""
         if self._outcome:
             return self._outcome
-        if self._is_begun and (not self._is_told or isinstance(self._error, nodes.GivenUp)):
+        if self._is_begun and (not self._is_told or self._is_given_up):
             self._data.discard(self.name, self._writer.window.end(self._share))
         error, self._error = self._error, None  # its traceback holds this object
         if isinstance(error, nodes.GivenUp):
@@ -233,22 +243,27 @@ class Save:
     def _attempt(self) -> str:
         return self.job.place.attempt(self.job.call)
 
+    def _tell(self) -> None:
+        place, ranks = self.job.place, dict(zip(self.job.place.ranks, self.job.each, strict=True))
+        document = bytes(self._data.document)
+        self._mine = nodes.Mine(self._manifest, ranks, self._elsewhere, document, self._record)
+        if not self._exists and not place.commits:
+            self._is_told = True
+            nodes.tell_part(self._writer, self._mine, self._attempt)
+
     def _publish_with_nodes(self) -> None:
         """The checkpoint of all nodes."""
-        writer, place = self._writer, self.job.place
-        ranks = dict(zip(place.ranks, self.job.each, strict=True))
-        document = bytes(self._data.document)
-        previous, before = self._manifest.previous, self._before
+        writer, place, mine = self._writer, self.job.place, self._mine
+        previous, before = mine.manifest.previous, self._before
         if previous and before and not previous.digest:  # which is committed by now
             digest = before.digest or catalog.digest_of_manifest(writer.disk, before.name)
-            self._manifest = replace(self._manifest, previous=replace(previous, digest=digest))
-        mine = nodes.Mine(self._manifest, ranks, self._elsewhere, document, self._record)
+            previous = replace(previous, digest=digest)
+            mine = mine._replace(manifest=replace(mine.manifest, previous=previous))
         if self._exists:
             manifest = nodes.find_committed(writer, mine)
         elif place.commits:
             manifest, self.digest = nodes.commit_own(writer, mine, self._attempt)
         else:
-            self._is_told = True
             manifest = nodes.commit_elsewhere(writer, mine, self._attempt)
         warning = _set_tag(writer, manifest) if place.commits else None
         writer.parent, writer.parent_digest = self.name, self.digest

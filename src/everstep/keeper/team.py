@@ -82,7 +82,9 @@ class Team:
         self.writer.place, self.writer.is_awaited = self.place, self._is_awaited
         self._failures = nodes.Failures(self.writer)
         self.committed = 0
-        self._bounds = Bounds.of(hello.get("group_commit"))
+        bounds = Bounds.of(hello.get("group_commit"))
+        seconds = min(bounds.seconds, nodes.GATHER_S) if self.place.nodes > 1 else bounds.seconds
+        self._bounds = Bounds(bounds.bytes, seconds)
         self._awaited = [0] * self.size
         self._wake = wake
         self._members: dict[int, Member] = {}
