@@ -126,6 +126,7 @@ def commit_elsewhere(writer: Writer, mine: Mine, attempt: str) -> Manifest:
     if any(link.path not in packs for link in links):  # those of a keeper that died after it
         check_same(writer, mine, found)
         commit.discard_packs(disk, name, links)
+        disk.forget([names.part_path(name, writer.place.node)])  # perhaps told after the commit
     return found
 
 
