@@ -92,7 +92,7 @@ def save_log(disk: Disk, run: str, step: int, previous: CheckpointName, **more: 
         name,
         run,
         parts=(),
-        records=(Record(step, calls, _part(disk, name, RECORD_SPECS, RECORD_TABLE)),),
+        records=(Record(step, calls, (_part(disk, name, RECORD_SPECS, RECORD_TABLE),)),),
         previous=Previous(previous.step, previous.epoch, digest),
         **more,
     )

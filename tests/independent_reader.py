@@ -274,7 +274,9 @@ def read_log(store: Path, step: int | None = None) -> list[tuple[dict, dict]]:
         manifest = document(path)
         previous, records = manifest.get("previous"), manifest["records"]
         need(bool(previous) == bool(records) != bool(manifest["parts"]), f"{path}: kind")
-        parts = manifest["parts"] or [record["part"] for record in records]
+        parts = manifest["parts"] or [
+            part for record in records for part in record.get("parts") or [record["part"]]
+        ]
         found.append((manifest, read_parts(store, parts)))
         path = previous and checkpoints(store)[previous["step"], previous["epoch"]]
         digest = previous and previous["digest"]

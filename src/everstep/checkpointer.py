@@ -171,17 +171,14 @@ class Checkpointer:
         ranks = None if self._world.is_alone else Ranks(self._state)
         alike = {"state": self._state.names, "every": every, "strategy": strategy}
         team = form_team(self._world, self._disk.root, alike)
-        nodes = team.nodes if team else 1
         self._world.local = team.ranks if team else (self._world.rank,)
         if ranks:
-            settings.check_ranks(bool(self._rules.parts), nodes)
-        modules, chosen = self._state.modules, None
-        if nodes == 1:
-            make = settings.make
-            chosen = self._world.together(
-                "choosing a strategy",
-                lambda: make(self._state.optimizers, modules, pace, derived, ranks),
-            )
+            settings.check_ranks(bool(self._rules.parts))
+        modules = self._state.modules
+        chosen = self._world.together(
+            "choosing a strategy",
+            lambda: settings.make(self._state.optimizers, modules, pace, derived, ranks),
+        )
         open_store(self._disk)
         self._saves = Saves(self.metrics)
         self._saves.on_whole = self._on_whole

@@ -13,6 +13,8 @@ from everstep.format.document import seal
 from everstep.format.manifest import (
     Manifest,
     Part,
+    Previous,
+    Record,
     check_table,
     content_of,
     decode_manifest,
@@ -54,6 +56,26 @@ def test_round_trip():
     assert table.tensors["weight"].device == "cuda"
     assert MANIFEST.files == (PART.table, *PART.packs)
     assert MANIFEST.size == LAYOUT.size
+
+
+def test_a_record_has_a_part_of_each_node():
+    parts = (replace(PART, packs=PART.packs[:1]), replace(PART, rank=1, packs=PART.packs[1:]))
+    record = Record(7, ({"optimizer": "adam"},), parts)
+    previous = Previous(6, 1, "0" * 32)
+    found = replace(MANIFEST, parts=(), records=(record,), previous=previous)
+    document = encode_manifest(found)
+    assert decode_manifest(document, "x") == found
+    assert found.all_parts == parts
+    assert found.size == record.size == LAYOUT.size
+    (told,) = json.loads(document)["records"]
+    assert "part" not in told
+    one = replace(found, records=(replace(record, parts=parts[:1]),))
+    (told,) = json.loads(encode_manifest(one))["records"]
+    assert "parts" not in told
+    for parts in ([], "x", {}):
+        wrong = _changed(document, lambda value, n=parts: value["records"][0].update(parts=n))
+        with pytest.raises(Corrupt):
+            decode_manifest(wrong, "x")
 
 
 def test_unknown_members_are_ignored():

@@ -2,12 +2,13 @@
 
 import pytest
 
-from everstep.errors import Corrupt
+from everstep.errors import Corrupt, Mismatch
 from everstep.format.boxes import Box
 from everstep.format.document import seal
 from everstep.format.manifest import Part
 from everstep.format.node_parts import Elsewhere, NodePart, decode_node_part, encode_node_part
 from everstep.format.tables import FileLink
+from everstep.keeper.joint import merge_numbered
 from everstep.store import catalog, commit, names, parts, retain
 from everstep.store.names import CheckpointName
 from stores import go_on, make_store
@@ -45,8 +46,14 @@ def test_what_goes_in_comes_out():
         assert {name: type(value) for name, value in found.items()} == {
             name: type(value) for name, value in said["objects"].items()
         }
-    failed = NodePart("run.1", 2, "no room")
-    assert decode_node_part(encode_node_part(failed), "here") == failed
+    record = {"previous": 4, "calls": [{"optimizer": "o", "sets": [{"lr": 0.5}], "after": "1"}]}
+    again = decode_node_part(encode_node_part(found_of(record=record)), "here")
+    assert again == found_of(record=record)
+    for failed in (
+        NodePart("run.1", 2, "no room"),
+        NodePart("run.1", 2, "apart", kind="Mismatch"),
+    ):
+        assert decode_node_part(encode_node_part(failed), "here") == failed
 
 
 def test_what_is_no_part_document_is_told():
@@ -54,6 +61,52 @@ def test_what_is_no_part_document_is_told():
         decode_node_part(
             seal({"format": 1, "attempt": "a", "node": 1, "part": {"rank": 0}}), "here"
         )
+
+
+def said_by(rank, numbers):
+    """What a rank says of a record, whose hyperparameters it counts in that order."""
+    rates = [{"lr": 0.25 * (number + 1)} for number in range(3)]
+    call = {
+        "optimizer": "o",
+        "class": "torch.optim.SGD",
+        "sets": [rates[number] for number in numbers],
+        "after": f"{rank}",
+        "compressed": [{"form": "cast", "dtype": "float32", "names": [f"w{rank}"]}],
+        **({"scaler": {"found_inf": rank}} if rank > 1 else {}),
+    }
+    return {
+        "objects": {},
+        "hyperparameters": {"o": [{"lr": 9.0 + number} for number in numbers]},
+        "record": {"previous": 4, "calls": [call]},
+    }
+
+
+@pytest.mark.parametrize("nodes", [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0,), (1, 2, 3)]])
+def test_calls_of_nodes_are_merged_as_those_of_their_ranks(nodes):
+    orders = [(0, 1), (0, 1, 2), (0, 1), (0, 1, 2)]
+    each = [said_by(rank, numbers) for rank, numbers in enumerate(orders)]
+    sets, (call,), _ = merge_numbered(each, [(rank,) for rank in range(4)])
+    merged = []
+    for ranks in nodes:
+        own = [each[rank] for rank in ranks]
+        found, calls, _ = merge_numbered(own, [(number,) for number in range(len(own))])
+        merged.append({"hyperparameters": found, "record": {"previous": 4, "calls": calls}})
+    united, (again,), _ = merge_numbered(merged, nodes)
+    assert united == sets
+    rows = [row for found in (call, again) for row in [found.pop("compressed")]]
+    assert sorted(row["names"] for row in rows[0]) == sorted(row["names"] for row in rows[1])
+    assert again == call
+    assert [own["after"] for own in again["ranks"]] == ["0", "1", "2", "3"]
+
+
+def test_nodes_with_different_things_to_save_are_told():
+    each = [said_by(rank, (0,)) for rank in range(2)]
+    each[1]["record"]["previous"] = 3
+    with pytest.raises(Mismatch, match="different things"):
+        merge_numbered(each, [(0,), (1,)])
+    each[1]["record"] = None
+    with pytest.raises(Mismatch, match="different things"):
+        merge_numbered(each, [(0,), (1,)])
 
 
 def test_only_the_same_attempt_is_found(tmp_path):

@@ -81,13 +81,8 @@ class Settings:
         """Whether audits look at all bytes, and not at a sample."""
         return self.audit == "full"
 
-    def check_ranks(self, has_rules: bool, nodes: int) -> None:
-        """Raises Unsupported for what cannot be done with several ranks, on so many nodes."""
-        if nodes > 1 and self.strategy in ("log", "spread"):
-            raise Unsupported(
-                f"strategy={self.strategy!r} on {nodes} nodes: a record has one part, which one "
-                f"node writes. Use strategy='full' or 'auto', which saves whole states there"
-            )
+    def check_ranks(self, has_rules: bool) -> None:
+        """Raises Unsupported for what cannot be done with several ranks."""
         if self.strategy == "spread":
             raise Unsupported(
                 "strategy='spread' with several ranks: each would choose its own pieces. Use "

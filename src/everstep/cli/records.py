@@ -10,6 +10,7 @@ from everstep.cli import wording
 from everstep.errors import Corrupt
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table
+from everstep.format.wholes import whole_tensors
 
 
 def chain_facts(chain: Sequence[Manifest]) -> dict[str, Any]:
@@ -25,13 +26,13 @@ def chain_facts(chain: Sequence[Manifest]) -> dict[str, Any]:
     }
 
 
-def record_facts(record: Record, table: Table) -> dict[str, Any]:
+def record_facts(record: Record, tables: Sequence[Table]) -> dict[str, Any]:
     """Of one record. `bytes`: as stored. Raises Corrupt for calls that are none."""
     try:
         return {
             "step": record.step,
-            "bytes": sum(pack.size for pack in record.part.packs),
-            "calls": [_call_facts(f"@{n}.", said, table) for n, said in enumerate(record.calls)],
+            "bytes": record.size,
+            "calls": [_call_facts(f"@{n}.", said, tables) for n, said in enumerate(record.calls)],
             "derived": dict(record.derived),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -41,8 +42,10 @@ def record_facts(record: Record, table: Table) -> dict[str, Any]:
         ) from error
 
 
-def _call_facts(prefix: str, said: Mapping[str, Any], table: Table) -> dict[str, Any]:
-    gradients = [entry for name, entry in table.tensors.items() if name.startswith(prefix)]
+def _call_facts(prefix: str, said: Mapping[str, Any], tables: Sequence[Table]) -> dict[str, Any]:
+    wholes = whole_tensors(tables)
+    gradients = [whole for name, whole in wholes.items() if name.startswith(prefix)]
+    pieces = (piece for whole in gradients for entry in whole.entries for piece in entry.pieces)
     clips = [
         {"gradients": len(clip["names"]), "foreach": bool(clip["foreach"])}
         for clip in said.get("clips", ())
@@ -51,13 +54,13 @@ def _call_facts(prefix: str, said: Mapping[str, Any], table: Table) -> dict[str,
         "optimizer": str(said["optimizer"]),
         "class": str(said["class"]),
         "gradients": len(gradients),
-        "gradient_bytes": sum(piece.size for entry in gradients for piece in entry.pieces),
+        "gradient_bytes": sum(piece.size for piece in pieces),
         "clips": clips,
         "compressed": [
             {"form": str(found["form"]), "gradients": len(found["names"])}
             for found in said.get("compressed", ())
         ],
-        "strides": sum(entry.strides is not None for entry in gradients),
+        "strides": sum(whole.strides is not None for whole in gradients),
         "audited": "after" in said,
         "scaler": sorted(said.get("scaler", {})),
         "sets": [dict(values) for values in said["sets"]],

@@ -20,6 +20,7 @@ from everstep.errors import EverstepError, Missing
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Piece, chunk_count
 from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.format.wholes import tables_of_records
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.store import Store
@@ -74,8 +75,8 @@ class Shown:
         whole, exact = chains.whole(name), manifest.exact and chains.is_exact(name)
         if manifest.previous is None:
             return cls(name, manifest, tables, tags, whole=whole, exact=exact)
-        described = zip(manifest.records, tables, strict=True)
-        records = tuple(record_facts(record, table) for record, table in described)
+        by_record = tables_of_records(manifest, tables)
+        records = tuple(record_facts(record, found) for record, found in by_record)
         chain, broken = None, None
         try:
             chain = chain_facts(store.chain(str(name)))

@@ -4,7 +4,7 @@ A checkpoint is its manifest: small, new at each step. What does not change from
 in a piece table (tables.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,14 +39,25 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Record:
     """One step's redo record. `calls`: the optimizer calls of the step, in order, as tagged JSON;
-    `part`: their gradients, and the tensors that changed outside of any optimizer. `derived`: the
-    parts of the state that the user's rules derive, or that nobody changes: `rule` (whether there
-    is one) and `digest` (of its tensors, or None)."""
+    `parts`: their gradients, and the tensors that changed outside of any optimizer, of each node
+    what it wrote. `derived`: the parts of the state that the user's rules derive, or that nobody
+    changes: `rule` (whether there is one) and `digest` (of its tensors, or None)."""
 
     step: int
     calls: tuple[Any, ...]
-    part: Part
+    parts: tuple[Part, ...]
     derived: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def part(self) -> Part:
+        """Of a run on one node, which has one."""
+        (part,) = self.parts
+        return part
+
+    @property
+    def size(self) -> int:
+        """Bytes of its packs."""
+        return sum(part.size for part in self.parts)
 
     @property
     def ruled(self) -> list[str]:
@@ -104,7 +115,7 @@ class Manifest:
         own = set(map(id, self.parts))
         return (
             *self.parts,
-            *(record.part for record in self.records if id(record.part) not in own),
+            *(part for record in self.records for part in record.parts if id(part) not in own),
         )
 
     @property
@@ -147,9 +158,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                     "step": record.step,
                     "calls": record.calls,
                     **({"derived": record.derived} if record.derived else {}),
-                    "part": _own_index(manifest, record)
-                    if manifest.parts
-                    else part_to_json(record.part),
+                    **_record_parts(manifest, record),
                 }
                 for record in manifest.records
             ],
@@ -183,7 +192,7 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
                 Record(
                     natural(record["step"]),
                     tuple(record["calls"]),
-                    parts[natural(record["part"])] if parts else part_from_json(record["part"]),
+                    _parts_of_record(record, parts),
                     {
                         part: {"rule": said["rule"], "digest": said["digest"]}
                         for part, said in record.get("derived", {}).items()
@@ -253,9 +262,23 @@ def content_of(part: Part) -> str:
     return digest_of("".join((part.table.digest or "", *part.digests)).encode())
 
 
-def _own_index(manifest: Manifest, record: Record) -> int:
-    """Of the part that holds the record beside its pieces."""
-    return next(i for i, part in enumerate(manifest.parts) if part is record.part)
+def _record_parts(manifest: Manifest, record: Record) -> dict[str, Any]:
+    """As a record names them: of a spread state the number of the one that holds it beside its
+    pieces."""
+    if len(record.parts) > 1:
+        return {"parts": [part_to_json(part) for part in record.parts]}
+    if not manifest.parts:
+        return {"part": part_to_json(record.part)}
+    return {"part": next(i for i, part in enumerate(manifest.parts) if part is record.part)}
+
+
+def _parts_of_record(record: Mapping[str, Any], parts: Sequence[Part]) -> tuple[Part, ...]:
+    if "parts" in record:
+        found = tuple(part_from_json(part) for part in record["parts"])
+        if not found or parts:
+            raise ValueError("a record with parts of its own, and none or others beside them")
+        return found
+    return (parts[natural(record["part"])] if parts else part_from_json(record["part"]),)
 
 
 def part_to_json(part: Part) -> dict[str, Any]:

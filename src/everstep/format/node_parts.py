@@ -34,8 +34,10 @@ class Elsewhere:
 class NodePart:
     """What a node has. `attempt`: of which call of which run; parts of two never go together.
 
-    `failed`: why there is nothing of it; then the rest says nothing. `hyperparameters`: the sets
-    that its table counts. `ranks`: what each of its ranks says, by its number.
+    `failed`: why there is nothing of it, and `kind` of which error that is; then the rest says
+    nothing. `hyperparameters`: the sets that its table counts. `ranks`: what each of its ranks
+    says, by its number. `record`: of a record, the step that it goes on from (`previous`) and the
+    optimizer `calls` of the node's ranks together.
     """
 
     attempt: str
@@ -45,6 +47,8 @@ class NodePart:
     hyperparameters: Mapping[str, Sequence[Any]] | None = None
     ranks: Mapping[int, Said] | None = None
     elsewhere: tuple[Elsewhere, ...] = ()
+    record: Mapping[str, Any] | None = None
+    kind: str | None = None
 
 
 def encode_node_part(found: NodePart) -> bytes:
@@ -56,6 +60,7 @@ def encode_node_part(found: NodePart) -> bytes:
                 "attempt": found.attempt,
                 "node": found.node,
                 "failed": found.failed or "",
+                **({} if found.kind is None else {"kind": found.kind}),
             }
         )
     return seal(
@@ -70,6 +75,7 @@ def encode_node_part(found: NodePart) -> bytes:
                 [each.name, each.box.offsets, each.box.lengths, each.rank, each.digests]
                 for each in found.elsewhere
             ],
+            **({} if found.record is None else {"record": found.record}),
         }
     )
 
@@ -80,7 +86,7 @@ def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:
     try:
         attempt, node = str(value["attempt"]), natural(value["node"])
         if "part" not in value:
-            return NodePart(attempt, node, str(value["failed"]))
+            return NodePart(attempt, node, str(value["failed"]), kind=value.get("kind"))
         return NodePart(
             attempt,
             node,
@@ -92,9 +98,16 @@ def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:
                 Elsewhere(name, Box(tuple(offsets), tuple(lengths)), natural(rank), tuple(digests))
                 for name, offsets, lengths, rank, digests in value["elsewhere"]
             ),
+            _record(value.get("record")),
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise malformed(path, error) from error
+
+
+def _record(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    return {"previous": natural(value["previous"]), "calls": list(value["calls"])}
 
 
 def _short(ranks: Mapping[int, Said]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import Corrupt
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import Manifest, Record
 from everstep.format.packs import Spec
 from everstep.format.tables import Table, TensorEntry
 from everstep.format.tiling import problem_of
@@ -48,6 +48,17 @@ def groups(manifest: Manifest, tables: Sequence[Table]) -> list[list[Table]]:
     for part, table in zip(manifest.all_parts, tables, strict=True):
         found.setdefault(part.steps, []).append(table)
     return [found[step] for step in sorted(found)]
+
+
+def tables_of_records(
+    manifest: Manifest, tables: Sequence[Table]
+) -> list[tuple[Record, tuple[Table, ...]]]:
+    """Each record of a checkpoint with the tables (of which there is one for each part) of its
+    parts."""
+    found = {id(part): table for part, table in zip(manifest.all_parts, tables, strict=True)}
+    return [
+        (record, tuple(found[id(part)] for part in record.parts)) for record in manifest.records
+    ]
 
 
 def whole_tensors(tables: Sequence[Table]) -> dict[str, WholeTensor]:

@@ -181,7 +181,7 @@ def call_of(job: Job) -> int:
 def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What several ranks say, as one, and how their hyperparameter sets are numbered in it. Raises
     Mismatch."""
-    hyperparameters, calls, mapping = _merge_numbered(each)
+    hyperparameters, calls, mapping = merge_numbered(each, [(n,) for n in range(len(each))])
     objects, ranks = objects_of(each)
     record = each[0].get("record")
     return {
@@ -226,10 +226,12 @@ def _differs(name: str) -> Mismatch:
     )
 
 
-def _merge_numbered(
-    each: Sequence[Mapping[str, Any]],
+def merge_numbered(
+    each: Sequence[Mapping[str, Any]], ranks: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Any], list[Any], list[dict[str, list[int]]]]:
-    """The hyperparameters of now and those of a record's calls, by the same numbers."""
+    """The hyperparameters of now and those of a record's calls, by the same numbers; the calls; and
+    how the sets of each were numbered. `ranks`: the numbers of those that speak in each. Raises
+    Mismatch."""
     calls = _calls(each)
     rows = [
         {
@@ -249,7 +251,7 @@ def _merge_numbered(
         name = row[0]["optimizer"]
         number = seen[name] = seen.get(name, -1) + 1
         sets = [then[number] for _, then in merged[name]]
-        together.append(_merge_call(row, sets))
+        together.append(_merge_call(row, ranks, sets))
     return hyperparameters, together, mapping
 
 
@@ -275,21 +277,37 @@ def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     return calls
 
 
-def _merge_call(row: Sequence[Mapping[str, Any]], sets: list[Any]) -> dict[str, Any]:
+def _merge_call(
+    row: Sequence[Mapping[str, Any]], ranks: Sequence[Sequence[int]], sets: list[Any]
+) -> dict[str, Any]:
     """One optimizer call of all ranks: what is the same, and of each rank what is not."""
-    keys = dict.fromkeys(key for call in row for key in call if key not in ("sets", *FORMS))
-    same = {key for key in keys if all(call.get(key) == row[0].get(key) for call in row)}
-    merged: dict[str, Any] = {key: row[0][key] for key in keys if key in same and key in row[0]}
+    each = _of_ranks(row, ranks)
+    keys = dict.fromkeys(key for call in each for key in call)
+    same = {key for key in keys if all(call.get(key) == each[0].get(key) for call in each)}
+    merged: dict[str, Any] = {key: each[0][key] for key in keys if key in same and key in each[0]}
     merged["sets"] = sets
     if same != keys.keys():
         merged["ranks"] = [
-            {key: value for key, value in call.items() if key in keys and key not in same}
-            for call in row
+            {key: value for key, value in call.items() if key not in same} for call in each
         ]
     for form in FORMS:  # each rank says it of what it has written
         if rows := [said for call in row for said in call.get(form, ())]:
             merged[form] = rows
     return merged
+
+
+def _of_ranks(
+    row: Sequence[Mapping[str, Any]], ranks: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """What each rank, by rising number, says of a call that several may have told together; but for
+    the hyperparameters, and the forms of gradients."""
+    found: dict[int, dict[str, Any]] = {}
+    for call, numbers in zip(row, ranks, strict=True):
+        common = {k: v for k, v in call.items() if k not in ("sets", "ranks", *FORMS)}
+        own = call.get("ranks") or [{}] * len(numbers)
+        for number, said in zip(numbers, own, strict=True):
+            found[number] = {**common, **said}
+    return [found[number] for number in sorted(found)]
 
 
 def _united(values: Sequence[Any]) -> dict[str, Any] | None:

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from everstep.errors import Conflict, EverstepError, Mismatch, Unavailable
 from everstep.format.document import digest_of
-from everstep.format.manifest import Manifest, Part, check_table
+from everstep.format.manifest import Manifest, Part, check_table, encode_manifest
 from everstep.format.merge import check_coverage
-from everstep.format.merged_sets import merge_optimizers, merge_sets
+from everstep.format.merged_sets import merge_optimizers
 from everstep.format.node_parts import Elsewhere, NodePart, Said
 from everstep.format.packs import box_text, chunk_count
 from everstep.format.tables import Table, decode_table, seal_table
 from everstep.keeper.job import Writer
-from everstep.keeper.joint import objects_of
+from everstep.keeper.joint import merge_numbered, objects_of
 from everstep.keeper.place import Place
 from everstep.keeper.replicas import different
 from everstep.store import catalog, commit, names, parts
@@ -40,6 +40,10 @@ PARTS_S = float(os.environ.get("EVERSTEP_PARTS_S", 300.0))
 
 ORPHANS_S = min(30.0, PARTS_S)
 """How long it does where no trainer of its own lives: who starts again waits for that."""
+
+GATHER_S = 5.0
+"""How long records wait to be committed together (group_commit): one node may have no room left
+while another one still waits for more."""
 
 _UNTOLD_MAX = 64
 _REASON_MAX = 2000
@@ -52,28 +56,35 @@ log = logging.getLogger("everstep.keeper")
 
 
 class GivenUp(Unavailable):
-    """The node that commits has said that it never will."""
+    """The node that commits has said that it never will. `told`: what the trainers hear."""
+
+    def __init__(self, text: str, said: NodePart) -> None:
+        super().__init__(text)
+        self.told = _failure(text, said)
 
 
 class Mine(NamedTuple):
     """What this node has of a step: its manifest as if there were no other node, what each rank
-    says, by its number, replicas that others have to compare, and its table."""
+    says, by its number, replicas that others have to compare, its table, and what its ranks say of
+    a record together."""
 
     manifest: Manifest
     ranks: Mapping[int, Said]
     elsewhere: Sequence[Elsewhere]
     table: bytes
+    record: Mapping[str, Any] | None = None
 
     def part(self, place: Place, attempt: str) -> NodePart:
         """For the node that commits."""
-        (part,) = self.manifest.parts
-        sets = self.manifest.hyperparameters
-        return NodePart(attempt, place.node, None, part, sets, self.ranks, tuple(self.elsewhere))
+        (part,) = self.manifest.all_parts
+        sets, elsewhere = self.manifest.hyperparameters, tuple(self.elsewhere)
+        record = self.record and {key: self.record[key] for key in ("previous", "calls")}
+        return NodePart(attempt, place.node, None, part, sets, self.ranks, elsewhere, record)
 
 
-def commit_own(writer: Writer, mine: Mine, attempt: str) -> Manifest:
-    """As the node of rank 0: wait for all others, and create the manifest of all. Raises
-    Unavailable, Mismatch, Conflict."""
+def commit_own(writer: Writer, mine: Mine, attempt: str) -> tuple[Manifest, str]:
+    """As the node of rank 0: wait for all others, and create the manifest of all. Returns it, and
+    its digest. Raises Unavailable, Mismatch, Conflict."""
     manifest = mine.manifest
     name = CheckpointName(manifest.step, manifest.epoch)
     every = [mine.part(writer.place, attempt), *await_parts(writer, name, attempt)]
@@ -81,30 +92,41 @@ def commit_own(writer: Writer, mine: Mine, attempt: str) -> Manifest:
     objects, ranks = objects_of([said for _, said in sorted(united.ranks.items())])
     manifest = replace(
         manifest,
-        parts=united.parts,
+        parts=() if manifest.records else united.parts,
+        records=tuple(
+            replace(record, calls=united.calls, parts=united.parts) for record in manifest.records
+        ),
         objects=objects,
         hyperparameters=united.hyperparameters,
         ranks=tuple(ranks),
     )
-    commit.publish(writer.disk, manifest, None, united.tables)
+    document = encode_manifest(manifest)
+    commit.publish(writer.disk, manifest, document, united.tables)
     parts.clear(writer.disk, name)
-    return manifest
+    return manifest, digest_of(document)
 
 
-def commit_elsewhere(writer: Writer, mine: Mine, attempt: str) -> Manifest:
-    """As any other: tell what is here, durably (its packs are), and wait for the manifest. Raises
-    GivenUp, Unavailable, Conflict."""
+def tell_part(writer: Writer, mine: Mine, attempt: str) -> None:
+    """As any other: tell what is here, durably (its packs are). Raises Unavailable, Conflict."""
     manifest, disk = mine.manifest, writer.disk
     name = CheckpointName(manifest.step, manifest.epoch)
     commit.check_epoch(disk, name.epoch, name.step)
     commit.write_table(disk, mine.table)
     parts.publish(disk, name, mine.part(writer.place, attempt))
+
+
+def commit_elsewhere(writer: Writer, mine: Mine, attempt: str) -> Manifest:
+    """Wait for the manifest of all, which has been told of. Raises GivenUp, Unavailable,
+    Conflict."""
+    manifest, disk = mine.manifest, writer.disk
+    name = CheckpointName(manifest.step, manifest.epoch)
     found = await_commit(writer, name, attempt)
-    packs = {link.path for part in found.parts for link in part.packs}
-    links = [link for part in manifest.parts for link in part.packs]
+    packs = {link.path for part in found.all_parts for link in part.packs}
+    links = [link for part in manifest.all_parts for link in part.packs]
     if any(link.path not in packs for link in links):  # those of a keeper that died after it
         check_same(writer, mine, found)
         commit.discard_packs(disk, name, links)
+        disk.forget([names.part_path(name, writer.place.node)])  # perhaps told after the commit
     return found
 
 
@@ -126,7 +148,13 @@ def check_not_given_up(writer: Writer, name: CheckpointName, attempt: str) -> No
     believed it. Raises Unavailable."""
     said = parts.find(writer.disk, name, writer.place.node, attempt)
     if said and said.failed is not None:
-        raise Unavailable(f"saving step {name.step}: it was given up before: {said.failed}")
+        raise _failure(f"saving step {name.step}: it was given up before: {said.failed}", said)
+
+
+def _failure(text: str, said: NodePart) -> EverstepError:
+    """What a node has told. That ranks came apart is the same error for all of them: they count
+    these (capture/log.py)."""
+    return (Mismatch if said.kind == Mismatch.__name__ else Unavailable)(text)
 
 
 class Failures:
@@ -135,15 +163,15 @@ class Failures:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._untold: deque[tuple[int, int, str]] = deque(maxlen=_UNTOLD_MAX)
+        self._untold: deque[tuple[int, int, str, str | None]] = deque(maxlen=_UNTOLD_MAX)
         self._told: list[CheckpointName] = []
 
-    def tell(self, step: int, call: int, reason: str) -> None:
+    def tell(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
         """There is nothing of this step, in this call: durably, unless it is committed, or there
-        is no epoch yet."""
+        is no epoch yet. `kind`: of which error."""
         writer = self._writer
         if writer.epoch is None:
-            self._untold.append((step, call, reason))
+            self._untold.append((step, call, reason, kind))
             return
         name = CheckpointName(step, writer.epoch)
         try:
@@ -151,7 +179,7 @@ class Failures:
             if is_over or writer.disk.size(names.manifest_path(name)) is not None:
                 return
             place = writer.place
-            said = NodePart(place.attempt(call), place.node, reason[:_REASON_MAX])
+            said = NodePart(place.attempt(call), place.node, reason[:_REASON_MAX], kind=kind)
             parts.publish(writer.disk, name, said)
             self._told.append(name)
         except EverstepError as error:  # they wait until they have waited long enough
@@ -186,9 +214,8 @@ def await_parts(writer: Writer, name: CheckpointName, attempt: str) -> list[Node
             if part is None:
                 continue
             if part.failed is not None:
-                raise Unavailable(
-                    f"saving step {name.step}: node {node} has nothing: {part.failed}"
-                )
+                text = f"saving step {name.step}: node {node} has nothing: {part.failed}"
+                raise _failure(text, part)
             found[node] = part
             del missing[node]
         return None if missing else [found[node] for node in sorted(found)]
@@ -213,7 +240,8 @@ def await_commit(writer: Writer, name: CheckpointName, attempt: str) -> Manifest
             return None
         said = parts.find(disk, name, 0, attempt)
         if said and said.failed is not None:
-            raise GivenUp(f"saving step {name.step}: the node of rank 0 gave it up: {said.failed}")
+            text = f"saving step {name.step}: the node of rank 0 gave it up: {said.failed}"
+            raise GivenUp(text, said)
         return None
 
     return _await(
@@ -244,6 +272,7 @@ class United(NamedTuple):
     parts: tuple[Part, ...]
     tables: tuple[bytes, ...]
     hyperparameters: dict[str, Any]
+    calls: tuple[Any, ...]
     ranks: dict[int, Said]
 
 
@@ -259,7 +288,8 @@ def unite(writer: Writer, step: int, every: Sequence[NodePart], own: bytes) -> U
                 f"saving step {step}: the piece table of node {found.node} is not what it wrote. "
                 f"A file system whose caches are this late cannot hold a store of several nodes"
             )
-    hyperparameters, mapping = merge_sets([found.hyperparameters or {} for found in every])
+    said = [{"hyperparameters": each.hyperparameters, "record": each.record} for each in every]
+    hyperparameters, calls, mapping = merge_numbered(said, [sorted(e.ranks or ()) for e in every])
     numbers = tuple(
         tuple((name, tuple(indices)) for name, indices in sorted(each.items())) for each in mapping
     )
@@ -272,10 +302,10 @@ def unite(writer: Writer, step: int, every: Sequence[NodePart], own: bytes) -> U
         done.append(part)
     _compare(step, every, tables)
     ranks = {rank: said for found in every for rank, said in (found.ranks or {}).items()}
-    return United(tuple(done), renumbered, hyperparameters, ranks)
+    return United(tuple(done), renumbered, hyperparameters, tuple(calls), ranks)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _united(
     documents: tuple[bytes, ...], mapping: tuple[Any, ...]
 ) -> tuple[tuple[Table, ...], tuple[bytes, ...]]:
@@ -347,8 +377,8 @@ def _await(
 
 def check_same(writer: Writer, mine: Mine, found: Manifest) -> None:
     """Whether what this node has of a step is what was committed. Raises Conflict."""
-    digests = [part.digests for part in found.parts if part.rank == writer.place.node]
-    is_same = digests == [part.digests for part in mine.manifest.parts] and all(
+    has_same = _has_record if mine.record else _has_state
+    is_same = has_same(writer, mine, found) and all(
         value == found.objects.get(key, found.ranks[rank].get(key, {}).get("value"))
         for rank, said in mine.ranks.items()
         for key, value in said["objects"].items()
@@ -359,3 +389,27 @@ def check_same(writer: Writer, mine: Mine, found: Manifest) -> None:
             f"other content. A step is written once: save under the next step, or restore() before "
             f"you begin again"
         )
+
+
+def _has_state(writer: Writer, mine: Mine, found: Manifest) -> bool:
+    digests = [part.digests for part in found.parts if part.rank == writer.place.node]
+    return digests == [part.digests for part in mine.manifest.parts]
+
+
+def _has_record(writer: Writer, mine: Mine, found: Manifest) -> bool:
+    """Not by digests, as another keeper may have packed it in another way; nor by its table's, in
+    which the hyperparameters may have other numbers."""
+    assert mine.record
+    own = decode_table(mine.table, "the table of a record")
+    for record in found.records:
+        for part in record.parts:
+            if part.rank == writer.place.node:
+                table = catalog.read_table(writer.disk, part)
+                return (
+                    found.previous is not None
+                    and found.previous.step == mine.record["previous"]
+                    and (table.packs, table.tensors) == (own.packs, own.tensors)
+                    and [call["optimizer"] for call in record.calls]
+                    == [call["optimizer"] for call in mine.record["calls"]]
+                )
+    return False

@@ -49,6 +49,8 @@ def persist(
         save.hear()
     _make_directories(writer.disk, saves)
     for save in saves:
+        save.tell()
+    for save in saves:
         save.publish()
     return [(save.job, save.end()) for save in saves]
 
@@ -85,6 +87,7 @@ class Save:
     _pieces: Share | None
     _data: Data
     _elsewhere: list[Elsewhere]
+    _mine: nodes.Mine
 
     def __init__(self, writer: Writer, job: Joint, before: "Save | None") -> None:
         """`before`: the one that it follows, if that is not committed yet."""
@@ -94,7 +97,7 @@ class Save:
         self._writer = writer
         self._before = before
         self._began = time.monotonic()
-        self._exists = self._is_begun = self._is_told = False
+        self._exists = self._is_begun = self._is_told = self._is_given_up = False
         self._outcome: Outcome | None = None
         self._error: Exception | None = None
 
@@ -138,18 +141,27 @@ class Save:
             if self.job.problem:
                 self._error = Unsupported(self.job.problem)
 
+    def tell(self) -> None:
+        """All that this node has of it is durable: where another one commits it, tell."""
+        self.attempt(self._check_replicas)
+        if self.job.place.nodes > 1:
+            self.attempt(self._tell)
+
     def publish(self) -> None:
         """All that it needs is durable: commit it."""
-        self.attempt(self._check_replicas)
         self.attempt(self._publish)
+        given_up = isinstance(self._error, nodes.GivenUp)
+        self._is_given_up = given_up or bool(self._before and self._before._is_given_up)
 
     def end(self) -> Outcome | Exception:
         """What became of it. What was written in vain is deleted."""
         if self._outcome:
             return self._outcome
-        if self._is_begun and (not self._is_told or isinstance(self._error, nodes.GivenUp)):
+        if self._is_begun and (not self._is_told or self._is_given_up):
             self._data.discard(self.name, self._writer.window.end(self._share))
         error, self._error = self._error, None  # its traceback holds this object
+        if isinstance(error, nodes.GivenUp):
+            return error.told
         return error or _lost(self._before.name if self._before else None)
 
     def _write(self, announce_written: Callable[[Joint], None]) -> None:
@@ -158,11 +170,6 @@ class Save:
         self._manifest = self._manifest_of(job.step, said)
         self._record, share = said.get("record"), Share.of(said.get("share"))
         self.name = CheckpointName(job.step, self._manifest.epoch)
-        if job.place.nodes > 1 and (share or self._record is not None):
-            raise Unsupported(
-                f"saving step {job.step}: several nodes cannot save records together in this "
-                f"everstep; use strategy='full'"
-            )
         self._pieces, self._share = _begin_window(writer, self.name, share, self._record)
         self._data = Data(writer, job.image(), is_record=self._record is not None)
         self._is_begun = True
@@ -175,9 +182,10 @@ class Save:
             job.wait_for_all()  # the trainer still fills the slot
         elif self._share is None:
             self._manifest = _with_part(self._manifest, self._record, part)
-            document = encode_manifest(self._manifest)
-            job.put_manifest(document)
-            self.digest = None if self._exists else digest_of(document)
+            if job.place.nodes == 1:  # else no node has all images, nor knows all of the manifest
+                document = encode_manifest(self._manifest)
+                job.put_manifest(document)
+                self.digest = None if self._exists else digest_of(document)
         job.note_written()
         announce_written(job)
 
@@ -217,8 +225,15 @@ class Save:
             metrics=said["metrics"],
             tag=said["tag"],
             ranks=tuple(said["own"]) if not self.job.place.is_alone else (),
-            previous=_previous(writer, record["previous"], parent, digest) if record else None,
+            previous=self._previous(record["previous"], parent, digest) if record else None,
         )
+
+    def _previous(self, step: int, parent: CheckpointName | None, digest: str | None) -> Previous:
+        """See below. Of several nodes the digest of one that is not committed yet is not known."""
+        before, epoch = self._before, self._writer.epoch
+        if self.job.place.nodes > 1 and before and epoch and before.name == (step, epoch):
+            return Previous(step, epoch, "")
+        return _previous(self._writer, step, parent, digest)
 
     def _check_replicas(self) -> None:
         """After the trainers' word: a copy that was torn is not to be blamed on a replica."""
@@ -228,22 +243,37 @@ class Save:
     def _attempt(self) -> str:
         return self.job.place.attempt(self.job.call)
 
+    def _tell(self) -> None:
+        place, ranks = self.job.place, dict(zip(self.job.place.ranks, self.job.each, strict=True))
+        document = bytes(self._data.document)
+        self._mine = nodes.Mine(self._manifest, ranks, self._elsewhere, document, self._record)
+        if not self._exists and not place.commits:
+            self._is_told = True
+            nodes.tell_part(self._writer, self._mine, self._attempt)
+
     def _publish_with_nodes(self) -> None:
         """The checkpoint of all nodes."""
-        writer, place = self._writer, self.job.place
-        ranks = dict(zip(place.ranks, self.job.each, strict=True))
-        document = bytes(self._data.document)
-        mine = nodes.Mine(self._manifest, ranks, self._elsewhere, document)
+        writer, place, mine = self._writer, self.job.place, self._mine
+        previous, before = mine.manifest.previous, self._before
+        if previous and before and not previous.digest:  # which is committed by now
+            digest = before.digest or catalog.digest_of_manifest(writer.disk, before.name)
+            previous = replace(previous, digest=digest)
+            mine = mine._replace(manifest=replace(mine.manifest, previous=previous))
         if self._exists:
             manifest = nodes.find_committed(writer, mine)
         elif place.commits:
-            manifest = nodes.commit_own(writer, mine, self._attempt)
+            manifest, self.digest = nodes.commit_own(writer, mine, self._attempt)
         else:
-            self._is_told = True
             manifest = nodes.commit_elsewhere(writer, mine, self._attempt)
         warning = _set_tag(writer, manifest) if place.commits else None
-        writer.parent, writer.parent_digest = self.name, None
-        self._outcome = Outcome(self.name, self._data.size, self._seconds, warning)
+        writer.parent, writer.parent_digest = self.name, self.digest
+        self._outcome = Outcome(
+            self.name,
+            self._data.size,
+            self._seconds,
+            warning,
+            takes_replay=self._record is not None,
+        )
 
     def _publish(self) -> None:
         if self.job.place.nodes > 1:
@@ -386,5 +416,5 @@ def _lost(name: CheckpointName | None) -> Unavailable:
 def _with_part(manifest: Manifest, said: dict[str, Any] | None, part: Part) -> Manifest:
     if said is None:
         return replace(manifest, parts=(part,))
-    record = Record(manifest.step, tuple(said["calls"]), part, said.get("derived", {}))
+    record = Record(manifest.step, tuple(said["calls"]), (part,), said.get("derived", {}))
     return replace(manifest, records=(record,))

@@ -82,7 +82,9 @@ class Team:
         self.writer.place, self.writer.is_awaited = self.place, self._is_awaited
         self._failures = nodes.Failures(self.writer)
         self.committed = 0
-        self._bounds = Bounds.of(hello.get("group_commit"))
+        bounds = Bounds.of(hello.get("group_commit"))
+        seconds = min(bounds.seconds, nodes.GATHER_S) if self.place.nodes > 1 else bounds.seconds
+        self._bounds = Bounds(bounds.bytes, seconds)
         self._awaited = [0] * self.size
         self._wake = wake
         self._members: dict[int, Member] = {}
@@ -384,7 +386,8 @@ class Team:
 
     def _end_joint(self, joint: Joint, outcome: Outcome | Exception) -> None:
         if self.place.nodes > 1 and isinstance(outcome, Exception):
-            self._failures.tell(_step(joint.jobs[0]), joint.call, str(outcome))
+            kind = type(outcome).__name__
+            self._failures.tell(_step(joint.jobs[0]), joint.call, str(outcome), kind)
         elif self.place.nodes > 1 and isinstance(outcome, Outcome):
             self._failures.clear(outcome.name)
         for local, job in enumerate(joint.jobs):

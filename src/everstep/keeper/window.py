@@ -72,7 +72,7 @@ class Window:
         self.parts.append(part)
         self.documents.append(document)
         if share.calls is not None:
-            self.records.append(Record(share.steps[-1], share.calls, part))
+            self.records.append(Record(share.steps[-1], share.calls, (part,)))
         return replace(manifest, parts=tuple(self.parts), records=tuple(self.records))
 
     def end(self, share: Share | None) -> tuple[FileLink, ...]:

@@ -17,6 +17,7 @@ from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.format.wholes import optimizers_of
 from everstep.replay import selftest
 from everstep.replay.redo import find, redo
 from everstep.restore.choose import Candidate, Described
@@ -196,15 +197,16 @@ def _replay(
 def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerState]) -> None:
     """Raises Mismatch where an optimizer that was called is not there, or is another, or has
     parameters in one group that had different hyperparameters then."""
-    merged: dict[tuple[int, str], list[set[int]]] = {}  # most steps share a table
+    merged: dict[tuple[tuple[int, ...], str], list[set[int]]] = {}  # most steps share a table
     for described in logs:
-        for record, table in described.records:
+        for record, tables in described.records:
             for call in record.calls:
                 try:
                     state = find(record.step, call, optimizers)
-                    key = id(table), state.name
+                    key = tuple(map(id, tables)), state.name
                     if key not in merged:
-                        merged[key] = _merged(state, table.optimizers[state.name]["groups"])
+                        groups = optimizers_of(tables)[state.name]["groups"]
+                        merged[key] = _merged(state, groups)
                     differing = [
                         numbers
                         for numbers in merged[key]

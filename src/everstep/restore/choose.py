@@ -11,7 +11,7 @@ from everstep.errors import EverstepError, Missing
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, Record, check_table, decode_manifest
 from everstep.format.tables import FileLink, Table
-from everstep.format.wholes import check_whole
+from everstep.format.wholes import check_whole, tables_of_records
 from everstep.keeper.arena import Arena
 from everstep.keeper.ended import EndedJoint, ended_joints
 from everstep.keeper.persist import UNCLAIMED
@@ -67,10 +67,9 @@ class Described:
         return differences(then) + layout_differences(then, layout, calls)
 
     @property
-    def records(self) -> list[tuple[Record, Table]]:
-        """Each with the table of its part."""
-        tables = {id(p): t for p, t in zip(self.manifest.all_parts, self.tables, strict=True)}
-        return [(record, tables[id(record.part)]) for record in self.manifest.records]
+    def records(self) -> list[tuple[Record, tuple[Table, ...]]]:
+        """Each with the tables of its parts."""
+        return tables_of_records(self.manifest, self.tables)
 
 
 @dataclass(slots=True)

@@ -43,9 +43,9 @@ class Derivation:
         """`optimized`: the names of what optimizers change. Raises Mismatch where a part that a
         rule derived has none here."""
         self._rows = {
-            record.step: (described, record, table)
+            record.step: (described, record, tables[0])  # nothing is derived on several nodes
             for described in logs
-            for record, table in described.records
+            for record, tables in described.records
         }
         parts, ruled = derived_parts(logs)
         self._parts = parts

@@ -16,6 +16,7 @@ from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import decode_table, encode_table, extents
+from everstep.format.wholes import WholeTensor, groups, optimizers_of, whole_tensors
 from everstep.replay import selftest
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
@@ -94,8 +95,11 @@ def _write(
 ) -> Manifest:
     """Make the state durable, and publish it beside its log. `replayed`: how it may differ."""
     disk, name = to.disk, to.name
-    entries = {key: entry for table in base.tables for key, entry in table.tensors.items()}
-    entries |= {key: entry for key, entry in last.tables[-1].tensors.items() if key in tensors}
+    entries: dict[str, WholeTensor] = {}
+    for group in groups(base.manifest, base.tables):
+        entries |= whole_tensors(group)
+    _, of_last = last.records[-1]
+    entries |= {key: whole for key, whole in whole_tensors(of_last).items() if key in tensors}
     layout = lay_out(
         [
             Spec(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -107,7 +111,7 @@ def _write(
         key: entries[key].aliases for key in tensors if key in entries and entries[key].aliases
     }
     strides = {key: entry.strides for key, entry in entries.items() if entry.strides is not None}
-    table = encode_table(layout, aliases, on, last.tables[-1].optimizers, strides)
+    table = encode_table(layout, aliases, on, optimizers_of(of_last), strides)
     image = _image(layout, tensors)
     starts = pack_starts(pack.size for pack in layout.packs)
     packs = [

@@ -93,13 +93,15 @@ def _tensors_of(
 ) -> dict[str, torch.Tensor]:
     """The tensors that a checkpoint brings itself, on the CPU; no gradients."""
     found: dict[str, torch.Tensor] = {}
+    steps: dict[str, int] = {}
     for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
         wanted = []
         for key, entry in table.tensors.items():
             if is_own(key):
                 continue
-            if key not in found or not described.manifest.parts:  # each record has its own
-                found[key] = empty(entry)
+            is_whole = bool(described.manifest.parts) or steps.get(key) == part.steps
+            if key not in found or not is_whole:  # each record has its own
+                found[key], steps[key] = empty(entry), part.steps
             wanted.append((entry, [Destination.whole(found[key])]))
         with candidate.sources(part) as sources:
             loader.load(part, sources, wanted, table)

@@ -3,12 +3,13 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.format.wholes import WholeTensor, optimizers_of, whole_tensors
 from everstep.replay.redo import Loaded, of_rank
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
@@ -46,6 +47,7 @@ class Records:
         self._records = [row for described in logs for row in described.records]
         self._base_step = logs[0].manifest.step
         self._since = _steps_of(logs[0])
+        self._united: dict[tuple[int, ...], United] = {}
         self._parameters = parameters
         self._is_on_cpu = all(each.device.type == "cpu" for each in parameters.values())
         self._loader = loader
@@ -73,12 +75,14 @@ class Records:
         yield _used_here(futures.popleft().result())
         self._reader.submit(self._slabs.release)
 
-    def _load(self, record: Record, table: Table) -> Loaded:
+    def _load(self, record: Record, tables: Sequence[Table]) -> Loaded:
+        key = tuple(map(id, tables))  # most steps share them
+        united = self._united[key] = self._united.get(key) or United.of(tables)
         ahead = {name for name, step in self._since.items() if step >= record.step}
         loaded = load_record(
             self._candidate,
             record,
-            table,
+            united,
             self._parameters,
             self._loader,
             self._slabs,
@@ -98,10 +102,26 @@ def _used_here(loaded: Loaded) -> Loaded:
     return loaded
 
 
+@dataclass(frozen=True, slots=True)
+class United:
+    """What the tables of a record's parts say together. `groups`: see Loaded."""
+
+    tables: Sequence[Table]
+    tensors: Mapping[str, WholeTensor]
+    groups: Mapping[str, Mapping[str, int]]
+
+    @classmethod
+    def of(cls, tables: Sequence[Table]) -> "United":
+        """Of these."""
+        optimizers = optimizers_of(tables)
+        groups = {name: found["groups"] for name, found in optimizers.items()}
+        return cls(tables, whole_tensors(tables), groups)
+
+
 def load_record(
     candidate: Candidate,
     record: Record,
-    table: Table,
+    united: United,
     parameters: Mapping[str, torch.Tensor],
     loader: Loader,
     slabs: Slabs,
@@ -114,7 +134,8 @@ def load_record(
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[str, torch.Tensor] = {}
     size = max((len(call.get("ranks", ())) for call in record.calls), default=0)
-    for name, entry in table.tensors.items():
+    for name, whole in united.tensors.items():
+        entry = whole.entries[0]
         head, _, rest = name.partition(".")
         if not is_own(name) or ("!" not in head and rest in ahead):
             continue
@@ -132,16 +153,20 @@ def load_record(
             tensors[name] = empty(here, owner.device)
     names = [entry.spec.name for entry in on_cpu]
     tensors |= zip(names, slabs.tensors(on_cpu), strict=True)
-    wanted = [
-        (table.tensors[name], [Destination(box, memory) for box, memory in shards])
+    wanted = {
+        name: [
+            Destination(box, memory)
+            for box, memory in shards_like(owners.get(name, tensor), tensor)[1]
+        ]
         for name, tensor in tensors.items()
-        for shards in [shards_like(owners.get(name, tensor), tensor)[1]]
-    ]
-    with candidate.sources(record.part) as sources:
-        loader.load(record.part, sources, wanted, table)
-    groups = {name: found["groups"] for name, found in table.optimizers.items()}
+    }
+    for part, table in zip(record.parts, united.tables, strict=True):
+        own = table.tensors
+        rows = [(own[name], to) for name, to in wanted.items() if name in own]
+        with candidate.sources(part) as sources:
+            loader.load(part, sources, rows, table)
     calls = tuple(of_rank(call, world.rank, world.size) for call in record.calls)
-    return Loaded(record.step, calls, tensors, groups)
+    return Loaded(record.step, calls, tensors, united.groups)
 
 
 def _part_of(entry: TensorEntry, parameter: torch.Tensor) -> TensorEntry:

@@ -23,7 +23,7 @@ from everstep.replay.redo import redo
 from everstep.restore.apply import apply
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
-from everstep.restore.records import load_record
+from everstep.restore.records import United, load_record
 from everstep.restore.slabs import Slabs
 from everstep.state.view import State
 from everstep.state.world import World
@@ -81,9 +81,11 @@ def apart(root: Path, run: workload.Run, base: int, last: int) -> dict[str, Any]
         logs = Candidate(catalog.find(disk, last), disk).describe()[1:]
         for described in logs:
             name = CheckpointName(described.manifest.step, described.manifest.epoch)
-            for record, table in described.records:
+            for record, tables in described.records:
                 own = Candidate(name, disk)
-                read = partial(load_record, own, record, table, {}, loader, slabs, World(0, 1))
+                read = partial(
+                    load_record, own, record, United.of(tables), {}, loader, slabs, World(0, 1)
+                )
                 loaded = _timed(read, reads)
                 redo(loaded, optimizers)
                 del loaded
