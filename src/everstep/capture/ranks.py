@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from everstep.format.manifest import FORMS
+from everstep.format.tables import raw_name
 from everstep.state.leaves import Leaf
 from everstep.state.view import State
 
@@ -46,8 +47,23 @@ class Ranks:
             for name in row["names"]
         }
         leaves = self._state.record_leaves(tensors, special, owner)
-        written = {leaf.name for leaf in leaves}
-        return leaves, [_only(call, f"@{number}.", written) for number, call in enumerate(calls)]
+        told = {leaf.name for leaf in leaves} | self._spoken_for(tensors, calls)
+        said = [_only(call, f"@{number}.", told) for number, call in enumerate(calls)]
+        unused = _coefficients(calls) - _coefficients(said)
+        return tuple(leaf for leaf in leaves if leaf.name not in unused), said
+
+    def _spoken_for(
+        self, tensors: Mapping[str, torch.Tensor], calls: Sequence[Mapping[str, Any]]
+    ) -> set[str]:
+        """Gradients from before clipping of which several ranks write parts: the first of them says
+        so for all, with the coefficient, which they have in common."""
+        return {
+            f"@{number}.{name}"
+            for number, call in enumerate(calls)
+            for row in call.get("clips", ())
+            for name in row["names"]
+            if raw_name(f"@{number}", name) in tensors and self._state.speaks_for(name)
+        }
 
     def note_base(self, step: int, distance: int) -> None:
         """A base is made at this step; the first rank's `distance` says when the next one is."""
@@ -74,6 +90,10 @@ class Ranks:
             self._world.tell(f"decision/{turn}", wanted())
         heard = self._world.heard(f"decision/{turn - 1}")
         return now if heard is None else bool(heard)
+
+
+def _coefficients(calls: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {row["coefficient"] for call in calls for row in call.get("clips", ())}
 
 
 def _only(call: Mapping[str, Any], at: str, written: Set[str]) -> dict[str, Any]:

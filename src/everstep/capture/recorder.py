@@ -26,9 +26,9 @@ from everstep.capture.hashes import Hashes
 from everstep.capture.refusals import Outside, check_gradient, check_graphs
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
-from everstep.format.tables import is_dense
+from everstep.format.tables import is_dense, raw_name
 from everstep.state import clipping, compressed, forms
-from everstep.state.layout import local_of, part_of
+from everstep.state.layout import is_dtensor, local_of, part_of
 from everstep.state.leaves import Leaf, sample
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerState
@@ -356,7 +356,10 @@ class Recorder:
                 shrunk[name] = form
                 call.tensors |= form.tensors(call.at, name)
             elif clipped:
-                call.tensors[key] = clipped.raw  # nobody else writes to it
+                if is_dtensor(clipped.raw):
+                    key = raw_name(call.at, name)
+                # Nobody else writes to it.
+                call.tensors[key] = _local(name, parameter, clipped.raw)
             else:
                 copies = must_copy or not self._is_fresh(parameter, gradient)
                 kept = gradient.detach()

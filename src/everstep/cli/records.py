@@ -9,7 +9,7 @@ from typing import Any
 from everstep.cli import wording
 from everstep.errors import Corrupt
 from everstep.format.manifest import Manifest, Record
-from everstep.format.tables import Table
+from everstep.format.tables import Table, is_gradient
 
 
 def chain_facts(chain: Sequence[Manifest]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def record_facts(record: Record, table: Table) -> dict[str, Any]:
         return {
             "step": record.step,
             "bytes": sum(pack.size for pack in record.part.packs),
-            "calls": [_call_facts(f"@{n}.", said, table) for n, said in enumerate(record.calls)],
+            "calls": [_call_facts(f"@{n}", said, table) for n, said in enumerate(record.calls)],
             "derived": dict(record.derived),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -41,8 +41,12 @@ def record_facts(record: Record, table: Table) -> dict[str, Any]:
         ) from error
 
 
-def _call_facts(prefix: str, said: Mapping[str, Any], table: Table) -> dict[str, Any]:
-    gradients = [entry for name, entry in table.tensors.items() if name.startswith(prefix)]
+def _call_facts(at: str, said: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    gradients = [
+        entry
+        for name, entry in table.tensors.items()
+        if is_gradient(name) and name.startswith((f"{at}.", f"{at}!."))
+    ]
     clips = [
         {"gradients": len(clip["names"]), "foreach": bool(clip["foreach"])}
         for clip in said.get("clips", ())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from everstep.format.manifest import Record
-from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.replay.redo import Loaded, of_rank
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
@@ -116,14 +116,14 @@ def load_record(
     size = max((len(call.get("ranks", ())) for call in record.calls), default=0)
     for name, entry in table.tensors.items():
         head, _, rest = name.partition(".")
-        if not is_own(name) or ("!" not in head and rest in ahead):
+        if not is_own(name) or (is_gradient(name) and rest in ahead):
             continue
         is_common = unowned(name) == name or "!clip." in head  # others have clipped what is needed
         if not is_common and size == world.size and name != own_name(unowned(name), world.rank):
             continue
         owner = parameters.get(rest)
         here = entry
-        if owner is not None and "!" not in head and entry.spec.shape == tuple(owner.shape):
+        if owner is not None and is_gradient(name) and entry.spec.shape == tuple(owner.shape):
             owners[name] = owner
             here = _part_of(entry, owner)
         if owner is None or owner.device.type == "cpu":
