@@ -1,14 +1,16 @@
 """everstep.clip_grad_norm_ over ranks: torch's bytes, and records of what was there before."""
 
+import contextlib
 from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 import zoo
 from torch.distributed.tensor import DTensor
 from zoo_model import loss_of
 
-from everstep import Checkpointer, Store, clip_grad_norm_
+from everstep import Checkpointer, EverstepError, Store, clip_grad_norm_
 from everstep.format.tables import is_gradient
 from everstep.state import clipping
 from everstep.state.kept import Interest
@@ -27,11 +29,12 @@ SHARDED = [
 SIZES = {**zoo.SIZES, "fsdp2": 2}
 
 
-def lists_of(model):
+def lists_of(model, least=0):
     """The parameters that torch can clip together: those of one mesh, and those of none."""
     lists = {}
     for parameter in model.parameters():
-        lists.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        if parameter.numel() >= least:
+            lists.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return list(lists.values())
 
 
@@ -66,7 +69,10 @@ def clips_as_torch(layout, keep_views, options):
         for job in (mine, theirs):
             backward(job, step, micro_batches=step)
         held = [local_of(p.grad)[:1] for p in mine.model.parameters()] if keep_views else []
-        for own, others in zip(lists_of(mine.model), lists_of(theirs.model), strict=True):
+        least = 4 if options.get("norm_type") == float("inf") else 0  # of nothing torch has none
+        for own, others in zip(
+            lists_of(mine.model, least), lists_of(theirs.model, least), strict=True
+        ):
             before = [seen(parameter.grad) for parameter in own]
             places = [local_of(parameter.grad).data_ptr() for parameter in own]
             found, expected = clip_grad_norm_(own, **options), torch_clip(others, **options)
@@ -74,7 +80,7 @@ def clips_as_torch(layout, keep_views, options):
             for parameter, other, was, place in zip(own, others, before, places, strict=True):
                 assert seen(parameter.grad) == seen(other.grad)
                 kept = clipping.raw_gradient(parameter)
-                if type(found) is DTensor and found.placements[0].is_partial():
+                if type(found) is DTensor and any(each.is_partial() for each in found.placements):
                     assert kept is None  # of each rank's largest: torch multiplies and reduces
                     continue
                 assert kept is not None
@@ -208,3 +214,58 @@ def test_raw_gradients_are_replayed(gang, store, layout):
         equal(found, ended)
     straight = gang.run(trains, layout, None, STEPS + 2, size=size)[0]
     equal(gang.run(trains, layout, store, STEPS + 2, size=size)[0][2], straight[2])
+
+
+def trains_without_room(store, last):
+    """Rank 1 has no memory for copies, and all gradients would have to be copied."""
+    held = []
+    room = clipping.has_room
+    if dist.get_rank() == 1:
+        clipping.has_room = lambda tensors: not list(tensors)
+    job = zoo.build("fsdp2", RECIPE)
+    state = {"model": job.model, "optimizer": job.optimizer}
+    try:
+        with Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+            handles = []
+            for step in range(1, last + 1):
+                job.optimizer.zero_grad()
+                backward(job, step)
+                held[:] = [local_of(parameter.grad) for parameter in job.model.parameters()]
+                clip_grad_norm_(job.model.parameters(), MAX_NORM)
+                job.optimizer.step()
+                handles.append(checkpointer.step(step))
+                with contextlib.suppress(EverstepError):
+                    handles[-1].wait("local")
+            return [str(handle.error or "") for handle in handles], job.full_state()
+    finally:
+        clipping.has_room = room
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_what_is_kept(gang, store):
+    (errors, ended), (others, _) = gang.run(trains_without_room, store, STEPS, size=2)
+    for found in (errors, others):
+        assert "hole: nobody wrote" in found[1]
+        assert [bool(error) for error in found] == [False, True] + [False] * (STEPS - 2)
+    kinds = [gradients_of(store, step)[0] for step in range(4, STEPS + 1)]
+    assert kinds == [{"": 25}] * len(kinds)
+    first, found, _ = gang.run(trains, "dense", store, 0, size=1)[0]
+    assert first == STEPS
+    equal(found, ended)
+
+
+def edits(job, step):
+    """Behind the version counters' back, on one rank, where the sample sees it."""
+    if step == 4 and dist.get_rank() == 0:
+        gradient = local_of(job.model.head.weight.grad)
+        gradient.numpy().fill(0.5)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_one_rank_changes_afterwards(gang, store):
+    ended = gang.run(trains, "fsdp2", store, STEPS, None, edits, size=2)[0][2]
+    assert 4 not in Store(store).steps()  # raw on one rank, and as consumed on the other
+    for layout in ("fsdp2", "dense"):
+        first, found, _ = gang.run(trains, layout, store, 0, size=SIZES[layout])[0]
+        assert first == STEPS
+        equal(found, ended)

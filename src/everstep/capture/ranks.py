@@ -13,6 +13,7 @@ import torch
 
 from everstep.format.manifest import FORMS
 from everstep.format.tables import raw_name
+from everstep.state import kept
 from everstep.state.leaves import Leaf
 from everstep.state.view import State
 
@@ -27,6 +28,7 @@ class Ranks:
         self._state = state
         self._world = state.world
         self._calls = 0
+        self._has_given_up = False
         self._base: tuple[int, int | None] = (-1, None)
 
     @property
@@ -46,6 +48,9 @@ class Ranks:
             for row in call.get(key, ())
             for name in row["names"]
         }
+        if not (kept.takes_parts() or self._has_given_up):
+            self._has_given_up = True
+            self._world.tell("no raw parts", True)
         leaves = self._state.record_leaves(tensors, special, owner)
         told = {leaf.name for leaf in leaves} | self._spoken_for(tensors, calls)
         said = [_only(call, f"@{number}.", told) for number, call in enumerate(calls)]
@@ -68,6 +73,8 @@ class Ranks:
     def note_base(self, step: int, distance: int) -> None:
         """A base is made at this step; the first rank's `distance` says when the next one is."""
         self._base = (step, None)
+        if self._world.heard("no raw parts"):  # this step's ranks have come apart over that
+            kept.give_up_parts()
         if self._world.rank == 0:
             self._base = (step, step + distance)
             self._world.tell(f"base/{step}", step + distance)

@@ -241,7 +241,8 @@ def _replaced_and_copied(gradients: list[Tensor]) -> tuple[list[int], list[int]]
         return [], []  # a new tensor would be one that autograd cannot add to
     if not all(_is_plain(local_of(gradient)) for gradient in gradients):
         return [], []
-    if any(map(is_dtensor, gradients)) and not all(map(has_known_placements, gradients)):
+    are_parts = any(map(is_dtensor, gradients))
+    if are_parts and not (kept.takes_parts() and all(map(has_known_placements, gradients))):
         return [], []
     in_buffers = owners.unshared(
         local_of(gradient) for gradient in gradients if is_dtensor(gradient)
@@ -255,8 +256,12 @@ def _replaced_and_copied(gradients: list[Tensor]) -> tuple[list[int], list[int]]
     if _have_overlaps([local_of(gradients[index]) for index in (*rest, *of_buffers)]):
         return [], []  # torch scales shared memory once for each gradient
     copied = [index for index in rest if _is_dense(local_of(gradients[index]))]
-    has_memory = has_room(local_of(gradients[index]) for index in copied)
-    return replaced, copied if has_memory else []
+    if has_room(local_of(gradients[index]) for index in copied):
+        return replaced, copied
+    if are_parts:
+        kept.give_up_parts()
+        return [], []
+    return replaced, []
 
 
 def _is_plain(gradient: Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.state.layout import is_dtensor
+from everstep.state.layout import is_dtensor, local_of
 
 
 def is_unseen(gradients: Sequence[Tensor], index: int) -> bool:
@@ -41,17 +41,23 @@ def unshared(tensors: Iterable[Tensor]) -> set[int]:
     return {key for key, members in found.items() if _have_it_alone(members)}
 
 
+def unshared_parts(parameters: Iterable[Tensor], noted: Iterable[Tensor]) -> set[int]:
+    """Those of DTensors' gradients, which `noted` may share."""
+    gradients = (parameter.grad for parameter in parameters)
+    parts = [local_of(each) for each in gradients if each is not None and is_dtensor(each)]
+    return unshared((*parts, *noted)) if parts else set()
+
+
 def _have_it_alone(members: dict[int, Tensor]) -> bool:
     """Whether these, which have one storage, are all that have it."""
     if _VIEWED is None:
         return False
-    view = next(iter(members.values()))
-    bases = {id(member._base) for member in members.values()}
-    if view._base is None or len(bases) > 1 or bases <= members.keys():  # not as FSDP2 makes them
+    views = [member for member in members.values() if member._base is not None]
+    bases = {id(view._base) for view in views}
+    if len(bases) != 1 or bases <= members.keys():  # not as FSDP2 makes them
         return False
-    count = len(members)
-    (python, storage), (base_python, base) = _storage_holders(view), _base_holders(view)
-    return (python, storage - count, base_python, base - count) == _VIEWED
+    (python, storage), (base_python, base) = _storage_holders(views[0]), _base_holders(views[0])
+    return (python, storage - len(members), base_python, base - len(views)) == _VIEWED
 
 
 def _holders(gradients: Sequence[Tensor], index: int) -> tuple[int, int]:
