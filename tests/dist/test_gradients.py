@@ -105,7 +105,7 @@ def test_gradients_in_the_same_memory_are_copied(gang, store):
 @pytest.mark.slow
 def test_gradients_that_are_sometimes_in_the_same_memory(gang, store):
     for counts, _ in check(gang, store, "fsdp2", now_and_then):
-        assert counts[-1][True] == 25
+        assert counts[5][False] == 0  # step 6, after which it is another memory
 
 
 @pytest.mark.slow
