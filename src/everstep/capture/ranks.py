@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from everstep.format.manifest import FORMS
+from everstep.format.tables import raw_name
+from everstep.state import kept
 from everstep.state.leaves import Leaf
 from everstep.state.view import State
 
@@ -26,6 +28,7 @@ class Ranks:
         self._state = state
         self._world = state.world
         self._calls = 0
+        self._has_given_up = False
         self._base: tuple[int, int | None] = (-1, None)
 
     @property
@@ -45,13 +48,33 @@ class Ranks:
             for row in call.get(key, ())
             for name in row["names"]
         }
+        if not (kept.takes_parts() or self._has_given_up):
+            self._has_given_up = True
+            self._world.tell("no raw parts", True)
         leaves = self._state.record_leaves(tensors, special, owner)
-        written = {leaf.name for leaf in leaves}
-        return leaves, [_only(call, f"@{number}.", written) for number, call in enumerate(calls)]
+        told = {leaf.name for leaf in leaves} | self._spoken_for(tensors, calls)
+        said = [_only(call, f"@{number}.", told) for number, call in enumerate(calls)]
+        unused = _coefficients(calls) - _coefficients(said)
+        return tuple(leaf for leaf in leaves if leaf.name not in unused), said
+
+    def _spoken_for(
+        self, tensors: Mapping[str, torch.Tensor], calls: Sequence[Mapping[str, Any]]
+    ) -> set[str]:
+        """Gradients from before clipping of which several ranks write parts: the first of them says
+        so for all, with the coefficient, which they have in common."""
+        return {
+            f"@{number}.{name}"
+            for number, call in enumerate(calls)
+            for row in call.get("clips", ())
+            for name in row["names"]
+            if raw_name(f"@{number}", name) in tensors and self._state.speaks_for(name)
+        }
 
     def note_base(self, step: int, distance: int) -> None:
         """A base is made at this step; the first rank's `distance` says when the next one is."""
         self._base = (step, None)
+        if self._world.heard("no raw parts"):  # this step's ranks have come apart over that
+            kept.give_up_parts()
         if self._world.rank == 0:
             self._base = (step, step + distance)
             self._world.tell(f"base/{step}", step + distance)
@@ -74,6 +97,10 @@ class Ranks:
             self._world.tell(f"decision/{turn}", wanted())
         heard = self._world.heard(f"decision/{turn - 1}")
         return now if heard is None else bool(heard)
+
+
+def _coefficients(calls: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {row["coefficient"] for call in calls for row in call.get("clips", ())}
 
 
 def _only(call: Mapping[str, Any], at: str, written: Set[str]) -> dict[str, Any]:

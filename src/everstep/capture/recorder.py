@@ -1,11 +1,12 @@
 """The redo log's raw material: what each optimizer call consumed, since the last record.
 
 A gradient is *held* by reference where its storage is fresh, because then nobody writes to it any
-more: zero_grad() lets go of it, and the next backward makes another. It is *copied* at the call
-where that is not sure: the first records, storage that was seen before (zero_grad(set_to_none=
-False), DDP's buckets), views, optimizers that were seen to write to gradients, a GradScaler that
-unscales inside of the update. Where a communication hook has compressed it, its compressed form is
-held.
+more: zero_grad() lets go of it, and the next backward makes another. So it is with FSDP2's,
+which are parts of what a reduce-scatter made, where nobody but gradients has that (`owners`). It is
+*copied* at the call where that is not sure: the first records, storage that was seen before
+(zero_grad(set_to_none=False), DDP's buckets), other views, optimizers that were seen to write to
+gradients, a GradScaler that unscales inside of the update. Where a communication hook has
+compressed it, its compressed form is held.
 
 Between two calls of an optimizer its tensors must not change, or replay would go another way: a
 tripwire is armed after each call, and looked at before the next.
@@ -14,7 +15,7 @@ Source: LowDiff (SC 2025), which copies eagerly and does not look.
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +27,9 @@ from everstep.capture.hashes import Hashes
 from everstep.capture.refusals import Outside, check_gradient, check_graphs
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
-from everstep.format.tables import is_dense
-from everstep.state import clipping, compressed, forms
-from everstep.state.layout import local_of, part_of
+from everstep.format.tables import is_dense, raw_name
+from everstep.state import clipping, compressed, forms, owners
+from everstep.state.layout import is_dtensor, local_of, part_of
 from everstep.state.leaves import Leaf, sample
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerState
@@ -339,6 +340,7 @@ class Recorder:
         ]
         known = compressed.forms_of((parameter, clipped) for _, parameter, clipped in rows)
         must_copy |= call.optimizer.name in self._writers
+        in_buffers = set() if must_copy else self._unshared()
         for name, parameter, clipped in rows:
             gradient = parameter.grad
             if gradient is None:
@@ -356,9 +358,12 @@ class Recorder:
                 shrunk[name] = form
                 call.tensors |= form.tensors(call.at, name)
             elif clipped:
-                call.tensors[key] = clipped.raw  # nobody else writes to it
+                if is_dtensor(clipped.raw):
+                    key = raw_name(call.at, name)
+                # Nobody else writes to it.
+                call.tensors[key] = _local(name, parameter, clipped.raw)
             else:
-                copies = must_copy or not self._is_fresh(parameter, gradient)
+                copies = must_copy or not self._is_fresh(parameter, gradient, in_buffers)
                 kept = gradient.detach()
                 call.tensors[key] = kept.clone() if copies else kept
                 call.gradients.append(
@@ -374,9 +379,18 @@ class Recorder:
         if shrunk:
             call.said["compressed"] = forms.describe(shrunk)
 
-    def _is_fresh(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    def _unshared(self) -> set[int]:
+        """The storages of DTensors' gradients that nobody has but gradients and what is noted."""
+        parameters = (p for each in self._optimizers for _, _, p, _ in each.parameters())
+        noted = (tensor for call in self._calls for tensor in call.tensors.values())
+        return owners.unshared_parts(parameters, noted)
+
+    def _is_fresh(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, in_buffers: Container[int]
+    ) -> bool:
         storage = gradient.untyped_storage()
-        if gradient._is_view() or storage.nbytes() != gradient.nbytes:
+        is_all = not gradient._is_view() and storage.nbytes() == gradient.nbytes
+        if not is_all and storage._cdata not in in_buffers:
             return False
         if gradient.is_cuda and _GRAPHS in sys.modules:
             return False

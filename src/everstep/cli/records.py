@@ -9,7 +9,7 @@ from typing import Any
 from everstep.cli import wording
 from everstep.errors import Corrupt
 from everstep.format.manifest import Manifest, Record
-from everstep.format.tables import Table
+from everstep.format.tables import Table, is_gradient
 from everstep.format.wholes import whole_tensors
 
 
@@ -32,7 +32,7 @@ def record_facts(record: Record, tables: Sequence[Table]) -> dict[str, Any]:
         return {
             "step": record.step,
             "bytes": record.size,
-            "calls": [_call_facts(f"@{n}.", said, tables) for n, said in enumerate(record.calls)],
+            "calls": [_call_facts(f"@{n}", said, tables) for n, said in enumerate(record.calls)],
             "derived": dict(record.derived),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -42,9 +42,12 @@ def record_facts(record: Record, tables: Sequence[Table]) -> dict[str, Any]:
         ) from error
 
 
-def _call_facts(prefix: str, said: Mapping[str, Any], tables: Sequence[Table]) -> dict[str, Any]:
-    wholes = whole_tensors(tables)
-    gradients = [whole for name, whole in wholes.items() if name.startswith(prefix)]
+def _call_facts(at: str, said: Mapping[str, Any], tables: Sequence[Table]) -> dict[str, Any]:
+    gradients = [
+        whole
+        for name, whole in whole_tensors(tables).items()
+        if is_gradient(name) and name.startswith((f"{at}.", f"{at}!."))
+    ]
     pieces = (piece for whole in gradients for entry in whole.entries for piece in entry.pieces)
     clips = [
         {"gradients": len(clip["names"]), "foreach": bool(clip["foreach"])}

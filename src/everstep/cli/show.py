@@ -19,7 +19,7 @@ from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Piece, chunk_count
-from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.format.wholes import tables_of_records
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
@@ -217,7 +217,7 @@ def _kind_of(name: str) -> str:
         return first
     if first.endswith("!derived"):
         return "samples"
-    return "hyperparameters" if "!" in first else "gradients"
+    return "gradients" if is_gradient(name) else "hyperparameters"
 
 
 def _section(label: str, pairs: list[tuple[str, str]], screen: Screen) -> list[str]:

@@ -19,6 +19,7 @@ from everstep.format.packs import Layout, Piece, Spec, chunks
 from everstep.format.tiling import find_overlap
 
 _OWN = re.compile(r"@\d+[.!]")
+_GRADIENT = re.compile(r"@\d+!?\.")
 _SAFE_PATH = re.compile(r"(?!.*\.\.)[\w.-]+(/[\w.-]+)*")
 
 
@@ -165,6 +166,18 @@ def is_own(name: str) -> bool:
     """Whether a tensor of a record is the record's own ("@0.weight", "@0!lr"), and not one of the
     state."""
     return _OWN.match(name) is not None
+
+
+def is_gradient(name: str) -> bool:
+    """Whether a tensor is a record's gradient ("@0.weight"; "@0!.weight": one from before clipping,
+    of which several ranks have parts)."""
+    return _GRADIENT.match(name) is not None
+
+
+def raw_name(at: str, parameter: str) -> str:
+    """What a gradient from before clipping is called, of which several ranks have parts. They have
+    to agree that it is one: where some have the clipped gradient, both are incomplete."""
+    return f"{at}!.{parameter}"
 
 
 def extents(table: Table) -> list[Extent]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from everstep.format.manifest import Record
-from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.format.wholes import WholeTensor, optimizers_of, whole_tensors
 from everstep.replay.redo import Loaded, of_rank
 from everstep.restore.choose import Candidate, Described
@@ -137,14 +137,14 @@ def load_record(
     for name, whole in united.tensors.items():
         entry = whole.entries[0]
         head, _, rest = name.partition(".")
-        if not is_own(name) or ("!" not in head and rest in ahead):
+        if not is_own(name) or (is_gradient(name) and rest in ahead):
             continue
         is_common = unowned(name) == name or "!clip." in head  # others have clipped what is needed
         if not is_common and size == world.size and name != own_name(unowned(name), world.rank):
             continue
         owner = parameters.get(rest)
         here = entry
-        if owner is not None and "!" not in head and entry.spec.shape == tuple(owner.shape):
+        if owner is not None and is_gradient(name) and entry.spec.shape == tuple(owner.shape):
             owners[name] = owner
             here = _part_of(entry, owner)
         if owner is None or owner.device.type == "cpu":

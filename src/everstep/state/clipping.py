@@ -7,32 +7,43 @@ capture of a CUDA graph, `clip_grad_norm_` is torch's own function and keeps not
 What decides how a gradient is scaled while a recorder is attached:
 
 * Nobody else can see the tensor, on a CPU: `p.grad` becomes a new tensor, the old one is the raw
-  gradient. One pass over memory, as in torch.
+  gradient. One pass over memory, as in torch. So it is with FSDP2's, which lie in one buffer that
+  nobody else has (`owners`).
 * Others see it (views, as DDP's buckets; references; other parameters), or it is on an
   accelerator, where a CUDA graph may write to its address with nothing to tell: the raw gradient
   is a copy, torch scales in place.
 * The device has no memory to spare for copies: torch scales in place, nothing is kept.
-* torch's arithmetic could not be repeated from a copy (sparse or DTensor gradients, gaps or
-  overlaps in memory, one gradient twice in the list): torch scales in place, nothing is kept.
+* torch's arithmetic could not be repeated from a copy (sparse gradients, gaps or overlaps in
+  memory, one gradient twice in the list, DTensors beside others): torch scales in place, nothing
+  is kept.
+
+Of DTensors the norm is torch's, with its collectives; then each rank scales what it has, as torch
+does. What is kept makes no difference to what is communicated.
 
 Everything here runs in the training thread.
 """
 
 import itertools
-import sys
 import types
 import warnings
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Container, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import utils as torch_clipping
-from torch.utils._foreach_utils import _device_has_foreach_support
+from torch.utils._foreach_utils import _has_foreach_support
 from torch.utils.weak import TensorWeakRef
 
-from everstep.state import kept
+from everstep.state import kept, owners
 from everstep.state.graphs import is_capturing
+from everstep.state.layout import (
+    has_known_placements,
+    is_dtensor,
+    local_of,
+    replicated,
+    with_local,
+)
 from everstep.state.leaves import sample
 from everstep.state.room import has_room
 
@@ -44,10 +55,10 @@ _REPLACED_ON = frozenset({"cpu"})
 class Clipped:
     """A gradient before clipping, and what it was multiplied by.
 
-    `raw`: the gradient's shape, dtype, device and strides; shares no memory with `p.grad`. Whoever
-    looked it up may hold it, and must not change it. `coefficient`: 0-d, at most 1 (or NaN), on
-    `raw`'s device; its dtype follows the norm's. `foreach`: torch's multi-tensor kernel was used.
-    `version`: the gradient's before clipping.
+    `raw`: the gradient's shape, dtype, device and strides, a DTensor if that is one; shares no
+    memory with `p.grad`. Whoever looked it up may hold it, and must not change it. `coefficient`:
+    0-d, plain, at most 1 (or NaN), on `raw`'s device; its dtype follows the norm's. `foreach`:
+    torch's multi-tensor kernel was used. `version`: the gradient's before clipping.
     """
 
     raw: Tensor
@@ -61,7 +72,8 @@ class _Entry:
     """`Clipped` and what tells whether it still holds."""
 
     clipped: Clipped
-    gradient: TensorWeakRef
+    memory: TensorWeakRef
+    """The gradient, or of a DTensor its local tensor; likewise what is known of it."""
     version: int
     raw_version: int
     sample: bytes
@@ -115,10 +127,13 @@ def raw_gradient(parameter: Tensor) -> Clipped | None:
     """
     entry = _entries.get(parameter)
     gradient = parameter.grad
-    if entry is None or gradient is None or entry.gradient() is not gradient:
+    if entry is None or gradient is None:
         return None
-    raw_changed = entry.clipped.raw._version != entry.raw_version
-    changed = gradient._version != entry.version or sample(gradient) != entry.sample
+    memory = local_of(gradient)
+    if entry.memory() is not memory:
+        return None
+    raw_changed = local_of(entry.clipped.raw)._version != entry.raw_version
+    changed = memory._version != entry.version or sample(memory) != entry.sample
     return None if raw_changed or changed else entry.clipped
 
 
@@ -167,7 +182,7 @@ def scale_in_place(raw: Sequence[Tensor], coefficient: Tensor, foreach: bool) ->
 
 
 def _clip_and_keep(
-    owners: list[Tensor],
+    holders: list[Tensor],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
@@ -175,45 +190,48 @@ def _clip_and_keep(
 ) -> Tensor:
     """`clip_grad_norm_` for tensors that have gradients; returns the total norm."""
     # Elements of this list are only reached by index: a local name would be one more holder.
-    gradients = [owner.grad for owner in owners if owner.grad is not None]
+    gradients = [owner.grad for owner in holders if owner.grad is not None]
     total_norm = torch_clipping.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
-    versions = [gradients[index]._version for index in range(len(gradients))]
-    replaced, copied = _replaced_and_copied(gradients)
+    versions = [local_of(gradients[index])._version for index in range(len(gradients))]
+    norm = replicated(total_norm)  # else torch reduces as it multiplies (norm_type=inf)
+    replaced, copied = _replaced_and_copied(gradients) if norm is not None else ([], [])
     raws = dict(zip(copied, _copies([gradients[index] for index in copied]), strict=True))
     # First, since it may raise: then, as in torch, part of the gradients is scaled.
     taken = set(replaced)
-    rest = [owner for index, owner in enumerate(owners) if index not in taken]
+    rest = [owner for index, owner in enumerate(holders) if index not in taken]
     torch_clipping.clip_grads_with_norm_(rest, max_norm, total_norm, foreach)
-    if not raws and not replaced:
-        return total_norm  # may be a DTensor: leave it alone
+    if norm is None or not (raws or replaced):
+        return total_norm
 
-    coefficient = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+    coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
     for indices in _groups(gradients):
         device = gradients[indices[0]].device
         factor = coefficient.to(device)
         # foreach=True without support has raised in get_total_norm.
-        is_foreach = foreach is not False and _device_has_foreach_support(device)
+        is_foreach = foreach
+        if is_foreach is None:
+            is_foreach = _has_foreach_support([gradients[index] for index in indices], device)
         new = [index for index in indices if index in taken]
-        scaled = scale([gradients[index] for index in new], factor, is_foreach)
-        for index, gradient in zip(new, scaled, strict=True):
+        scaled = scale([local_of(gradients[index]) for index in new], factor, is_foreach)
+        for index, memory in zip(new, scaled, strict=True):
             raws[index] = gradients[index]
-            owners[index].grad = gradient
+            holders[index].grad = with_local(gradients[index], memory)
         for index in indices:
             if index in raws:
                 clipped = Clipped(raws[index], factor, is_foreach, versions[index])
-                _keep(owners[index], clipped)
+                _keep(holders[index], clipped)
     return total_norm
 
 
 def _keep(owner: Tensor, clipped: Clipped) -> None:
-    gradient = owner.grad
-    assert gradient is not None
+    assert owner.grad is not None
+    memory = local_of(owner.grad)
     _entries[owner] = _Entry(
         clipped,
-        TensorWeakRef(gradient),
-        gradient._version,
-        clipped.raw._version,
-        sample(gradient),
+        TensorWeakRef(memory),
+        memory._version,
+        local_of(clipped.raw)._version,
+        sample(memory),
     )
 
 
@@ -221,15 +239,29 @@ def _replaced_and_copied(gradients: list[Tensor]) -> tuple[list[int], list[int]]
     """Indices of gradients to replace, and of those to copy. The rest (or all) is left to torch."""
     if torch.is_inference_mode_enabled():
         return [], []  # a new tensor would be one that autograd cannot add to
-    if not all(_is_plain(gradient) for gradient in gradients):
+    if not all(_is_plain(local_of(gradient)) for gradient in gradients):
         return [], []
-    replaced = [index for index in range(len(gradients)) if _is_replaceable(gradients, index)]
+    are_parts = any(map(is_dtensor, gradients))
+    if are_parts and not (kept.takes_parts() and all(map(has_known_placements, gradients))):
+        return [], []
+    in_buffers = owners.unshared(
+        local_of(gradient) for gradient in gradients if is_dtensor(gradient)
+    )
+    replaced = [
+        index for index in range(len(gradients)) if _is_replaceable(gradients, index, in_buffers)
+    ]
     taken = set(replaced)
     rest = [index for index in range(len(gradients)) if index not in taken]
-    if _have_overlaps([gradients[index] for index in rest]):
+    of_buffers = [index for index in replaced if is_dtensor(gradients[index])]
+    if _have_overlaps([local_of(gradients[index]) for index in (*rest, *of_buffers)]):
         return [], []  # torch scales shared memory once for each gradient
-    copied = [index for index in rest if _is_dense(gradients[index])]
-    return replaced, copied if has_room(gradients[index] for index in copied) else []
+    copied = [index for index in rest if _is_dense(local_of(gradients[index]))]
+    if has_room(local_of(gradients[index]) for index in copied):
+        return replaced, copied
+    if are_parts:
+        kept.give_up_parts()
+        return [], []
+    return replaced, []
 
 
 def _is_plain(gradient: Tensor) -> bool:
@@ -251,42 +283,18 @@ def _is_dense(gradient: Tensor) -> bool:
     )
 
 
-def _is_replaceable(gradients: list[Tensor], index: int) -> bool:
+def _is_replaceable(gradients: list[Tensor], index: int, in_buffers: Container[int]) -> bool:
     """Whether nobody but its parameter and `gradients` holds this gradient or its memory."""
     return (
         gradients[index].device.type in _REPLACED_ON
         and not gradients[index].requires_grad  # part of a graph: create_graph
-        and gradients[index].untyped_storage().nbytes() == gradients[index].nbytes
-        and _is_dense(gradients[index])
-        and _HOLDERS_UNSHARED is not None
-        and _holders(gradients, index) == _HOLDERS_UNSHARED
+        and owners.is_unseen(gradients, index)
+        and _is_dense(local_of(gradients[index]))
+        and (
+            owners.is_alone(local_of(gradients[index]))
+            or local_of(gradients[index]).untyped_storage()._cdata in in_buffers
+        )
     )
-
-
-def _holders(gradients: list[Tensor], index: int) -> tuple[int, ...]:
-    """Counts of what holds it: in Python, in C++; and of what holds its storage: likewise."""
-    storage = gradients[index].untyped_storage()
-    return (
-        sys.getrefcount(gradients[index]),
-        gradients[index]._use_count(),  # type: ignore[attr-defined]
-        sys.getrefcount(storage),
-        torch._C._storage_Use_Count(storage._cdata),
-    )
-
-
-def _holders_if_unshared() -> tuple[int, ...] | None:
-    """`_holders` of a gradient that nobody else holds: measured, as torch promises no numbers.
-
-    None if this torch cannot tell: then nothing is replaced.
-    """
-    if not hasattr(Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
-        return None
-    owner = torch.zeros(1, device="cpu", requires_grad=True)
-    owner.grad = torch.zeros(1, device="cpu")
-    return _holders([owner.grad], 0)
-
-
-_HOLDERS_UNSHARED = _holders_if_unshared()
 
 
 def _have_overlaps(gradients: list[Tensor]) -> bool:
@@ -306,12 +314,13 @@ def _have_overlaps(gradients: list[Tensor]) -> bool:
 
 def _copies(gradients: list[Tensor]) -> list[Tensor]:
     """Copies with the same strides, in few kernel launches."""
-    copies = [torch.empty_like(gradient) for gradient in gradients]
-    for indices in _groups(gradients):
+    memories = [local_of(gradient) for gradient in gradients]
+    copies = [torch.empty_like(memory) for memory in memories]
+    for indices in _groups(memories):
         torch._foreach_copy_(
-            [copies[index] for index in indices], [gradients[index] for index in indices]
+            [copies[index] for index in indices], [memories[index] for index in indices]
         )
-    return copies
+    return [with_local(gradient, copy) for gradient, copy in zip(gradients, copies, strict=True)]
 
 
 def _groups(tensors: Sequence[Tensor]) -> list[list[int]]:

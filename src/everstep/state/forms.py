@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from everstep.format.tables import is_dense
+from everstep.format.tables import is_dense, raw_name
 
 Kind = Literal["cast", "low rank", "sparse"]
 
@@ -135,7 +135,7 @@ def gradient_of(
 ) -> Tensor | None:
     """The gradient that a record has for a parameter, dense, on its device; None where it has none.
     `compressed`: of `by_parameter`."""
-    tensor = tensors.get(f"{at}.{name}")
+    tensor = tensors.get(f"{at}.{name}", tensors.get(raw_name(at, name)))
     if tensor is None:
         return None
     tensor = tensor.to(parameter.device)

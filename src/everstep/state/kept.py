@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _interested = 0
+_takes_parts = True
 _lock = threading.Lock()
 _kept: list[MutableMapping[Tensor, Any]] = []
 
@@ -24,11 +25,12 @@ class Interest:
     def set(self, is_on: bool) -> None:
         """Keep what comes from now on, or not; the same again does nothing. When the last one is
         off, nothing is kept, and what was kept is released."""
-        global _interested
+        global _interested, _takes_parts
         with _lock:
             _interested += is_on - self._is_on
             self._is_on = is_on
             if not _interested:
+                _takes_parts = True
                 for entries in _kept:
                     entries.clear()
 
@@ -36,6 +38,17 @@ class Interest:
 def is_wanted() -> bool:
     """Whether anybody is interested."""
     return _interested > 0
+
+
+def takes_parts() -> bool:
+    """Whether copies are of use of what other ranks have parts of."""
+    return _takes_parts
+
+
+def give_up_parts() -> None:
+    """A rank has no memory for them; without its copies those of others mean nothing."""
+    global _takes_parts
+    _takes_parts = False
 
 
 def by_parameter() -> MutableMapping[Tensor, Any]:

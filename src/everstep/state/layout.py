@@ -77,3 +77,30 @@ def spread_of(tensor: torch.Tensor) -> Spread | None:
     from everstep.state import meshes  # see is_dtensor
 
     return meshes.spread_of(tensor)  # type: ignore[arg-type]
+
+
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The same of other memory of the same form: a plain tensor is that memory."""
+    if not is_dtensor(tensor):
+        return local
+    from everstep.state import meshes  # see is_dtensor
+
+    return meshes.with_local(tensor, local)  # type: ignore[arg-type]
+
+
+def replicated(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The plain tensor that all ranks have; None of a DTensor of which each has a part."""
+    if not is_dtensor(tensor):
+        return tensor
+    from everstep.state import meshes  # see is_dtensor
+
+    return meshes.replicated(tensor)  # type: ignore[arg-type]
+
+
+def has_known_placements(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor that says which elements are here, none of them to be reduced."""
+    if not is_dtensor(tensor):
+        return False
+    from everstep.state import meshes  # see is_dtensor
+
+    return meshes.has_known_placements(tensor)  # type: ignore[arg-type]

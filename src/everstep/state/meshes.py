@@ -75,6 +75,22 @@ def wrapped_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """As FSDP2 makes them, which is three times as fast as from_local()."""
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
+def replicated(tensor: DTensor) -> torch.Tensor | None:
+    """See layout.replicated."""
+    is_here = all(isinstance(placement, Replicate) for placement in tensor.placements)
+    return tensor._local_tensor if is_here else None
+
+
+def has_known_placements(tensor: DTensor) -> bool:
+    """See layout.has_known_placements."""
+    return all(isinstance(each, (Replicate, Shard, _StridedShard)) for each in tensor.placements)
+
+
 def spread_of(tensor: DTensor) -> Spread:
     """How a DTensor is spread over ranks, as data. Raises Unsupported."""
     mesh = tensor.device_mesh

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from everstep.format.boxes import Box
+from everstep.format.tables import is_gradient
 from everstep.state.layout import local_of, shards_like
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
@@ -16,11 +17,13 @@ from everstep.state.writers import Held, Holders, chosen
 @dataclass(slots=True)
 class _Share:
     """What this rank writes of a parameter: of its global `shape` these boxes, which lie at those
-    places of its own part. `writes_whole`: it is the one that writes what cannot be cut."""
+    places of its own part. `writes_whole`: it is the one that writes what cannot be cut, of those
+    that have the same; `is_first`: it is the first of all that have any part."""
 
     shape: tuple[int, ...]
     memory: torch.Tensor
     writes_whole: bool
+    is_first: bool
     places: list[tuple[tuple[slice, ...], Box | None]] = field(default_factory=list)
 
     @property
@@ -44,12 +47,14 @@ class RecordShares:
         of their parameters; what each rank has for itself; and of the rest all, if it is the first.
 
         `special`: names of gradients that are not as their parameter is (compressed, or from before
-        clipping), which one rank writes whole: it alone says how they are to be read.
+        clipping and no DTensor's), which one rank writes whole: it alone says how they are to be
+        read.
         """
         found: list[Leaf] = []
         for name, tensor in tensors.items():
             head, _, rest = name.partition(".")
-            share = self._shares.get(rest) if "!" not in head or "!indices" in head else None
+            is_shared = is_gradient(name) or "!indices" in head
+            share = self._shares.get(rest) if is_shared else None
             if share is None:
                 if self._rank == 0 or unowned(name) != name:
                     found.append(Leaf(name, tensor, owner))
@@ -69,6 +74,11 @@ class RecordShares:
                 ]
         return tuple(found)
 
+    def speaks_for(self, name: str) -> bool:
+        """Whether it is this rank that tells of a parameter what all that have a part of it have in
+        common."""
+        return self._shares[name].is_first
+
 
 def _shares(optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -> dict[str, _Share]:
     held, found = [], {}
@@ -77,7 +87,8 @@ def _shares(optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -
             ranks = holders.of(name)
             local = local_of(parameter)
             shape, shards = shards_like(parameter, local)
-            found[name] = _Share(shape, local, ranks[0] == rank)
+            is_first = holders.of_any(name)[0] == rank
+            found[name] = _Share(shape, local, ranks[0] == rank, is_first)
             held += [
                 Held(Leaf(name, view, None, box, shape), ranks)
                 for box, view in shards

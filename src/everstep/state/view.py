@@ -370,6 +370,11 @@ class State:
             self._records = RecordShares(self.optimizers, self._holders, self.world.rank)
         return self._records.leaves(tensors, special, owner)
 
+    def speaks_for(self, name: str) -> bool:
+        """See RecordShares; after `record_leaves`."""
+        assert self._records is not None
+        return self._records.speaks_for(name)
+
     def _is_eager(self, leaf: Leaf) -> bool:
         """Whether nobody can hold what writes to it: it is copied at the call."""
         return self._torn[leaf.name] >= _TORN_MAX or leaf.owner in self._graphed
