@@ -7,16 +7,33 @@ the keeper refuses the step, and whole states follow until they are together aga
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from everstep.capture.pace import Pace
 from everstep.format.manifest import FORMS
 from everstep.state.leaves import Leaf
 from everstep.state.view import State
 
 DECIDED_EVERY = 16
 """Calls from one common decision to the next; it takes effect that much later."""
+
+_WINDOWS_MAX = 4
+
+
+class Figures(NamedTuple):
+    """By which windows are chosen. `rest`: bytes that are copied at the last step in any case."""
+
+    rest: int
+    bytes_per_s: float
+    overlap_s: float
+    call_s: float
+
+    @property
+    def pace(self) -> Pace:
+        """As that of one process."""
+        return Pace(self.bytes_per_s, self.overlap_s, self.call_s)
 
 
 class Ranks:
@@ -26,12 +43,29 @@ class Ranks:
         self._state = state
         self._world = state.world
         self._calls = 0
-        self._base: tuple[int, int | None] = (-1, None)
+        self._base: tuple[int, tuple[int, int] | None] = (-1, None)
+        self._window: tuple[int, Figures | None] = (-1, None)
+        self._decided: dict[int, Figures] = {}
+        """By the first rank: for windows to come."""
 
     @property
     def rank(self) -> int:
         """This one's number."""
         return self._world.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self._world.size
+
+    def why_whole(self) -> str | None:
+        """Why these ranks must copy a state at one step; None where each can copy the same pieces
+        at the same steps. The same on all of them, once the state was collected."""
+        if len(self._world.local) < self._world.size:
+            return "the ranks are on several nodes"
+        if not self._state.is_common:
+            return "the ranks have different parameters"
+        return None
 
     def share(
         self, tensors: Mapping[str, torch.Tensor], calls: Sequence[Mapping[str, Any]], owner: int
@@ -49,20 +83,40 @@ class Ranks:
         written = {leaf.name for leaf in leaves}
         return leaves, [_only(call, f"@{number}.", written) for number, call in enumerate(calls)]
 
-    def note_base(self, step: int, distance: int) -> None:
-        """A base is made at this step; the first rank's `distance` says when the next one is."""
+    def note_base(self, step: int, distance: int, window: int) -> None:
+        """A base is made at this step. The first rank says when the next one is (`distance` steps
+        later), and over how many steps it is spread (`window`)."""
         self._base = (step, None)
         if self._world.rank == 0:
-            self._base = (step, step + distance)
-            self._world.tell(f"base/{step}", step + distance)
+            self._base = (step, (step + distance, window))
+            self._world.tell(f"base/{step}", [step + distance, window])
 
-    def next_base(self) -> int | None:
-        """The step of the next base; None where it is not known yet."""
+    def next_base(self) -> tuple[int, int] | None:
+        """The step of the next base, and over how many steps it is spread; None where that is not
+        known yet."""
         step, following = self._base
-        if following is None:
-            following = self._world.heard(f"base/{step}")
+        if following is None and (told := self._world.heard(f"base/{step}")):
+            following = (int(told[0]), int(told[1]))
             self._base = (step, following)
         return following
+
+    def tell_window(self, due: int, figures: "Figures") -> None:
+        """What the first rank has measured is what all go by, in the window that ends at `due`."""
+        if self._world.rank == 0:
+            self._decided = {at: known for at, known in self._decided.items() if at < due}
+            self._decided[due] = figures
+            for old in sorted(self._decided)[:-_WINDOWS_MAX]:
+                del self._decided[old]
+            self._world.tell(f"window/{due}", list(figures))
+
+    def window(self, due: int) -> "Figures | None":
+        """What was told for the window that ends at `due`; None where that is nothing yet."""
+        if self._world.rank == 0:
+            return self._decided.get(due)
+        if self._window[0] != due or self._window[1] is None:
+            told = self._world.heard(f"window/{due}")
+            self._window = (due, Figures(*told) if told else None)
+        return self._window[1]
 
     def decide(self, wanted: Callable[[], bool], now: bool) -> bool:
         """What all ranks do from here on: `now`, or what the first rank `wanted` a while ago."""

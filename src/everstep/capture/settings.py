@@ -88,11 +88,6 @@ class Settings:
                 f"strategy={self.strategy!r} on {nodes} nodes: a record has one part, which one "
                 f"node writes. Use strategy='full' or 'auto', which saves whole states there"
             )
-        if self.strategy == "spread":
-            raise Unsupported(
-                "strategy='spread' with several ranks: each would choose its own pieces. Use "
-                "strategy='log', 'full' or 'auto'"
-            )
         if has_rules and self.strategy == "log":
             raise Unsupported(
                 "derive= with strategy='log' and several ranks: rules are replayed by one process "
@@ -122,8 +117,7 @@ class Settings:
             return make_log()
         if self.strategy == "spread":
             check(optimizers, modules)
-        window = 1 if ranks else self.window
-        spread = Spread(optimizers, self.every, pace, window, self.looks_at_all)
+        spread = Spread(optimizers, self.every, pace, self.window, self.looks_at_all, ranks)
         if self.strategy == "spread":
             return spread
         return Auto(make_log, spread, self.every, ranks)

@@ -264,6 +264,11 @@ class State:
             self._walk_anew()
         return self._holders.digest
 
+    @property
+    def is_common(self) -> bool:
+        """Whether all ranks have the same tensors, or a part of each; once it was collected."""
+        return self.world.is_alone or self._holders.is_common
+
     def suspect(self, names: Iterable[str]) -> None:
         """These were written to while they were being copied, by something that is no optimizer.
 
