@@ -17,9 +17,10 @@ from everstep.state.leaves import Leaf
 from everstep.state.view import State
 
 DECIDED_EVERY = 16
-"""Calls from one common decision to the next; it takes effect that much later."""
+"""Steps that are due, from one common decision to the next; it takes effect that much later."""
 
-_WINDOWS_MAX = 4
+_WINDOWS_MAX = 8
+"""For so many the first rank's figures are kept."""
 
 
 class Figures(NamedTuple):
@@ -42,11 +43,11 @@ class Ranks:
     def __init__(self, state: State) -> None:
         self._state = state
         self._world = state.world
-        self._calls = 0
+        self._turn: int | None = None
         self._base: tuple[int, tuple[int, int] | None] = (-1, None)
         self._window: tuple[int, Figures | None] = (-1, None)
-        self._decided: dict[int, Figures] = {}
-        """By the first rank: for windows to come."""
+        self._decided: dict[int, tuple[int, Figures]] = {}
+        """By the first rank: for windows to come, as it has told."""
 
     @property
     def rank(self) -> int:
@@ -100,29 +101,31 @@ class Ranks:
             self._base = (step, following)
         return following
 
-    def tell_window(self, due: int, figures: "Figures") -> None:
-        """What the first rank has measured is what all go by, in the window that ends at `due`."""
+    def tell_window(self, number: int, figures: "Figures") -> None:
+        """What the first rank has measured is what all go by, in the window of that number."""
         if self._world.rank == 0:
-            self._decided = {at: known for at, known in self._decided.items() if at < due}
-            self._decided[due] = figures
-            for old in sorted(self._decided)[:-_WINDOWS_MAX]:
-                del self._decided[old]
-            self._world.tell(f"window/{due}", list(figures))
+            place = number % _WINDOWS_MAX
+            self._decided[place] = number, figures
+            self._world.tell(f"window/{place}", [number, figures])
 
-    def window(self, due: int) -> "Figures | None":
-        """What was told for the window that ends at `due`; None where that is nothing yet."""
+    def window(self, number: int) -> "Figures | None":
+        """What was told for the window of that number; None where that is nothing yet."""
+        place = number % _WINDOWS_MAX
         if self._world.rank == 0:
-            return self._decided.get(due)
-        if self._window[0] != due or self._window[1] is None:
-            told = self._world.heard(f"window/{due}")
-            self._window = (due, Figures(*told) if told else None)
+            known, figures = self._decided.get(place, (-1, None))
+            return figures if known == number else None
+        if self._window[0] != number or self._window[1] is None:
+            told = self._world.heard(f"window/{place}")
+            is_known = told is not None and told[0] == number
+            self._window = number, Figures(*told[1]) if is_known else None
         return self._window[1]
 
-    def decide(self, wanted: Callable[[], bool], now: bool) -> bool:
-        """What all ranks do from here on: `now`, or what the first rank `wanted` a while ago."""
-        self._calls += 1
-        turn, rest = divmod(self._calls, DECIDED_EVERY)
-        if rest:
+    def decide(self, step: int, every: int, wanted: Callable[[], bool], now: bool) -> bool:
+        """What all ranks do from this step on: `now`, or what the first rank `wanted` a while ago.
+        By steps, not by calls: a rank whose window has ended makes fewer."""
+        turn, before = step // (every * DECIDED_EVERY), self._turn
+        self._turn = turn
+        if turn == before or before is None:
             return now
         if self._world.rank == 0:
             self._world.tell(f"decision/{turn}", wanted())

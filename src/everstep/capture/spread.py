@@ -154,7 +154,7 @@ class Spread:
         assert self._ranks
         if self._first_due is None or self._due < self._first_due + _AHEAD * self._every:
             return None
-        return self._ranks.window(self._due)
+        return self._ranks.window(self._due // self._every)
 
     def _note_due(self, step: int) -> int:
         """The next step that is due."""
@@ -183,7 +183,7 @@ class Spread:
         is_new = self._measure(collected.walk)
         is_due = step % self._every == 0
         if self._ranks and is_due:
-            self._ranks.tell_window(step + _AHEAD * self._every, self._figures())
+            self._ranks.tell_window(step // self._every + _AHEAD, self._figures())
         if asked or tagged:
             self._forget()
             return Captured(collected)
