@@ -81,17 +81,12 @@ class Settings:
         """Whether audits look at all bytes, and not at a sample."""
         return self.audit == "full"
 
-    def check_ranks(self, has_rules: bool, nodes: int) -> None:
+    def check_ranks(self, nodes: int) -> None:
         """Raises Unsupported for what cannot be done with several ranks, on so many nodes."""
         if nodes > 1 and self.strategy in ("log", "spread"):
             raise Unsupported(
                 f"strategy={self.strategy!r} on {nodes} nodes: a record has one part, which one "
                 f"node writes. Use strategy='full' or 'auto', which saves whole states there"
-            )
-        if has_rules and self.strategy == "log":
-            raise Unsupported(
-                "derive= with strategy='log' and several ranks: rules are replayed by one process "
-                "alone. Use strategy='full' or 'auto'"
             )
 
     def make(
@@ -110,7 +105,7 @@ class Settings:
         def make_log() -> Log:
             check(optimizers, modules)
             if ranks and derived:
-                raise Unsupported("derive= is replayed by one process alone, and here are several")
+                derived.check_ranks()
             return self._log(optimizers, pace, derived, ranks)
 
         if self.strategy == "log":

@@ -41,7 +41,7 @@ class Record:
     """One step's redo record. `calls`: the optimizer calls of the step, in order, as tagged JSON;
     `part`: their gradients, and the tensors that changed outside of any optimizer. `derived`: the
     parts of the state that the user's rules derive, or that nobody changes: `rule` (whether there
-    is one) and `digest` (of its tensors, or None)."""
+    is one) and `digest` (of its tensors, or None); of several ranks `digests`, of each one's."""
 
     step: int
     calls: tuple[Any, ...]
@@ -185,7 +185,9 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
                     tuple(record["calls"]),
                     parts[natural(record["part"])] if parts else part_from_json(record["part"]),
                     {
-                        part: {"rule": said["rule"], "digest": said["digest"]}
+                        part: {
+                            key: said[key] for key in ("rule", "digest", "digests") if key in said
+                        }
                         for part, said in record.get("derived", {}).items()
                     },
                 )
