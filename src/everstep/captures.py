@@ -106,6 +106,8 @@ class Captures:
                 self.strategy.change_keeper()
             captured = self._choose(handle.step, captured.collected, asked, tag, must_wait)
         if captured is None:
+            if not self._state.world.is_alone:  # nobody waits for what has come to nothing here
+                self._saves.leave_out(handle, "its window has ended")
             return False
         try:
             patience_s = math.inf if must_wait else self._patience_s

@@ -165,15 +165,15 @@ class Checkpointer:
         self._world = World(0, 1) if alone else World.current()
         self._state = State(state, rng, self._world, by_rank, check_replicas, layout)
         self._rules = Rules(derive or {}, self._state)
-        self._derived = Derived(self._rules, settings.looks_at_all)
+        rank = None if self._world.is_alone else self._world.rank
+        self._derived = Derived(self._rules, settings.looks_at_all, rank)
         pace, derived = Pace(), self._derived if self._rules.parts else None
         self._disk = Disk(Path(store).absolute())
         ranks = None if self._world.is_alone else Ranks(self._state)
         alike = {"state": self._state.names, "every": every, "strategy": strategy}
+        alike["derive"] = list(self._rules.parts)
         team = form_team(self._world, self._disk.root, alike)
         self._world.local = team.ranks if team else (self._world.rank,)
-        if ranks:
-            settings.check_ranks(bool(self._rules.parts))
         modules = self._state.modules
         chosen = self._world.together(
             "choosing a strategy",

@@ -209,7 +209,7 @@ class Auto:
         """What to capture for `step`; None where it is nothing."""
         if not asked and step % self._balance.every == 0:
             self._note_call()
-        self._decide()
+        self._decide(step)
         try:
             return self._active.choose(step, collected, asked=asked, tagged=tagged)
         except Unsupported as error:
@@ -264,7 +264,7 @@ class Auto:
             if strategy:
                 strategy.close()
 
-    def _decide(self) -> None:
+    def _decide(self, step: int) -> None:
         was_log = self._balance.is_log
         if self._log is None:
             return
@@ -272,8 +272,9 @@ class Auto:
         if self._ranks is None:
             self._balance.decide(distance)
         else:
-            wanted = self._ranks.decide(lambda: self._balance.weigh(distance)[0], was_log)
-            self._balance.follow(wanted)
+            every, balance = self._balance.every, self._balance
+            wanted = self._ranks.decide(step, every, lambda: balance.weigh(distance)[0], was_log)
+            balance.follow(wanted)
         if self._balance.is_log != was_log:
             (self._log if was_log else self._spread).pause()
 

@@ -15,7 +15,7 @@ import torch
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import owned_names
-from everstep.state.rules import SAMPLE, Rules, digest_of, is_in, sample_of, specs_of
+from everstep.state.rules import Rules, digest_of, is_in, own_sample, sample_of, specs_of
 from everstep.state.view import Collected, Walk
 
 
@@ -34,8 +34,10 @@ class _Bound:
 class Derived:
     """Runs the rules while training, and watches what they derive. For the thread that trains."""
 
-    def __init__(self, rules: Rules, audit: bool = False) -> None:
-        """`audit`: look at all bytes instead of a sample."""
+    def __init__(self, rules: Rules, audit: bool = False, rank: int | None = None) -> None:
+        """`audit`: look at all bytes instead of a sample. `rank`: of several, each of which says it
+        of what it has."""
+        self._rank = rank
         self._rules = rules
         self._audit = audit
         self._done: int | None = None
@@ -47,6 +49,10 @@ class Derived:
         self._plain: Any = None
         self._pointers: dict[str, int] = {}
         self._digests: dict[str, str] = {}
+
+    def check_ranks(self) -> None:
+        """See Rules."""
+        self._rules.check_ranks()
 
     def run(self, step: int) -> None:
         """Bring the parts to `step`, once for each. Step 0 is the state before any update. Raises
@@ -161,8 +167,8 @@ class Derived:
         digest or None."""
         samples: dict[str, torch.Tensor] = {}
         said: dict[str, Any] = {}
-        for part, tensors in self._by_part(self.leaves(collected)).items():
-            samples[f"{SAMPLE}{part}"] = sample_of(tensors, step)
+        for part, tensors in self._by_part(collected).items():
+            samples[own_sample(part, self._rank)] = sample_of(tensors, step)
             said[part] = {
                 "rule": part in self._rules.ruled,
                 "digest": digest_of(tensors) if self._audit else None,
@@ -197,12 +203,28 @@ class Derived:
             {leaf.name: leaf.tensor for leaf in self._leaves if is_in(leaf.name, part)}
         )
 
-    def _by_part(self, leaves: Iterable[Leaf]) -> dict[str, dict[str, torch.Tensor]]:
+    def _by_part(self, collected: Collected) -> dict[str, dict[str, torch.Tensor]]:
+        if self._rank is not None:
+            return self._held_by_part(collected)
         found: dict[str, dict[str, torch.Tensor]] = {part: {} for part in self._rules.parts}
-        for leaf in leaves:
+        for leaf in self.leaves(collected):
             if part := self._rules.part_of(leaf.name):
                 found[part][leaf.name] = leaf.tensor
         return found
+
+    def _held_by_part(self, collected: Collected) -> dict[str, dict[str, torch.Tensor]]:
+        """What this rank has of each part, whoever writes it: a replay knows no writers."""
+        walk = collected.walk
+        others = {name for tied in collected.aliases.values() for name in tied}
+        others.update(owned_names(walk.optimizers))
+        return {
+            part: {
+                name: tensor
+                for name, tensor in self._rules.tensors(part).items()
+                if name not in others
+            }
+            for part in self._rules.parts
+        }
 
 
 def _watchable(leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:

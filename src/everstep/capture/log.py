@@ -229,7 +229,7 @@ class Log:
             self._break(error)
             self._check()
             return Captured(collected)
-        pieces, share = self._share(step, collected.walk)
+        pieces, compared, share = self._share(step, collected.walk)
         derived: dict[str, Any] = {}
         if self._derived:
             samples, derived = self._derived.describe(step, collected)
@@ -237,7 +237,9 @@ class Log:
         recorded = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
         if self._ranks:
             recorded, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
-        record = self._record(collected, recorded, pieces, ends_base=bool(share and share["ends"]))
+        record = self._record(
+            collected, recorded, pieces, compared, ends_base=bool(share and share["ends"])
+        )
         said = {"previous": self._last_step, "calls": calls, "derived": derived}
         return Captured(record, said, share)
 
@@ -250,6 +252,7 @@ class Log:
             self._note_record(captured, handle)
             if captured.share and captured.share["ends"]:
                 self._base_step, self._pieces = handle.step, None
+                self._tell_base()
             self._recorded += 1
             self._held.note_success()
             if self._recorded >= FORGIVEN_AFTER:
@@ -267,8 +270,13 @@ class Log:
         self._base_aliases = _owned_aliases(captured.collected)
         self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
+        self._tell_base()
+
+    def _tell_base(self) -> None:
         if self._ranks:
-            self._ranks.note_base(handle.step, self.distance())
+            distance = self.distance()
+            window = min(self._window_size(), distance)
+            self._ranks.note_base(self._base_step, distance, window)
 
     def _note_record(self, captured: Captured, handle: SaveHandle) -> None:
         if captured.share is None:
@@ -294,8 +302,10 @@ class Log:
         self._interest.set(False)
 
     def change_keeper(self) -> None:
-        """The one that had the pieces of the next base is gone: they are copied again."""
-        self._pieces = None
+        """The one that had the pieces of the next base is gone: they are copied again. Of several
+        ranks each notices it at another step: there the new one says that there is no base."""
+        if self._ranks is None:
+            self._pieces = None
 
     def end_chain(self) -> None:
         """Nothing can follow what was captured last: the next is a base."""
@@ -329,26 +339,38 @@ class Log:
     def _is_base_due(self, step: int) -> bool:
         if self._ranks:
             following = self._ranks.next_base()
-            return following is not None and step >= following
+            return following is not None and step >= following[0]
         return step - self._origin() >= self.distance()
 
-    def _share(self, step: int, walk: Walk) -> tuple[tuple[Leaf, ...], dict[str, Any] | None]:
-        """What of the next base is copied with this record. It is spread over the last steps before
-        it is due: the records that bring its pieces to one step are there anyway."""
+    def _share(self, step: int, walk: Walk) -> tuple[list[Leaf], list[Leaf], dict[str, Any] | None]:
+        """What of the next base is copied with this record, and what is compared with what other
+        ranks write of it. It is spread over the last steps before it is due: the records that bring
+        its pieces to one step are there anyway."""
         if self._pieces is None:
-            distance, origin = self.distance(), self._origin()
-            size = min(self._window_size(), distance)
-            if size == 1 or step - origin <= distance - size:
-                return (), None
+            known = self._next_base()
+            if known is None or known[1] == 1 or step <= known[0] - known[1]:
+                return [], [], None
+            self._base_due, size = known
             self._pieces = Pieces.of(self._optimizers, walk, size)
-            self._base_due = origin + distance
         ends = step >= self._base_due
-        owned = [leaf for leaf in self._pieces.take(step, ends) if leaf.owner is not None]
+        own, others = (
+            [leaf for leaf in leaves if leaf.owner is not None]
+            for leaves in self._pieces.take(step, ends)
+        )
         share = {"steps": list(self._pieces.steps), "calls": None, "ends": ends}
-        return tuple(owned), share
+        return own, others, share
+
+    def _next_base(self) -> tuple[int, int] | None:
+        """When it is due, and over how many steps it is spread."""
+        if self._ranks:
+            return self._ranks.next_base()
+        distance = self.distance()
+        return self._origin() + distance, min(self._window_size(), distance)
 
     def _window_size(self) -> int:
-        if self._is_whole_only or self._ranks or plain_numbers(self._optimizers):
+        if self._is_whole_only or plain_numbers(self._optimizers):
+            return 1
+        if self._ranks and self._ranks.why_whole():
             return 1
         if self._window is not None:
             return self._window
@@ -375,11 +397,13 @@ class Log:
         self,
         collected: Collected,
         recorded: tuple[Leaf, ...],
-        pieces: tuple[Leaf, ...],
+        pieces: list[Leaf],
+        compared: list[Leaf],
         ends_base: bool,
     ) -> Collected:
         """The record as a state of its own: gradients, and what no optimizer changes; and pieces of
-        the next base, with the last of which comes what is derived (`ends_base`)."""
+        the next base, with the last of which comes what is derived (`ends_base`). `compared`: of
+        these pieces what other ranks write."""
         derived = {id(leaf) for leaf in self._derived.leaves(collected)} if self._derived else set()
         others = tuple(
             leaf for leaf in collected.walk.leaves if leaf.owner is None and id(leaf) not in derived
@@ -404,7 +428,7 @@ class Log:
         names = {id(leaf.tensor): leaf.name for leaf in leaves}
         kept = {leaf.name for leaf in (*pieces, *others, *met)}
         aliases = {name: found for name, found in collected.aliases.items() if name in kept}
-        walk = Walk(leaves, names, {}, collected.walk.optimizers)
+        walk = Walk(leaves, names, {}, collected.walk.optimizers, tuple(compared))
         return replace(collected, walk=walk, loose=met, aliases=aliases)
 
 

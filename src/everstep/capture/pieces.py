@@ -4,7 +4,7 @@ A piece is a parameter with all of its optimizer state, never a part of that: a 
 step with moments of another replays to a wrong state.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,10 +19,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(slots=True)
 class Pieces:
-    """One state on its way. For the thread that trains."""
+    """One state on its way. For the thread that trains; of several ranks each has the same pieces
+    at the same steps, and of a piece what it writes, which may be nothing."""
 
     walk: Walk
-    units: dict[str, list[Leaf]]
+    units: dict[str, "Unit"]
     """By the parameter's name."""
     groups: Sequence[Sequence[str]]
     """Names of parameters, by the step at which they are copied; the others come last."""
@@ -30,7 +31,9 @@ class Pieces:
     """At which something was copied."""
     copied: set[str] = field(default_factory=set)
     """Names of parameters."""
-    _taken: set[int] = field(default_factory=set)
+    _taken: set[str] = field(default_factory=set)
+    _own: dict[str, list[Leaf]] = field(default_factory=dict)
+    _others: dict[str, list[Leaf]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -42,39 +45,54 @@ class Pieces:
     ) -> "Pieces":
         """To be copied over so many steps: as planned, or in equal shares."""
         units = _units(optimizers, walk)
-        return cls(walk, units, _groups(units, steps) if planned is None else planned)
+        found = cls(walk, units, _groups(units, steps) if planned is None else planned)
+        for leaves, by_name in ((walk.leaves, found._own), (walk.replicas, found._others)):
+            for leaf in leaves:
+                by_name.setdefault(leaf.name, []).append(leaf)
+        return found
 
-    def take(self, step: int, is_last: bool) -> Iterator[Leaf]:
-        """What is copied at this step; if it is the last, all that is left of what optimizers
-        own."""
+    def take(self, step: int, is_last: bool) -> tuple[list[Leaf], list[Leaf]]:
+        """What is copied at this step, and what is only to be compared with what other ranks write
+        of it; if it is the last, all that is left of what optimizers own."""
         index = len(self.steps)
         self.steps.append(step)
         if is_last:
-            yield from (leaf for leaf in self.walk.leaves if id(leaf.tensor) not in self._taken)
-            return
-        for name in self.groups[index] if index < len(self.groups) else ():
-            self.copied.add(name)
-            self._taken.update(id(leaf.tensor) for leaf in self.units[name])
-            yield from self.units[name]
+            left = [name for name in {**self._own, **self._others} if name not in self._taken]
+            return _all_of(left, self._own), _all_of(left, self._others)
+        group = self.groups[index] if index < len(self.groups) else ()
+        self.copied.update(group)
+        names = [leaf for name in group for leaf in self.units[name].leaves]
+        self._taken.update(names)
+        return _all_of(names, self._own), _all_of(names, self._others)
 
 
-def measured(optimizers: list[OptimizerState], walk: Walk) -> tuple[list[Piece], int]:
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A piece: the names of its leaves, and its bytes on all ranks together."""
+
+    leaves: tuple[str, ...]
+    size: int
+
+
+def measured(
+    optimizers: list[OptimizerState], walk: Walk, ranks: int = 1
+) -> tuple[list[Piece], int]:
     """The pieces, and the bytes of the gradients of all parameters that the walk has (of several
-    ranks: as far as this one writes them)."""
-    items = {
-        name: _gradient_item(parameter)
-        for optimizer in optimizers
-        for _, name, parameter, _ in optimizer.parameters()
-    }
-    gradients = dict.fromkeys(items, 0)
-    for leaf in walk.leaves:
-        if leaf.name in items:
-            gradients[leaf.name] += leaf.tensor.numel() * items[leaf.name]
+    ranks: as far as this one writes them). Of the pieces what each of so many `ranks` has of them
+    on average: the same on all."""
+    items: dict[str, tuple[int, int]] = {}
+    for optimizer in optimizers:
+        for _, name, parameter, _ in optimizer.parameters():
+            items[name] = parameter.numel(), _gradient_item(parameter)
+    gradients = sum(
+        leaf.tensor.numel() * items[leaf.name][1] for leaf in walk.leaves if leaf.name in items
+    )
     pieces = [
-        Piece(name, sum(leaf.tensor.nbytes for leaf in unit), gradients[name])
+        Piece(name, unit.size // ranks, count * item // ranks)
         for name, unit in _units(optimizers, walk).items()
+        for count, item in [items[name]]
     ]
-    return pieces, sum(gradients.values())
+    return pieces, gradients
 
 
 def _gradient_item(parameter: torch.Tensor) -> int:
@@ -100,9 +118,10 @@ def why_not(optimizers: list[OptimizerState]) -> str | None:
         kind = type(optimizer.optimizer)
         if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
             return f"{optimizer.name!r} is a {kind.__qualname__}, which may couple parameters"
-        kinds = {(type(p) in _PLAIN, p.device.type) for _, _, p, _ in optimizer.parameters()}
-        if len(kinds) > 1:  # by which torch chooses between for-loop and foreach, for all together
-            return f"{optimizer.name!r} has parameters of several kinds, or on several devices"
+        for group in optimizer.optimizer.param_groups:
+            # By which torch chooses between for-loop and foreach, for all of a group together.
+            if len({(type(p) in _PLAIN, p.device.type) for p in group["params"]}) > 1:
+                return f"{optimizer.name!r} has parameters of several kinds, or on several devices"
         for _, name, parameter, _ in optimizer.parameters():
             if id(parameter) in seen:
                 return f"{name!r} has two optimizers"
@@ -118,23 +137,29 @@ def plain_numbers(optimizers: list[OptimizerState]) -> str | None:
     return None
 
 
-def _units(optimizers: list[OptimizerState], walk: Walk) -> dict[str, list[Leaf]]:
+def _units(optimizers: list[OptimizerState], walk: Walk) -> dict[str, Unit]:
     """Each parameter with all its optimizer state, where nobody else writes to any of it."""
-    owned = {id(leaf.tensor): leaf for leaf in walk.leaves if leaf.owner is not None}
+    eager = {leaf.name for leaf in (*walk.leaves, *walk.replicas) if leaf.owner is None}
     units = {}
     for optimizer in optimizers:
         for _, name, parameter, _ in optimizer.parameters():
-            state = optimizer.optimizer.state.get(parameter, {})
+            state = optimizer.state.get(parameter, {})
             members = (parameter, *(v for v in state.values() if isinstance(v, torch.Tensor)))
-            if all(id(member) in owned for member in members):
-                units[name] = [owned[id(member)] for member in members]
+            leaves = [walk.names.get(id(member)) for member in members]
+            if all(leaf is not None and leaf not in eager for leaf in leaves):
+                size = sum(member.numel() * member.element_size() for member in members)
+                units[name] = Unit(tuple(leaf for leaf in leaves if leaf is not None), size)
     return units
 
 
-def _groups(units: dict[str, list[Leaf]], steps: int) -> list[list[str]]:
+def _all_of(names: Iterable[str], leaves: Mapping[str, list[Leaf]]) -> list[Leaf]:
+    return [leaf for name in names for leaf in leaves.get(name, ())]
+
+
+def _groups(units: Mapping[str, Unit], steps: int) -> list[list[str]]:
     """The parameters, the largest first, in as many groups of about equal bytes; without the last,
     which takes what is left."""
-    sizes = {name: sum(leaf.tensor.nbytes for leaf in unit) for name, unit in units.items()}
+    sizes = {name: unit.size for name, unit in units.items()}
     share = sum(sizes.values()) / steps
     groups: list[list[str]] = [[]]
     taken = 0

@@ -7,10 +7,11 @@ the keeper refuses the step, and whole states follow until they are together aga
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from everstep.capture.pace import Pace
 from everstep.format.manifest import FORMS
 from everstep.format.tables import raw_name
 from everstep.state import kept
@@ -18,7 +19,24 @@ from everstep.state.leaves import Leaf
 from everstep.state.view import State
 
 DECIDED_EVERY = 16
-"""Calls from one common decision to the next; it takes effect that much later."""
+"""Steps that are due, from one common decision to the next; it takes effect that much later."""
+
+_WINDOWS_MAX = 8
+"""For so many the first rank's figures are kept."""
+
+
+class Figures(NamedTuple):
+    """By which windows are chosen. `rest`: bytes that are copied at the last step in any case."""
+
+    rest: int
+    bytes_per_s: float
+    overlap_s: float
+    call_s: float
+
+    @property
+    def pace(self) -> Pace:
+        """As that of one process."""
+        return Pace(self.bytes_per_s, self.overlap_s, self.call_s)
 
 
 class Ranks:
@@ -27,14 +45,36 @@ class Ranks:
     def __init__(self, state: State) -> None:
         self._state = state
         self._world = state.world
-        self._calls = 0
         self._has_given_up = False
-        self._base: tuple[int, int | None] = (-1, None)
+        self._turn: int | None = None
+        self._base: tuple[int, tuple[int, int] | None] = (-1, None)
+        self._window: tuple[int, Figures | None] = (-1, None)
+        self._decided: dict[int, tuple[int, Figures]] = {}
+        """By the first rank: for windows to come, as it has told."""
 
     @property
     def rank(self) -> int:
         """This one's number."""
         return self._world.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self._world.size
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """Whether they are on more than one node."""
+        return len(self._world.local) < self._world.size
+
+    def why_whole(self) -> str | None:
+        """Why these ranks must copy a state at one step; None where each can copy the same pieces
+        at the same steps. The same on all of them, once the state was collected."""
+        if self.is_on_nodes:
+            return "the ranks are on several nodes"
+        if not self._state.is_common:
+            return "the ranks have different parameters"
+        return None
 
     def share(
         self, tensors: Mapping[str, torch.Tensor], calls: Sequence[Mapping[str, Any]], owner: int
@@ -70,28 +110,50 @@ class Ranks:
             if raw_name(f"@{number}", name) in tensors and self._state.speaks_for(name)
         }
 
-    def note_base(self, step: int, distance: int) -> None:
-        """A base is made at this step; the first rank's `distance` says when the next one is."""
+    def note_base(self, step: int, distance: int, window: int) -> None:
+        """A base is made at this step. The first rank says when the next one is (`distance` steps
+        later), and over how many steps it is spread (`window`)."""
         self._base = (step, None)
         if self._world.heard("no raw parts"):  # this step's ranks have come apart over that
             kept.give_up_parts()
         if self._world.rank == 0:
-            self._base = (step, step + distance)
-            self._world.tell(f"base/{step}", step + distance)
+            self._base = (step, (step + distance, window))
+            self._world.tell(f"base/{step}", [step + distance, window])
 
-    def next_base(self) -> int | None:
-        """The step of the next base; None where it is not known yet."""
+    def next_base(self) -> tuple[int, int] | None:
+        """The step of the next base, and over how many steps it is spread; None where that is not
+        known yet."""
         step, following = self._base
-        if following is None:
-            following = self._world.heard(f"base/{step}")
+        if following is None and (told := self._world.heard(f"base/{step}")):
+            following = (int(told[0]), int(told[1]))
             self._base = (step, following)
         return following
 
-    def decide(self, wanted: Callable[[], bool], now: bool) -> bool:
-        """What all ranks do from here on: `now`, or what the first rank `wanted` a while ago."""
-        self._calls += 1
-        turn, rest = divmod(self._calls, DECIDED_EVERY)
-        if rest:
+    def tell_window(self, number: int, figures: "Figures") -> None:
+        """What the first rank has measured is what all go by, in the window of that number."""
+        if self._world.rank == 0:
+            place = number % _WINDOWS_MAX
+            self._decided[place] = number, figures
+            self._world.tell(f"window/{place}", [number, figures])
+
+    def window(self, number: int) -> "Figures | None":
+        """What was told for the window of that number; None where that is nothing yet."""
+        place = number % _WINDOWS_MAX
+        if self._world.rank == 0:
+            known, figures = self._decided.get(place, (-1, None))
+            return figures if known == number else None
+        if self._window[0] != number or self._window[1] is None:
+            told = self._world.heard(f"window/{place}")
+            is_known = told is not None and told[0] == number
+            self._window = number, Figures(*told[1]) if is_known else None
+        return self._window[1]
+
+    def decide(self, step: int, every: int, wanted: Callable[[], bool], now: bool) -> bool:
+        """What all ranks do from this step on: `now`, or what the first rank `wanted` a while ago.
+        By steps, not by calls: a rank whose window has ended makes fewer."""
+        turn, before = step // (every * DECIDED_EVERY), self._turn
+        self._turn = turn
+        if turn == before or before is None:
             return now
         if self._world.rank == 0:
             self._world.tell(f"decision/{turn}", wanted())

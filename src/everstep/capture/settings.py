@@ -81,19 +81,6 @@ class Settings:
         """Whether audits look at all bytes, and not at a sample."""
         return self.audit == "full"
 
-    def check_ranks(self, has_rules: bool) -> None:
-        """Raises Unsupported for what cannot be done with several ranks."""
-        if self.strategy == "spread":
-            raise Unsupported(
-                "strategy='spread' with several ranks: each would choose its own pieces. Use "
-                "strategy='log', 'full' or 'auto'"
-            )
-        if has_rules and self.strategy == "log":
-            raise Unsupported(
-                "derive= with strategy='log' and several ranks: rules are replayed by one process "
-                "alone. Use strategy='full' or 'auto'"
-            )
-
     def make(
         self,
         optimizers: list[OptimizerState],
@@ -110,15 +97,17 @@ class Settings:
         def make_log() -> Log:
             check(optimizers, modules)
             if ranks and derived:
-                raise Unsupported("derive= is replayed by one process alone, and here are several")
+                _check_nodes(ranks, "derive= with a log")
+                derived.check_ranks()
             return self._log(optimizers, pace, derived, ranks)
 
         if self.strategy == "log":
             return make_log()
         if self.strategy == "spread":
+            if ranks:
+                _check_nodes(ranks, "strategy='spread'")
             check(optimizers, modules)
-        window = 1 if ranks else self.window
-        spread = Spread(optimizers, self.every, pace, window, self.looks_at_all)
+        spread = Spread(optimizers, self.every, pace, self.window, self.looks_at_all, ranks)
         if self.strategy == "spread":
             return spread
         return Auto(make_log, spread, self.every, ranks)
@@ -150,4 +139,12 @@ def _check_group(value: object) -> None:
         raise ValueError(
             f"group_commit must be a positive number of bytes, and of milliseconds up to "
             f"{MILLISECONDS_MAX} (an hour), not {value!r}"
+        )
+
+
+def _check_nodes(ranks: Ranks, what: str) -> None:
+    if ranks.is_on_nodes:
+        raise Unsupported(
+            f"{what} and ranks on several nodes: that is for ranks of one node. Use "
+            f"strategy='full' or 'auto'"
         )

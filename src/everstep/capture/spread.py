@@ -23,6 +23,7 @@ import torch
 from everstep.capture.log import RECORD_OWNER, Captured
 from everstep.capture.pace import Pace, Piece, Schedule, schedule
 from everstep.capture.pieces import Pieces, measured, plain_numbers, why_not
+from everstep.capture.ranks import Figures, Ranks
 from everstep.capture.recorder import Recorder
 from everstep.capture.refusals import Held, Refused, check_gradients, check_graphs
 from everstep.errors import Unsupported
@@ -34,6 +35,9 @@ from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
 
 log = logging.getLogger("everstep")
+
+_AHEAD = 2
+"""So many windows before one the first of several ranks tells what it has measured for it."""
 
 
 @dataclass(slots=True)
@@ -55,9 +59,11 @@ class Spread:
         pace: Pace,
         window: int | None = None,
         audit: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         """`every`: the steps that are due are its multiples. `window`: steps of one; None: chosen
-        by `pace`. `audit`: see Recorder."""
+        by `pace`. `audit`: see Recorder. `ranks`: of several, which go by what the first of them
+        has measured up to two windows before."""
         self._optimizers = optimizers
         self._every = every
         self._pace = pace
@@ -78,7 +84,11 @@ class Spread:
         self._held = Held()
         self._refused: str | None = None
         self._stays_whole = False
-        self._recorder = Recorder([] if self.refusal else optimizers, audit)
+        self._ranks = ranks
+        self._due = 0
+        self._first_due: int | None = None
+        rank = ranks.rank if ranks else None
+        self._recorder = Recorder([] if self.refusal else optimizers, audit, rank)
 
     @property
     def is_recording(self) -> bool:
@@ -105,7 +115,7 @@ class Spread:
         itself."""
         if self._refused:
             return True
-        due = -(-step // self._every) * self._every
+        due = self._note_due(step)
         if self._window and self._window.due != due:  # no step() came at the due step
             self._forget()
         if self._window:
@@ -116,15 +126,42 @@ class Spread:
         """Steps of the next window."""
         if self._every == 1 or self.refusal or self._sizes is None:
             return 1
+        if self._ranks and self._ranks.why_whole():
+            return 1
         if self._fixed is not None:
             return min(self._fixed, self._every)
-        walk, state, _ = self._sizes
-        known = self._planned
-        if known is None or known[0] is not walk or self._pace.has_moved(known[1]):
-            rest = state - sum(piece.size for piece in self._measured)
-            self._schedule = schedule(self._measured, rest, self._pace, self._every)
-            self._planned = walk, replace(self._pace)
+        walk, pace, known = self._sizes[0], self._pace, self._planned
+        figures = self._figures()
+        if self._ranks:
+            told = self._told()
+            if told is None:
+                return 1
+            figures, pace = told, told.pace
+        has_moved = known and (pace != known[1] if self._ranks else pace.has_moved(known[1]))
+        if known is None or known[0] is not walk or has_moved:
+            self._schedule = schedule(self._measured, figures.rest, pace, self._every)
+            self._planned = walk, replace(pace)
         return self._schedule.steps
+
+    def _figures(self) -> Figures:
+        """As this process has measured them."""
+        assert self._sizes
+        rest = max(0, self._sizes[1] - sum(piece.size for piece in self._measured))
+        return Figures(rest, self._pace.bytes_per_s, self._pace.overlap_s, self._pace.call_s)
+
+    def _told(self) -> Figures | None:
+        """What the first rank has told for the next window; it does not for the first two."""
+        assert self._ranks
+        if self._first_due is None or self._due < self._first_due + _AHEAD * self._every:
+            return None
+        return self._ranks.window(self._due // self._every)
+
+    def _note_due(self, step: int) -> int:
+        """The next step that is due."""
+        self._due = -(-step // self._every) * self._every
+        if self._first_due is None:
+            self._first_due = self._due
+        return self._due
 
     def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
         """The handle of the last checkpoint, if it is of this step and of just this state."""
@@ -142,8 +179,11 @@ class Spread:
         """What to capture for `step`; None where it is nothing. `asked`, `tagged`: by save(), which
         wants a whole state now. Raises Refused where windows do not fit the run: then at each
         call."""
+        self._note_due(step)
         is_new = self._measure(collected.walk)
         is_due = step % self._every == 0
+        if self._ranks and is_due:
+            self._ranks.tell_window(step // self._every + _AHEAD, self._figures())
         if asked or tagged:
             self._forget()
             return Captured(collected)
@@ -255,7 +295,8 @@ class Spread:
         if self._sizes is not None and self._sizes[0] is walk:
             return False
         state = sum(leaf.tensor.nbytes for leaf in walk.leaves)
-        self._measured, gradients = measured(self._optimizers, walk)
+        ranks = self._ranks.size if self._ranks else 1
+        self._measured, gradients = measured(self._optimizers, walk, ranks)
         self._sizes = walk, state, gradients
         return True
 
@@ -271,23 +312,26 @@ class Spread:
             for call in calls if not is_due else ():
                 call.pop("after", None)  # it is of all parameters, some of which come later
         self._window = window
-        leaves = tuple(pieces.take(step, is_due))
+        leaves, compared = pieces.take(step, is_due)
         record = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
+        if self._ranks and calls is not None:
+            record, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
         share = {"steps": list(pieces.steps), "calls": calls, "ends": is_due}
         if calls is None:
             self._recorder.reset()
             self._recorder.watch()
             self._interest.set(True)
         self._recorder.only = pieces.copied
-        return Captured(_part_of(collected, (*leaves, *record), is_due), share=share)
+        part = _part_of(collected, (*leaves, *record), tuple(compared), is_due)
+        return Captured(part, share=share)
 
     def _open(self, step: int, collected: Collected) -> _Window:
         if taken := [leaf.name for leaf in collected.walk.leaves if is_own(leaf.name)]:
             raise Unsupported(f"{taken[0]!r} is a name that records use")
         if problem := plain_numbers(self._optimizers):
             raise Unsupported(problem)
-        due = -(-step // self._every) * self._every
-        walk, steps = collected.walk, due - step + 1
+        due, walk = self._due, collected.walk
+        steps = due - step + 1
         known = self._planned
         is_planned = known and known[0] is walk and self._schedule.steps == steps
         planned = self._schedule.groups if is_planned and self._fixed is None else None
@@ -303,13 +347,16 @@ class Spread:
             raise Unsupported(f"step {step} came after step {window.pieces.steps[-1]}")
 
 
-def _part_of(collected: Collected, leaves: tuple[Leaf, ...], is_last: bool) -> Collected:
-    """Those leaves as a state of their own; with all that is no leaf, if it is the last."""
+def _part_of(
+    collected: Collected, leaves: tuple[Leaf, ...], replicas: tuple[Leaf, ...], is_last: bool
+) -> Collected:
+    """Those leaves as a state of their own; with all that is no leaf, if it is the last. Ranks
+    number hyperparameters together, in each."""
     names = {id(leaf.tensor): leaf.name for leaf in leaves}
     loose = collected.loose if is_last else ()
     kept = {leaf.name for leaf in (*leaves, *loose)}
     aliases = {name: found for name, found in collected.aliases.items() if name in kept}
-    walk = Walk(leaves, names, {}, collected.walk.optimizers)
+    walk = Walk(leaves, names, {}, collected.walk.optimizers, replicas)
     if not is_last:
-        return Collected(walk, (), aliases, {}, {})
-    return Collected(walk, loose, aliases, collected.objects, collected.hyperparameters)
+        return Collected(walk, (), aliases, {}, collected.hyperparameters)
+    return replace(collected, walk=walk, loose=loose, aliases=aliases)

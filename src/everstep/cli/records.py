@@ -96,7 +96,7 @@ def call_pairs(facts: Mapping[str, Any], is_only: bool) -> list[tuple[str, str]]
     for part, said in facts["derived"].items():
         at = "then" if is_only else f"{facts['step']} then"
         how = "derived by a rule of the program" if said["rule"] else "changed by nobody"
-        kept = "digest" if said["digest"] else "sample"
+        kept = "digest" if said["digest"] or any(said.get("digests", ())) else "sample"
         pairs.append((f"{at} {part}", f"{how}, {kept} of the result kept"))
     return pairs
 

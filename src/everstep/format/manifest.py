@@ -41,7 +41,8 @@ class Record:
     """One step's redo record. `calls`: the optimizer calls of the step, in order, as tagged JSON;
     `parts`: their gradients, and the tensors that changed outside of any optimizer, of each node
     what it wrote. `derived`: the parts of the state that the user's rules derive, or that nobody
-    changes: `rule` (whether there is one) and `digest` (of its tensors, or None)."""
+    changes: `rule` (whether there is one) and `digest` (of its tensors, or None); of several ranks
+    `digests`, of each one's."""
 
     step: int
     calls: tuple[Any, ...]
@@ -194,7 +195,9 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
                     tuple(record["calls"]),
                     _parts_of_record(record, parts),
                     {
-                        part: {"rule": said["rule"], "digest": said["digest"]}
+                        part: {
+                            key: said[key] for key in ("rule", "digest", "digests") if key in said
+                        }
                         for part, said in record.get("derived", {}).items()
                     },
                 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from everstep.errors import Corrupt, EverstepError, Mismatch, Unsupported
+from everstep.errors import Corrupt, EverstepError, Mismatch
 from everstep.format.document import digest_of, unseal
 from everstep.format.manifest import FORMS
 from everstep.format.merge import Merged, RankTable, check_coverage, merge
@@ -183,13 +183,18 @@ def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[d
     Mismatch."""
     hyperparameters, calls, mapping = merge_numbered(each, [(n,) for n in range(len(each))])
     objects, ranks = objects_of(each)
-    record = each[0].get("record")
+    record, share = each[0].get("record"), each[0].get("share")
+    if record and record.get("derived"):
+        record = {**record, "derived": _derived_of([said["record"] for said in each])}
+    if share and share["calls"] is not None:
+        share = {**share, "calls": calls}
     return {
         **each[0],
         "objects": objects,
         "hyperparameters": hyperparameters,
         "own": ranks,
         "record": record and {**record, "calls": calls},
+        "share": share,
     }, mapping
 
 
@@ -256,25 +261,44 @@ def merge_numbered(
 
 
 def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """The calls of each rank's record; nothing for whole states. Raises Mismatch where ranks have
-    different things to save."""
+    """The calls of each rank's record, or of its share of a window; nothing for whole states.
+    Raises Mismatch where ranks have different things to save."""
+    calls = [_calls_of(said) for said in each]
     kinds = [
         (
-            bool(said.get("share")),
-            said.get("record") and (said["record"]["previous"], len(said["record"]["calls"])),
+            said.get("record") and said["record"]["previous"],
+            said.get("share") and [list(said["share"]["steps"]), bool(said["share"]["ends"])],
+            own if own is None else [call["optimizer"] for call in own],
         )
-        for said in each
+        for said, own in zip(each, calls, strict=True)
     ]
-    calls = [list((said.get("record") or {"calls": []})["calls"]) for said in each]
-    names = [[call["optimizer"] for call in own] for own in calls]
-    if any(kind != kinds[0] for kind in kinds) or any(own != names[0] for own in names):
+    if any(kind != kinds[0] for kind in kinds):
         raise Mismatch(
             "saving: the ranks have different things for this step (some a record, some a whole "
-            "state, or records of different updates). Something surprised one of them: its log says"
+            "state, or records of different updates, or shares of different windows). Something "
+            "surprised one of them: its log says"
         )
-    if kinds[0][0]:
-        raise Unsupported("saving shares of a window of several ranks: this everstep cannot")
-    return calls
+    return [own or [] for own in calls]
+
+
+def _derived_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is derived, with the digest of each rank's part of it. Raises Mismatch."""
+    kinds = [{p: said["rule"] for p, said in each["derived"].items()} for each in records]
+    if any(kind != kinds[0] for kind in kinds):
+        raise Mismatch(
+            "saving: the ranks derive different parts (derive=). Give all the same rules"
+        )
+    return {
+        part: {**said, "digest": None, "digests": [e["derived"][part]["digest"] for e in records]}
+        for part, said in records[0]["derived"].items()
+    }
+
+
+def _calls_of(said: Mapping[str, Any]) -> list[Any] | None:
+    """None where there can be none."""
+    known = said.get("record") or said.get("share") or {}
+    found = known.get("calls")
+    return None if found is None else list(found)
 
 
 def _merge_call(

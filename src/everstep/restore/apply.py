@@ -178,8 +178,10 @@ def _replay(
         with candidate.sources(record.part) as sources:
             loader.load(record.part, sources, here, table)
 
-    is_exact = base.manifest.exact
-    with Records(candidate, logs, parameters, loader, is_exact, state.world) as records:
+    layout = state.layout()
+    is_same = all(each.manifest.topology.get("layout", ALONE) == layout for each in logs)
+    is_comparable = base.manifest.exact and is_same  # digests are of a rank's part of tensors
+    with Records(candidate, logs, parameters, loader, is_comparable, state.world) as records:
         _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
         _fill(candidate, base, placement, loader)
         placement.finish()

@@ -14,7 +14,8 @@ from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay.redo import Loaded
 from everstep.restore.choose import Described
 from everstep.state.placement import Destination, Placement, Saved
-from everstep.state.rules import SAMPLE, Rules, digest_of, is_in, sample_of
+from everstep.state.rules import Rules, digest_of, is_in, own_sample, sample_of
+from everstep.state.topology import ALONE
 from everstep.state.view import State
 
 _RULED = (
@@ -53,6 +54,9 @@ class Derivation:
         self._state = state
         self._constant = parts - ruled
         self._optimized = frozenset(optimized)
+        world = state.world
+        self._rank = None if world.is_alone else world.rank
+        self._layout = state.layout() if parts else ALONE
         self._constants: dict[str, dict[str, torch.Tensor]] = {}
         missing = sorted(ruled - set(rules.ruled if rules else ()))
         if missing:
@@ -88,7 +92,9 @@ class Derivation:
             names = [name for name in self.names if is_in(name, part)]
             if lost := [name for name in names if name not in live]:
                 raise Corrupt(f"{_at(record, part)} has no tensor {lost[0]!r} any more")
-            compare(loaded, record, part, {name: live[name] for name in names})
+            then = described.manifest.topology.get("layout", ALONE)
+            if then == self._layout:  # else what a rank then had of it is not what one has here
+                compare(loaded, record, part, {name: live[name] for name in names}, self._rank)
 
     def _tensors(self, part: str) -> dict[str, torch.Tensor]:
         """By all names; of a part that nobody changes they stay the same."""
@@ -134,14 +140,21 @@ def derived_names(base: Described, parts: Set[str], optimized: Set[str]) -> set[
     }
 
 
-def compare(loaded: Loaded, record: Record, part: str, found: Mapping[str, torch.Tensor]) -> None:
+def compare(
+    loaded: Loaded,
+    record: Record,
+    part: str,
+    found: Mapping[str, torch.Tensor],
+    rank: int | None = None,
+) -> None:
     """Raises Corrupt where a part is not what the run had after this step, as far as its record
-    tells."""
+    tells. `rank`: of as many as it had."""
     said = record.derived[part]
-    known = loaded.tensors.get(f"{SAMPLE}{part}")
+    known = loaded.tensors.get(own_sample(part, rank))
     is_same = known is None or sample_of(found, record.step).cpu().equal(known.cpu())
-    is_hashed = said["digest"] is not None  # a pass over the part, which samples spare
-    if not is_same or (is_hashed and said["digest"] != digest_of(found)):
+    digest = said["digest"] if rank is None else said["digests"][rank]
+    # None where nothing is hashed: a pass over the part, which samples spare.
+    if not is_same or (digest is not None and digest != digest_of(found)):
         raise Corrupt(
             f"{_at(record, part)} came to other bytes than the run had after this step. "
             f"{_RULED if said['rule'] else _CONSTANT}"

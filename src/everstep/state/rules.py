@@ -12,9 +12,12 @@ from typing import Any
 import torch
 import xxhash
 
+from everstep.errors import Unsupported
+from everstep.state.layout import local_of
 from everstep.state.leaves import Leaf
 from everstep.state.modules import ModuleState
 from everstep.state.optimizers import OptimizerState
+from everstep.state.ranked import own_name
 from everstep.state.stateful import StatefulState, ValueState
 from everstep.state.view import State
 
@@ -70,6 +73,21 @@ class Rules:
                 error.add_note(f"everstep: in the rule that derives {part!r}, at step {step}")
                 raise
 
+    def check_ranks(self) -> None:
+        """Raises Unsupported for parts that no rank can derive by itself."""
+        for part in self._rules:
+            tensors = self._state.tensors_of(part)
+            if any(self._state.mapped.split(tensor) is not None for tensor in tensors.values()):
+                why = "consists of boxes of other tensors (layout=, FSDP1)"
+            elif self._state.is_by_rank(part):
+                why = "is each rank's own (by_rank=)"
+            else:
+                continue
+            raise Unsupported(
+                f"derive= with a log of several ranks: {part!r} {why}, and a replay on other ranks "
+                f"could not derive it. Use strategy='full'"
+            )
+
     def tensors(self, part: str) -> dict[str, torch.Tensor]:
         """The part's live tensors, by all names that they have in it."""
         return self._state.tensors_of(part)
@@ -88,7 +106,7 @@ class Rules:
         found: dict[str, int] = {}
 
         def sink(name: str, tensor: torch.Tensor) -> str:
-            found[name] = tensor.data_ptr()
+            found[name] = local_of(tensor).data_ptr()
             return name
 
         for part in self._rules:
@@ -98,15 +116,21 @@ class Rules:
         return found
 
 
+def own_sample(part: str, rank: int | None) -> str:
+    """What the sample of a part is called, of one process or of a rank among several."""
+    name = f"{SAMPLE}{part}"
+    return name if rank is None else own_name(name, rank)
+
+
 def is_in(name: str, part: str) -> bool:
     """Whether the tensor or part `name` is in `part`, or is it."""
     return name == part or name.startswith(f"{part}.")
 
 
 def sample_of(tensors: Mapping[str, torch.Tensor], step: int) -> torch.Tensor:
-    """A few bytes of the tensors, other ones at each step, as one tensor; does not synchronise.
-    Equal for equal tensors and steps, wherever they lie."""
-    rows = [tensors[name] for name in sorted(tensors) if tensors[name].numel()]
+    """A few bytes of the tensors (of this rank's part of them), other ones at each step, as one
+    tensor; does not synchronise. Equal for equal tensors and steps, wherever they lie."""
+    rows = [local for name in sorted(tensors) if (local := local_of(tensors[name])).numel()]
     first = step * _SAMPLES_MAX % max(1, len(rows))
     chosen = (*rows[first : first + _SAMPLES_MAX], *rows[:first])[:_SAMPLES_MAX]
     pieces = []
@@ -119,10 +143,10 @@ def sample_of(tensors: Mapping[str, torch.Tensor], step: int) -> torch.Tensor:
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """XXH3-128 of all their bytes, row-major, by name. Waits for the device."""
+    """XXH3-128 of all their bytes (on this rank), row-major, by name. Waits for the device."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
-        plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+        plain = local_of(tensors[name]).detach().resolve_conj().resolve_neg().cpu().contiguous()
         digest.update(plain.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

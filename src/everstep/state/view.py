@@ -181,12 +181,18 @@ class State:
         return {name: tensor for name, tensor in found.items() if _is_chosen(name, [part])}
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """The state's own tensors, by all their names."""
-        walk = self._walk_anew()
-        found = {leaf.name: leaf.tensor for leaf in walk.leaves}
-        for name, others in walk.aliases.items():
+        """The state's own tensors, by all their names; of several ranks as they are here."""
+        self._name_parameters()
+        each = (leaf for entry in self._entries for leaf in entry.leaves(Guard()))
+        leaves, aliases = find_aliases(each)
+        found = {leaf.name: leaf.tensor for leaf in leaves}
+        for name, others in aliases.items():
             found |= dict.fromkeys(others, found[name])
         return found
+
+    def is_by_rank(self, part: str) -> bool:
+        """Whether each rank has its own of something in this part."""
+        return any(_is_chosen(name, [part]) for name in self._shares)
 
     def collect(self) -> Collected:
         """The state at this moment, by reference: tensors are not copied here, objects are."""
@@ -263,6 +269,11 @@ class State:
         if self._walk is None:
             self._walk_anew()
         return self._holders.digest
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all ranks have the same tensors, or a part of each; once it was collected."""
+        return self.world.is_alone or self._holders.is_common
 
     def suspect(self, names: Iterable[str]) -> None:
         """These were written to while they were being copied, by something that is no optimizer.

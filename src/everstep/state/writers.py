@@ -119,6 +119,12 @@ class Holders:
                 for name, held in _held_of(spread, names[digest]):
                     self._of_name.setdefault(name, []).append((rank, held))
 
+    @property
+    def is_common(self) -> bool:
+        """Whether each rank has something of each tensor."""
+        rows = self._of_name.values()
+        return all(len({rank for rank, _ in found}) == self._world.size for found in rows)
+
     def of(self, name: str, box: Box | None = None) -> tuple[int, ...]:
         """The ranks that have this box of this tensor, or, where all can tell of each other what
         they have, just the boxes that this rank has."""
