@@ -292,15 +292,15 @@ def test_a_killed_keeper_is_followed_by_one_that_goes_on_with_the_chain(gang, st
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [NODES, "abab"])
 def test_what_surprises_one_rank_ends_the_chain_on_all_nodes(gang, store, files, nodes):
-    gang.start(trains_on, store, nodes, 8, files, (4, 7))
-    go(files, *range(1, 9))
+    gang.start(trains_on, store, nodes, 9, files, (4, 7))
+    go(files, *range(1, 10))
     outcomes = gang.finish()
     for outcome in outcomes:
         errors = outcome.value[1]
         assert [step for step, error in errors.items() if error] == [4, 7]
         assert errors[4].startswith("Mismatch: ")
         assert errors[7].startswith("Mismatch: ")
-    check_ended(gang, store, outcomes, {1: 0, 2: 1, 3: 1, 5: 0, 6: 1, 8: 0})
+    check_ended(gang, store, outcomes, {1: 0, 2: 1, 3: 1, 5: 0, 6: 1, 8: 0, 9: 1})
 
 
 @pytest.mark.slow
