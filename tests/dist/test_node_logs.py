@@ -7,12 +7,14 @@ import random
 import resource
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from test_nodes import check_equal, done, go, part_documents, wait_until
+from test_nodes import check_equal, done, go, part_documents
+from test_nodes import wait_until as wait_for
 
 from everstep import Checkpointer, Keep, Store, clip_grad_norm_, compress
 from everstep.capture import auto, ranks
@@ -27,6 +29,11 @@ LARGE = zoo.Recipe(width=128, vocabulary=512, hidden=256)
 
 NODES = "aabb"
 """The node of each rank."""
+
+PATIENCE_S = 120.0
+"""Of a machine on which keepers start slowly."""
+
+wait_until = partial(wait_for, seconds=PATIENCE_S)
 
 
 @pytest.fixture
@@ -257,7 +264,7 @@ def test_a_disk_that_fails_on_one_node_ends_the_chain_on_all(gang, store, files,
     wait_until(done(files, 3))
     resource.prlimit(keeper, resource.RLIMIT_FSIZE, limits)
     go(files, 4, 5, 6)
-    outcomes = gang.finish()
+    outcomes = gang.finish(PATIENCE_S)
     for outcome in outcomes:
         errors = outcome.value[1]
         assert errors[3].startswith("Unavailable: ")
@@ -284,7 +291,7 @@ def test_a_killed_keeper_is_followed_by_one_that_goes_on_with_the_chain(gang, st
     wait_until(lambda: keeper_pid(store, node) not in (None, killed))
     os.kill(other, signal.SIGCONT)
     go(files, 5, 6)
-    outcomes = gang.finish()
+    outcomes = gang.finish(PATIENCE_S)
     assert [outcome.value[1] for outcome in outcomes] == [dict.fromkeys(range(1, 7))] * 4
     check_ended(gang, store, outcomes, {1: 0, 2: 1, 3: 1, 4: 1, 5: 1, 6: 0})
 
@@ -292,15 +299,15 @@ def test_a_killed_keeper_is_followed_by_one_that_goes_on_with_the_chain(gang, st
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [NODES, "abab"])
 def test_what_surprises_one_rank_ends_the_chain_on_all_nodes(gang, store, files, nodes):
-    gang.start(trains_on, store, nodes, 8, files, (4, 7))
-    go(files, *range(1, 9))
-    outcomes = gang.finish()
+    gang.start(trains_on, store, nodes, 9, files, (4, 7))
+    go(files, *range(1, 10))
+    outcomes = gang.finish(PATIENCE_S)
     for outcome in outcomes:
         errors = outcome.value[1]
         assert [step for step, error in errors.items() if error] == [4, 7]
         assert errors[4].startswith("Mismatch: ")
         assert errors[7].startswith("Mismatch: ")
-    check_ended(gang, store, outcomes, {1: 0, 2: 1, 3: 1, 5: 0, 6: 1, 8: 0})
+    check_ended(gang, store, outcomes, {1: 0, 2: 1, 3: 1, 5: 0, 6: 1, 8: 0, 9: 1})
 
 
 @pytest.mark.slow
@@ -328,7 +335,7 @@ def test_a_node_that_dies_in_the_middle_of_a_chain(
         os.kill(keepers[node], signal.SIGKILL)
     gang.kill()
     os.kill(keepers[other], signal.SIGCONT)
-    gang.finish()
+    gang.finish(PATIENCE_S)
     go(files, *range(5, 10))
     size = len(survivors)
     first, errors, states = gang.run(trains_on, store, survivors, 2, files, size=size)[0]
@@ -401,7 +408,7 @@ def check_read(store, state, step):
 def test_the_host_catches_up_with_a_log_of_nodes(gang, store):
     more = {"base_every": 100, "catch_up": 4, "keep": Keep(last=3)}
     gang.start(trains, "fsdp2", store, NODES, 12, more)
-    outcomes = gang.finish()
+    outcomes = gang.finish(PATIENCE_S)
     states = outcomes[0].value[3]
     steps = Store(store).steps()
     assert steps[-3:] == [10, 11, 12]
@@ -438,7 +445,7 @@ def test_keepers_that_die_at_any_moment(gang, store, monkeypatch, seed):
                     os.kill(pid, signal.SIGKILL)
         if life == 0:
             gang.kill()
-        gang.finish()
+        gang.finish(PATIENCE_S)
     assert Store(store).verify().ok
     steps = Store(store).steps()
     expected = gang.run(trains_alone, "fsdp2", max(steps, default=0))[0][1]

@@ -113,6 +113,7 @@ class Log:
         self._last: SaveHandle | None = None
         self._said: tuple[Any, Any] = (None, None)
         self._breaks = self._recorded = 0
+        self._has_broken = False
         self._held = Held()
         self._refused: str | None = None
         self._pace = pace or Pace()
@@ -318,9 +319,11 @@ class Log:
         return self._last.step
 
     def _note_parting(self) -> None:
-        """Whether the ranks came apart at the last step: another one had a surprise."""
+        """Whether the ranks came apart at the last step: one of them had a surprise. It counts once
+        on each, also on that one: else they would give up at different steps."""
+        has_broken, self._has_broken = self._has_broken, False
         if self._ranks and self._last and isinstance(self._last.error, Mismatch):
-            self._breaks += 1
+            self._breaks += not has_broken
             self.end_chain()
 
     def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
@@ -385,6 +388,7 @@ class Log:
             self._refused = str(error)
             return
         self._breaks += 1
+        self._has_broken = True
         self._recorded = 0
         log.warning(
             "the log ends before step %s: %s. A whole state is saved instead%s",
