@@ -73,7 +73,7 @@ def check(gang, layout, store, tmp_path, last, options):
         )
         assert step == saved
         equal(there, states[step])
-    steps = Store(store).steps()
+    steps = Store(store).steps()[2:8]
     for step, there in gang.run(restores, layout, store, options, steps, size=size)[0]:
         equal(there, states[step])
     first, after, found, errors = gang.run(trains, layout, store, last + 3, options, size=size)[0]
@@ -316,6 +316,11 @@ def test_all_ranks_go_by_what_the_first_has_measured(gang, store):
     ((step, there), *_), *_ = gang.run(restores, "fsdp2", store, {"every": 6}, [None], size=4)
     assert step == 30
     equal(there, expected)
+
+
+@pytest.mark.slow
+def test_ranks_that_have_nothing_of_a_share(gang, store, tmp_path):
+    check(gang, "ddp", store, tmp_path, 48, {"strategy": "spread", "every": 24, "window": 24})
 
 
 @pytest.mark.slow
