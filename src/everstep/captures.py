@@ -63,7 +63,7 @@ class Captures:
         slots = SLOTS_OF_GROUPS if settings.group_commit else SLOTS
         self.pool = Pool(client, settings.memory_budget, slots)
         saves.attach(client, self.pool)
-        self._attachments = client.attachments
+        self._losses = client.losses
         self._planners: dict[object, Planner] = {}
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
@@ -101,8 +101,8 @@ class Captures:
         began = time.perf_counter()
         captured: Captured | None = Captured(self.collect())
         if self.strategy and captured:
-            if self._attachments != self._client.attachments:
-                self._attachments = self._client.attachments
+            if self._losses != self._client.losses:
+                self._losses = self._client.losses
                 self.strategy.change_keeper()
             captured = self._choose(handle.step, captured.collected, asked, tag, must_wait)
         if captured is None:

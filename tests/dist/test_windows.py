@@ -1,7 +1,10 @@
 """States of several ranks that are copied over several steps: restored to the bits of the run."""
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 import zoo
 
 from everstep import Checkpointer, Store
@@ -12,10 +15,8 @@ from stores import end_keeper
 RECIPE = zoo.Recipe()
 LOG = {"strategy": "log", "base_every": 6, "window": 3}
 SPREAD = {"strategy": "spread", "every": 4, "window": 3}
-SLOW = [
-    pytest.param(layout, marks=pytest.mark.slow)
-    for layout in ("ddp", "hsdp", "tp", "fsdp_tp", "fsdp2")
-]
+LAYOUTS = ["ddp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp2", "hsdp", "tp"))]
+LAYOUTS.append(pytest.param("fsdp_tp", marks=pytest.mark.slow))
 
 
 def attached(job, store, **options):
@@ -72,7 +73,7 @@ def check(gang, layout, store, tmp_path, last, options):
         )
         assert step == saved
         equal(there, states[step])
-    steps = Store(store).steps()
+    steps = Store(store).steps()[2:8]
     for step, there in gang.run(restores, layout, store, options, steps, size=size)[0]:
         equal(there, states[step])
     first, after, found, errors = gang.run(trains, layout, store, last + 3, options, size=size)[0]
@@ -88,7 +89,7 @@ def bases(store):
     return {step: [part.steps for part in state.parts] for step, state in found.items() if state}
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", *SLOW[:4]])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_bases_of_a_log_are_spread(gang, store, tmp_path, layout):
     check(gang, layout, store, tmp_path, 15, LOG)
     assert bases(store) == {7: [5, 6, 7], 13: [11, 12, 13]}
@@ -96,7 +97,8 @@ def test_bases_of_a_log_are_spread(gang, store, tmp_path, layout):
     assert [step for step, each in enumerate(manifests, 1) if not each.records] == [1]
 
 
-@pytest.mark.parametrize("layout", ["ddp", *SLOW[1:]])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp", "tp", "fsdp_tp"])
 def test_states_are_spread(gang, store, tmp_path, layout):
     check(gang, layout, store, tmp_path, 14, SPREAD)
     parts = [[part.steps for part in Store(store).manifest(s).parts] for s in (4, 8, 12)]
@@ -150,15 +152,16 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-@pytest.mark.parametrize("audit", ["full", pytest.param("sample", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("audit", ["full", "sample"])
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
         ("ddp", "values"),
-        pytest.param("ddp", "model", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "values", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "model", marks=pytest.mark.slow),
-        pytest.param("hsdp", "model", marks=pytest.mark.slow),
+        ("ddp", "model"),
+        ("fsdp2", "values"),
+        ("fsdp2", "model"),
+        ("hsdp", "model"),
     ],
 )
 def test_averages_are_derived_on_each_rank(gang, store, tmp_path, layout, way, audit):
@@ -190,3 +193,142 @@ def held(store, step):
     disk = Disk(store)
     manifest = Store(store).manifest(step)
     return {name for part in manifest.all_parts for name in catalog.read_table(disk, part).tensors}
+
+
+def surprised(store, last, options, at):
+    """As `trains`, but before a step somebody on rank 1 writes to a weight what is there."""
+    job = zoo.build("ddp", RECIPE)
+    with attached(job, store, **options) as checkpointer:
+        first = checkpointer.restore()
+        handles = []
+        for step in range(first + 1, last + 1):
+            if step == at and dist.get_rank() == 1:
+                with torch.no_grad():
+                    next(job.model.parameters()).mul_(1.0)
+            job.train(step)
+            handles.append(checkpointer.step(step))
+            checkpointer.wait()
+        return [handle.step for handle in handles if handle and not handle.error], job.full_state()
+
+
+def test_a_window_that_ends_on_one_rank_ends_on_all(gang, store):
+    found = gang.run(surprised, store, 12, SPREAD, 7, size=2)
+    assert [steps for steps, _ in found] == [[4, 8, 12], [4, 8, 12]]
+    parts = [[part.steps for part in Store(store).manifest(s).parts] for s in (4, 8, 12)]
+    assert parts == [[4], [8], [10, 11, 12]]
+    ((step, there), *_), *_ = gang.run(restores, "tp", store, SPREAD, [None], size=2)
+    assert step == 12
+    equal(there, found[0][1])
+
+
+def goes_on(layout, store, folder, last, options, at):
+    """As `trains`; at a step all ranks wait until they may go on."""
+    job = zoo.build(layout, RECIPE)
+    with attached(job, store, **options) as checkpointer:
+        first = checkpointer.restore()
+        handles = []
+        for step in range(first + 1, last + 1):
+            job.train(step)
+            handles.append(checkpointer.step(step))
+            if step == at:
+                checkpointer.wait()
+                (folder / f"there-{dist.get_rank()}").touch()
+                while not (folder / "go").exists():
+                    time.sleep(0.01)
+        checkpointer.wait()
+        errors = [handle.step for handle in handles if handle and handle.error]
+        return first, errors, job.full_state()
+
+
+def wait_for(folder, ranks):
+    end = time.monotonic() + 60
+    while not all((folder / f"there-{rank}").exists() for rank in range(ranks)):
+        assert time.monotonic() < end, "not all ranks have come"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "left"), [(SPREAD, 4), (LOG, 6)])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_rank_that_dies_within_a_window(gang, store, tmp_path, layout, options, left):
+    """The window of step 8 (7) is begun at step 6 (5)."""
+    size = zoo.SIZES[layout]
+    gang.start(goes_on, layout, store, tmp_path, 14, options, 6, size=size)
+    wait_for(tmp_path, size)
+    gang.kill(1)
+    (tmp_path / "go").touch()
+    gang.finish(timeout=20)
+    assert Store(store).steps()[-1] == left
+    first, errors, found = gang.run(goes_on, layout, store, tmp_path, 14, options, 0, size=size)[0]
+    assert (first, errors) == (left, [])
+    assert Store(store).verify().ok
+    expected = gang.run(trains, layout, tmp_path / "again", 14, {"strategy": "full"}, size=size)[0]
+    end_keeper(tmp_path / "again")
+    equal(found, expected[2][14])
+    saved = Store(store).steps()[-1]
+    (step, there), *_ = gang.run(restores, layout, store, options, [None], size=size)[0]
+    assert step == saved
+    equal(there, expected[2][saved])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [SPREAD, LOG])
+def test_a_keeper_that_dies_within_a_window(gang, store, tmp_path, options):
+    gang.start(goes_on, "ddp", store, tmp_path, 16, options, 6, size=2)
+    wait_for(tmp_path, 2)
+    end_keeper(store)
+    (tmp_path / "go").touch()
+    outcomes = gang.finish()
+    assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, outcomes
+    found = outcomes[0].value[2]
+    if options is SPREAD:
+        assert Store(store).steps() == [4, 8, 12, 16]
+    assert Store(store).steps()[-1] == 16
+    assert Store(store).verify().ok
+    ((step, there), *_), *_ = gang.run(restores, "tp", store, options, [None], size=2)
+    assert step == 16
+    equal(there, found)
+
+
+def goes_by_the_first(store, last):
+    """Ranks that have measured different things."""
+    job = zoo.build("ddp", RECIPE)
+    with attached(job, store, every=6) as checkpointer:
+        pace = checkpointer._captures._pace
+        for step in range(1, last + 1):
+            job.train(step)
+            size = sum(parameter.nbytes for parameter in job.model.parameters())
+            pace.overlap_s, pace.call_s = 1.0, 1e-6  # copies of all take 2 or 5 steps
+            pace.bytes_per_s = 3 * size / 2 / (2, 5)[dist.get_rank()]
+            checkpointer.step(step)
+        checkpointer.wait()
+        return job.full_state()
+
+
+@pytest.mark.slow
+def test_all_ranks_go_by_what_the_first_has_measured(gang, store):
+    expected = gang.run(goes_by_the_first, store, 30, size=2)[0]
+    parts = {s: [p.steps for p in Store(store).manifest(s).parts] for s in Store(store).steps()}
+    assert parts[6] == [6]
+    assert parts[12] == [12]
+    for step in (18, 24, 30):
+        assert len(parts[step]) > 1, parts
+    ((step, there), *_), *_ = gang.run(restores, "fsdp2", store, {"every": 6}, [None], size=4)
+    assert step == 30
+    equal(there, expected)
+
+
+@pytest.mark.slow
+def test_ranks_that_have_nothing_of_a_share(gang, store, tmp_path):
+    check(gang, "ddp", store, tmp_path, 48, {"strategy": "spread", "every": 24, "window": 24})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [SPREAD, LOG])
+def test_replicas_are_compared_in_windows(gang, store, options):
+    options = {**options, "check_replicas": True}
+    *_, errors = gang.run(trains, "ddp", store, 12, options, size=2)[0]
+    assert errors == []
+    manifests = [Store(store).manifest(step) for step in Store(store).steps()]
+    assert bases(store) or any(len(manifest.parts) > 1 for manifest in manifests)
+    assert Store(store).verify().ok

@@ -131,15 +131,15 @@ class Spread:
         if self._fixed is not None:
             return min(self._fixed, self._every)
         walk, pace, known = self._sizes[0], self._pace, self._planned
-        figures = self._figures()
-        if self._ranks:
-            told = self._told()
-            if told is None:
-                return 1
-            figures, pace = told, told.pace
-        has_moved = known and (pace != known[1] if self._ranks else pace.has_moved(known[1]))
+        told = self._told() if self._ranks else None
+        if told:
+            pace = told.pace
+        elif self._ranks:
+            return 1
+        has_moved = known and (pace != known[1] if told else pace.has_moved(known[1]))
         if known is None or known[0] is not walk or has_moved:
-            self._schedule = schedule(self._measured, figures.rest, pace, self._every)
+            rest = (told or self._figures()).rest
+            self._schedule = schedule(self._measured, rest, pace, self._every)
             self._planned = walk, replace(pace)
         return self._schedule.steps
 

@@ -103,6 +103,9 @@ class Client:
         self._stop = threading.Event()
         self._lost: str | None = None
         self.attachments = 1
+        self.losses = 0
+        """Keepers that are gone: ranks see one's death at about the same time, and attach to the
+        next one when they can."""
         """How often a keeper was found: another one knows nothing of what the last had in mind."""
         self._deaths: collections.deque[float] = collections.deque(maxlen=_DEATHS_MAX)
         self.keeper_pid = 0
@@ -334,6 +337,7 @@ class Client:
         Where keepers cannot be started, or die one after the other, that is told once, and tried
         again after a while.
         """
+        self.losses += 1
         log.warning("the keeper of %s was lost; looking for another", self._store)
         self._deaths.append(time.monotonic())
         pause = 1.0

@@ -83,6 +83,8 @@ class Holders:
         """Of how all ranks' tensors are spread; the same on all of them."""
         self._of_name: dict[str, list[tuple[int, Spread | tuple[Box, ...] | None]]] = {}
         self._shapes: Mapping[str, Shape] = {}
+        self.is_common = False
+        """Whether each rank has something of each tensor."""
 
     def ask(self, shapes: Mapping[str, Shape]) -> None:
         """What this rank holds. Where that is not known yet, all ranks have to ask, in whatever
@@ -118,12 +120,9 @@ class Holders:
                     names[digest] = self._world.heard(f"names/{digest}") or []
                 for name, held in _held_of(spread, names[digest]):
                     self._of_name.setdefault(name, []).append((rank, held))
-
-    @property
-    def is_common(self) -> bool:
-        """Whether each rank has something of each tensor."""
-        rows = self._of_name.values()
-        return all(len({rank for rank, _ in found}) == self._world.size for found in rows)
+        self.is_common = all(
+            len({rank for rank, _ in found}) == self._world.size for found in self._of_name.values()
+        )
 
     def of(self, name: str, box: Box | None = None) -> tuple[int, ...]:
         """The ranks that have this box of this tensor, or, where all can tell of each other what
