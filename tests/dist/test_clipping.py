@@ -147,14 +147,13 @@ def test_not_finite_is_torchs_error(gang):
     gang.run(not_finite, "fsdp2", size=2)
 
 
-def trains(layout, store, last, foreach=None, edit=None):
+def trains(layout, store, last, foreach=None, edit=None, settings=None):
     """From what is restored up to a step, clipped by everstep: where it began, the state there, and
     at the end; without a store by torch. `edit`: of gradients of a step, after clipping."""
     job = zoo.build(layout, RECIPE)
     state = {"model": job.model, "optimizer": job.optimizer}
-    checkpointer = store and Checkpointer(
-        store, state, strategy="log", under_pressure="wait", base_every=20
-    )
+    settings = settings or {"strategy": "log", "base_every": 20}
+    checkpointer = store and Checkpointer(store, state, under_pressure="wait", **settings)
     first = checkpointer.restore() if checkpointer else 0
     begun = job.full_state()
     for step in range(first + 1, last + 1):
@@ -269,3 +268,17 @@ def test_a_gradient_that_one_rank_changes_afterwards(gang, store):
         first, found, _ = gang.run(trains, layout, store, 0, size=SIZES[layout])[0]
         assert first == STEPS
         equal(found, ended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("foreach", [False, True])
+def test_raw_gradients_in_windows(gang, store, foreach):
+    settings = {"strategy": "spread", "every": 4, "window": 3}
+    (_, _, ended), *_ = gang.run(trains, "fsdp2", store, 8, foreach, None, settings, size=2)
+    records = Store(store).manifest(8).records
+    assert [bool(call.get("clips")) for record in records for call in record.calls] == [True] * 2
+    for layout in ("fsdp2", "dense"):
+        size = SIZES[layout]
+        outcomes = gang.run(trains, layout, store, 0, foreach, None, settings, size=size)
+        assert outcomes[0][0] == 8
+        equal(outcomes[0][1], ended)

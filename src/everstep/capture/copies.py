@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -67,8 +68,9 @@ class Batch:
         batch = cls()
         moves: list[Move] = []
         devices: dict[torch.device, list[Place]] = {}
-        for leaf in sorted(leaves, key=lambda leaf: plan.offsets[leaf.entry]):
-            tensor, offset = leaf.tensor.detach(), plan.offsets[leaf.entry]
+        rows = [(plan.offsets[leaf.entry], leaf) for leaf in leaves]
+        for offset, leaf in sorted(rows, key=itemgetter(0)):
+            tensor = leaf.tensor.detach()
             size = tensor.nbytes
             if size == 0:
                 continue

@@ -444,5 +444,7 @@ def loose_bytes(leaves: Iterable[Leaf]) -> int:
 
 def _owned_aliases(collected: Collected) -> dict[str, list[str]]:
     """More names of what optimizers own: a record has none of it, so that only a base can say."""
+    if not collected.aliases:
+        return {}
     owned = {leaf.name for leaf in collected.walk.leaves if leaf.owner is not None}
     return {name: found for name, found in collected.aliases.items() if name in owned}

@@ -14,6 +14,7 @@ step.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
@@ -26,6 +27,7 @@ ALIGNED_FROM_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
 ENTRIES_PER_PACK_MAX = 1 << 16
 PAD_PREFIX = "__pad__."
+_TEXTS_MAX = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Layout:
         return sum(pack.size for pack in self.packs)
 
 
+@lru_cache(maxsize=_TEXTS_MAX)  # for each box of a record, at each step
 def box_text(box: Box) -> str:
     """Where it begins and ends in each dim: "[0:2,0:4]"."""
     ends = [f"{at}:{at + n}" for at, n in zip(box.offsets, box.lengths, strict=True)]

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.format.packs import Spec
+from everstep.format.packs import Spec, entry_name
 from everstep.format.tables import is_dense
 from everstep.state.layout import is_dtensor, local_of
 
@@ -45,7 +45,10 @@ class Leaf:
     @property
     def entry(self) -> str:
         """Its name among the captured: a tensor's, or that of a box of it."""
-        return self.name if self.box is None else self.spec.entry
+        if self.box is None:
+            return self.name
+        shape = tuple(self.tensor.shape) if self.shape is None else self.shape
+        return entry_name(self.name, shape, self.box)
 
     @property
     def strides(self) -> tuple[int, ...] | None:

@@ -51,9 +51,12 @@ def part_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | N
     replicated of which the optimizer uses a part (torch makes such ones of embeddings)."""
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return None
+    is_same_mesh = gradient.device_mesh == parameter.device_mesh
+    if is_same_mesh and gradient.placements == parameter.placements:
+        return gradient._local_tensor  # as nearly always, and 50 times as fast to see
     if spread_of(gradient) == spread_of(parameter):
         return gradient._local_tensor
-    is_here = gradient.device_mesh == parameter.device_mesh and all(
+    is_here = is_same_mesh and all(
         isinstance(has, Replicate) or has == wants
         for has, wants in zip(gradient.placements, parameter.placements, strict=True)
     )
