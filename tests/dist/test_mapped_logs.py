@@ -79,7 +79,8 @@ def check(gang, store, tmp_path, saved, others, recipe=RECIPE, size=None, audit=
 
 SLOW = pytest.mark.slow
 CASES = [
-    pytest.param("zero1", [("fsdp1", 2), ("dense", 1), ("fsdp2", 4)], id="zero1"),
+    pytest.param("zero1", [("fsdp1", 2), ("dense", 1)], id="zero1"),
+    pytest.param("zero1", [("fsdp2", 4), ("zero1", 4)], id="zero1_on_four", marks=SLOW),
     pytest.param("fsdp1", [("fsdp1_flat", 4), ("zero1", 2), ("dense", 1)], id="fsdp1", marks=SLOW),
     pytest.param(
         "fsdp1_flat", [("fsdp1", 4), ("fsdp2", 2), ("dense", 1)], id="fsdp1_flat", marks=SLOW

@@ -170,8 +170,16 @@ def records(store, steps=STEPS):
     return [bool(Store(store).manifest(step).records) for step in range(1, steps + 1)]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("saved", KINDS)
+SLOW = pytest.mark.slow
+FAST = [("fused", "adamw"), ("flat", "momentum")]
+CASES = [
+    pytest.param(saved, optimizer, marks=() if (saved, optimizer) in FAST else SLOW)
+    for saved in KINDS
+    for optimizer in OPTIMIZERS
+]
+
+
+@pytest.mark.parametrize(("saved", "optimizer"), CASES)
 def test_each_is_replayed_on_each(store, tmp_path, saved, optimizer):
     kind = OPTIMIZERS[optimizer]
     expected = runs(tmp_path / "other", "dense", kind, STEPS + 2)
@@ -193,6 +201,7 @@ def test_each_is_replayed_on_each(store, tmp_path, saved, optimizer):
     end_keeper(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_a_restored_run_goes_on_recording(store, tmp_path):
     expected = runs(tmp_path / "other", "dense", steps=9)
     runs(store, "fused", steps=4)
@@ -208,7 +217,7 @@ def test_a_restored_run_goes_on_recording(store, tmp_path):
     end_keeper(tmp_path / "other")
 
 
-@pytest.mark.parametrize("kind", ["fused", "flat"])
+@pytest.mark.parametrize("kind", [pytest.param("fused", marks=SLOW), "flat"])
 def test_it_is_made_whole_without_the_program(store, kind):
     frozen = runs(store, kind)
     with pytest.raises(Unsupported, match="everstep materialize"):
@@ -233,7 +242,9 @@ def test_a_part_is_taken_beside_the_state(store):
         equal(found, {name: t for name, t in frozen[4].items() if name.startswith("model")})
 
 
-@pytest.mark.parametrize("kind", ["fused", "transposed", "flat"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("fused", marks=SLOW), pytest.param("transposed", marks=SLOW), "flat"]
+)
 def test_audits_look_at_what_is_of_tensors(store, kind):
     """Padding is of none: it decays, and is in no checkpoint."""
     frozen = runs(store, kind, audit="full")
@@ -271,7 +282,10 @@ def test_a_tensor_is_updated_in_all_of_its_parts(store, caplog):
     plain = partial(torch.optim.SGD, lr=0.1)
     frozen = runs(store, "halves", plain, train=lacks_a_part)
     assert records(store) == [False, False, True, False, True, True]
-    assert "'r' are parts of it, and their gradients are torch.float32 and not there" in caplog.text
+    assert (
+        "'model.r' are parts of it, and their gradients are torch.float32 and not there"
+        in caplog.text
+    )
     job = Job("halves", plain)
     with job.attached(store) as checkpointer:
         for step in (3, 5):
@@ -352,6 +366,7 @@ def test_padding_may_count_where_an_update_does_not_go_by_elements(store):
         checkpointer.restore(4, exact="require")
 
 
+@pytest.mark.slow
 def test_auto_goes_over_to_a_log(store, monkeypatch):
     from everstep.capture import auto
 
