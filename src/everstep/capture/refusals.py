@@ -13,7 +13,7 @@ from torch import nn
 
 from everstep.errors import Unsupported
 from everstep.state.optimizers import OptimizerState
-from everstep.state.redundancy import is_dealt_out, updates_elsewhere
+from everstep.state.redundancy import inner_of, is_dealt_out, updates_elsewhere
 
 WAY_OUT = "Use strategy='full', or 'auto'"
 
@@ -104,8 +104,8 @@ def check_graphs(optimizers: Iterable[OptimizerState]) -> None:
 
 def _why_not(state: OptimizerState, is_alone: bool) -> str | None:
     optimizer = state.optimizer
-    kind = type(optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS):
+    kind, inner = type(optimizer), inner_of(optimizer)
+    if isinstance(inner, torch.optim.LBFGS):
         return "LBFGS runs its closure several times in one step, which no record holds"
     if is_alone and is_dealt_out(optimizer):
         return "other ranks make some of its updates, and this Checkpointer is alone"
@@ -116,9 +116,9 @@ def _why_not(state: OptimizerState, is_alone: bool) -> str | None:
             f"the step() of {kind.__qualname__} calls none of torch's hooks, so that nobody sees "
             f"what it consumes"
         )
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+    if callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None)):
         return (
-            f"{kind.__qualname__} changes weights outside of step(), in its train() and eval(), "
+            f"{type(inner).__qualname__} changes weights outside of step(), in its train() and eval(), "
             f"as schedule-free optimizers do"
         )
     return None
