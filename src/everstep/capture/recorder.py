@@ -368,8 +368,9 @@ class Recorder:
                     )
                 )
             self._seen[id(parameter)] = StorageWeakRef(gradient.untyped_storage())
-        for release in (clipping.release, compressed.release):
-            release(parameter for _, _, parameter, _ in call.optimizer.parameters())
+        parameters = [parameter for _, _, parameter, _ in call.optimizer.parameters()]
+        clipping.release(parameters)
+        compressed.release(parameters)
         check_parts(call.optimizer, {held.name: held.gradient for held in call.gradients})
         if clips:
             call.said["clips"] = list(clips.values())

@@ -118,8 +118,8 @@ def _why_not(state: OptimizerState, is_alone: bool) -> str | None:
         )
     if callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None)):
         return (
-            f"{type(inner).__qualname__} changes weights outside of step(), in its train() and eval(), "
-            f"as schedule-free optimizers do"
+            f"{type(inner).__qualname__} changes weights outside of step(), in its train() and "
+            f"eval(), as schedule-free optimizers do"
         )
     return None
 
