@@ -12,6 +12,7 @@ from test_mapped_layouts import build, contents, dense, fused, unfused
 from test_mapped_layouts import equal as equal_stores
 from test_mapped_layouts import train as train_parts
 
+import everstep
 from everstep import Checkpointer, Store, Unsupported
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
@@ -165,6 +166,35 @@ def goes_on_whole(make, source, store):
         assert checkpointer.restore(from_store=source, exact="require") == 3
         train_parts(model, optimizer, layout, 4)
         checkpointer.step(4)
+
+
+# ---- gradients from before clipping ------------------------------------------------------------
+
+
+def clips(store):
+    """Raw gradients, of which each rank writes its part."""
+    job = zoo.build("fsdp2", RECIPE)
+    with attached(job, store) as checkpointer:
+        for step in range(1, 4):
+            inputs, targets = job.batch(step)
+            job.optimizer.zero_grad()
+            zoo.loss_of(job.model(inputs), targets).backward()
+            everstep.clip_grad_norm_(job.model.parameters(), 0.1)
+            job.optimizer.step()
+            checkpointer.step(step)
+        checkpointer.wait()
+        return job.full_state()
+
+
+@pytest.mark.slow
+def test_raw_gradients_are_clipped_where_they_are_boxes(gang, store):
+    state, *_ = gang.run(clips, store, size=2)
+    (record,) = Store(store).manifest(3).records
+    assert record.calls[0]["clips"]
+    for layout, size in (("fsdp1", 2), ("fsdp1_flat", 4), ("zero1", 2), ("dense", 1)):
+        (first, found, *_), *_ = gang.run(trains, layout, store, 0, size=size)
+        assert first == 3
+        equal(found, state)
 
 
 # ---- what is refused ---------------------------------------------------------------------------
