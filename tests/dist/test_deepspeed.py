@@ -58,11 +58,11 @@ class Job:
         dist.all_gather_object(losses, loss.item())
         return mean(losses)
 
-    def checkpointer(self, store):
+    def checkpointer(self, store, strategy="full"):
         from everstep.integrations import deepspeed
 
         state, layout = deepspeed.parts(self.engine)
-        return Checkpointer(store, state, strategy="full", layout=layout)
+        return Checkpointer(store, state, strategy=strategy, layout=layout, under_pressure="wait")
 
     def whole(self):
         """All parameters, as the module has them and in fp32, by DeepSpeed's own means."""
@@ -86,9 +86,9 @@ def trains_plain():
     return job.full_state()
 
 
-def trains_and_dies(store, out, *kind):
+def trains_and_dies(store, out, kind, strategy="full"):
     job = Job(*kind)
-    checkpointer = job.checkpointer(store)
+    checkpointer = job.checkpointer(store, strategy)
     for step in range(1, STEPS + 1):
         job.train(step)
         checkpointer.step(step)
@@ -100,11 +100,11 @@ def trains_and_dies(store, out, *kind):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def goes_on(store, *kind):
+def goes_on(store, kind, strategy="full"):
     job = Job(*kind)
     job.train(7)  # something else, which a restore has to undo
-    with job.checkpointer(store) as checkpointer:
-        step = checkpointer.restore()
+    with job.checkpointer(store, strategy) as checkpointer:
+        step = checkpointer.restore(exact="require")
         steps = job.engine.global_steps
         whole = job.whole()
         return step, whole, [job.train(step) for step in range(STEPS + 1, STEPS + 4)], steps
@@ -121,8 +121,8 @@ def goes_on_plain(store, layout):
 KINDS = [(1, "float32"), (2, "float32"), (2, "bfloat16"), (3, "float32")]
 
 
-def killed(gang, store, tmp_path, kind):
-    gang.start(trains_and_dies, store, tmp_path, *kind, size=2, timeout=COMPILES_S)
+def killed(gang, store, tmp_path, kind, strategy="full"):
+    gang.start(trains_and_dies, store, tmp_path, kind, strategy, size=2, timeout=COMPILES_S)
     outcomes = gang.finish(COMPILES_S, grace=5)
     assert all(outcome.killed for outcome in outcomes), "\n".join(each.text for each in outcomes)
     return torch.load(tmp_path / "0")
@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on_in_the_same_and_in_plain_layouts(gang, store, tmp_
         parameter, _, key = name.partition(":")
         if key == "fp32":
             assert torch.equal(stored[f"model.{parameter}"], tensor), name
-    (step, found, after, counted), *_ = gang.run(goes_on, store, *kind, size=2, timeout=COMPILES_S)
+    (step, found, after, counted), *_ = gang.run(goes_on, store, kind, size=2, timeout=COMPILES_S)
     assert (step, counted) == (STEPS, steps - 3)
     equal(found, whole)
     assert after == losses
@@ -168,8 +168,48 @@ def test_a_killed_run_goes_on_in_the_same_and_in_plain_layouts(gang, store, tmp_
 def test_one_stage_goes_on_in_another(gang, store, tmp_path):
     whole, losses, _ = killed(gang, store, tmp_path, (2, "float32"))
     for stage, size in ((3, 2), (1, 2), (3, 4)):
-        (step, found, after, _), *_ = gang.run(goes_on, store, stage, size=size, timeout=COMPILES_S)
+        (step, found, after, _), *_ = gang.run(
+            goes_on, store, (stage,), size=size, timeout=COMPILES_S
+        )
         gang.kill()
         assert step == STEPS
         equal(found, whole)
         assert after == pytest.approx(losses, abs=1e-5)
+
+
+# ---- strategy="log" ----------------------------------------------------------------------------
+
+
+def takes_a_log(store, layout):
+    """Weights and optimizer state of a plain layout: replayed beside it."""
+    job = zoo.build(layout, RECIPE)
+    state = {"model": job.model, "optimizer": job.optimizer}
+    with Checkpointer(store, state, strategy="full") as checkpointer:
+        return checkpointer.restore(only=["model", "optimizer"]), job.full_state()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+def test_records_are_replayed(gang, store, tmp_path, kind):
+    whole, losses, _ = killed(gang, store, tmp_path, kind, "log")
+    opened = Store(store)
+    (record,) = opened.manifest(STEPS).records
+    assert {call["class"] for call in record.calls} == {"torch.optim.adamw.AdamW"}
+    assert opened.verify().ok
+    (step, found, after, _), *_ = gang.run(goes_on, store, kind, "log", size=2, timeout=COMPILES_S)
+    assert step == STEPS
+    equal(found, whole)
+    assert after == losses
+    gang.kill()
+    for other, size in ((2, 4), (3, 2), (1, 2)):
+        (step, found, _, _), *_ = gang.run(
+            goes_on, store, (other, kind[1]), size=size, timeout=COMPILES_S
+        )
+        gang.kill()
+        assert step == STEPS
+        equal(found, whole)
+    for layout, size in (("dense", 1), ("fsdp2", 4)):
+        (step, state), *_ = gang.run(takes_a_log, store, layout, size=size)
+        assert step == STEPS
+        for name, tensor in whole.items():
+            if name.endswith(":fp32"):
+                assert torch.equal(state[name.removesuffix(":fp32")], tensor), name

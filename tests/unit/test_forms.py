@@ -53,15 +53,15 @@ def test_by_way_of_a_record(kind, layout):
     found = form(kind, LAID_OUT[layout])
     said = {"compressed": forms.describe({"w": found, "v": found})}
     tensors = found.tensors("@0", "w") | found.tensors("@0", "v")
-    parameter = torch.nn.Parameter(LAID_OUT[layout])
+    like = tuple(LAID_OUT[layout].shape), LAID_OUT[layout].device
     groups = forms.by_parameter(said)
     for name in ("w", "v"):
-        gradient = forms.gradient_of(tensors, "@0", name, parameter, groups)
+        gradient = forms.gradient_of(tensors, "@0", name, *like, groups)
         assert gradient.stride() == LAID_OUT[layout].stride()
         torch.testing.assert_close(gradient, expected(found), rtol=1e-6, atol=1e-6)
         assert torch.equal(gradient, found.expand())
-    assert forms.gradient_of(tensors, "@1", "w", parameter, groups) is None
-    assert torch.equal(forms.gradient_of(tensors, "@0", "w", parameter, {}), found.tensor)
+    assert forms.gradient_of(tensors, "@1", "w", *like, groups) is None
+    assert torch.equal(forms.gradient_of(tensors, "@0", "w", *like, {}), found.tensor)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,8 @@ def test_by_way_of_a_record(kind, layout):
     ],
 )
 def test_nonsense_is_refused(change):
-    parameter = torch.nn.Parameter(torch.zeros(6, 4))
+    like = (6, 4), torch.device("cpu")
     group = {"form": "sparse", "dtype": "float32", "names": ["w"]} | change
     tensors = {"@0.w": torch.randn(1, 3), "@0!indices.w": torch.tensor([[0, 1, 24]])}
     with pytest.raises(REFUSED):
-        forms.gradient_of(
-            tensors, "@0", "w", parameter, forms.by_parameter({"compressed": [group]})
-        )
+        forms.gradient_of(tensors, "@0", "w", *like, forms.by_parameter({"compressed": [group]}))

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.state.optimizers import OptimizerState
+from everstep.state.redundancy import inner_of
 
 _NUMBERS = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
 _ITEMS_MAX = 256
@@ -29,13 +30,14 @@ def attributes(optimizer: OptimizerState) -> dict[str, Any]:
     """Its own attributes in a form that can be compared, as far as they are numbers, tensors,
     lists and dicts of those, or optimizers; none of torch's classes, nor of one that says by a
     state_dict() of its own what its state is."""
-    kind = type(optimizer.optimizer)
+    inner = inner_of(optimizer.optimizer)
+    kind = type(inner)
     if kind.__module__.startswith("torch.optim") or optimizer.has_own_methods:
         return {}
-    rows = {k: v for k, v in vars(optimizer.optimizer).items() if k not in _KNOWN}
+    rows = {k: v for k, v in vars(inner).items() if k not in _KNOWN}
     covered: set[int] = set()
     if not all(isinstance(value, _NUMBERS) for value in rows.values()):
-        covered = _covered(optimizer.optimizer)
+        covered = _covered(inner)
     return {key: _print(value, covered) for key, value in rows.items()}
 
 

@@ -50,9 +50,9 @@ class Derived:
         self._pointers: dict[str, int] = {}
         self._digests: dict[str, str] = {}
 
-    def check_ranks(self) -> None:
+    def check_log(self, is_alone: bool) -> None:
         """See Rules."""
-        self._rules.check_ranks()
+        self._rules.check_log(is_alone)
 
     def run(self, step: int) -> None:
         """Bring the parts to `step`, once for each. Step 0 is the state before any update. Raises

@@ -30,6 +30,7 @@ from everstep.handle import SaveHandle
 from everstep.state.kept import Interest
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
+from everstep.state.recorded import leaves_of
 from everstep.state.view import Collected, Walk
 
 log = logging.getLogger("everstep")
@@ -235,9 +236,10 @@ class Log:
         if self._derived:
             samples, derived = self._derived.describe(step, collected)
             tensors |= samples
-        recorded = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
         if self._ranks:
             recorded, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
+        else:
+            recorded = leaves_of(tensors, self._optimizers, RECORD_OWNER)
         record = self._record(
             collected, recorded, pieces, compared, ends_base=bool(share and share["ends"])
         )

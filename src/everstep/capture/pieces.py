@@ -83,7 +83,8 @@ def measured(
     items: dict[str, tuple[int, int]] = {}
     for optimizer in optimizers:
         for _, name, parameter, _ in optimizer.parameters():
-            items[name] = parameter.numel(), _gradient_item(parameter)
+            for each in optimizer.mapped.names(name, parameter):
+                items[each] = parameter.numel(), _gradient_item(parameter)
     gradients = sum(
         leaf.tensor.numel() * items[leaf.name][1] for leaf in walk.leaves if leaf.name in items
     )
@@ -125,6 +126,8 @@ def why_not(optimizers: list[OptimizerState]) -> str | None:
         for _, name, parameter, _ in optimizer.parameters():
             if id(parameter) in seen:
                 return f"{name!r} has two optimizers"
+            if optimizer.mapped.split(parameter) is not None:
+                return f"{name!r} is boxes of other tensors"
             seen.add(id(parameter))
     return None
 

@@ -31,9 +31,12 @@ from everstep.format.tables import is_dense, raw_name
 from everstep.state import clipping, compressed, forms, owners
 from everstep.state.layout import is_dtensor, local_of, part_of
 from everstep.state.leaves import Leaf, sample
+from everstep.state.mapped import Mapped
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerState
 from everstep.state.ranked import own_name
+from everstep.state.recorded import check_parts
+from everstep.state.redundancy import class_of, inner_of, takes_part
 
 EAGER_TIMES = 3
 """Of each parameter: DDP's bucket views look fresh at step 2, and are reused from step 3 on."""
@@ -190,11 +193,7 @@ class Recorder:
             return
         suffix = "" if self._rank is None else own_name("", self._rank)
         call = Call(optimizer, f"{PREFIX}{len(self._calls)}", suffix)
-        kind = type(optimizer.optimizer)
-        call.said |= {
-            "optimizer": optimizer.name,
-            "class": f"{kind.__module__}.{kind.__qualname__}",
-        }
+        call.said |= {"optimizer": optimizer.name, "class": class_of(optimizer.optimizer)}
         try:
             call.said["sets"] = optimizer.hyperparameters(call.common)
             if args or kwargs:
@@ -334,11 +333,8 @@ class Recorder:
     def _note_gradients(self, call: Call, must_copy: bool) -> None:
         clips: dict[tuple[int, bool], dict[str, Any]] = {}
         shrunk: dict[str, forms.Form] = {}
-        rows = [
-            (name, parameter, clipping.raw_gradient(parameter))
-            for _, name, parameter, _ in call.optimizer.parameters()
-        ]
-        known = compressed.forms_of((parameter, clipped) for _, parameter, clipped in rows)
+        rows = _rows(call.optimizer)
+        known = _forms(rows, call.optimizer.mapped)
         must_copy |= call.optimizer.name in self._writers
         in_buffers = set() if must_copy else self._unshared()
         for name, parameter, clipped in rows:
@@ -372,8 +368,10 @@ class Recorder:
                     )
                 )
             self._seen[id(parameter)] = StorageWeakRef(gradient.untyped_storage())
-        clipping.release(parameter for _, parameter, _ in rows)
-        compressed.release(parameter for _, parameter, _ in rows)
+        parameters = [parameter for _, _, parameter, _ in call.optimizer.parameters()]
+        clipping.release(parameters)
+        compressed.release(parameters)
+        check_parts(call.optimizer, {held.name: held.gradient for held in call.gradients})
         if clips:
             call.said["clips"] = list(clips.values())
         if shrunk:
@@ -398,6 +396,31 @@ class Recorder:
             return False
         seen = self._seen.get(id(parameter))
         return seen is None or seen.expired() or seen.cdata != storage._cdata
+
+
+def _rows(
+    optimizer: OptimizerState,
+) -> list[tuple[str, torch.Tensor, clipping.Clipped | None]]:
+    """Of each parameter that a call may update, its gradient before clipping."""
+    return [
+        (name, parameter, _raw(parameter, optimizer.mapped))
+        for _, name, parameter, _ in optimizer.parameters()
+        if takes_part(optimizer.optimizer, parameter)
+    ]
+
+
+def _raw(parameter: torch.Tensor, mapped: Mapped) -> clipping.Clipped | None:
+    """The gradient before clipping. Of what is boxes of other tensors the clipped one is noted:
+    nobody could tell by which coefficient each rank's boxes of them were multiplied."""
+    return None if mapped.split(parameter) is not None else clipping.raw_gradient(parameter)
+
+
+def _forms(
+    rows: Sequence[tuple[str, torch.Tensor, clipping.Clipped | None]], mapped: Mapped
+) -> Mapping[int, forms.Form]:
+    """Compressed forms by id() of the parameter; likewise of none that is boxes."""
+    whole = [row for row in rows if mapped.split(row[1]) is None]
+    return compressed.forms_of((parameter, clipped) for _, parameter, clipped in whole)
 
 
 def _generators() -> dict[str, torch.Tensor]:
@@ -426,7 +449,8 @@ def _note_clip(
 
 def _scaler_of(optimizer: OptimizerState) -> dict[str, torch.Tensor] | None:
     """What a GradScaler hands to a fused optimizer, which unscales and may skip by itself."""
-    found = {key: getattr(optimizer.optimizer, key, None) for key in ("grad_scale", "found_inf")}
+    inner = inner_of(optimizer.optimizer)
+    found = {key: getattr(inner, key, None) for key in ("grad_scale", "found_inf")}
     known = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
     return known or None
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from everstep.errors import Unsupported
 from everstep.state.optimizers import OptimizerState
-from everstep.state.redundancy import is_redundancy_free
+from everstep.state.redundancy import inner_of, is_dealt_out, updates_elsewhere
 
 WAY_OUT = "Use strategy='full', or 'auto'"
 
@@ -52,11 +52,14 @@ class Held:
             ) from error
 
 
-def check(optimizers: Iterable[OptimizerState], modules: Mapping[str, nn.Module]) -> None:
-    """Raises Refused, naming optimizer or parameter. `modules`: of the state, by name."""
+def check(
+    optimizers: Iterable[OptimizerState], modules: Mapping[str, nn.Module], is_alone: bool = True
+) -> None:
+    """Raises Refused, naming optimizer or parameter. `modules`: of the state, by name. `is_alone`:
+    whether what other ranks do is saved by nobody here."""
     owned = set()
     for state in optimizers:
-        if problem := _why_not(state):
+        if problem := _why_not(state, is_alone):
             raise Refused(f"recording {state.name!r}: {problem}. {WAY_OUT}")
         owned |= {id(parameter) for _, _, parameter, _ in state.parameters()}
     for name, module in modules.items():
@@ -99,24 +102,24 @@ def check_graphs(optimizers: Iterable[OptimizerState]) -> None:
             )
 
 
-def _why_not(state: OptimizerState) -> str | None:
+def _why_not(state: OptimizerState, is_alone: bool) -> str | None:
     optimizer = state.optimizer
-    kind = type(optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS):
+    kind, inner = type(optimizer), inner_of(optimizer)
+    if isinstance(inner, torch.optim.LBFGS):
         return "LBFGS runs its closure several times in one step, which no record holds"
-    if is_redundancy_free(optimizer):
-        return "a ZeroRedundancyOptimizer sends around in its step() what other ranks have updated"
-    if any(state.mapped.split(parameter) is not None for _, _, parameter, _ in state.parameters()):
-        return "its parameters are boxes of several tensors (layout=, FSDP1)"
+    if is_alone and is_dealt_out(optimizer):
+        return "other ranks make some of its updates, and this Checkpointer is alone"
+    if updates_elsewhere(optimizer):
+        return "with overlap_with_ddp=True it updates in DDP's hooks, and not in its step()"
     if not state.calls_hooks:
         return (
             f"the step() of {kind.__qualname__} calls none of torch's hooks, so that nobody sees "
             f"what it consumes"
         )
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+    if callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None)):
         return (
-            f"{kind.__qualname__} changes weights outside of step(), in its train() and eval(), "
-            f"as schedule-free optimizers do"
+            f"{type(inner).__qualname__} changes weights outside of step(), in its train() and "
+            f"eval(), as schedule-free optimizers do"
         )
     return None
 

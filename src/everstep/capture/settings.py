@@ -95,10 +95,11 @@ class Settings:
             return None
 
         def make_log() -> Log:
-            check(optimizers, modules)
+            check(optimizers, modules, is_alone=ranks is None)
             if ranks and derived:
                 _check_nodes(ranks, "derive= with a log")
-                derived.check_ranks()
+            if derived:
+                derived.check_log(is_alone=ranks is None)
             return self._log(optimizers, pace, derived, ranks)
 
         if self.strategy == "log":
@@ -106,7 +107,7 @@ class Settings:
         if self.strategy == "spread":
             if ranks:
                 _check_nodes(ranks, "strategy='spread'")
-            check(optimizers, modules)
+            check(optimizers, modules, is_alone=ranks is None)
         spread = Spread(optimizers, self.every, pace, self.window, self.looks_at_all, ranks)
         if self.strategy == "spread":
             return spread

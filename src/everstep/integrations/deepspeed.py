@@ -2,7 +2,7 @@
 
     engine, *_ = deepspeed.initialize(...)
     state, layout = everstep.integrations.deepspeed.parts(engine)
-    checkpointer = everstep.Checkpointer(store, state, layout=layout, strategy="full")
+    checkpointer = everstep.Checkpointer(store, state, layout=layout)
     checkpointer.restore()
 
 What is saved of a parameter is what the optimizer updates: the fp32 partition, under the name of
@@ -78,7 +78,8 @@ class _Zero:
 class _Zero12(_Zero):
     def __init__(self, zero: Any) -> None:
         self._zero = zero
-        self.optimizer = zero.optimizer
+        groups = zero.optimizer.param_groups  # in its steps it has one of them at a time
+        self.optimizer = Proxy(zero.optimizer, [group["params"] for group in groups])
 
     def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
         zero, found = self._zero, []

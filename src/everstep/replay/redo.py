@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from everstep.errors import Corrupt, Mismatch
+from everstep.replay.gathered import Views, gradient_of
 from everstep.state import clipping, forms
-from everstep.state.layout import local_of, wrapped_like
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
+from everstep.state.redundancy import class_of, is_here, spread_hyperparameters, updating
 
 _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -99,7 +100,7 @@ def find(
     state = optimizers.get(said["optimizer"])
     if state is None:
         raise Mismatch(f"replaying step {step}: the state has no {said['optimizer']!r}")
-    kind = f"{type(state.optimizer).__module__}.{type(state.optimizer).__qualname__}"
+    kind = class_of(state.optimizer)
     if kind != said["class"]:
         raise Mismatch(
             f"replaying step {step}: {state.name!r} is a {kind} now, it was a {said['class']}. "
@@ -115,21 +116,27 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
         return record.tensors[name]
 
     groups = record.groups[said["optimizer"]]
-    parameters: dict[str, torch.Tensor] = {}
+    views = Views()
     sets: dict[int, Mapping[str, Any]] = {}
     compressed = forms.by_parameter(said)
     for index, name, parameter, _ in state.parameters():
-        local = forms.gradient_of(record.tensors, at, name, parameter, compressed)
-        parameter.grad = None if local is None else wrapped_like(parameter, local)
-        parameters[name] = parameter
+        parameter.grad = None
+        if is_here(state.optimizer, parameter):
+            parameter.grad = gradient_of(
+                record.tensors, at, name, parameter, state.mapped, compressed
+            )
+            views.add(name, parameter, state.mapped)
         # Every parameter of a group has the same set: restore.apply has checked that.
-        sets.setdefault(index, said["sets"][groups[name]])
+        for each in state.mapped.names(name, parameter):
+            sets.setdefault(index, said["sets"][groups[each]])
     for index, values in sets.items():
         decoded = {key: decode(value, tensor) for key, value in values.items()}
         install(state.optimizer.param_groups[index], decoded)
         state.prune(index, decoded)
-    for clip in said.get("clips", ()):
-        _clip(clip, parameters, record)
+    spread_hyperparameters(state.optimizer)
+    for clip in said.get("clips", ()):  # as it was clipped then
+        raw = [view for name in clip["names"] for view in views.of(name)]
+        clipping.scale_in_place(raw, record.tensors[clip["coefficient"]], clip["foreach"])
     args, kwargs = decode(said.get("arguments", [[], {}]), tensor)
     return _Call(
         [_closure(value) for value in args],
@@ -147,13 +154,12 @@ def _closure(value: Any) -> Any:
 
 
 def _step(state: OptimizerState, call: _Call) -> None:
-    optimizer = state.optimizer
     for device, generator in call.generators.items():
         if device == "cpu":
             torch.set_rng_state(generator)
         elif torch.cuda.is_available():
             torch.cuda.set_rng_state(generator, device)
-    with _without_hooks(optimizer):
+    with updating(state.optimizer) as optimizer, _without_hooks(optimizer):
         for key, value in call.scaler.items():
             setattr(optimizer, key, value)
         try:
@@ -163,13 +169,6 @@ def _step(state: OptimizerState, call: _Call) -> None:
                 delattr(optimizer, key)
             for _, _, parameter, _ in state.parameters():
                 parameter.grad = None
-
-
-def _clip(clip: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], record: Loaded) -> None:
-    """As it was clipped then."""
-    found = [parameters[name].grad for name in clip["names"] if name in parameters]
-    raw = [local_of(gradient) for gradient in found if gradient is not None]
-    clipping.scale_in_place(raw, record.tensors[clip["coefficient"]], clip["foreach"])
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from everstep.replay.redo import _without_hooks
 from everstep.state.leaves import dtype_name
 from everstep.state.objects import decode, encode
 from everstep.state.optimizers import OptimizerState
+from everstep.state.redundancy import class_of, inner_of
 
 EQUAL, DIFFERENT, NOT_RUN = "equal", "different", "not run"
 
@@ -48,11 +49,11 @@ def record(optimizers: Iterable[OptimizerState]) -> dict[str, Recipe]:
     milliseconds each, and waits for the device."""
     found: dict[str, Recipe] = {}
     for state in optimizers:
-        live = state.optimizer
-        recipe: Recipe = {"class": f"{type(live).__module__}.{type(live).__qualname__}"}
+        live = inner_of(state.optimizer)
+        recipe: Recipe = {"class": class_of(state.optimizer)}
         try:
-            recipe["groups"] = _groups_of(live)
-            recipe["digest"] = _try(recipe, live, _device_of(live))
+            recipe["groups"] = _groups_of(live, state.optimizer.param_groups)
+            recipe["digest"] = _try(recipe, live, _device_of(state.optimizer))
         except Exception as error:  # noqa: BLE001 - whatever a user's class does: it was not run
             recipe["problem"] = _reason(error)
         found[state.name] = recipe
@@ -67,11 +68,12 @@ def compare(
     recipes = then.get("selftest")
     found = {}
     for name, recipe in recipes.items() if isinstance(recipes, dict) else ():
-        live = optimizers[name].optimizer if optimizers and name in optimizers else None
+        whole = optimizers[name].optimizer if optimizers and name in optimizers else None
+        live = None if whole is None else inner_of(whole)
         try:
             if problem := recipe.get("problem"):
                 raise Unsupported(f"in the run, {problem}")
-            digest = _try(recipe, live, _device_of(live))
+            digest = _try(recipe, live, _device_of(whole))
             found[name] = EQUAL if digest == recipe["digest"] else DIFFERENT
         except Exception as error:  # noqa: BLE001 - as above, or no recipe
             found[name] = f"{NOT_RUN}: {_reason(error)}"
@@ -90,11 +92,11 @@ def describe(found: Mapping[str, str]) -> str:
     )
 
 
-def _groups_of(live: Optimizer) -> list[dict[str, Any]]:
+def _groups_of(live: Optimizer, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The different kinds of groups: settings, and which tensors."""
     is_torchs = _is_torchs(type(live))
     found: dict[str, dict[str, Any]] = {}
-    for group in live.param_groups:
+    for group in groups:
         kinds = {
             (dtype_name(parameter.dtype), parameter.dim())
             for parameter in group["params"]

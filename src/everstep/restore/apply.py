@@ -30,6 +30,7 @@ from everstep.state.layout import shards_of
 from everstep.state.optimizers import OptimizerState, owned_names
 from everstep.state.placement import Destination, Placement, Saved
 from everstep.state.ranked import unowned
+from everstep.state.redundancy import is_dealt_out, send_around
 from everstep.state.rules import Rules, is_in
 from everstep.state.topology import ALONE, adopted
 from everstep.state.view import State
@@ -55,7 +56,8 @@ def apply(
     """
     base, *logs = state.world.together("reading the manifest", candidate.describe)
     replayed = [base, *logs] if base.manifest.is_spread else logs
-    layout = state.layout() if replayed else ALONE
+    # parts are replayed beside the state, on nobody's layout
+    layout = state.layout() if replayed and only is None else ALONE
     differing = {text for described in replayed for text in described.differences(layout)}
     if must_be_exact and differing:
         optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
@@ -70,6 +72,8 @@ def apply(
     optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
     if replayed and only is not None:
         return _take(candidate, base, replayed, state, only, optimized, must_be_exact, loader)
+    if replayed:
+        _check_alone(candidate, state)
     derivation = Derivation(base, logs, rules, state, optimized)
     optimized |= derivation.names
     placement = _place(
@@ -85,8 +89,30 @@ def apply(
         together("reading", lambda: _fill(candidate, base, placement, loader))
         placement.finish()
         return base.manifest
-    replay = partial(_replay, candidate, base, replayed, state, placement, optimized, loader)
-    return together("replaying", lambda: replay(derivation))
+    saved = _saved_after(base, replayed[-1], optimized)
+    replay = partial(_replay, candidate, base, replayed, state, placement, loader)
+    together("replaying", lambda: replay(derivation, saved))
+    for optimizer in state.optimizers:
+        send_around(optimizer.optimizer)  # all ranks have come to the end of it
+    rest = _place(state, saved, None)
+
+    def fill() -> None:
+        _fill(candidate, replayed[-1], rest, loader, optimized)
+        _fill_from_live(rest, state, derivation, replayed[-1], optimized)
+
+    together("reading what came after", fill)
+    rest.finish()
+    return replayed[-1].manifest
+
+
+def _check_alone(candidate: Candidate, state: State) -> None:
+    """Raises Unsupported where it takes other ranks to replay."""
+    dealt = [each.name for each in state.optimizers if is_dealt_out(each.optimizer)]
+    if state.world.is_alone and dealt:
+        raise Unsupported(
+            f"restoring step {candidate.name.step}: it has to be replayed, and other ranks make "
+            f"some of the updates of {dealt[0]!r}. Restore it by a Checkpointer of all ranks"
+        )
 
 
 def _is_shared(world: World, placement: Placement) -> bool:
@@ -156,21 +182,15 @@ def _replay(
     logs: Sequence[Described],
     state: State,
     placement: Placement,
-    optimized: Set[str],
     loader: Loader,
     derivation: Derivation,
-) -> Manifest:
+    saved: Saved,
+) -> None:
     """The base first, for which `placement` is ready, then the records: its own, where it is spread
-    over several steps, and its log's. Returns the last manifest."""
+    over several steps, and its log's. `saved`: what the state is to have after them."""
     optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
     _check_calls(logs, optimizers)
-    saved = _saved_after(base, logs[-1], optimized)
     live = cache(state.live_tensors)
-    parameters = {
-        name: parameter
-        for optimizer in optimizers.values()
-        for _, name, parameter, _ in optimizer.parameters()
-    }
 
     def fill(
         record: Record, table: Table, here: list[tuple[TensorEntry, list[Destination]]]
@@ -181,7 +201,9 @@ def _replay(
     layout = state.layout()
     is_same = all(each.manifest.topology.get("layout", ALONE) == layout for each in logs)
     is_comparable = base.manifest.exact and is_same  # digests are of a rank's part of tensors
-    with Records(candidate, logs, parameters, loader, is_comparable, state.world) as records:
+    with Records(
+        candidate, logs, optimizers.values(), loader, is_comparable, state.world
+    ) as records:
         _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
         _fill(candidate, base, placement, loader)
         placement.finish()
@@ -189,11 +211,6 @@ def _replay(
             redo(loaded, optimizers)
             derivation.after(loaded, live, fill)
             del loaded
-        rest = _place(state, saved, None)
-        _fill(candidate, logs[-1], rest, loader, optimized)
-        _fill_from_live(rest, state, derivation, logs[-1], optimized)
-        rest.finish()
-    return logs[-1].manifest
 
 
 def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerState]) -> None:
@@ -227,8 +244,9 @@ def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerSt
 def _merged(state: OptimizerState, groups: Mapping[str, int]) -> list[set[int]]:
     """The groups of then whose parameters stand in one group now."""
     members: dict[int, set[int]] = {}
-    for index, name, _, _ in state.parameters():
-        members.setdefault(index, set()).add(groups[name])
+    for index, name, parameter, _ in state.parameters():
+        for each in state.mapped.names(name, parameter):
+            members.setdefault(index, set()).add(groups[each])
     return [numbers for numbers in members.values() if len(numbers) > 1]
 
 
@@ -308,16 +326,26 @@ def _fill_from_live(
         for name, entry in table.tensors.items()
         if optimized.isdisjoint((name, *entry.aliases))
     }
-    live = {leaf.name: leaf.tensor for each in state.optimizers for leaf in each.tensors()}
-    live |= derivation.live()
+    live: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    for optimizer in state.optimizers:
+        for leaf in optimizer.places():
+            box = leaf.box or Box.whole(tuple(leaf.tensor.shape))
+            live.setdefault(leaf.name, []).append((box, leaf.tensor))
+    live |= {name: shards_of(tensor)[1] for name, tensor in derivation.live().items()}
     with torch.no_grad():
         for name, (entry, destinations) in placement.destinations.items():
             source = next((live[key] for key in (name, *entry.aliases) if key in live), None)
             if name in own or source is None:
                 continue
             for destination in destinations:
-                for box, tensor in shards_of(source)[1]:
+                for box, tensor in source:
                     common = box.intersect(destination.box)
-                    if common and tensor is not destination.tensor:
+                    if common and not _is_same(tensor, destination.tensor):
                         inside = destination.tensor[common.slices_in(destination.box)]
                         inside.copy_(tensor[common.slices_in(box)])
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are the same memory."""
+    alike = (tensor.shape, tensor.stride()) == (other.shape, other.stride())
+    return tensor is other or (alike and tensor.data_ptr() == other.data_ptr())

@@ -53,7 +53,7 @@ def _replayed(
     candidate: Candidate, base: Described, logs: Sequence[Described], loader: Loader
 ) -> dict[str, torch.Tensor]:
     constant = _constant(base, logs)
-    with Records(candidate, logs, {}, loader, base.manifest.exact, World(0, 1)) as records:
+    with Records(candidate, logs, None, loader, base.manifest.exact, World(0, 1)) as records:
         tensors = _tensors_of(candidate, base, loader)
         optimizers = _rebuild(base, logs, tensors, candidate.disk)
         for loaded in records:

@@ -1,7 +1,7 @@
 """The records of a log, read and verified while the one before them is replayed."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
@@ -11,10 +11,13 @@ from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.format.wholes import WholeTensor, optimizers_of, whole_tensors
 from everstep.replay.redo import Loaded, of_rank
+from everstep.restore import gathering
 from everstep.restore.choose import Candidate, Described
+from everstep.restore.gathering import Consumers
 from everstep.restore.load import Loader
 from everstep.restore.slabs import Slabs, dtype_of
 from everstep.state.layout import is_dtensor, local_of, shards_like
+from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Destination
 from everstep.state.ranked import own_name, unowned
 from everstep.state.world import World
@@ -33,14 +36,14 @@ class Records:
         self,
         candidate: Candidate,
         logs: Sequence[Described],
-        parameters: Mapping[str, torch.Tensor],
+        optimizers: Iterable[OptimizerState] | None,
         loader: Loader,
         is_exact: bool,
         world: World,
     ) -> None:
-        """`logs`: with the base as the first, where it is spread. `parameters`: by name, to which
-        gradients go; none: all is read whole, to the CPU. `is_exact`: whether the base is the run's
-        own bit for bit. `world`: of the ranks that replay, each its part."""
+        """`logs`: with the base as the first, where it is spread. `optimizers`: that are to consume
+        the gradients; None: all is read whole, to the CPU. `is_exact`: whether the base is the
+        run's own bit for bit. `world`: of the ranks that replay, each its part. Raises Mismatch."""
         self._world = world
         self._is_exact = is_exact
         self._candidate = candidate
@@ -48,8 +51,10 @@ class Records:
         self._base_step = logs[0].manifest.step
         self._since = _steps_of(logs[0])
         self._united: dict[tuple[int, ...], United] = {}
-        self._parameters = parameters
-        self._is_on_cpu = all(each.device.type == "cpu" for each in parameters.values())
+        self._consumers = None if optimizers is None else Consumers.of(optimizers)
+        if self._consumers:
+            gathering.check(self._records, self._consumers.boxed, self._since)
+        self._is_on_cpu = self._consumers is None or self._consumers.are_on_cpu
         self._loader = loader
         self._slabs = Slabs()
         self._reader = ThreadPoolExecutor(_LOADS_IN_FLIGHT, "everstep-records")
@@ -83,7 +88,7 @@ class Records:
             self._candidate,
             record,
             united,
-            self._parameters,
+            self._consumers,
             self._loader,
             self._slabs,
             self._world,
@@ -122,51 +127,76 @@ def load_record(
     candidate: Candidate,
     record: Record,
     united: United,
-    parameters: Mapping[str, torch.Tensor],
+    consumers: Consumers | None,
     loader: Loader,
     slabs: Slabs,
     world: World,
     ahead: Set[str] = frozenset(),
 ) -> Loaded:
-    """Read and verify one; blocks. `ahead`: parameters that are of this step, or of a later one,
-    already. Raises Corrupt, Unavailable."""
-    on_cpu: list[TensorEntry] = []
-    tensors: dict[str, torch.Tensor] = {}
+    """Read and verify one; blocks. `consumers`: of its gradients; None: all is read, whole.
+    `ahead`: parameters that are of this step, or of a later one, already. Raises Corrupt,
+    Unavailable."""
+    calls = tuple(of_rank(call, world.rank, world.size) for call in record.calls)
+    plain, boxed = (consumers.plain, consumers.boxed) if consumers else ({}, ())
+    gathered, apart = gathering.plan(record.step, calls, united.tensors, boxed, ahead)
+    taken = None if consumers is None else {*plain, *apart}
+    places: list[tuple[str, TensorEntry, torch.Tensor | None]] = []
     owners: dict[str, torch.Tensor] = {}
-    size = max((len(call.get("ranks", ())) for call in record.calls), default=0)
-    for name, whole in united.tensors.items():
-        entry = whole.entries[0]
-        head, _, rest = name.partition(".")
-        if not is_own(name) or (is_gradient(name) and rest in ahead):
-            continue
-        is_common = unowned(name) == name or "!clip." in head  # others have clipped what is needed
-        if not is_common and size == world.size and name != own_name(unowned(name), world.rank):
-            continue
-        owner = parameters.get(rest)
-        here = entry
+    for name, whole in _needed(record, united, world, ahead, taken):
+        here = entry = whole.entries[0]
+        owner = plain.get(name.partition(".")[2])
         if owner is not None and is_gradient(name) and entry.spec.shape == tuple(owner.shape):
             owners[name] = owner
             here = _part_of(entry, owner)
-        if owner is None or owner.device.type == "cpu":
-            on_cpu.append(here)
-        else:
-            tensors[name] = empty(here, owner.device)
-    names = [entry.spec.name for entry in on_cpu]
-    tensors |= zip(names, slabs.tensors(on_cpu), strict=True)
-    wanted = {
-        name: [
-            Destination(box, memory)
-            for box, memory in shards_like(owners.get(name, tensor), tensor)[1]
-        ]
-        for name, tensor in tensors.items()
-    }
+        places.append((name, here, owner))
+    places += [(each.name, each.entry, each.of.parameter) for each in gathered]
+    tensors = _memory(places, slabs)
+    wanted: dict[str, list[Destination]] = {}
+    for each in gathered:
+        for name, destination in each.into(tensors[each.name]):
+            wanted.setdefault(name, []).append(destination)
+    for name, _, _ in places[: len(places) - len(gathered)]:
+        tensor = tensors[name]
+        shards = shards_like(owners.get(name, tensor), tensor)[1]
+        wanted.setdefault(name, []).extend(Destination(box, memory) for box, memory in shards)
     for part, table in zip(record.parts, united.tables, strict=True):
         own = table.tensors
         rows = [(own[name], to) for name, to in wanted.items() if name in own]
         with candidate.sources(part) as sources:
             loader.load(part, sources, rows, table)
-    calls = tuple(of_rank(call, world.rank, world.size) for call in record.calls)
     return Loaded(record.step, calls, tensors, united.groups)
+
+
+def _needed(
+    record: Record, united: United, world: World, ahead: Set[str], taken: Set[str] | None
+) -> Iterator[tuple[str, WholeTensor]]:
+    """The record's own tensors that this rank needs as they are. `taken`: parameters, or tensors,
+    of the gradients among them; None: all."""
+    size = max((len(call.get("ranks", ())) for call in record.calls), default=0)
+    for name, whole in united.tensors.items():
+        head, _, rest = name.partition(".")
+        if not is_own(name) or (is_gradient(name) and rest in ahead):
+            continue
+        if is_gradient(name) and not (taken is None or rest in taken or name in taken):
+            continue
+        is_common = unowned(name) == name or "!clip." in head  # others have clipped what is needed
+        if not is_common and size == world.size and name != own_name(unowned(name), world.rank):
+            continue
+        yield name, whole
+
+
+def _memory(
+    places: Iterable[tuple[str, TensorEntry, torch.Tensor | None]], slabs: Slabs
+) -> dict[str, torch.Tensor]:
+    """New tensors by name, each where its owner is; on the CPU where it has none."""
+    on_cpu: dict[str, TensorEntry] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry, owner in places:
+        if owner is None or owner.device.type == "cpu":
+            on_cpu[name] = entry
+        else:
+            tensors[name] = empty(entry, owner.device)
+    return tensors | dict(zip(on_cpu, slabs.tensors(on_cpu.values()), strict=True))
 
 
 def _part_of(entry: TensorEntry, parameter: torch.Tensor) -> TensorEntry:

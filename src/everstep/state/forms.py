@@ -130,24 +130,24 @@ def gradient_of(
     tensors: Mapping[str, Tensor],
     at: str,
     name: str,
-    parameter: Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
     compressed: Mapping[str, Mapping[str, Any]],
 ) -> Tensor | None:
-    """The gradient that a record has for a parameter, dense, on its device; None where it has none.
-    `compressed`: of `by_parameter`."""
+    """The gradient that a record has for a parameter of that shape, dense, on that device; None
+    where it has none. `compressed`: of `by_parameter`."""
     tensor = tensors.get(f"{at}.{name}", tensors.get(raw_name(at, name)))
     if tensor is None:
         return None
-    tensor = tensor.to(parameter.device)
+    tensor = tensor.to(device)
     if name not in compressed:
         return tensor
     group = compressed[name]
     indices = tensors.get(_indices_name(at, name))
-    shape = tuple(parameter.shape)
     return expand(
         group["form"],
         tensor,
-        None if indices is None else indices.to(parameter.device),
+        None if indices is None else indices.to(device),
         getattr(torch, group["dtype"]),
         shape,
         group.get("strides", {}).get(name, _row_major(shape)),

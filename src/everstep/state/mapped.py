@@ -8,7 +8,7 @@ optimizer state and its gradients: `Mapped.pieces`.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -118,6 +118,11 @@ class Mapped:
         """Tensors are others now."""
         self._names, self._split, self._kept = {}, {}, []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether each is the tensor of its name."""
+        return not self._split
+
     def note(self, name: str, tensor: torch.Tensor, shards: Iterable[Shard]) -> None:
         """A wrapper's own shards of a parameter. The user's layout may rename their tensors."""
         named = [replace(shard, name=self._renamed(shard)) for shard in shards]
@@ -200,6 +205,20 @@ class Mapped:
                 f"boxes; layout= can only give another name to it"
             )
         return found or shard.name
+
+
+def described(parameters: Iterable[torch.Tensor], mapped: Mapped) -> tuple[list[Any], bool]:
+    """How parameters consist of boxes of other tensors, as JSON: what an update depends on that
+    does not go by single elements; and whether some have elements that are of none."""
+    rows, is_padded = [], False
+    for parameter in parameters:
+        if (pieces := mapped.split(parameter)) is None:
+            continue
+        local = local_of(parameter)
+        boxes = [[e.name, e.box.offsets, e.box.lengths, e.start, e.strides] for e in pieces]
+        rows.append([list(local.shape), local.stride(), boxes])
+        is_padded |= sum(piece.box.count for piece in pieces) < local.numel()
+    return rows, is_padded
 
 
 def has_shape_of(parameter: torch.Tensor, value: torch.Tensor, key: str = "") -> bool:

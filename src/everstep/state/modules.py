@@ -85,11 +85,13 @@ class ModuleState:
             for container in (module._parameters, module._buffers):
                 guard.watch_size(container)
                 for key, tensor in container.items():
-                    if tensor is None:  # registered; a tensor may be put there later
+                    # Registered; a tensor may be put there later. What follows from others is not
+                    # saved: its memory may be another at each step (DeepSpeed's ZeRO 3).
+                    if tensor is None or self.mapped.split(tensor) == ():
                         guard.watch_part(container, key)
                     else:
                         guard.watch_item(container, key, tensor)
-                        live.add(id(tensor))
+                    live.add(id(tensor))
         return live
 
     def _entries(self) -> dict[str, Any]:

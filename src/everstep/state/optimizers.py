@@ -13,9 +13,9 @@ import xxhash
 from torch.optim import Optimizer
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.state.layout import local_of
+from everstep.state.layout import local_of, shards_of
 from everstep.state.leaves import Guard, Leaf, check_tensor
-from everstep.state.mapped import Mapped
+from everstep.state.mapped import Mapped, has_shape_of
 from everstep.state.objects import TensorSink, encode
 from everstep.state.placement import Placement, Saved
 from everstep.state.redundancy import (
@@ -87,16 +87,50 @@ class OptimizerState:
             del group[key]
 
     def digest(self) -> str:
-        """XXH3-128 of all bytes of its parameters and their state tensors, in a fixed order. Waits
-        for the device, and copies from it."""
+        """XXH3-128 of all bytes of its parameters and their state tensors, in a fixed order, as far
+        as they are this rank's; of boxes of other tensors, those. Waits for the device, and copies
+        from it."""
         digest = xxhash.xxh3_128()
-        for _, _, parameter, _ in self.parameters():
+        for _, name, parameter, _ in self.parameters():
+            if not (is_here(self.optimizer, parameter) and self.mapped.names_here(name, parameter)):
+                continue
             state = self.state.get(parameter, {})
-            for value in (parameter, *(state[key] for key in sorted(state, key=str))):
+            for key, value in [
+                ("", parameter),
+                *sorted(state.items(), key=lambda row: str(row[0])),
+            ]:
                 if isinstance(value, torch.Tensor):
-                    flat = local_of(value).detach().cpu().contiguous().view(-1).view(torch.uint8)
-                    digest.update(flat.numpy().data)
+                    for part in self._parts_of(parameter, value, str(key)):
+                        flat = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                        digest.update(flat.numpy().data)
         return digest.hexdigest()
+
+    def places(self) -> Iterator[Leaf]:
+        """The same tensors as `tensors`, as boxes of what they are globally."""
+        for _, name, parameter, _ in self.parameters():
+            state = self.state.get(parameter, {})
+            leaves: list[tuple[Leaf, tuple[str, str, torch.Tensor, str] | None]]
+            leaves = [(Leaf(name, parameter), None)]
+            leaves += [
+                (Leaf(f"{self.name}.{name}.{key}", value), (self.name, name, parameter, key))
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor)
+            ]
+            for leaf, told in leaves:
+                found = self.mapped.places(leaf, told)
+                if found is not None:
+                    yield from (place.leaf for place in found)
+                    continue
+                shape, shards = shards_of(leaf.tensor)
+                yield from (Leaf(leaf.name, memory, None, box, shape) for box, memory in shards)
+
+    def _parts_of(
+        self, parameter: torch.Tensor, value: torch.Tensor, key: str
+    ) -> list[torch.Tensor]:
+        if not has_shape_of(parameter, value, key):
+            return [local_of(value)]
+        shards = self.mapped.pieces(parameter, value)
+        return [local_of(value)] if shards is None else [shard.tensor for shard in shards]
 
     def tensors(self) -> Iterator[Leaf]:
         """Its parameters and their state tensors, as far as they are here, whoever else may have

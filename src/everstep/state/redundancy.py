@@ -4,8 +4,9 @@ parameters and has the state of those, and the proxies of integrations.
 torch's module is looked up where the user has imported it.
 """
 
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ class Proxy(Optimizer):
 
     def __init__(self, inner: Optimizer, members: Sequence[Sequence[torch.Tensor]]) -> None:
         self.inner = inner
+        self._groups = list(inner.param_groups)
         super().__init__([{"params": list(each)} for each in members], {})
         inner.register_step_pre_hook(
             lambda _, *args: self._call(self._optimizer_step_pre_hooks, *args)
@@ -34,20 +36,42 @@ class Proxy(Optimizer):
         raise NotImplementedError
 
     def pull(self) -> None:
-        """Take over the other's hyperparameters."""
-        _copy_groups(self.inner, self)
+        """Take over the other's hyperparameters. Also in its step(), in which it may have but one
+        of its groups (DeepSpeed's ZeRO 1 and 2)."""
+        if len(self.inner.param_groups) == len(self.param_groups):
+            self._groups = list(self.inner.param_groups)
+        _copy_groups(self._groups, self.param_groups)
 
     def push(self) -> None:
         """Give them back, changed."""
-        _copy_groups(self, self.inner)
+        _copy_groups(self.param_groups, self.inner.param_groups)
+
+    def shows(self, parameter: torch.Tensor) -> bool:
+        """Whether the other has the parameter in its groups now: DeepSpeed calls its step() for one
+        part of them after the other, while the gradients of all may be there."""
+        return any(
+            each is parameter for group in self.inner.param_groups for each in group["params"]
+        )
+
+    @contextlib.contextmanager
+    def filled(self) -> Iterator[None]:
+        """The other's groups show their parameters within."""
+        kept = [group["params"] for group in self.inner.param_groups]
+        try:
+            for group, own in zip(self.inner.param_groups, self.param_groups, strict=True):
+                group["params"] = own["params"]
+            yield
+        finally:
+            for group, members in zip(self.inner.param_groups, kept, strict=True):
+                group["params"] = members
 
     def _call(self, hooks: Mapping[int, Any], args: Any, kwargs: Any) -> None:
         for hook in list(hooks.values()):
             hook(self, args, kwargs)
 
 
-def _copy_groups(source: Optimizer, target: Optimizer) -> None:
-    for one, other in zip(source.param_groups, target.param_groups, strict=True):
+def _copy_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    for one, other in zip(source, target, strict=True):
         other.update({key: value for key, value in one.items() if key != "params"})
 
 
@@ -62,6 +86,43 @@ def inner_of(optimizer: Optimizer) -> Optimizer:
     if isinstance(optimizer, Proxy):
         return optimizer.inner
     return cast(Any, optimizer).optim if is_redundancy_free(optimizer) else optimizer
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """The class of what makes the updates, module and qualified name."""
+    kind = type(inner_of(optimizer))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@contextlib.contextmanager
+def updating(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """What makes the updates of this rank's part, with all of its parameters: for a replay, where
+    step() would send them around after each. `send_around` does it once, after all."""
+    with optimizer.filled() if isinstance(optimizer, Proxy) else contextlib.nullcontext():
+        yield inner_of(optimizer)
+
+
+def takes_part(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """In a pre-hook of step(): whether this call updates the parameter, if it has a gradient."""
+    if isinstance(optimizer, Proxy):
+        return optimizer.shows(parameter)
+    return is_here(optimizer, parameter)
+
+
+def send_around(optimizer: Optimizer) -> None:
+    """Give each rank what others have updated; a collective, where there is anything to send."""
+    if is_redundancy_free(optimizer):
+        cast(Any, optimizer)._sync_params()
+
+
+def is_dealt_out(optimizer: Optimizer) -> bool:
+    """Whether other ranks make some of its updates, of parameters that are here, too."""
+    return is_redundancy_free(optimizer) and cast(Any, optimizer).world_size > 1
+
+
+def updates_elsewhere(optimizer: Optimizer) -> bool:
+    """Whether its step() does nothing: updates are made in hooks of DDP's."""
+    return is_redundancy_free(optimizer) and bool(cast(Any, optimizer)._overlap_with_ddp)
 
 
 def ranks_of(optimizer: Optimizer, parameter: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:

@@ -73,18 +73,18 @@ class Rules:
                 error.add_note(f"everstep: in the rule that derives {part!r}, at step {step}")
                 raise
 
-    def check_ranks(self) -> None:
-        """Raises Unsupported for parts that no rank can derive by itself."""
+    def check_log(self, is_alone: bool) -> None:
+        """Raises Unsupported for parts that no rank can derive by itself, or nobody elsewhere."""
         for part in self._rules:
             tensors = self._state.tensors_of(part)
             if any(self._state.mapped.split(tensor) is not None for tensor in tensors.values()):
                 why = "consists of boxes of other tensors (layout=, FSDP1)"
-            elif self._state.is_by_rank(part):
+            elif not is_alone and self._state.is_by_rank(part):
                 why = "is each rank's own (by_rank=)"
             else:
                 continue
             raise Unsupported(
-                f"derive= with a log of several ranks: {part!r} {why}, and a replay on other ranks "
+                f"derive= with a log: {part!r} {why}, and a replay on another layout "
                 f"could not derive it. Use strategy='full'"
             )
 

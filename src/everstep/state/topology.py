@@ -16,6 +16,9 @@ EXACT_KEYS = ("torch", "machine", "capability", "threads", "default_dtype", "den
 ALONE = "alone"
 """The layout of one process."""
 
+PADDED = "+padding"
+"""Ends a layout where parameters have elements that are of no tensor, and in no checkpoint."""
+
 _ELEMENTWISE = [
     "Adadelta",
     "Adagrad",
@@ -69,21 +72,26 @@ def layout_differences(
 ) -> list[str]:
     """Where tensors are spread over ranks in another way than then: of a record's calls those that
     may come to other bits of it, since they do not go by single elements, or do in vectors."""
-    if then.get("layout", ALONE) == layout:
+    is_same = then.get("layout", ALONE) == layout
+    if is_same and not layout.endswith(PADDED):
         return []
     return sorted(
         {
-            f"other ranks, which {call['class']} depends on"
+            f"other ranks or boxes, which {call['class']} depends on"
             for call in calls
-            if not _is_elementwise(call)
+            if not (_goes_by_elements(call) and (is_same or not _is_fused(call)))
         }
     )
 
 
-def _is_elementwise(call: Mapping[str, Any]) -> bool:
+def _goes_by_elements(call: Mapping[str, Any]) -> bool:
     module, _, name = str(call["class"]).rpartition(".")
-    is_fused = any(values.get("fused") for values in call["sets"])
-    return module.startswith("torch.optim.") and name in _ELEMENTWISE and not is_fused
+    return module.startswith("torch.optim.") and name in _ELEMENTWISE
+
+
+def _is_fused(call: Mapping[str, Any]) -> bool:
+    """In vectors: then the last elements of a tensor may come to other bits than the rest."""
+    return any(values.get("fused") for values in call["sets"])
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """State: the user's dict of models, optimizers and values as leaves,
 objects and hyperparameters."""
 
+import json
 import logging
 import time
 from collections import Counter
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 
 from everstep.errors import Mismatch
+from everstep.format.document import digest_of
 from everstep.state.entries import Entry, entries_of
 from everstep.state.fsdp1 import flat_parameters, units_of
 from everstep.state.leaves import Guard, Leaf, find_aliases
 from everstep.state.loaders import LoaderState
 from everstep.state.loose import Loose, digests_of
-from everstep.state.mapped import Layout, Mapped
+from everstep.state.mapped import Layout, Mapped, described
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
@@ -31,7 +33,7 @@ from everstep.state.stateful import (
     StatefulState,
     ValueState,
 )
-from everstep.state.topology import ALONE
+from everstep.state.topology import ALONE, PADDED
 from everstep.state.world import World
 from everstep.state.writers import Holders
 
@@ -108,6 +110,7 @@ class State:
         self._shares = self._shares_of(by_rank or {})
         self._holders = Holders(self.world)
         self._loose_holders = Holders(self.world, "objects")
+        self._layout = ALONE
         self._records: RecordShares | None = None
         self._compares = check_replicas
         self.mapped = Mapped(layout)
@@ -264,11 +267,11 @@ class State:
 
     def layout(self) -> str:
         """How the tensors are spread over the ranks, as a digest. All ranks ask."""
-        if self.world.is_alone:
+        if self.world.is_alone and self.mapped.is_empty:
             return ALONE
         if self._walk is None:
             self._walk_anew()
-        return self._holders.digest
+        return self._layout if self.world.is_alone else self._holders.digest
 
     @property
     def is_common(self) -> bool:
@@ -366,11 +369,15 @@ class State:
         }
         self._common = Parts()
         places = self._common.once(places_of(leaves, states, self.mapped))
+        parameters = [p for each in self.optimizers for _, _, p, _ in each.parameters()]
+        rows, is_padded = described(parameters, self.mapped)
+        boxes = digest_of(json.dumps(rows).encode()) if rows else ""
         if self.world.is_alone:
+            self._layout = f"{ALONE} {boxes}".strip() + (PADDED if is_padded else "")
             return [place.leaf for place, _ in places], []
         self._records = None
         asked = (leaf for leaf in leaves if id(leaf.tensor) not in states)
-        self._holders.ask(shapes_of(asked, self.mapped))
+        self._holders.ask(shapes_of(asked, self.mapped), boxes + (PADDED if is_padded else ""))
         return shared_out(places, self._holders, self.world.rank)
 
     def record_leaves(

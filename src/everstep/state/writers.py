@@ -13,9 +13,10 @@ from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.state.leaves import Leaf
 from everstep.state.spread import Spread
+from everstep.state.topology import PADDED
 from everstep.state.world import World
 
-_BOXES = "boxes"
+_BOXES, _GROUPING = "boxes", "grouping"
 _LARGE_BYTES = 1 << 20
 """A rank's share of a tensor that is split: what is smaller costs more to place than it evens."""
 
@@ -86,8 +87,9 @@ class Holders:
         self.is_common = False
         """Whether each rank has something of each tensor."""
 
-    def ask(self, shapes: Mapping[str, Shape]) -> None:
-        """What this rank holds. Where that is not known yet, all ranks have to ask, in whatever
+    def ask(self, shapes: Mapping[str, Shape], boxes: str = "") -> None:
+        """What this rank holds; `boxes`: how its parameters consist of boxes (mapped.described), as
+        a digest, if they do. Where that is not known yet, all ranks have to ask, in whatever
         order, and each waits until the others have told as often as it has. Raises Unavailable;
         who asks again then goes on waiting."""
         classes = _classes(shapes)
@@ -95,27 +97,34 @@ class Holders:
             [each.to_json() if isinstance(each, Spread) else each, _digest(rows, shapes)]
             for each, rows in classes.items()
         ]
+        known = list(classes.values())
+        if boxes:
+            said.append([_GROUPING, boxes])
         self._shapes = shapes
         if said == self._known:
             return
         if said != self._told:
             self._told, self._version = said, self._version + 1
-            for (_, digest), names in zip(said, classes.values(), strict=True):
+            for (_, digest), names in zip(said, known, strict=False):
                 self._world.tell(f"names/{digest}", names)  # before who refers to it
             self._world.tell(f"{self._what}/{self._world.rank}", [self._version, said])
         everything = self._world.hear_all(
             self._what, lambda told: told[0] >= self._version, _EXCHANGE_S
         )
-        own = {digest: names for (_, digest), names in zip(said, classes.values(), strict=True)}
+        own = {digest: names for (_, digest), names in zip(said, known, strict=False)}
         self._learn([rows for _, rows in everything], own)
         self._known = said
 
     def _learn(self, everything: Sequence[Sequence[Any]], names: dict[str, list[str]]) -> None:
         """What all ranks told. `names`: by digest, as far as they are known here."""
         self.digest = digest_of(json.dumps(everything).encode())
+        if any(digest.endswith(PADDED) for found in everything for _, digest in found):
+            self.digest += PADDED
         self._of_name = {}
         for rank, found in enumerate(everything):
             for spread, digest in found:
+                if spread == _GROUPING:
+                    continue
                 if digest not in names:
                     names[digest] = self._world.heard(f"names/{digest}") or []
                 for name, held in _held_of(spread, names[digest]):

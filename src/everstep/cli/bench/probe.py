@@ -84,7 +84,7 @@ def apart(root: Path, run: workload.Run, base: int, last: int) -> dict[str, Any]
             for record, tables in described.records:
                 own = Candidate(name, disk)
                 read = partial(
-                    load_record, own, record, United.of(tables), {}, loader, slabs, World(0, 1)
+                    load_record, own, record, United.of(tables), None, loader, slabs, World(0, 1)
                 )
                 loaded = _timed(read, reads)
                 redo(loaded, optimizers)
