@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import zoo
-from test_clipping import backward, equal
+from test_clipped_shards import backward, equal
 from zoo_model import loss_of
 
 from everstep import Checkpointer
