@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import everstep
+from comparing import check_equal
 from everstep import Checkpointer, Mismatch, Shard, Store, Unsupported
 from everstep.format.boxes import Box
 from everstep.restore.materialize import materialize
@@ -160,12 +161,6 @@ def runs(store, kind, optimizer=ADAMW, steps=STEPS, train=Job.train, **more):
     return found
 
 
-def equal(found, expected):
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
 def records(store, steps=STEPS):
     return [bool(Store(store).manifest(step).records) for step in range(1, steps + 1)]
 
@@ -187,17 +182,17 @@ def test_each_is_replayed_on_each(store, tmp_path, saved, optimizer):
     assert records(store) == [False, True, True, True, False, True]
     assert Store(store).verify().ok
     for step, state in frozen.items():
-        equal(state, expected[step])
+        check_equal(state, expected[step])
     for other in KINDS:
         job = Job(other, kind)
         job.train(77)  # something else
         with job.attached(store) as checkpointer:
             for step in (4, STEPS):
                 assert checkpointer.restore(step, exact="require") == step
-                equal(job.whole(), frozen[step])
+                check_equal(job.whole(), frozen[step])
         for step in (STEPS + 1, STEPS + 2):
             job.train(step)
-            equal(job.whole(), expected[step])
+            check_equal(job.whole(), expected[step])
     end_keeper(tmp_path / "other")
 
 
@@ -209,7 +204,7 @@ def test_a_restored_run_goes_on_recording(store, tmp_path):
         job = Job(kind)
         with job.attached(store) as checkpointer:
             assert checkpointer.restore() == number
-            equal(job.whole(), expected[number])
+            check_equal(job.whole(), expected[number])
             for step in range(number + 1, min(number + 3, 10)):
                 job.train(step)
                 checkpointer.step(step)
@@ -226,11 +221,11 @@ def test_it_is_made_whole_without_the_program(store, kind):
     found = {
         name: tensor for name, tensor in Store(store).read(3).items() if not name.startswith("rng")
     }
-    equal(found, frozen[3])
+    check_equal(found, frozen[3])
     job = Job("dense")
     with job.attached(store) as checkpointer:
         assert checkpointer.restore(3, exact="require") == 3
-        equal(job.whole(), frozen[3])
+        check_equal(job.whole(), frozen[3])
 
 
 def test_a_part_is_taken_beside_the_state(store):
@@ -239,7 +234,7 @@ def test_a_part_is_taken_beside_the_state(store):
     with job.attached(store) as checkpointer:
         checkpointer.restore(4, only=["model"])
         found = {name: t for name, t in job.whole().items() if name.startswith("model")}
-        equal(found, {name: t for name, t in frozen[4].items() if name.startswith("model")})
+        check_equal(found, {name: t for name, t in frozen[4].items() if name.startswith("model")})
 
 
 @pytest.mark.parametrize(
@@ -252,7 +247,7 @@ def test_audits_look_at_what_is_of_tensors(store, kind):
     job = Job(kind)
     with job.attached(store, audit="full") as checkpointer:
         assert checkpointer.restore(4) == 4
-    equal(job.whole(), frozen[4])
+    check_equal(job.whole(), frozen[4])
 
 
 def leaves_out(job, step, but):
@@ -265,7 +260,7 @@ def test_one_without_a_gradient_has_none_at_the_replay(store):
     job = Job("fused")
     with job.attached(store) as checkpointer:
         checkpointer.restore(4)
-    equal(job.whole(), frozen[4])
+    check_equal(job.whole(), frozen[4])
     assert frozen[4]["optimizer.model.k.step"] == 3
 
 
@@ -290,7 +285,7 @@ def test_a_tensor_is_updated_in_all_of_its_parts(store, caplog):
     with job.attached(store) as checkpointer:
         for step in (3, 5):
             checkpointer.restore(step)
-            equal(job.whole(), frozen[step])
+            check_equal(job.whole(), frozen[step])
 
 
 def test_a_dense_record_of_one_tensor_does_not_fit_a_parameter_of_several(store):
@@ -300,9 +295,9 @@ def test_a_dense_record_of_one_tensor_does_not_fit_a_parameter_of_several(store)
     with job.attached(store) as checkpointer:
         with pytest.raises(Mismatch, match=r"'model\.q' and 'model\.k' are in one parameter here"):
             checkpointer.restore(3)
-        equal(job.whole(), before)
+        check_equal(job.whole(), before)
         checkpointer.restore(2)
-        equal(job.whole(), frozen[2])
+        check_equal(job.whole(), frozen[2])
 
 
 def clips(job, step):
@@ -326,7 +321,7 @@ def test_clipped_gradients(store, saved):
         job = Job(other)
         with job.attached(store) as checkpointer:
             checkpointer.restore(4, exact="require")
-        equal(job.whole(), frozen[4])
+        check_equal(job.whole(), frozen[4])
 
 
 class Coupled(torch.optim.Optimizer):
@@ -348,7 +343,7 @@ def test_what_does_not_go_by_elements_is_exact_on_the_same_boxes_alone(store):
     job = Job("fused", Coupled)
     with job.attached(store) as checkpointer:
         assert checkpointer.restore(4, exact="require") == 4
-        equal(job.whole(), frozen[4])
+        check_equal(job.whole(), frozen[4])
     for other in ("dense", "transposed", "flat"):
         with (
             Job(other, Coupled).attached(store) as checkpointer,
@@ -377,10 +372,10 @@ def test_auto_goes_over_to_a_log(store, monkeypatch):
     job = Job("fused")
     with job.attached(store) as checkpointer:
         checkpointer.restore(20, exact="require")
-    equal(job.whole(), frozen[20])
+    check_equal(job.whole(), frozen[20])
 
 
 def test_windows_have_one_step(store):
     frozen = runs(store, "fused", strategy="spread", base_every=None, every=3)
     assert Store(store).steps() == [3, 6]
-    equal({n: t for n, t in Store(store).read(6).items() if "rng" not in n}, frozen[6])
+    check_equal({n: t for n, t in Store(store).read(6).items() if "rng" not in n}, frozen[6])

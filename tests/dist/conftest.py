@@ -1,10 +1,13 @@
 """Gives each file of these tests a gang of four ranks, or as many as its RANKS says, and each test
 a place for a store; makes gang.py and zoo.py importable."""
 
+import os
+import signal
+
 import pytest
 from gang import Gang
 
-from stores import end_keeper
+from stores import end_keeper, keeper_pid
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +19,17 @@ def gang(request):
 
 @pytest.fixture
 def store(tmp_path):
-    """Where a store can be made; its keeper is ended afterwards."""
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
+    """Where a store can be made; its keepers are ended afterwards, of all nodes that are played."""
+    path = tmp_path / "store"
+    yield path
+    for node in ("", "a", "b"):
+        if pid := keeper_pid(path, node):
+            os.kill(pid, signal.SIGCONT)
+        end_keeper(path, node)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder by which a test and its ranks tell each other how far they are."""
+    (tmp_path / "files").mkdir()
+    return tmp_path / "files"

@@ -11,10 +11,10 @@ import signal
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import zoo
 
+from comparing import check_equal
 from everstep import Checkpointer, Store
 from everstep.keeper import wire
 from everstep.keeper.arena import SlotState
@@ -164,20 +164,13 @@ def come_back(gang, store, folder, reference, last=LAST + 1, size=2, is_memory_l
     assert step >= max(durable), f"{durable} were said to be durable, {step} is there"
     if not is_memory_lost:
         assert step >= min(returned) - 1, f"step() had returned for {returned}, {step} is there"
-    check_same(came[0][1], reference[step])
+    check_equal(came[0][1], reference[step])
     found = Store(store)
     assert found.verify().ok
     assert found.latest() == last
     found.gc()  # it leaves what the newest epoch wrote, which is that of this start
     check_no_rests(Path(store), found)
     return step
-
-
-def check_same(found, expected):
-    """Bit for bit."""
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 def check_no_rests(path, store):

@@ -10,6 +10,7 @@ import zoo
 from torch.distributed.tensor import DTensor
 from zoo_model import loss_of
 
+from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store, clip_grad_norm_
 from everstep.format.tables import is_gradient
 from everstep.state import clipping
@@ -172,12 +173,6 @@ def trains(layout, store, last, foreach=None, edit=None, settings=None):
     return first, begun, job.full_state()
 
 
-def equal(found, expected):
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
 def gradients_of(store, step):
     """By kind ("": as consumed, "!": from before clipping) the gradients of a record."""
     counts = Counter()
@@ -196,7 +191,7 @@ def test_raw_gradients_are_replayed(gang, store, layout):
     size = SIZES[layout]
     plain = gang.run(trains, layout, None, STEPS, size=size)[0]
     _, _, ended = gang.run(trains, layout, store, STEPS, size=size)[0]
-    equal(ended, plain[2])
+    check_equal(ended, plain[2])
     lists = {"fsdp2": 1, "hsdp": 1, "tp": 2, "fsdp_tp": 2}[layout]
     for step in range(2, STEPS + 1):
         counts, coefficients = gradients_of(store, step)
@@ -210,9 +205,9 @@ def test_raw_gradients_are_replayed(gang, store, layout):
     for other in (layout, *others):
         first, found, _ = gang.run(trains, other, store, 0, size=SIZES[other])[0]
         assert first == STEPS
-        equal(found, ended)
+        check_equal(found, ended)
     straight = gang.run(trains, layout, None, STEPS + 2, size=size)[0]
-    equal(gang.run(trains, layout, store, STEPS + 2, size=size)[0][2], straight[2])
+    check_equal(gang.run(trains, layout, store, STEPS + 2, size=size)[0][2], straight[2])
 
 
 def trains_without_room(store, last):
@@ -250,7 +245,7 @@ def test_ranks_agree_on_what_is_kept(gang, store):
     assert kinds == [{"": 25}] * len(kinds)
     first, found, _ = gang.run(trains, "dense", store, 0, size=1)[0]
     assert first == STEPS
-    equal(found, ended)
+    check_equal(found, ended)
 
 
 def edits(job, step):
@@ -267,7 +262,7 @@ def test_a_gradient_that_one_rank_changes_afterwards(gang, store):
     for layout in ("fsdp2", "dense"):
         first, found, _ = gang.run(trains, layout, store, 0, size=SIZES[layout])[0]
         assert first == STEPS
-        equal(found, ended)
+        check_equal(found, ended)
 
 
 @pytest.mark.slow
@@ -281,4 +276,4 @@ def test_raw_gradients_in_windows(gang, store, foreach):
         size = SIZES[layout]
         outcomes = gang.run(trains, layout, store, 0, foreach, None, settings, size=size)
         assert outcomes[0][0] == 8
-        equal(outcomes[0][1], ended)
+        check_equal(outcomes[0][1], ended)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import zoo
 from zoo_model import BATCH, batch, decoder, loss_of, mean, optimizer_of
 
+from comparing import check_equal
 from everstep import Checkpointer, Store
 from stores import end_keeper
 
@@ -128,12 +129,6 @@ def killed(gang, store, tmp_path, kind, strategy="full"):
     return torch.load(tmp_path / "0")
 
 
-def equal(found, expected):
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
 def test_a_killed_run_goes_on_in_the_same_and_in_plain_layouts(gang, store, tmp_path, kind):
     whole, losses, steps = killed(gang, store, tmp_path, kind)
@@ -145,7 +140,7 @@ def test_a_killed_run_goes_on_in_the_same_and_in_plain_layouts(gang, store, tmp_
             assert torch.equal(stored[f"model.{parameter}"], tensor), name
     (step, found, after, counted), *_ = gang.run(goes_on, store, kind, size=2, timeout=COMPILES_S)
     assert (step, counted) == (STEPS, steps - 3)
-    equal(found, whole)
+    check_equal(found, whole)
     assert after == losses
     gang.kill()
     plain, *_ = gang.run(trains_plain, size=2)
@@ -173,7 +168,7 @@ def test_one_stage_goes_on_in_another(gang, store, tmp_path):
         )
         gang.kill()
         assert step == STEPS
-        equal(found, whole)
+        check_equal(found, whole)
         assert after == pytest.approx(losses, abs=1e-5)
 
 
@@ -197,7 +192,7 @@ def test_records_are_replayed(gang, store, tmp_path, kind):
     assert opened.verify().ok
     (step, found, after, _), *_ = gang.run(goes_on, store, kind, "log", size=2, timeout=COMPILES_S)
     assert step == STEPS
-    equal(found, whole)
+    check_equal(found, whole)
     assert after == losses
     gang.kill()
     for other, size in ((2, 4), (3, 2), (1, 2)):
@@ -206,7 +201,7 @@ def test_records_are_replayed(gang, store, tmp_path, kind):
         )
         gang.kill()
         assert step == STEPS
-        equal(found, whole)
+        check_equal(found, whole)
     for layout, size in (("dense", 1), ("fsdp2", 4)):
         (step, state), *_ = gang.run(takes_a_log, store, layout, size=size)
         assert step == STEPS

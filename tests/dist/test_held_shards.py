@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 import torch
 import zoo
-from test_clipped_shards import backward, equal
+from test_clipped_shards import backward
 from zoo_model import loss_of
 
+from comparing import check_equal
 from everstep import Checkpointer
 from everstep.state import owners
 from everstep.state.layout import local_of
@@ -83,7 +84,7 @@ def check(gang, store, layout, clear, hold=nobody):
     for other in (layout, "dense"):
         first, found, *_ = gang.run(trains, other, store, clear, hold, 0, size=SIZES[other])[0]
         assert first == STEPS
-        equal(found, outcomes[0][2])
+        check_equal(found, outcomes[0][2])
     return [(counts, failures) for _, _, _, counts, failures in outcomes]
 
 

@@ -2,11 +2,11 @@
 been so."""
 
 import pytest
-import torch
 import zoo
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from everstep import Checkpointer, Store
+from comparing import check_equal, check_stored
+from everstep import Checkpointer
 
 STEPS = 2
 RECIPE = zoo.Recipe()
@@ -62,12 +62,6 @@ def goes_on(layout, store, state_of=state_of):
     return step, state, losses
 
 
-def equal(found, expected):
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
 @pytest.mark.parametrize(
     "saved",
     [
@@ -78,16 +72,11 @@ def equal(found, expected):
 )
 def test_what_one_layout_saved_goes_on_in_all_others(gang, store, saved):
     (state, losses), *_ = gang.run(trains_and_saves, saved, store, size=zoo.SIZES[saved])
-    assert Store(store).verify().ok
-    stored = Store(store).read()
-    for name, tensor in state.items():  # "blocks.0.q.weight" or "blocks.0.q.weight:exp_avg"
-        parameter, _, key = name.partition(":")
-        at = f"optimizer.model.{parameter}.{key}" if key else f"model.{parameter}"
-        assert torch.equal(stored[at], tensor), name
+    check_stored(store, state)
     for loaded in LAYOUTS:
         (step, found, after), *_ = gang.run(goes_on, loaded, store, size=zoo.SIZES[loaded])
         assert step == STEPS
-        equal(found, state)
+        check_equal(found, state)
         if loaded == saved:
             assert after == losses
         assert after == pytest.approx(losses, abs=2e-6)
@@ -103,5 +92,5 @@ def test_a_state_dict_of_dtensors_goes_on_in_others(gang, store, saved):
     for loaded in (saved, "dense", "hsdp"):
         (step, found, after), *_ = gang.run(goes_on, loaded, store, app_of, size=zoo.SIZES[loaded])
         assert step == STEPS
-        equal(found, state)
+        check_equal(found, state)
         assert after == (losses if loaded == saved else pytest.approx(losses, abs=2e-6))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import zoo
 
+from comparing import check_equal
 from everstep import Checkpointer, Store, Unsupported
 from everstep.capture import auto, ranks
 from stores import end_keeper
@@ -36,12 +37,6 @@ def trains(layout, store, last):
         return first, state, losses, job.full_state(), drawn
 
 
-def equal(found, expected):
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_records_of_ranks_are_replayed(gang, store, tmp_path, saved):
     size = zoo.SIZES[saved]
@@ -63,15 +58,15 @@ def test_records_of_ranks_are_replayed(gang, store, tmp_path, saved):
     for layout in others:
         (first, found, *_), *_ = gang.run(trains, layout, store, 0, size=zoo.SIZES[layout])
         assert first == STEPS
-        equal(found, state)
+        check_equal(found, state)
     resumed = gang.run(trains, saved, store, STEPS + 2, size=size)
     first, found, after, ended, _ = resumed[0]
     for once, again in zip(killed, resumed, strict=True):  # each rank's generator goes on
         assert torch.equal(once[4][1], again[4][0])
     assert first == STEPS
-    equal(found, state)
+    check_equal(found, state)
     assert after == losses[STEPS:]
-    equal(ended, final)
+    check_equal(ended, final)
 
 
 def restores_exactly(layout, store, optimizer):
@@ -133,4 +128,4 @@ def test_all_ranks_go_over_to_a_log_at_the_same_step(gang, store):
     assert manifests[-1].records
     (first, _, found, _), *_ = gang.run(goes_by_itself, store, 0, size=2)
     assert first == 24
-    equal(found, outcomes[0][3])
+    check_equal(found, outcomes[0][3])

@@ -7,12 +7,11 @@ from functools import partial
 import pytest
 import torch
 import zoo
-from test_logs import equal
 from test_mapped_layouts import build, contents, dense, fused, unfused
-from test_mapped_layouts import equal as equal_stores
 from test_mapped_layouts import train as train_parts
 
 import everstep
+from comparing import check_equal
 from everstep import Checkpointer, Store, Unsupported
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
@@ -68,14 +67,14 @@ def check(gang, store, tmp_path, saved, others, recipe=RECIPE, size=None, audit=
     for other, count in others:
         (first, found, *_), *_ = gang.run(trains, other, store, 0, recipe, size=count)
         assert first == STEPS
-        equal(found, state)
+        check_equal(found, state)
     (first, found, after, ended), *_ = gang.run(
         trains, saved, store, STEPS + 2, recipe, audit, size=size
     )
     assert first == STEPS
-    equal(found, state)
+    check_equal(found, state)
     assert after == losses[STEPS:]
-    equal(ended, final)
+    check_equal(ended, final)
 
 
 SLOW = pytest.mark.slow
@@ -154,7 +153,7 @@ def test_fused_matrices_with_grouped_queries(gang, store, tmp_path, make, size):
     for number, (other, count) in enumerate([(dense, 1), (fused, 2), (fused, 4), (unfused, 2)]):
         copy = tmp_path / f"copy{number}"
         gang.run(goes_on_whole, other, store, copy, size=count)
-        equal_stores(contents(copy, 4), contents(reference, 4))
+        check_equal(contents(copy, 4), contents(reference, 4))
         end_keeper(copy)
     end_keeper(reference)
 
@@ -194,7 +193,7 @@ def test_raw_gradients_are_clipped_where_they_are_boxes(gang, store):
     for layout, size in (("fsdp1", 2), ("fsdp1_flat", 4), ("zero1", 2), ("dense", 1)):
         (first, found, *_), *_ = gang.run(trains, layout, store, 0, size=size)
         assert first == 3
-        equal(found, state)
+        check_equal(found, state)
 
 
 # ---- what is refused ---------------------------------------------------------------------------

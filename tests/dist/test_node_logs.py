@@ -6,22 +6,22 @@ import os
 import random
 import resource
 import signal
-import time
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from test_nodes import check_equal, done, go, part_documents
+from test_nodes import done, go, kills_keepers, part_documents
 from test_nodes import wait_until as wait_for
 
+from comparing import check_equal
 from everstep import Checkpointer, Keep, Store, clip_grad_norm_, compress
 from everstep.capture import auto, ranks
 from everstep.cli.main import main as cli
 from everstep.errors import EverstepError
 from independent_reader import read_log
-from stores import end_keeper, keeper_pid
+from stores import keeper_pid
 
 RECIPE = zoo.Recipe()
 LARGE = zoo.Recipe(width=128, vocabulary=512, hidden=256)
@@ -34,22 +34,6 @@ PATIENCE_S = 120.0
 """Of a machine on which keepers start slowly."""
 
 wait_until = partial(wait_for, seconds=PATIENCE_S)
-
-
-@pytest.fixture
-def store(tmp_path):
-    path = tmp_path / "store"
-    yield path
-    for node in ("", "a", "b"):
-        if pid := keeper_pid(path, node):
-            os.kill(pid, signal.SIGCONT)
-        end_keeper(path, node)
-
-
-@pytest.fixture
-def files(tmp_path):
-    (tmp_path / "files").mkdir()
-    return tmp_path / "files"
 
 
 @contextlib.contextmanager
@@ -439,11 +423,7 @@ def test_keepers_that_die_at_any_moment(gang, store, monkeypatch, seed):
     chance = random.Random(seed)
     for life in range(2):
         gang.start(trains_through, store, NODES, 25)
-        for _ in range(4):
-            time.sleep(chance.uniform(0.0, 0.4))  # the moment is what is tried
-            if pid := keeper_pid(store, chance.choice("ab")):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        kills_keepers(store, chance)
         if life == 0:
             gang.kill()
         gang.finish(PATIENCE_S)

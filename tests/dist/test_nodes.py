@@ -12,26 +12,17 @@ import torch
 import torch.distributed as dist
 import zoo
 
+from comparing import check_equal, check_stored
 from everstep import Checkpointer, Store
 from everstep.errors import EverstepError
 from everstep.restore import apply
 from everstep.store import catalog, names
 from everstep.tiers.disk import Disk
-from stores import end_keeper, keeper_pid
+from stores import keeper_pid
 
 RECIPE = zoo.Recipe()
 NODES = "aabb"
 """The node of each rank."""
-
-
-@pytest.fixture
-def store(tmp_path):
-    path = tmp_path / "store"
-    yield path
-    for node in ("", *sorted(set(NODES))):
-        if pid := keeper_pid(path, node):
-            os.kill(pid, signal.SIGCONT)
-        end_keeper(path, node)
 
 
 @contextlib.contextmanager
@@ -64,22 +55,6 @@ def restores(layout, store, nodes, last, step=None):
         state = job.full_state()
         losses = [job.train(number) for number in range(step + 1, last + 1)]
     return step, state, losses
-
-
-def check_equal(found, expected):
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def check_stored(store, state, step=None):
-    """What is on the disk, read without any rank."""
-    assert Store(store).verify().ok
-    stored = Store(store).read(step)
-    for name, tensor in state.items():
-        parameter, _, key = name.partition(":")
-        at = f"optimizer.model.{parameter}.{key}" if key else f"model.{parameter}"
-        assert torch.equal(stored[at], tensor), name
 
 
 def part_documents(store):
@@ -138,12 +113,6 @@ def trains_on(layout, store, nodes, steps, files):
         with contextlib.suppress(EverstepError):
             made.wait()
         return first, ended, job.full_state()
-
-
-@pytest.fixture
-def files(tmp_path):
-    (tmp_path / "files").mkdir()
-    return tmp_path / "files"
 
 
 def done(files, step, ranks=range(4), what="done"):
@@ -485,6 +454,15 @@ def trains_alone(wanted):
     return states
 
 
+def kills_keepers(store, chance):
+    """Four times one of a node, at random moments."""
+    for _ in range(4):
+        time.sleep(chance.uniform(0.0, 0.4))  # the moment is what is tried
+        if pid := keeper_pid(store, chance.choice("ab")):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_keepers_that_die_at_any_moment(gang, store, impatient, seed):
@@ -492,11 +470,7 @@ def test_keepers_that_die_at_any_moment(gang, store, impatient, seed):
     chance = random.Random(seed)
     for life in range(2):
         gang.start(trains_through, store, NODES, 15)
-        for _ in range(4):
-            time.sleep(chance.uniform(0.0, 0.4))  # the moment is what is tried
-            if pid := keeper_pid(store, chance.choice("ab")):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        kills_keepers(store, chance)
         if life == 0:
             gang.kill()
         gang.finish()

@@ -9,6 +9,7 @@ import zoo
 from gang import GangError
 from torch.distributed import fsdp
 
+from comparing import check_equal, check_stored
 from everstep import Checkpointer, Store
 
 STEPS = 2
@@ -52,30 +53,15 @@ def goes_on(layouts, recipe, store):
     return found
 
 
-def equal(found, expected):
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def stored_equal(store, state):
-    assert Store(store).verify().ok
-    stored = Store(store).read()
-    for name, tensor in state.items():  # "blocks.0.q.weight" or "blocks.0.q.weight:exp_avg"
-        parameter, _, key = name.partition(":")
-        at = f"optimizer.model.{parameter}.{key}" if key else f"model.{parameter}"
-        assert torch.equal(stored[at], tensor), name
-
-
 def check(gang, saved, loads, recipe, store):
     (state, losses), *_ = gang.run(trains_and_saves, saved, recipe, store, size=zoo.SIZES[saved])
-    stored_equal(store, state)
+    check_stored(store, state)
     for size in sorted({zoo.SIZES[loaded] for loaded in loads}):
         layouts = [loaded for loaded in loads if zoo.SIZES[loaded] == size]
         (found, *_) = gang.run(goes_on, layouts, recipe, store, size=size)
         for loaded, (step, restored, after) in zip(layouts, found, strict=True):
             assert step == STEPS, loaded
-            equal(restored, state)
+            check_equal(restored, state)
             if loaded == saved:
                 assert after == losses
             assert after == pytest.approx(losses, abs=2e-6), loaded
@@ -192,7 +178,7 @@ def test_a_log_of_stages(gang, store):
     for layout, size in (("pipeline", 2), ("dense", 1)):
         (step, found), *_ = gang.run(reads_logs, layout, "log", store, size=size)
         assert step == 4
-        equal(found, state)
+        check_equal(found, state)
 
 
 @pytest.mark.parametrize("layout", ["fsdp1", "fsdp1_flat", "zero1"])
@@ -202,4 +188,4 @@ def test_what_is_not_recorded_is_saved_whole(gang, store, layout):
     state, _ = gang.run(logs, layout, "auto", store, size=2)
     (step, found), *_ = gang.run(reads_logs, layout, "auto", store, size=2)
     assert step == 4
-    equal(found, state)
+    check_equal(found, state)

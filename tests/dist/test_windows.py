@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import zoo
 
+from comparing import check_equal
 from everstep import Checkpointer, Store
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
@@ -47,12 +48,6 @@ def restores(layout, store, options, steps):
         return [(checkpointer.restore(step), job.full_state()) for step in steps]
 
 
-def equal(found, expected):
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert found[name].equal(tensor), name
-
-
 def check(gang, layout, store, tmp_path, last, options):
     """A run that is stopped after `last` steps comes to the bits of one that is not, and each of
     its checkpoints to those of its step, on these ranks and on others."""
@@ -64,7 +59,7 @@ def check(gang, layout, store, tmp_path, last, options):
         end_keeper(straight)
     first, before, found, errors = gang.run(trains, layout, store, last, options, size=size)[0]
     assert (first, before, errors) == (0, losses[:last], [])
-    equal(found[last], states[last])
+    check_equal(found[last], states[last])
     assert Store(store).verify().ok
     saved = Store(store).steps()[-1]
     for other in ("dense", "fsdp2", "tp"):
@@ -72,14 +67,14 @@ def check(gang, layout, store, tmp_path, last, options):
             restores, other, store, options, [None], size=zoo.SIZES[other]
         )
         assert step == saved
-        equal(there, states[step])
+        check_equal(there, states[step])
     steps = Store(store).steps()[2:8]
     for step, there in gang.run(restores, layout, store, options, steps, size=size)[0]:
-        equal(there, states[step])
+        check_equal(there, states[step])
     first, after, found, errors = gang.run(trains, layout, store, last + 3, options, size=size)[0]
     assert (first, after, errors) == (saved, losses[saved:], [])
-    equal(found[saved], states[saved])
-    equal(found[last + 3], states[last + 3])
+    check_equal(found[saved], states[saved])
+    check_equal(found[last + 3], states[last + 3])
 
 
 def bases(store):
@@ -181,11 +176,11 @@ def test_averages_are_derived_on_each_rank(gang, store, tmp_path, layout, way, a
     other = "fsdp2" if layout == "ddp" else "ddp"
     (first, found, _, _), *_ = gang.run(derives, other, store, way, 0, log, size=zoo.SIZES[other])
     assert first == 9
-    equal(found, at)
+    check_equal(found, at)
     (first, found, last, errors), *_ = gang.run(derives, layout, store, way, 12, log, size=size)
     assert (first, errors) == (9, [])
-    equal(found, at)
-    equal(last, expected)
+    check_equal(found, at)
+    check_equal(last, expected)
 
 
 def held(store, step):
@@ -218,7 +213,7 @@ def test_a_window_that_ends_on_one_rank_ends_on_all(gang, store):
     assert parts == [[4], [8], [10, 11, 12]]
     ((step, there), *_), *_ = gang.run(restores, "tp", store, SPREAD, [None], size=2)
     assert step == 12
-    equal(there, found[0][1])
+    check_equal(there, found[0][1])
 
 
 def goes_on(layout, store, folder, last, options, at):
@@ -264,11 +259,11 @@ def test_a_rank_that_dies_within_a_window(gang, store, tmp_path, layout, options
     assert Store(store).verify().ok
     expected = gang.run(trains, layout, tmp_path / "again", 14, {"strategy": "full"}, size=size)[0]
     end_keeper(tmp_path / "again")
-    equal(found, expected[2][14])
+    check_equal(found, expected[2][14])
     saved = Store(store).steps()[-1]
     (step, there), *_ = gang.run(restores, layout, store, options, [None], size=size)[0]
     assert step == saved
-    equal(there, expected[2][saved])
+    check_equal(there, expected[2][saved])
 
 
 @pytest.mark.slow
@@ -287,7 +282,7 @@ def test_a_keeper_that_dies_within_a_window(gang, store, tmp_path, options):
     assert Store(store).verify().ok
     ((step, there), *_), *_ = gang.run(restores, "tp", store, options, [None], size=2)
     assert step == 16
-    equal(there, found)
+    check_equal(there, found)
 
 
 def goes_by_the_first(store, last):
@@ -315,7 +310,7 @@ def test_all_ranks_go_by_what_the_first_has_measured(gang, store):
         assert len(parts[step]) > 1, parts
     ((step, there), *_), *_ = gang.run(restores, "fsdp2", store, {"every": 6}, [None], size=4)
     assert step == 30
-    equal(there, expected)
+    check_equal(there, expected)
 
 
 @pytest.mark.slow
