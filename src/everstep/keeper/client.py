@@ -103,10 +103,10 @@ class Client:
         self._stop = threading.Event()
         self._lost: str | None = None
         self.attachments = 1
+        """How often a keeper was found: another one knows nothing of what the last had in mind."""
         self.losses = 0
         """Keepers that are gone: ranks see one's death at about the same time, and attach to the
         next one when they can."""
-        """How often a keeper was found: another one knows nothing of what the last had in mind."""
         self._deaths: collections.deque[float] = collections.deque(maxlen=_DEATHS_MAX)
         self.keeper_pid = 0
         self._connection: socket.socket | None = self._attach()

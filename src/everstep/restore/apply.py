@@ -70,6 +70,9 @@ def apply(
     if must_be_exact and not base.manifest.exact:
         raise Unsupported(f"{_inexact(candidate, base)}. Restore another step, or exact='allow'")
     optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
+    if replayed and only is None and _is_beside(base, state, replayed):
+        take = partial(_take, candidate, base, replayed, state, None, optimized, must_be_exact)
+        return state.world.together("replaying", lambda: take(loader))
     if replayed and only is not None:
         return _take(candidate, base, replayed, state, only, optimized, must_be_exact, loader)
     if replayed:
@@ -105,6 +108,19 @@ def apply(
     return replayed[-1].manifest
 
 
+def _is_beside(base: Described, state: State, logs: Sequence[Described]) -> bool:
+    """Whether it is to be replayed beside the state: tensors of which the base has different steps
+    are in one parameter on some rank, which has one gradient, and one step, for all of them."""
+    if not base.manifest.is_spread or derived_parts(logs)[0]:
+        return False
+    is_mixed = any(
+        len(set(optimizer.mapped.names(name, parameter))) > 1
+        for optimizer in state.optimizers
+        for _, name, parameter, _ in optimizer.parameters()
+    )
+    return any(state.world.gather("comparing parameters", is_mixed))
+
+
 def _check_alone(candidate: Candidate, state: State) -> None:
     """Raises Unsupported where it takes other ranks to replay."""
     dealt = [each.name for each in state.optimizers if is_dealt_out(each.optimizer)]
@@ -134,13 +150,13 @@ def _take(
     base: Described,
     logs: Sequence[Described],
     state: State,
-    only: list[str],
+    only: list[str] | None,
     optimized: Set[str],
     must_be_exact: bool,
     loader: Loader,
 ) -> Manifest:
-    """Parts of what a log comes to, which is replayed beside the state. Takes memory for all of
-    it."""
+    """Parts of what a log comes to (None: all), which is replayed beside the state. Takes memory
+    for all of it."""
     last = logs[-1]
     derived, ruled = derived_parts(logs)
     saved = _saved_after(base, last, optimized | derived_names(base, derived, optimized))
@@ -160,8 +176,9 @@ def _take(
         )
     if any(saved.tensors[name].device != "cpu" for name in optimized & saved.tensors.keys()):
         problem = (
-            f"restoring only={only} of step {candidate.name.step}: it was trained on a GPU, and "
-            f"parts of a log are replayed on the CPU, where last bits differ"
+            f"restoring {'' if only is None else f'only={only} of '}step {candidate.name.step}: it "
+            f"was trained on a GPU, and {'' if only is None else 'parts of a log are '}replayed on "
+            f"the CPU, where last bits differ"
         )
         if must_be_exact:
             raise Unsupported(f"{problem}. Restore all of it, or with exact='allow'")

@@ -85,7 +85,8 @@ class Holders:
         self._of_name: dict[str, list[tuple[int, Spread | tuple[Box, ...] | None]]] = {}
         self._shapes: Mapping[str, Shape] = {}
         self.is_common = False
-        """Whether each rank has something of each tensor."""
+        """Whether each rank has something of each tensor, and none has boxes of them in parameters
+        of its own."""
 
     def ask(self, shapes: Mapping[str, Shape], boxes: str = "") -> None:
         """What this rank holds; `boxes`: how its parameters consist of boxes (mapped.described), as
@@ -129,7 +130,8 @@ class Holders:
                     names[digest] = self._world.heard(f"names/{digest}") or []
                 for name, held in _held_of(spread, names[digest]):
                     self._of_name.setdefault(name, []).append((rank, held))
-        self.is_common = all(
+        has_boxes = any(spread == _GROUPING for found in everything for spread, _ in found)
+        self.is_common = not has_boxes and all(
             len({rank for rank, _ in found}) == self._world.size for found in self._of_name.values()
         )
 

@@ -1,0 +1,160 @@
+"""Logs of what other files of tests have each for itself: boxes over nodes, windows with raw
+gradients and compared replicas, and the layouts where such logs are restored."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from test_logs import equal
+
+from everstep import Checkpointer, Shard, Store, clip_grad_norm_
+from independent_reader import read_log
+from stores import end_keeper
+
+RECIPE = zoo.Recipe(grouped=False)
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def store(tmp_path):
+    path = tmp_path / "store"
+    yield path
+    for node in ("", "a", "b"):
+        end_keeper(path, node)
+
+
+def trains(layout, store, nodes, last, options, clips=False, wanted=None):
+    """From what is restored up to a step: where it began, the state then, the state after each
+    step, and what failed."""
+    if nodes:
+        os.environ["EVERSTEP_NODE"] = nodes[dist.get_rank()]
+    job = zoo.build(layout, RECIPE)
+    if clips:
+        weights = list(job.model.parameters())
+        job.optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(weights, 0.1) and None)
+    state = {"model": job.model, "optimizer": job.optimizer}
+    options = {"strategy": "log", "base_every": 5, "under_pressure": "wait", **options}
+    with Checkpointer(store, state, **options) as made:
+        first = made.restore(wanted)
+        begun, states, handles = job.full_state(), {}, []
+        for step in range(first + 1, last + 1):
+            job.train(step)
+            handles.append(made.step(step))
+            states[step] = job.full_state()
+        made.wait()
+    return first, begun, states, [str(each.error) for each in handles if each and each.error]
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes"),
+    [("zero1", "ab"), ("fsdp1", "ab"), ("fsdp1_flat", "aabb"), ("zero1", "abab")],
+)
+@SLOW
+def test_boxes_over_nodes(gang, store, layout, nodes):
+    size = len(nodes)
+    first, _, states, errors = gang.run(trains, layout, store, nodes, 8, {}, size=size)[0]
+    assert (first, errors) == (0, [])
+    assert [bool(Store(store).manifest(s).records) for s in range(1, 9)] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert Store(store).verify().ok
+    read_log(store)
+    for other, there in (("dense", "a"), ("fsdp2", "ab"), ("fsdp1_flat", "aa"), ("zero1", "ab")):
+        for step in (4, 8):
+            found = gang.run(trains, other, store, there, 0, {}, False, step, size=len(there))[0]
+            assert found[0] == step
+            equal(found[1], states[step])
+    first, begun, _, errors = gang.run(trains, layout, store, nodes, 10, {}, size=size)[0]
+    assert (first, errors) == (8, [])
+    equal(begun, states[8])
+
+
+WINDOWS = [
+    {"base_every": 6, "window": 3, "check_replicas": True},
+    {"strategy": "spread", "every": 4, "window": 3, "check_replicas": True, "base_every": None},
+]
+
+
+@SLOW
+@pytest.mark.parametrize("options", WINDOWS)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp"])
+def test_raw_gradients_in_windows_of_compared_replicas(gang, store, layout, options):
+    size = zoo.SIZES[layout]
+    first, _, states, errors = gang.run(trains, layout, store, "", 14, options, True, size=size)[0]
+    assert (first, errors) == (0, [])
+    assert Store(store).verify().ok
+    if options["base_every"]:
+        read_log(store)
+    steps = Store(store).steps()
+    for other in ("dense", layout):
+        for step in steps[-2:]:
+            found = gang.run(trains, other, store, "", 0, {}, False, step, size=zoo.SIZES[other])[0]
+            equal(found[1], states[step])
+
+
+@SLOW
+@pytest.mark.parametrize("options", [{"base_every": 6, "window": 3}, WINDOWS[1]])
+@pytest.mark.parametrize("other", ["fsdp1", "fsdp1_flat", "zero1"])
+def test_spread_bases_where_parameters_are_boxes(gang, store, other, options):
+    _, _, states, errors = gang.run(trains, "fsdp2", store, "", 9, options, size=2)[0]
+    assert errors == []
+    step = Store(store).steps()[-1]
+    found = gang.run(trains, other, store, "", 0, {}, size=2)[0]
+    assert found[0] == step
+    equal(found[1], states[step])
+
+
+class Apart(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.ones(4, 8)) for _ in range(2))
+
+
+class Flat(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ab = torch.nn.Parameter(torch.ones(8, 8))
+
+
+def trains_unlike(store, options):
+    """The second rank has in one parameter what the first one has in two; what failed."""
+    model = Flat() if dist.get_rank() else Apart()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def layout(name, tensor):
+        if name != "model.ab":
+            return None
+        return [
+            Shard(f"model.{half}", (4, 8), (0, 0), part)
+            for half, part in zip("ab", tensor.split(4), strict=True)
+        ]
+
+    state = {"model": model, "optimizer": optimizer}
+    options = {"under_pressure": "wait", "layout": layout, **options}
+    with Checkpointer(store, state, **options) as made:
+        handles = []
+        for step in range(1, 15):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, step)
+            optimizer.step()
+            handles.append(made.step(step))
+        made.wait()
+        return [str(each.error) for each in handles if each and each.error]
+
+
+@SLOW
+@pytest.mark.parametrize("options", [{**WINDOWS[0], "strategy": "log"}, WINDOWS[1]])
+def test_where_one_rank_has_boxes_all_copy_at_one_step(gang, store, options):
+    assert gang.run(trains_unlike, store, options, size=2) == [[], []]
+    manifests = [Store(store).manifest(step) for step in Store(store).steps()]
+    assert all(len(each.parts) <= 1 for each in manifests)
+    assert any(not each.records for each in manifests[1:])
