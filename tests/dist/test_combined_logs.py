@@ -9,7 +9,7 @@ import torch.distributed as dist
 import zoo
 from test_logs import equal
 
-from everstep import Checkpointer, Shard, Store, clip_grad_norm_
+from everstep import Checkpointer, Shard, Store, clip_grad_norm_, compress
 from independent_reader import read_log
 from stores import end_keeper
 
@@ -25,13 +25,15 @@ def store(tmp_path):
         end_keeper(path, node)
 
 
-def trains(layout, store, nodes, last, options, clips=False, wanted=None):
+def trains(layout, store, nodes, last, options, clips: bool | str = False, wanted=None):
     """From what is restored up to a step: where it began, the state then, the state after each
-    step, and what failed."""
+    step, and what failed. `clips`: or how gradients are compressed."""
     if nodes:
         os.environ["EVERSTEP_NODE"] = nodes[dist.get_rank()]
     job = zoo.build(layout, RECIPE)
-    if clips:
+    if isinstance(clips, str):
+        compress(job.model, clips)
+    elif clips:
         weights = list(job.model.parameters())
         job.optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(weights, 0.1) and None)
     state = {"model": job.model, "optimizer": job.optimizer}
@@ -98,6 +100,21 @@ def test_raw_gradients_in_windows_of_compared_replicas(gang, store, layout, opti
     for other in ("dense", layout):
         for step in steps[-2:]:
             found = gang.run(trains, other, store, "", 0, {}, False, step, size=zoo.SIZES[other])[0]
+            equal(found[1], states[step])
+
+
+@SLOW
+@pytest.mark.parametrize("options", WINDOWS)
+@pytest.mark.parametrize("kind", ["bf16", "topk"])
+def test_compressed_gradients_in_windows(gang, store, kind, options):
+    _, _, states, errors = gang.run(trains, "ddp", store, "", 14, options, kind, size=2)[0]
+    assert errors == []
+    assert Store(store).verify().ok
+    steps = Store(store).steps()[-3:]
+    for other in ("dense", "fsdp2", "fsdp1_flat"):
+        size = zoo.SIZES[other]
+        for step in steps:
+            found = gang.run(trains, other, store, "", 0, {}, False, step, size=size)[0]
             equal(found[1], states[step])
 
 

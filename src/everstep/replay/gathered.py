@@ -8,7 +8,7 @@ import torch
 
 from everstep.format.boxes import Box
 from everstep.state import forms
-from everstep.state.layout import local_of, wrapped_like
+from everstep.state.layout import is_dtensor, local_of, shards_like, wrapped_like
 from everstep.state.mapped import Mapped
 
 
@@ -32,6 +32,8 @@ def gradient_of(
     if pieces is None:
         shape, device = tuple(parameter.shape), parameter.device
         local = forms.gradient_of(tensors, at, name, shape, device, compressed)
+        if local is not None and name in compressed and not forms.has_shape(compressed[name]):
+            local = _part_of(parameter, local)
         return None if local is None else wrapped_like(parameter, local)
     local = tensors.get(gathered_name(at, name))
     if local is not None:
@@ -52,6 +54,16 @@ def gradient_of(
             inside = piece.box.slices_in(Box.whole(piece.shape))
             piece.of(local).copy_(found[piece.name][inside])
     return wrapped_like(parameter, local)
+
+
+def _part_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient that was read whole."""
+    if not is_dtensor(parameter):
+        return whole
+    local = torch.empty_like(local_of(parameter), dtype=whole.dtype, requires_grad=False)
+    for box, memory in shards_like(parameter, local)[1]:
+        memory.copy_(whole[box.slices_in(Box.whole(tuple(whole.shape)))])
+    return local
 
 
 class Views:

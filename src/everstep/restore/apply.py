@@ -181,7 +181,8 @@ def _take(
             f"the CPU, where last bits differ"
         )
         if must_be_exact:
-            raise Unsupported(f"{problem}. Restore all of it, or with exact='allow'")
+            way = "it where its tensors are apart" if only is None else "all of it"
+            raise Unsupported(f"{problem}. Restore {way}, or with exact='allow'")
         log.warning("%s", problem)
     with adopted(last.manifest.topology):
         found = rebuilt(candidate, base, logs, loader, without_derived=True)

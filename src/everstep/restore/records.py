@@ -16,6 +16,7 @@ from everstep.restore.choose import Candidate, Described
 from everstep.restore.gathering import Consumers
 from everstep.restore.load import Loader
 from everstep.restore.slabs import Slabs, dtype_of
+from everstep.state import forms
 from everstep.state.layout import is_dtensor, local_of, shards_like
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Destination
@@ -140,12 +141,19 @@ def load_record(
     plain, boxed = (consumers.plain, consumers.boxed) if consumers else ({}, ())
     gathered, apart = gathering.plan(record.step, calls, united.tensors, boxed, ahead)
     taken = None if consumers is None else {*plain, *apart}
+    unlike = {
+        f"@{number}.{name}"
+        for number, call in enumerate(calls)
+        for name, said in forms.by_parameter(call).items()
+        if not forms.has_shape(said)
+    }
     places: list[tuple[str, TensorEntry, torch.Tensor | None]] = []
     owners: dict[str, torch.Tensor] = {}
     for name, whole in _needed(record, united, world, ahead, taken):
         here = entry = whole.entries[0]
         owner = plain.get(name.partition(".")[2])
-        if owner is not None and is_gradient(name) and entry.spec.shape == tuple(owner.shape):
+        is_part = is_gradient(name) and name not in unlike
+        if owner is not None and is_part and entry.spec.shape == tuple(owner.shape):
             owners[name] = owner
             here = _part_of(entry, owner)
         places.append((name, here, owner))

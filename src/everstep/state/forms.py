@@ -126,6 +126,12 @@ def by_parameter(said: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {name: group for group in said.get("compressed", ()) for name in group["names"]}
 
 
+def has_shape(said: Mapping[str, Any]) -> bool:
+    """Whether what is recorded in this form has the gradient's shape, so that ranks can read what
+    they have of it; else they read it whole."""
+    return bool(said["form"] == "cast")
+
+
 def gradient_of(
     tensors: Mapping[str, Tensor],
     at: str,
