@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from gang import GangError
 from torch.distributed import fsdp
 
 from comparing import check_equal, check_stored
@@ -179,13 +178,3 @@ def test_a_log_of_stages(gang, store):
         (step, found), *_ = gang.run(reads_logs, layout, "log", store, size=size)
         assert step == 4
         check_equal(found, state)
-
-
-@pytest.mark.parametrize("layout", ["fsdp1", "fsdp1_flat", "zero1"])
-def test_what_is_not_recorded_is_saved_whole(gang, store, layout):
-    with pytest.raises(GangError, match="recording 'optimizer'"):
-        gang.run(logs, layout, "log", store, size=2)
-    state, _ = gang.run(logs, layout, "auto", store, size=2)
-    (step, found), *_ = gang.run(reads_logs, layout, "auto", store, size=2)
-    assert step == 4
-    check_equal(found, state)

@@ -165,15 +165,18 @@ class Failures:
         self._writer = writer
         self._untold: deque[tuple[int, int, str, str | None]] = deque(maxlen=_UNTOLD_MAX)
         self._told: list[CheckpointName] = []
+        self._committed = CheckpointName(0, 0)
 
     def tell(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
-        """There is nothing of this step, in this call: durably, unless it is committed, or there
-        is no epoch yet. `kind`: of which error."""
+        """There is nothing of this step, in this call: durably, unless it or a later one is
+        committed, or there is no epoch yet. `kind`: of which error."""
         writer = self._writer
         if writer.epoch is None:
             self._untold.append((step, call, reason, kind))
             return
         name = CheckpointName(step, writer.epoch)
+        if name.epoch == self._committed.epoch and name < self._committed:  # a word that came late
+            return
         try:
             is_over = catalog.newest_epoch(writer.disk) != writer.epoch
             if is_over or writer.disk.size(names.manifest_path(name)) is not None:
@@ -194,6 +197,7 @@ class Failures:
 
     def clear(self, name: CheckpointName) -> None:
         """A later step is committed: all nodes are past those before it."""
+        self._committed = name
         old = [each for each in self._told if each < name]
         self._told = [each for each in self._told if each not in old]
         with contextlib.suppress(EverstepError):
