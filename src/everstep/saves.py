@@ -166,12 +166,12 @@ class Saves:
     ) -> None:
         """The copy of it failed, or could not be sealed. `is_announced`: the keeper works on it
         already. Any thread."""
+        if known := self._begun.get(capture.sequence):  # else the keeper's loss came first
+            self.fail(known[1], error)  # before the keeper says the same, and knows no reason
         if is_announced:
             self._client.submit(capture.slot.key)
         else:
             self._leave_out(capture.step, capture.description["call"], str(error))
-        if known := self._begun.get(capture.sequence):  # else the keeper's loss came first
-            self.fail(known[1], error)
         self._forget(capture)
 
     def _on_loss(self, reason: str) -> None:
