@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from test_logs import equal
 
+from comparing import check_equal
 from everstep import Checkpointer, Shard, Store, clip_grad_norm_, compress
 from independent_reader import read_log
 from stores import end_keeper
@@ -74,10 +74,10 @@ def test_boxes_over_nodes(gang, store, layout, nodes):
         for step in (4, 8):
             found = gang.run(trains, other, store, there, 0, {}, False, step, size=len(there))[0]
             assert found[0] == step
-            equal(found[1], states[step])
+            check_equal(found[1], states[step])
     first, begun, _, errors = gang.run(trains, layout, store, nodes, 10, {}, size=size)[0]
     assert (first, errors) == (8, [])
-    equal(begun, states[8])
+    check_equal(begun, states[8])
 
 
 WINDOWS = [
@@ -100,7 +100,7 @@ def test_raw_gradients_in_windows_of_compared_replicas(gang, store, layout, opti
     for other in ("dense", layout):
         for step in steps[-2:]:
             found = gang.run(trains, other, store, "", 0, {}, False, step, size=zoo.SIZES[other])[0]
-            equal(found[1], states[step])
+            check_equal(found[1], states[step])
 
 
 @SLOW
@@ -115,7 +115,7 @@ def test_compressed_gradients_in_windows(gang, store, kind, options):
         size = zoo.SIZES[other]
         for step in steps:
             found = gang.run(trains, other, store, "", 0, {}, False, step, size=size)[0]
-            equal(found[1], states[step])
+            check_equal(found[1], states[step])
 
 
 @SLOW
@@ -127,7 +127,7 @@ def test_spread_bases_where_parameters_are_boxes(gang, store, other, options):
     step = Store(store).steps()[-1]
     found = gang.run(trains, other, store, "", 0, {}, size=2)[0]
     assert found[0] == step
-    equal(found[1], states[step])
+    check_equal(found[1], states[step])
 
 
 class Apart(torch.nn.Module):
