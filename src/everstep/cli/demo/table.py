@@ -175,7 +175,7 @@ def _spread(spread: Spread | None) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
+    return f"{seconds * 1000:.3g} ms" if abs(seconds) < 0.9995 else f"{seconds:.2f} s"
 
 
 def _number(value: int | None) -> str:
