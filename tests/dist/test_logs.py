@@ -1,5 +1,6 @@
 """Records of several ranks: replayed to the bits of the run, on its own layout and on others."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -96,27 +97,29 @@ def test_other_ranks_are_exact_for_what_goes_by_single_elements(gang, store, fus
         assert "other ranks" in said if fused else said == 3
 
 
+@contextlib.contextmanager
+def decides_soon():
+    """`auto` does, after a few saves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "SAVES_MIN", 5)
+        patch.setattr(auto, "SLOWER", 1e9)
+        patch.setattr(ranks, "DECIDED_EVERY", 4)
+        yield
+
+
 def goes_by_itself(store, last):
-    """Under auto, which decides after a few saves here; what became of each save."""
-    settings = (auto, "SAVES_MIN", 5), (auto, "SLOWER", 1e9), (ranks, "DECIDED_EVERY", 4)
-    kept = [getattr(module, name) for module, name, _ in settings]
-    for module, name, value in settings:
-        setattr(module, name, value)
-    try:
-        job = zoo.build("fsdp2", RECIPE)
-        state = {"model": job.model, "optimizer": job.optimizer}
-        with Checkpointer(store, state, under_pressure="wait") as checkpointer:
-            first = checkpointer.restore()
-            found, handles = job.full_state(), []
-            for step in range(first + 1, last + 1):
-                job.train(step)
-                handles.append(checkpointer.step(step))
-            checkpointer.wait()
-            errors = [str(handle.error) for handle in handles if handle.error]
-            return first, errors, found, job.full_state()
-    finally:
-        for (module, name, _), value in zip(settings, kept, strict=True):
-            setattr(module, name, value)
+    """Under auto; what became of each save."""
+    job = zoo.build("fsdp2", RECIPE)
+    state = {"model": job.model, "optimizer": job.optimizer}
+    with decides_soon(), Checkpointer(store, state, under_pressure="wait") as checkpointer:
+        first = checkpointer.restore()
+        found, handles = job.full_state(), []
+        for step in range(first + 1, last + 1):
+            job.train(step)
+            handles.append(checkpointer.step(step))
+        checkpointer.wait()
+        errors = [str(handle.error) for handle in handles if handle.error]
+        return first, errors, found, job.full_state()
 
 
 def test_all_ranks_go_over_to_a_log_at_the_same_step(gang, store):

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from test_nodes import done, go, kills_keepers, part_documents
+from test_logs import decides_soon
+from test_nodes import checkpointer as saves_as
+from test_nodes import done, go, kills_keepers, part_documents, trains_through
 from test_nodes import wait_until as wait_for
 
 from comparing import check_equal
-from everstep import Checkpointer, Keep, Store, clip_grad_norm_, compress
-from everstep.capture import auto, ranks
+from everstep import Keep, Store, clip_grad_norm_, compress
 from everstep.cli.main import main as cli
 from everstep.errors import EverstepError
 from independent_reader import read_log
@@ -36,14 +37,12 @@ PATIENCE_S = 120.0
 wait_until = partial(wait_for, seconds=PATIENCE_S)
 
 
-@contextlib.contextmanager
+LOG = {"strategy": "log", "base_every": 5}
+
+
 def checkpointer(job, store, nodes, **more):
     """Of this rank, on its node; `nodes`: a letter for each rank."""
-    os.environ["EVERSTEP_NODE"] = nodes[dist.get_rank()]
-    state = {"model": job.model, "optimizer": job.optimizer}
-    settings = {"strategy": "log", "base_every": 5, "under_pressure": "wait", **more}
-    with Checkpointer(store, state, **settings) as made:
-        yield made
+    return saves_as(job, store, nodes, **{**LOG, "under_pressure": "wait", **more})
 
 
 def rounds(optimizer, *_):
@@ -336,24 +335,17 @@ def test_a_node_that_dies_in_the_middle_of_a_chain(
 
 
 def goes_by_itself(store, nodes, last):
-    """Under auto, which decides after a few saves here; what became of each save."""
-    settings = (auto, "SAVES_MIN", 5), (auto, "SLOWER", 1e9), (ranks, "DECIDED_EVERY", 4)
-    kept = [getattr(module, name) for module, name, _ in settings]
-    for module, name, value in settings:
-        setattr(module, name, value)
-    try:
-        job = zoo.build("fsdp2", RECIPE)
-        with checkpointer(job, store, nodes, strategy="auto", base_every=None) as made:
-            handles, states = [], {}
-            for step in range(1, last + 1):
-                job.train(step)
-                handles.append(made.step(step))
-                states[step] = job.full_state()
-            made.wait()
-            return [str(handle.error) for handle in handles if handle.error], states
-    finally:
-        for (module, name, _), value in zip(settings, kept, strict=True):
-            setattr(module, name, value)
+    """Under auto; what became of each save."""
+    job = zoo.build("fsdp2", RECIPE)
+    settings = {"strategy": "auto", "base_every": None}
+    with decides_soon(), checkpointer(job, store, nodes, **settings) as made:
+        handles, states = [], {}
+        for step in range(1, last + 1):
+            job.train(step)
+            handles.append(made.step(step))
+            states[step] = job.full_state()
+        made.wait()
+        return [str(handle.error) for handle in handles if handle.error], states
 
 
 @pytest.mark.slow
@@ -401,20 +393,6 @@ def test_the_host_catches_up_with_a_log_of_nodes(gang, store):
     assert Store(store).verify().ok
 
 
-def trains_through(store, nodes, steps):
-    """Steps that are not waited for; whether the newest is lost."""
-    job = zoo.build("fsdp2", RECIPE)
-    with checkpointer(job, store, nodes) as made:
-        first = made.restore() + 1
-        for step in range(first, first + steps):
-            job.train(step)
-            newest = made.step(step)
-            newest.wait("captured")
-        with contextlib.suppress(EverstepError):
-            made.wait()
-    return first, newest.error and str(newest.error)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_keepers_that_die_at_any_moment(gang, store, monkeypatch, seed):
@@ -422,7 +400,7 @@ def test_keepers_that_die_at_any_moment(gang, store, monkeypatch, seed):
     monkeypatch.setenv("EVERSTEP_PARTS_S", "3")
     chance = random.Random(seed)
     for life in range(2):
-        gang.start(trains_through, store, NODES, 25)
+        gang.start(trains_through, store, NODES, 25, LOG)
         kills_keepers(store, chance)
         if life == 0:
             gang.kill()

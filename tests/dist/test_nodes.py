@@ -30,7 +30,7 @@ def checkpointer(job, store, nodes, **more):
     """Of this rank, on its node; `nodes`: a letter for each rank."""
     os.environ["EVERSTEP_NODE"] = nodes[dist.get_rank()]
     state = {"model": job.model, "optimizer": job.optimizer}
-    with Checkpointer(store, state, strategy="full", **more) as made:
+    with Checkpointer(store, state, **{"strategy": "full", **more}) as made:
         yield made
 
 
@@ -429,10 +429,10 @@ def test_what_ranks_of_a_node_read_alike_is_read_once(gang, store):
         assert found == expected, (layout, nodes)
 
 
-def trains_through(store, nodes, steps):
+def trains_through(store, nodes, steps, more):
     """Steps that are not waited for; the first one of them, and the newest save's error."""
     job = zoo.build("fsdp2", RECIPE)
-    with checkpointer(job, store, nodes, under_pressure="wait") as made:
+    with checkpointer(job, store, nodes, under_pressure="wait", **more) as made:
         first = made.restore() + 1
         for step in range(first, first + steps):
             job.train(step)
@@ -469,7 +469,7 @@ def test_keepers_that_die_at_any_moment(gang, store, impatient, seed):
     """What is there afterwards is right; and the run goes on."""
     chance = random.Random(seed)
     for life in range(2):
-        gang.start(trains_through, store, NODES, 15)
+        gang.start(trains_through, store, NODES, 15, {})
         kills_keepers(store, chance)
         if life == 0:
             gang.kill()

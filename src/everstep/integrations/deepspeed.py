@@ -11,6 +11,7 @@ plain model in fp32, DDP, FSDP2 or another stage or number of ranks takes the sa
 restore(only=["model", "optimizer"]).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,18 +62,18 @@ def parts(
     return {model: module, optimizer: zero.optimizer, "engine": _EngineState(engine, zero)}, layout
 
 
-class _Zero:
+class _Zero(ABC):
     """What the stages have in common: their optimizer of partitions."""
 
     optimizer: Optimizer
 
+    @abstractmethod
     def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
         """The partitions of this rank, and what is in each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def refresh(self) -> None:
         """Make the module's parameters what the partitions are now. All ranks have to."""
-        raise NotImplementedError
 
 
 class _Zero12(_Zero):

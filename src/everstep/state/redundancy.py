@@ -33,7 +33,7 @@ class Proxy(Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Nobody calls it: it is here so that torch lets hooks in."""
-        raise NotImplementedError
+        raise TypeError("step the optimizer around this one: it is only a view of its parts")
 
     def pull(self) -> None:
         """Take over the other's hyperparameters. Also in its step(), in which it may have but one
