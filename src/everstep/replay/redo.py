@@ -8,8 +8,8 @@ whose hooks do so is noticed while it trains).
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,40 +27,57 @@ _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
+_NONSENSE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
+"""What comes of documents that say something else than a record does; torch raises RuntimeError for
+a gradient that does not fit its parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Gradients from before clipping, as far as they are here, and what they are multiplied by."""
+
+    gradients: Sequence[torch.Tensor]
+    coefficient: torch.Tensor
+    foreach: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A record in memory. `tensors`: by their names in the record; `groups`: by optimizer, the
     hyperparameter set of each parameter. `is_comparable`: all parameters take part, none is of a
-    later step already, and all came exactly from the run's own."""
+    later step already, and all came exactly from the run's own. `clips`: what is still to be
+    clipped of its gradients, but for compressed ones."""
 
     step: int
     calls: tuple[Any, ...]
     tensors: Mapping[str, torch.Tensor]
     groups: Mapping[str, Mapping[str, int]]
     is_comparable: bool = True
+    clips: Sequence[Clip] = ()
+
+
+def clip(record: Loaded) -> Loaded:
+    """The same with its gradients clipped, in place, as training did. `redo` does it otherwise;
+    this may run in another thread before it. Waits for the device. Raises Corrupt."""
+    with as_stored(record.step):
+        for each in record.clips:
+            clipping.scale_in_place(each.gradients, each.coefficient, each.foreach)
+    for device in {each.device for clip in record.clips for each in clip.gradients}:
+        if device.type == "cuda":  # whoever goes on with them may do so on another stream
+            torch.cuda.current_stream(device).synchronize()
+    return replace(record, clips=())
 
 
 def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     """Bring parameters and optimizer state from before this record to after it; blocks as long as
     the optimizers do. Gradients are None afterwards, and torch's generators as some update left
     them. Raises Corrupt, Mismatch, and what the optimizers raise."""
+    record = clip(record)
     for number, said in enumerate(record.calls):
-        try:
+        with as_stored(record.step):
             state = find(record.step, said, optimizers)
             call = _prepare(record, f"@{number}", said, state)
             after = said.get("after")
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            RuntimeError,
-        ) as error:  # torch raises RuntimeError for a gradient that does not fit its parameter
-            raise Corrupt(
-                f"replaying step {record.step}: its documents are whole, but not what a record is "
-                f"stored as: {error!r}"
-            ) from error
         _step(state, call)
         if record.is_comparable and after is not None and after != state.digest():
             raise Corrupt(
@@ -68,6 +85,18 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
                 f"had after this step (audit='full'). Its state depends on something that no "
                 f"record holds, or torch and processor are others now"
             )
+
+
+@contextlib.contextmanager
+def as_stored(step: int) -> Iterator[None]:
+    """Raises Corrupt where what is done within shows that a record's documents are nonsense."""
+    try:
+        yield
+    except _NONSENSE as error:
+        raise Corrupt(
+            f"replaying step {step}: its documents are whole, but not what a record is stored as: "
+            f"{error!r}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +163,9 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
         install(state.optimizer.param_groups[index], decoded)
         state.prune(index, decoded)
     spread_hyperparameters(state.optimizer)
-    for clip in said.get("clips", ()):  # as it was clipped then
-        raw = [view for name in clip["names"] for view in views.of(name)]
-        clipping.scale_in_place(raw, record.tensors[clip["coefficient"]], clip["foreach"])
+    for row in said.get("clips", ()):  # of these there was no gradient before now
+        raw = [view for name in row["names"] if name in compressed for view in views.of(name)]
+        clipping.scale_in_place(raw, record.tensors[row["coefficient"]], row["foreach"])
     args, kwargs = decode(said.get("arguments", [[], {}]), tensor)
     return _Call(
         [_closure(value) for value in args],

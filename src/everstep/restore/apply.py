@@ -4,6 +4,7 @@ log, then place what no optimizer changes.
 Nothing of the user's is changed before everything has been found to fit.
 """
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence, Set
@@ -92,19 +93,20 @@ def apply(
         together("reading", lambda: _fill(candidate, base, placement, loader))
         placement.finish()
         return base.manifest
-    saved = _saved_after(base, replayed[-1], optimized)
-    replay = partial(_replay, candidate, base, replayed, state, placement, loader)
-    together("replaying", lambda: replay(derivation, saved))
-    for optimizer in state.optimizers:
-        send_around(optimizer.optimizer)  # all ranks have come to the end of it
-    rest = _place(state, saved, None)
+    with contextlib.ExitStack() as stack:
+        saved = _saved_after(base, replayed[-1], optimized)
+        replay = partial(_replay, candidate, base, replayed, state, placement, loader)
+        together("replaying", lambda: replay(derivation, saved, stack))
+        for optimizer in state.optimizers:
+            send_around(optimizer.optimizer)  # all ranks have come to the end of it
+        rest = state.place_rest(saved, derivation.live().values())
 
-    def fill() -> None:
-        _fill(candidate, replayed[-1], rest, loader, optimized)
-        _fill_from_live(rest, state, derivation, replayed[-1], optimized)
+        def fill() -> None:
+            _fill(candidate, replayed[-1], rest, loader, optimized)
+            _fill_from_live(rest, state, derivation, replayed[-1], optimized)
 
-    together("reading what came after", fill)
-    rest.finish()
+        together("reading what came after", fill)
+        rest.finish()
     return replayed[-1].manifest
 
 
@@ -203,9 +205,11 @@ def _replay(
     loader: Loader,
     derivation: Derivation,
     saved: Saved,
+    stack: contextlib.ExitStack,
 ) -> None:
     """The base first, for which `placement` is ready, then the records: its own, where it is spread
-    over several steps, and its log's. `saved`: what the state is to have after them."""
+    over several steps, and its log's. `saved`: what the state is to have after them. `stack`: where
+    the records are closed, whose memory takes a while to be given back."""
     optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
     _check_calls(logs, optimizers)
     live = cache(state.live_tensors)
@@ -219,16 +223,16 @@ def _replay(
     layout = state.layout()
     is_same = all(each.manifest.topology.get("layout", ALONE) == layout for each in logs)
     is_comparable = base.manifest.exact and is_same  # digests are of a rank's part of tensors
-    with Records(
-        candidate, logs, optimizers.values(), loader, is_comparable, state.world
-    ) as records:
-        _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
-        _fill(candidate, base, placement, loader)
-        placement.finish()
-        for loaded in records:
-            redo(loaded, optimizers)
-            derivation.after(loaded, live, fill)
-            del loaded
+    records = stack.enter_context(
+        Records(candidate, logs, optimizers.values(), loader, is_comparable, state.world)
+    )
+    _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
+    _fill(candidate, base, placement, loader)
+    placement.finish()
+    for loaded in records:
+        redo(loaded, optimizers)
+        derivation.after(loaded, live, fill)
+        del loaded
 
 
 def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerState]) -> None:
@@ -344,6 +348,8 @@ def _fill_from_live(
         for name, entry in table.tensors.items()
         if optimized.isdisjoint((name, *entry.aliases))
     }
+    if placement.destinations.keys() <= own:
+        return
     live: dict[str, list[tuple[Box, torch.Tensor]]] = {}
     for optimizer in state.optimizers:
         for leaf in optimizer.places():

@@ -43,8 +43,10 @@ class Boxed:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """One gradient that is to be read: its name in memory, and what it is."""
+    """One gradient that is to be read: its name in memory, and what it is. `at`: its call's
+    prefix."""
 
+    at: str
     name: str
     entry: TensorEntry
     sources: tuple[tuple[str, Piece], ...]
@@ -57,6 +59,10 @@ class Gathered:
             memory.zero_()
         for name, piece in self.sources:
             yield name, Destination(piece.box, piece.of(memory))
+
+    def views(self, memory: torch.Tensor, names: Container[str]) -> Iterator[torch.Tensor]:
+        """What of its memory is of the gradients of these."""
+        return (piece.of(memory) for piece in self.of.pieces if piece.name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +128,7 @@ def plan(
             if each.optimizer != call["optimizer"]:
                 continue
             names = each.names
-            keys = {name: _key(tensors, at, name) for name in names}
+            keys = {name: gradient_key(tensors, at, name) for name in names}
             there = [name for name in names if keys[name] in tensors and name not in ahead]
             if not there:
                 continue
@@ -137,11 +143,11 @@ def plan(
                 continue
             entry = _local(step, each, [tensors[key] for key in keys.values()])
             sources = tuple((keys[piece.name], piece) for piece in each.pieces)
-            found.append(Gathered(gathered_name(at, each.name), entry, sources, each))
+            found.append(Gathered(at, gathered_name(at, each.name), entry, sources, each))
     return found, apart
 
 
-def _key(tensors: Container[str], at: str, name: str) -> str:
+def gradient_key(tensors: Container[str], at: str, name: str) -> str:
     """Under which a record has the gradient, if it has one: from before clipping, perhaps."""
     raw = raw_name(at, name)
     return raw if raw in tensors else f"{at}.{name}"

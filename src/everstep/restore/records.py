@@ -4,16 +4,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.format.wholes import WholeTensor, optimizers_of, whole_tensors
-from everstep.replay.redo import Loaded, of_rank
+from everstep.replay.redo import Clip, Loaded, as_stored, clip, of_rank
 from everstep.restore import gathering
 from everstep.restore.choose import Candidate, Described
-from everstep.restore.gathering import Consumers
+from everstep.restore.gathering import Consumers, Gathered, gradient_key
 from everstep.restore.load import Loader
 from everstep.restore.slabs import Slabs, dtype_of
 from everstep.state import forms
@@ -96,7 +97,7 @@ class Records:
             ahead,
         )
         is_whole = not ahead or record.step >= self._base_step
-        return replace(loaded, is_comparable=is_whole and self._is_exact)
+        return clip(replace(loaded, is_comparable=is_whole and self._is_exact))
 
 
 def _used_here(loaded: Loaded) -> Loaded:
@@ -172,7 +173,28 @@ def load_record(
         rows = [(own[name], to) for name, to in wanted.items() if name in own]
         with candidate.sources(part) as sources:
             loader.load(part, sources, rows, table)
-    return Loaded(record.step, calls, tensors, united.groups)
+    clips = tuple(_clips(record.step, calls, tensors, gathered))
+    return Loaded(record.step, calls, tensors, united.groups, clips=clips)
+
+
+def _clips(
+    step: int,
+    calls: Sequence[Mapping[str, Any]],
+    tensors: Mapping[str, torch.Tensor],
+    gathered: Sequence[Gathered],
+) -> Iterator[Clip]:
+    """What training clipped of these, but for what is compressed."""
+    with as_stored(step):
+        for number, call in enumerate(calls):
+            at, compressed = f"@{number}", forms.by_parameter(call)
+            for said in call.get("clips", ()):
+                names = dict.fromkeys(name for name in said["names"] if name not in compressed)
+                keys = (gradient_key(tensors, at, name) for name in names)
+                memory = [tensors[key] for key in keys if key in tensors]
+                for each in gathered:
+                    if each.at == at:
+                        memory += each.views(tensors[each.name], names)
+                yield Clip(memory, tensors[said["coefficient"]], said["foreach"])
 
 
 def _needed(

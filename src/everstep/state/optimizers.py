@@ -132,6 +132,14 @@ class OptimizerState:
         shards = self.mapped.pieces(parameter, value)
         return [local_of(value)] if shards is None else [shard.tensor for shard in shards]
 
+    def live(self) -> Iterator[torch.Tensor]:
+        """Its parameters and their state tensors, as they are."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter
+                state = self.state.get(parameter, {}).values()
+                yield from (value for value in state if isinstance(value, torch.Tensor))
+
     def tensors(self) -> Iterator[Leaf]:
         """Its parameters and their state tensors, as far as they are here, whoever else may have
         them."""
@@ -309,32 +317,14 @@ class OptimizerState:
         names: Mapping[str, torch.Tensor],
     ) -> None:
         plain = objects.get("state", {})
-        sets = placement.saved.hyperparameters.get(self.name, [])
         new: dict[torch.Tensor, dict[str, Any]] = {}
         for name, parameter in names.items():
-            if not is_here(self.optimizer, parameter):
-                continue
-            live = self.state.get(parameter, {})
-
-            def device_of(
-                full: str, name: str, key: str, here: torch.device = parameter.device
-            ) -> torch.device:
-                is_counter = key == "step" and not _counts_on_device(sets[saved["groups"][name]])
-                return _device(placement.saved, full, name, here, is_counter)
-
-            state: dict[str, Any] = {}
-            if self.mapped.split(parameter) is not None:
-                state = place_state(
-                    placement, self.name, name, parameter, self.mapped, live, device_of
-                )
+            if id(parameter) in placement.settled:
+                state = self.state.get(parameter, {})
+            elif is_here(self.optimizer, parameter):
+                state = self._state_of(placement, saved, plain, name, parameter)
             else:
-                for key in saved["state"].get(name, ()):
-                    full = f"{self.name}.{name}.{key}"
-                    device = device_of(full, name, key)
-                    value = self._destination(placement, full, live.get(key), parameter, device)
-                    state[key] = value
-                if name in plain:
-                    state.update(placement.decode(plain[name]))
+                continue
             if state:
                 new[parameter] = state
         other = placement.decode(objects.get("other", {}))
@@ -347,6 +337,34 @@ class OptimizerState:
             found.update(other)
 
         placement.then(install)
+
+    def _state_of(
+        self,
+        placement: Placement,
+        saved: Mapping[str, Any],
+        plain: Mapping[str, Any],
+        name: str,
+        parameter: torch.Tensor,
+    ) -> dict[str, Any]:
+        """What is to be kept of a parameter, when its tensors have arrived. `plain`: by parameter,
+        what is no tensor."""
+        sets = placement.saved.hyperparameters.get(self.name, [])
+        live = self.state.get(parameter, {})
+
+        def device_of(full: str, name: str, key: str) -> torch.device:
+            is_counter = key == "step" and not _counts_on_device(sets[saved["groups"][name]])
+            return _device(placement.saved, full, name, parameter.device, is_counter)
+
+        if self.mapped.split(parameter) is not None:
+            return place_state(placement, self.name, name, parameter, self.mapped, live, device_of)
+        state: dict[str, Any] = {}
+        for key in saved["state"].get(name, ()):
+            full = f"{self.name}.{name}.{key}"
+            device = device_of(full, name, key)
+            state[key] = self._destination(placement, full, live.get(key), parameter, device)
+        if name in plain:
+            state.update(placement.decode(plain[name]))
+        return state
 
     def _destination(
         self,

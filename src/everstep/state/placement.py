@@ -2,7 +2,7 @@
 and what is done when all have arrived."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,8 @@ class Placement:
     """This rank, for what differed between ranks though nobody had said that it would."""
     mapped: Mapped = field(default_factory=Mapped)
     """What the state's parameters are globally."""
+    settled: Container[int] = frozenset()
+    """The tensors, by id(), that a replay has brought to where they are to be."""
     offers: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """What some rank must take: the problem if none does, and whether this one does."""
     _absent: list[tuple[str, torch.Tensor]] = field(default_factory=list)
@@ -121,7 +123,9 @@ class Placement:
     def into(self, name: str, tensor: torch.Tensor) -> None:
         """Restore the stored tensor `name` into `tensor`, in place: its (global) shape and dtype
         must be equal. Of a DTensor, the boxes that lie here; of what consists of boxes of other
-        tensors, those."""
+        tensors, those. Nothing is to be done where it is settled."""
+        if id(tensor) in self.settled:
+            return
         if (shards := self.mapped.pieces(tensor, tensor)) is not None:
             for shard in shards:
                 self.into_box(shard.name, shard.shape, shard.box, shard.tensor)

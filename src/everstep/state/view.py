@@ -296,9 +296,21 @@ class State:
 
     def place(self, saved: Saved) -> Placement:
         """A restore of that, on this rank."""
-        rank, size = self.world.rank, self.world.size
-        share = Share(rank, size)
+        share = Share(self.world.rank, self.world.size)
         return Placement(saved, self._shares, default_share=share, mapped=self.mapped)
+
+    def place_rest(self, saved: Saved, derived: Iterable[torch.Tensor]) -> Placement:
+        """What a replay has not brought: neither optimizers' tensors nor `derived`. It must have
+        been found to fit before, together with these."""
+        settled = {id(tensor) for each in self.optimizers for tensor in each.live()}
+        placement = replace(self.place(saved), settled=settled | {id(each) for each in derived})
+
+        def prepare() -> None:
+            for entry in self._entries:
+                entry.prepare(placement)
+
+        self.world.together("matching", prepare)
+        return placement
 
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
         """Let each part say where its tensors go. `only`: names of parts; others are left alone."""
