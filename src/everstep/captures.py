@@ -7,18 +7,21 @@ copies → seal → the keeper, which is told of it
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from everstep.capture.auto import Auto
+from everstep.capture.derived import Derived
 from everstep.capture.full import Capture, Full, row_of
 from everstep.capture.hooks import Hook
-from everstep.capture.log import Captured
+from everstep.capture.log import Captured, Log
 from everstep.capture.pace import Pace
 from everstep.capture.plan import Planner
 from everstep.capture.pool import SLOTS, SLOTS_OF_GROUPS, Pool
+from everstep.capture.ranks import Ranks
 from everstep.capture.refusals import Refused
 from everstep.capture.settings import Settings, Strategy
-from everstep.errors import Unavailable
+from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import SlotState
 from everstep.keeper.client import Client
@@ -70,6 +73,7 @@ class Captures:
         self._full = Full(self._announce, self._seal, saves.on_capture_failure, pace)
         self.pool.on_release = self._full.devices.unpin
         saves.in_order = self._full.in_order
+        saves.on_whole = self._on_whole
         self._hooks = [
             Hook(optimizer, self._full, self.strategy, metrics) for optimizer in state.optimizers
         ]
@@ -85,45 +89,46 @@ class Captures:
 
     def begin(
         self,
-        handle: SaveHandle,
+        step: int,
         tag: str | None,
         metrics: dict[str, Any],
         *,
         asked: bool,
         must_wait: bool,
-    ) -> bool:
-        """Capture what the strategy wants of the state as it is now; whether this commits
-        something. Returns when all that must be copied at once is copied. `asked`: by the user.
+    ) -> SaveHandle | None:
+        """Capture what the strategy wants of the state as it is now; None where this commits
+        nothing. Returns when all that must be copied at once is copied. `asked`: by the user.
         `must_wait`: for memory, where the user has not said so.
 
-        Raises Unsupported (Refused where the strategy does not fit the run), Unavailable.
+        Raises Unsupported (Refused where the strategy does not fit the run); what is Unavailable is
+        on the handle.
         """
-        began = time.perf_counter()
-        captured: Captured | None = Captured(self.collect())
-        if self.strategy and captured:
-            if self._losses != self._client.losses:
-                self._losses = self._client.losses
-                self.strategy.change_keeper()
-            captured = self._choose(handle.step, captured.collected, asked, tag, must_wait)
-        if captured is None:
-            if not self._state.world.is_alone:  # nobody waits for what has come to nothing here
-                self._saves.leave_out(handle, "its window has ended")
-            return False
+        handle = self._saves.new(step)
         try:
-            patience_s = math.inf if must_wait else self._patience_s
-            if captured.continues:  # else all that led here is of less use: a base is larger
-                patience_s = max(patience_s, RECORD_PATIENCE_S)
-            self._capture(handle, captured, tag, metrics, patience_s)
-        except BaseException:
-            if self.strategy:  # what was taken for the record is gone
-                self.strategy.end_chain()
+            commits = self._begin(handle, tag, metrics, asked=asked, must_wait=must_wait)
+        except Unavailable as error:
+            self._saves.fail(handle, error)
+            self._saves.leave_out(handle, str(error))
+        except Refused:  # told here and now: close() need not say it again
+            self._saves.forget_newest()
             raise
-        self._pace.note_call(time.perf_counter() - began)
-        return captured.commits
+        except BaseException as error:
+            handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
+            self._saves.leave_out(handle, repr(error))
+            raise
+        else:
+            if not commits:
+                self._saves.forget_newest()
+                return None
+        return handle
 
-    def restored(self, chosen: Mapping[str, Any], size: int, seconds: float) -> None:
-        """A step of this run is restored; `chosen`: what its manifest says of its capture. `size`
-        and `seconds`: what was read off the disk for it."""
+    def restored(
+        self, origin: CheckpointName | None, chosen: Mapping[str, Any], size: int, seconds: float
+    ) -> None:
+        """A step of this run is restored: what is saved from now on goes on from `origin`, in an
+        epoch of its own. `chosen`: what its manifest says of its capture. `size` and `seconds`:
+        what was read off the disk for it."""
+        self.parent, self.epoch = origin, None
         self._pace.note_read(size, seconds)
         if isinstance(self.strategy, Auto):
             self.strategy.resume(chosen)
@@ -148,6 +153,39 @@ class Captures:
     def abandon_in_child(self) -> None:
         """In a forked child, where the threads do not exist."""
         self._full.abandon_in_child()
+
+    def _begin(
+        self,
+        handle: SaveHandle,
+        tag: str | None,
+        metrics: dict[str, Any],
+        *,
+        asked: bool,
+        must_wait: bool,
+    ) -> bool:
+        """Whether this commits something. See begin."""
+        began = time.perf_counter()
+        captured: Captured | None = Captured(self.collect())
+        if self.strategy and captured:
+            if self._losses != self._client.losses:
+                self._losses = self._client.losses
+                self.strategy.change_keeper()
+            captured = self._choose(handle.step, captured.collected, asked, tag, must_wait)
+        if captured is None:
+            if not self._state.world.is_alone:  # nobody waits for what has come to nothing here
+                self._saves.leave_out(handle, "its window has ended")
+            return False
+        try:
+            patience_s = math.inf if must_wait else self._patience_s
+            if captured.continues:  # else all that led here is of less use: a base is larger
+                patience_s = max(patience_s, RECORD_PATIENCE_S)
+            self._capture(handle, captured, tag, metrics, patience_s)
+        except BaseException:
+            if self.strategy:  # what was taken for the record is gone
+                self.strategy.end_chain()
+            raise
+        self._pace.note_call(time.perf_counter() - began)
+        return captured.commits
 
     def _choose(
         self, step: int, collected: Collected, asked: bool, tag: str | None, must_save: bool
@@ -227,6 +265,12 @@ class Captures:
             "share": captured.share,
         }
 
+    def _on_whole(self, step: int, epoch: int) -> None:
+        """A step was made whole in the background, perhaps of what was left behind since. Client's
+        thread."""
+        if isinstance(self.strategy, (Log, Auto)) and epoch == self.epoch:
+            self.strategy.note_whole(step)
+
     def _announce(self, capture: Capture) -> Callable[[int], None] | None:
         """Let the keeper work on what is copied already. Copying thread, which must not wait: so
         the first save, for which an epoch has to be claimed, is not announced."""
@@ -258,3 +302,15 @@ class Captures:
             self.epoch = self._client.claim(self.parent)
         except Unavailable:
             self._client.ensure()
+
+
+def chosen_strategy(
+    settings: Settings, state: State, pace: Pace, derived: Derived | None
+) -> Strategy | None:
+    """What the settings come to for this state; None for whole states. All ranks call it.
+
+    `derived`: None where no part of the state is. Raises Unsupported on all ranks where it does not
+    fit one of them."""
+    ranks = None if state.world.is_alone else Ranks(state)
+    make = partial(settings.make, state.optimizers, state.modules, pace, derived, ranks)
+    return state.world.together("choosing a strategy", make)

@@ -12,35 +12,26 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from everstep.capture.auto import Auto
 from everstep.capture.derived import Derived
-from everstep.capture.log import Log
 from everstep.capture.pace import Pace
-from everstep.capture.ranks import Ranks
-from everstep.capture.refusals import Refused
 from everstep.capture.settings import Settings
-from everstep.captures import Captures
+from everstep.captures import Captures, chosen_strategy
 from everstep.ending import Ending
-from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, Unsupported
+from everstep.errors import EverstepError
 from everstep.handle import Metrics, SaveHandle, check_level
-from everstep.keeper.arena import Arena
 from everstep.keeper.client import Client
 from everstep.preemption import Preemption
-from everstep.replay import selftest
-from everstep.restore.apply import apply
-from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
-from everstep.restore.load import Loader
+from everstep.restores import Restores
 from everstep.saves import Saves, Skipped
 from everstep.state.mapped import Layout
 from everstep.state.objects import plain_json
 from everstep.state.ranked import ByRank
 from everstep.state.rules import Rule, Rules
-from everstep.state.topology import differences, layout_differences
 from everstep.state.view import State
 from everstep.state.world import World
 from everstep.store.commit import open_store, set_tag
@@ -146,19 +137,9 @@ class Checkpointer:
         the optimizers.
         """
         settings = Settings(
-            every,
-            strategy,
-            base_every,
-            window,
-            recovery_budget,
-            audit,
-            catch_up,
-            keep_exact,
-            group_commit,
-            keep,
-            memory_budget,
-            under_pressure,
-        )
+            every, strategy, base_every, window, recovery_budget, audit, catch_up, keep_exact,
+            group_commit, keep, memory_budget, under_pressure,
+        )  # fmt: skip
         self.state = state
         self.metrics = Metrics()
         self._every = every
@@ -169,19 +150,13 @@ class Checkpointer:
         self._derived = Derived(self._rules, settings.looks_at_all, rank)
         pace, derived = Pace(), self._derived if self._rules.parts else None
         self._disk = Disk(Path(store).absolute())
-        ranks = None if self._world.is_alone else Ranks(self._state)
         alike = {"state": self._state.names, "every": every, "strategy": strategy}
         alike["derive"] = list(self._rules.parts)
         team = form_team(self._world, self._disk.root, alike)
         self._world.local = team.ranks if team else (self._world.rank,)
-        modules = self._state.modules
-        chosen = self._world.together(
-            "choosing a strategy",
-            lambda: settings.make(self._state.optimizers, modules, pace, derived, ranks),
-        )
+        chosen = chosen_strategy(settings, self._state, pace, derived)
         open_store(self._disk)
         self._saves = Saves(self.metrics)
-        self._saves.on_whole = self._on_whole
         self._client = Client(
             self._disk.root,
             keep,
@@ -194,9 +169,18 @@ class Checkpointer:
         self._captures = Captures(
             self._state, chosen, pace, settings, self._client, self._saves, self.metrics
         )
+        self._restores = Restores(
+            self._state,
+            self._rules,
+            self._derived,
+            self._disk,
+            self._client,
+            self._captures,
+            self.metrics,
+        )
         self._begun: SaveHandle | None = None
         self._last_step: int | None = None
-        self._is_closed = self._ends = False
+        self._is_closed = False
         may_end_at_once = self._is_saved if self._world.is_alone else lambda: False
         self._preemption = Preemption(may_end_at_once, lambda: self.wait("local", _CLOSE_S))
         self._ending = Ending(self._world, self._preemption)
@@ -212,12 +196,12 @@ class Checkpointer:
         _check_step(step)
         self._derive(step)
         self._last_step = step
-        self._ends = self._ending.comes_with(step)
-        due = step % self._every == 0 or self._ends
+        is_last = self._ending.comes_with(step)
+        due = step % self._every == 0 or is_last
         strategy = self._captures.strategy
         if not due and not (strategy and strategy.wants(step)):
             return None
-        handle = self._timed_save(step, asked=self._ends)
+        handle = self._save(step, asked=is_last)
         return handle if due else None
 
     def save(
@@ -237,8 +221,8 @@ class Checkpointer:
         figures = plain_json(metrics or {}, "metrics")
         _check_step(step)
         self._derive(step)
-        self._ends = self._ending.comes_with(step)
-        handle = self._timed_save(step, tag, figures, asked=True)
+        self._ending.comes_with(step)
+        handle = self._save(step, tag, figures, asked=True)
         assert handle
         return handle
 
@@ -270,33 +254,15 @@ class Checkpointer:
         if exact not in ("allow", "require"):
             raise ValueError(f"exact must be 'allow' or 'require', not {exact!r}")
         chosen = [only] if isinstance(only, str) else only
-        disk = self._disk if from_store is None else _existing_store(from_store)
-        arenas = self._world.together("waiting for the keepers", self._settle)
-        held = self._held([arena for _, arena in arenas]) if from_store is None else {}
-        self._captures.pool.inherit(arenas)
-        failure: EverstepError | None = None
-        for candidate in self._common(lambda: candidates(disk, step, held)):
-            try:
-                self._restore(candidate, chosen, exact == "require")
-            except (Corrupt, Missing) as error:
-                if step is not None:
-                    raise
-                log.warning("checkpoint %s cannot be restored: %s", candidate.name, error)
-                failure = error
-                continue
-            if from_store is None:
-                self._captures.parent, self._captures.epoch = candidate.origin, None
-            self._last_step = candidate.name.step
-            self.metrics.restore_seconds = time.perf_counter() - began
-            return candidate.name.step
-        if from_store is not None and not failure:
-            raise Missing(f"restoring from {disk.root}: there is no checkpoint in it")
-        if failure:
-            raise Corrupt(
-                f"restoring from {disk.root}: none of its checkpoints verifies; of the oldest: "
-                f"{failure}"
-            )
-        return 0
+        found = self._restores.find(step, from_store)
+        if not found:
+            return 0
+        restored = self._restores.first_good(
+            found, chosen, must_be_exact=exact == "require", is_asked=step is not None
+        )
+        self._last_step = restored.step
+        self.metrics.restore_seconds = time.perf_counter() - began
+        return restored.step
 
     def wait(self, level: str = "local", timeout: float | None = None) -> None:
         """Block until every save that was begun has reached `level` or failed.
@@ -349,7 +315,7 @@ class Checkpointer:
             self._check_open()
             self._derived.run(step)
 
-    def _timed_save(
+    def _save(
         self,
         step: int,
         tag: str | None = None,
@@ -361,19 +327,25 @@ class Checkpointer:
         where there was nothing to be captured."""
         began = time.perf_counter()
         self._check_open()
-        _check_step(step)
         self._last_step = step
         try:
-            handle = self._save(step, tag, metrics or {}, asked)
+            handle = self._saved_already(step, tag, metrics or {})
+            if handle is None:
+                must_wait = self._ending.is_now
+                handle = self._captures.begin(
+                    step, tag, metrics or {}, asked=asked, must_wait=must_wait
+                )
+                self._begun = handle or self._begun
         finally:
             self.metrics.add_stall(time.perf_counter() - began)
-        if self._is_last and self._preemption.ends_process:
+        if self._ending.is_now and self._preemption.ends_process:
             self._preemption.end()
         return handle
 
-    def _save(
-        self, step: int, tag: str | None, metrics: dict[str, Any], asked: bool
+    def _saved_already(
+        self, step: int, tag: str | None, metrics: dict[str, Any]
     ) -> SaveHandle | None:
+        """The save of just this state, where a log or a window has made one; it gets the tag."""
         strategy, begun = self._captures.strategy, self._begun
         if metrics and begun and begun.step == step and begun.error is None:
             log.warning(
@@ -381,103 +353,14 @@ class Checkpointer:
                 "not kept. Give them to save(step, metrics=...) in place of step(step)",
                 step,
             )
-        if strategy and (last := strategy.current(step, self._captures.collect)):
-            if tag is not None:  # the step is there; its name must not come before it
-                last.wait("local")
-                assert self._captures.epoch is not None
-                set_tag(self._disk, tag, CheckpointName(step, self._captures.epoch))
-            return last
-        handle = self._saves.new(step)
-        try:
-            must_wait = self._is_last
-            commits = self._captures.begin(handle, tag, metrics, asked=asked, must_wait=must_wait)
-        except Unavailable as error:
-            self._saves.fail(handle, error)
-            self._saves.leave_out(handle, str(error))
-        except Refused:  # told here and now: close() need not say it again
-            self._saves.forget_newest()
-            raise
-        except BaseException as error:
-            handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
-            self._saves.leave_out(handle, repr(error))
-            raise
-        else:
-            if not commits:
-                self._saves.forget_newest()
-                return None
-        self._begun = handle
-        return handle
-
-    def _on_whole(self, step: int, epoch: int) -> None:
-        """A step was made whole in the background, perhaps of what was left behind since."""
-        strategy = self._captures.strategy
-        if isinstance(strategy, (Log, Auto)) and epoch == self._captures.epoch:
-            strategy.note_whole(step)
-
-    # ---- restore ---------------------------------------------------------------------------
-
-    def _held(self, arenas: list[Arena]) -> dict[CheckpointName, Held]:
-        """What the keeper holds of this run: another may have been in this directory before."""
-        run = open_store(self._disk)
-        return find_held(arenas, lambda held: held.manifest.run == run and is_of(self._disk, held))
-
-    def _common(self, find: Callable[[], list[Candidate]]) -> list[Candidate]:
-        """What all ranks can see: no byte is read before they agree on what to restore."""
-        found = self._world.together("looking for checkpoints", find)
-        seen = self._world.gather(
-            "agreeing on a checkpoint", [list(candidate.name) for candidate in found]
-        )
-        common = set.intersection(*({tuple(name) for name in names} for names in seen))
-        return [candidate for candidate in found if candidate.name in common]
-
-    def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
-        self._captures.end_chain()
-        with Loader() as loader:
-            manifest = apply(candidate, self._state, only, loader, must_be_exact, self._rules)
-        self._derived.restored(manifest.step)
-        if candidate.disk is self._disk:
-            read = 0 if candidate.held else loader.size
-            self._captures.restored(manifest.capture, read, loader.seconds)
-        self.metrics.selftest = {}
-        is_replayed = manifest.previous is not None or manifest.is_spread
-        differing = differences(manifest.topology)
-        if is_replayed:
-            calls = (call for record in manifest.records for call in record.calls)
-            differing += layout_differences(manifest.topology, self._state.layout(), calls)
-        if differing:
-            if is_replayed:
-                optimizers = {optimizer.name: optimizer for optimizer in self._state.optimizers}
-                self.metrics.selftest = selftest.compare(manifest.topology, optimizers)
-            found = selftest.describe(self.metrics.selftest)
-            log.warning(
-                "step %s was written under another build or machine (%s): %sgoing on from it may "
-                "differ in last bits%s",
-                manifest.step,
-                "; ".join(differing),
-                "the state is exact but for last bits of its replay, "
-                if is_replayed
-                else "the state is exact, "
-                if manifest.exact
-                else "",
-                f". {found}" if found else "",
-            )
-        if candidate.held and not candidate.held.is_committed:
-            log.warning("step %s came from memory; it had not reached the disk", manifest.step)
-
-    def _settle(self) -> list[tuple[str, Arena]]:
-        """What dead trainers left in the keeper's memory; nothing where no keeper can be had."""
-        try:
-            return self._client.settle()
-        except Unavailable as error:
-            log.warning("%s. Restoring from the disk", error)
-            return []
+        last = strategy.current(step, self._captures.collect) if strategy else None
+        if last and tag is not None:  # its name must not come before it
+            last.wait("local")
+            assert self._captures.epoch is not None
+            set_tag(self._disk, tag, CheckpointName(step, self._captures.epoch))
+        return last
 
     # ---- small things ----------------------------------------------------------------------
-
-    @property
-    def _is_last(self) -> bool:
-        """Whether this process will end after this step; alone, it may have been told just now."""
-        return self._preemption.requested if self._world.is_alone else self._ends
 
     def _is_saved(self) -> bool:
         """Whether the newest completed step is durable, or on its way."""
@@ -501,14 +384,6 @@ class Checkpointer:
 def _check_step(step: int) -> None:
     if type(step) is not int or not 0 <= step < 10**18:
         raise ValueError(f"step must be a number of completed updates, not {step!r}")
-
-
-def _existing_store(path: str | os.PathLike[str]) -> Disk:
-    disk = Disk(Path(path).absolute())
-    if not (disk.root / "everstep.json").exists():
-        raise Missing(f"restoring from {disk.root}: there is no store")
-    open_store(disk)
-    return disk
 
 
 def _close_in_children(checkpointer: Checkpointer) -> None:

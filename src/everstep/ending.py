@@ -26,11 +26,21 @@ class Ending:
         self._world = world
         self._preemption = preemption
         self._last: int | None = None
+        self._has_come = False
+
+    @property
+    def is_now(self) -> bool:
+        """Whether this process ends after the step that it is at; alone, it may have been told just
+        now."""
+        return self._preemption.requested if self._world.is_alone else self._has_come
 
     def comes_with(self, step: int) -> bool:
         """Whether this step is the last one, or comes after it. All ranks call it for each step."""
-        if self._world.is_alone:
-            return self._preemption.requested
+        if not self._world.is_alone:
+            self._has_come = self._is_agreed(step)
+        return self.is_now
+
+    def _is_agreed(self, step: int) -> bool:
         if self._last is None:
             asked = self._preemption.requested
             try:

@@ -122,9 +122,9 @@ def test_a_base_is_not_due_where_a_step_was_made_whole(store):
             train(state)
             saver.step(step).wait("local")
             if step in (8, 15, 24):
-                saver._on_whole(step, 1)
+                saver._captures._on_whole(step, 1)
             if step == 16:
-                saver._on_whole(1000, 7)  # of another epoch
+                saver._captures._on_whole(1000, 7)  # of another epoch
     manifests = [Store(store).manifest(step) for step in range(1, 40)]
     assert [m.step for m in manifests if not m.previous] == [1, 34]
 

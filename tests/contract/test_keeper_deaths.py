@@ -250,7 +250,7 @@ def test_memory_of_a_run_that_was_deleted_is_not_taken_for_this_one(store):
     with Checkpointer(store, state) as checkpointer:
         arenas = [arena for _, arena in checkpointer._client.settle()]
         assert {name.step for name in find_held(arenas)} == {1, 5}
-        assert checkpointer._held(arenas) == {}
+        assert checkpointer._restores._held(arenas) == {}
         assert checkpointer.restore() in (0, None)
 
 

@@ -3,6 +3,10 @@
 import argparse
 import io
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +189,8 @@ def test_what_a_recovery_should_cost_at_most() -> None:
 def test_a_base_is_spread_over_the_steps_between() -> None:
     def block(name: str, seconds: float, bases: bool = False) -> dict[str, Any]:
         place = {"name": name, "every": int(name != "none"), "bases": bases}
-        return {**place, "seconds": seconds, "steps": 1, "finished_s": [1.0], "stall_s": [0.5]}
+        timed = {"seconds": seconds, "steps": 1, "finished_s": [1.0], "stall_s": [0.5]}
+        return {**place, **timed, "processor_s": {"7": 2 * seconds}, "processor_steps": 1}
 
     none, record = block("none", 1), block("everstep-log", 1.1)
     blocks = [none, record, block("everstep-log", 1.6, bases=True), none]
@@ -193,6 +198,7 @@ def test_a_base_is_spread_over_the_steps_between() -> None:
     found = report._bases(raw, "everstep-log")
     assert found["slowdown"]["median"] == pytest.approx(0.6)
     assert found["slowdown_with_bases"] == pytest.approx((0.6 + 9 * 0.1) / 10)
+    assert found["processor_more_ms"]["median"] == pytest.approx(1200)
     assert report._bases({**raw, "blocks": [none, record, none]}, "everstep-log") is None
 
 
@@ -210,6 +216,40 @@ def test_slowdown_is_against_the_neighbouring_baselines() -> None:
     blocks = [block("none", 9), block("none", 10), block("a", 12), block("none", 14)]
     blocks += [block("a", 42, 20), block("none", 28, 20)]
     assert report.slowdowns(blocks, "a", 1) == pytest.approx([0.0, 0.5])
+
+
+def test_processor_time_is_of_all_processes_and_beside_the_neighbouring_baselines() -> None:
+    def block(name: str, steps: int, **seconds: float) -> dict[str, Any]:
+        place = {"name": name, "every": int(name != "none")}
+        return {**place, "processor_s": seconds, "processor_steps": steps}
+
+    blocks = [block("none", 2, trainer=9), block("none", 2, trainer=2)]
+    blocks += [block("a", 4, trainer=8, keeper=1), block("none", 2, trainer=4)]
+    blocks += [block("b", 4, trainer=9), block("a", 2, trainer=3, keeper=1)]
+    assert report.processor_more_ms(blocks, "a", 1) == pytest.approx([750, 0])
+    assert report.processor_more_ms(blocks, "b", 1) == pytest.approx([250])
+
+
+@pytest.mark.parametrize(
+    ("full_ms", "log_ms", "quotient"), [(40.0, 10.0, 0.25), (4.0, -1.0, -0.25), (-1.0, 3.0, None)]
+)
+def test_what_a_record_costs_beside_a_state_is_said_of_processor_times_too(
+    full_ms: float, log_ms: float, quotient: float | None
+) -> None:
+    def entry(slowdown: float, more_ms: float) -> dict[str, Any]:
+        figures = {"slowdown": {"median": slowdown}, "processor_more_ms": {"median": more_ms}}
+        return {"alone": None, "every": {"1": figures}}
+
+    contenders = {"everstep": entry(0.04, full_ms), "everstep-log": entry(0.03, log_ms)}
+    (aim,) = report._log_aims({"contenders": contenders, "recovery": None})
+    assert aim["measured"] == pytest.approx(0.75)
+    assert not aim["met"]  # by wall time, whatever processors say
+    assert aim["processor"] == quotient
+    console = Console(width=136, record=True, file=io.StringIO())
+    console.print(tables._aims_table([aim]))
+    row = next(line for line in console.export_text().splitlines() if "a record / a state" in line)
+    said = [] if quotient is None else [f"{quotient:.2f}"]
+    assert row.split()[-2 - len(said) :] == ["0.75", "missed", *said]
 
 
 def test_the_99th_percentile_of_few_values_is_the_largest() -> None:
@@ -241,6 +281,38 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
     assert machine.memory_bytes([1 << 30]) == 0
 
 
+_WORKS = """
+import sys, time
+for line in sys.stdin:
+    end = time.process_time() + float(line)
+    while time.process_time() < end:
+        pass
+    print("done", flush=True)
+"""
+
+
+def test_processor_time_is_of_whoever_works_for_it_and_from_then_on() -> None:
+    def work(seconds: float) -> None:
+        print(seconds, file=child.stdin, flush=True)
+        assert child.stdout
+        assert child.stdout.readline() == "done\n"
+
+    command = [sys.executable, "-c", _WORKS]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as child:
+        work(0.03)
+        watch = machine.ProcessorWatch("nobody has this argument")
+        work(0.02)
+        end = time.process_time() + 0.02
+        while time.process_time() < end:
+            pass
+        found = watch.seconds()
+        assert 0.02 <= found[str(child.pid)] <= machine.processor_s(child.pid) - 0.03
+        assert 0.02 <= found[str(os.getpid())] <= time.process_time()
+    assert str(child.pid) not in watch.seconds()
+    with pytest.raises(OSError, match="Invalid argument"):
+        machine.processor_s(child.pid)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_tiny_run_reports_all_that_was_asked_for(
@@ -268,6 +340,7 @@ def test_a_tiny_run_reports_all_that_was_asked_for(
         if name != "none":
             check_entry(entry, () if name == "everstep-spread" else ("1",))
     check_log(measured)
+    check_processor_times(measured["raw"]["blocks"])
     restores = measured["spread_recovery"]["restores"]
     assert [row["window"] for row in restores] == [1, 3]
     assert all(row["equal"] and row["seconds"]["count"] == 2 for row in restores)
@@ -293,6 +366,18 @@ def check_log(measured: dict[str, Any]) -> None:
     assert sum("log" in aim["aim"] or "record" in aim["aim"] for aim in measured["aims"]) >= 2
 
 
+def check_processor_times(blocks: list[dict[str, Any]]) -> None:
+    """All steps count but the first of a block; a keeper does, a block without saves has none."""
+    for block in blocks:
+        lead = 1 if block["name"] == "none" else plan.CONTENDERS[block["name"]].lead_steps
+        if not block["name"].endswith("log") and block["every"] > 1:
+            lead = 1
+        assert block["processor_steps"] == block["steps"] + lead - 1
+        is_alone = block["name"] in ("none", "torch.save", "dcp-async")
+        assert len(block["processor_s"]) == (1 if is_alone else 2), block
+        assert all(seconds > 0 for seconds in block["processor_s"].values())
+
+
 def check_entry(entry: dict[str, Any], at_every_step: tuple[str, ...]) -> None:
     assert set(entry["every"]) == {*at_every_step, "2"}
     for every, blocks_times_saves in (*((every, 4) for every in at_every_step), ("2", 2)):
@@ -300,7 +385,8 @@ def check_entry(entry: dict[str, Any], at_every_step: tuple[str, ...]) -> None:
         assert training["stall_ms"]["count"] == blocks_times_saves
         assert training["stall_ms"]["min"] <= training["stall_ms"]["p99"]
         assert training["finished_s"]["min"] > 0
-        assert training["slowdown"]["count"] == 2
+        assert training["slowdown"]["count"] == training["processor_more_ms"]["count"] == 2
+        assert training["processor_ms"]["min"] > 0
         assert training["memory_bytes"] > 50e6
     assert entry["alone"]["durable_s"]["median"] >= entry["alone"]["finished_s"]["median"]
     assert entry["alone"]["bytes"] > 100_000

@@ -21,6 +21,11 @@ def test_replies_of_ranks_are_those_of_the_slowest() -> None:
     assert gang.merged(["drop_caches", "drop_caches"]) == "drop_caches"
 
 
+def test_processes_of_ranks_count_once() -> None:
+    keeper_twice = [{"11": 1.0, "20": 0.25}, {"12": 2.0, "20": 0.5}]
+    assert gang.merged(keeper_twice) == {"11": 1.0, "12": 2.0, "20": 0.5}
+
+
 def test_who_is_measured_with_ranks_and_who_without() -> None:
     known = ["none", "dcp", "dcp-async", "dcp-process", "torch_checkpointing", "everstep"]
     assert plan.ranked([]) == known
@@ -49,9 +54,10 @@ class FakeGang:
             raise WorkerFailed(f"{do}: not on {self.size} ranks")
         alone = {"finished_s": 0.5, "extra_sync_s": 0.5, "bytes": 10, "files": 3, "stall_s": 0.1}
         block = {"seconds": 1.0, "stall_s": [0.1], "idle_call_s": [], "finished_s": [0.5]}
+        processor = {"processor_s": {"7": 0.5}, "processor_steps": 1}
         return {
             "warm_up": {"state_bytes": 1},
-            "block": {**block, "memory_bytes": 5},
+            "block": {**block, **processor, "memory_bytes": 5},
             "alone": alone,
             "keep_one": {"step": 7, "expected": "digest", "root": str(self.root)},
             "load": {"seconds": float(self.size), "equal": self.name != "dcp", "cache": "cold"},
@@ -109,6 +115,7 @@ def test_a_tiny_run_of_two_ranks_and_its_loads_on_four(
         assert entry["failed"] is None
         if name != "none":
             assert entry["every"]["1"]["stall_ms"]["count"] == 2
+            assert entry["every"]["1"]["processor_more_ms"]["count"] == 1
             assert entry["alone"]["durable_s"]["median"] > 0
             assert entry["alone"]["bytes"] > 100_000
             rows = found["loads"][name]

@@ -42,6 +42,10 @@ class Contender(Protocol):
         was due, or it is finished already.
         """
 
+    def settle(self) -> None:
+        """Block until nothing is under way, of steps for which `step` gave nothing to wait for
+        either (a log's records between the saves that are due)."""
+
     def discard(self, steps: Iterable[int]) -> None:
         """Delete finished saves, off the clock; nothing where the contender does so by itself."""
 
@@ -81,6 +85,9 @@ class Directory:
         """The files of a finished save."""
         path = self.path(step)
         return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+
+    def settle(self) -> None:
+        """Nothing is under way but what `step` told of."""
 
     def discard(self, steps: Iterable[int]) -> None:
         """Delete finished saves."""
@@ -241,6 +248,10 @@ class _Everstep:
         manifest = Store(self._root).manifest(step)
         links = [self._root / link.path for link in manifest.files]
         return [*links, self._root / manifest_path(CheckpointName(step, manifest.epoch))]
+
+    def settle(self) -> None:
+        if self._checkpointer:
+            self._checkpointer.wait("local")
 
     def discard(self, steps: Iterable[int]) -> None:
         pass

@@ -49,7 +49,7 @@ class Gang:
 
 def merged(values: Sequence[Any]) -> Any:
     """The same figure of all ranks: the slowest, for lists one by one; what only holds where it
-    holds for all; words of the first."""
+    holds for all; words of the first; of processes (by their number) all, each once."""
     match values[0]:
         case bool():
             return all(values)
@@ -57,6 +57,9 @@ def merged(values: Sequence[Any]) -> Any:
             return max(values)
         case list():
             return [merged(row) for row in zip(*values, strict=True)]
+        case dict():
+            keys = dict.fromkeys(key for row in values for key in row)
+            return {key: merged([row[key] for row in values if key in row]) for key in keys}
         case _:
             return values[0]
 

@@ -1,5 +1,7 @@
-"""What the bench runs on, in words, and how much memory a process and all that it started takes."""
+"""What the bench runs on, in words, and what a process and all that works for it takes: memory, and
+processor time."""
 
+import contextlib
 import os
 import platform
 import threading
@@ -97,6 +99,38 @@ def memory_bytes(pids: list[int]) -> int:
         except OSError:
             continue
     return own + max(shared)
+
+
+def processor_s(pid: int) -> float:
+    """User and system time of a process, all its threads, since its start. Raises OSError where it
+    has ended.
+
+    By the kernel's clock of the process (clock_getcpuclockid(3), whose number is made thus): in
+    nanoseconds, where /proc counts in hundredths of a second."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+class ProcessorWatch:
+    """Processor time of this process, and of all that works for it (its children, a keeper)."""
+
+    def __init__(self, named: str) -> None:
+        """`named`: see `processes`. What is done before this returns does not count."""
+        self._named = named
+        self._before = self._now(processes(os.getpid(), named))
+
+    def seconds(self) -> dict[str, float]:
+        """By process, since this was made. One that has come meanwhile counts from its start, one
+        that has ended does not count."""
+        own = self._now([os.getpid()])  # before the look at /proc, which is not to count
+        now = {**self._now(processes(os.getpid(), self._named)), **own}
+        return {pid: seconds - self._before.get(pid, 0.0) for pid, seconds in now.items()}
+
+    def _now(self, pids: list[int]) -> dict[str, float]:
+        found = {}
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                found[str(pid)] = processor_s(pid)
+        return found
 
 
 def _kibibytes(path: Path, field: str) -> int:

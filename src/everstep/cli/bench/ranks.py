@@ -17,7 +17,7 @@ from everstep.cli.bench.measuring import TIMEOUT_S, Asked, Bench
 from everstep.cli.bench.plan import BASELINE, CONTENDERS, OURS, ranked, rotated
 
 SECTION = "ranks"
-SCHEMA = 1
+SCHEMA = 2
 Report = dict[str, Any]
 
 
@@ -210,7 +210,8 @@ def _remarks(summary: Report) -> list[str]:
     lines.append(tables.SYNC_REMARK)
     lines.append(
         "times are of the slowest rank; slowdown: a block's time over that of the neighbouring "
-        "blocks without checkpoints. loads: into fresh runs of new processes, "
+        f"blocks without checkpoints. {tables.PROCESSOR_REMARK}; of all ranks together. "
+        "loads: into fresh runs of new processes, "
         f"{cache} before each; every loaded tensor was gathered and compared"
     )
     return lines

@@ -2,12 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from everstep.cli.bench.plan import BASELINE, CONTENDERS, FLOOR, LOG, OURS, PEERS
 
-SCHEMA = 3
+SCHEMA = 4
 AIM_CALL_MS = 1.0
 AIM_SLOWDOWN = 0.10
 AIM_OF_BEST_PEER = 1 / 3
@@ -76,15 +76,41 @@ def slowdowns(
     blocks: Sequence[dict[str, Any]], name: str, every: int, bases: bool = False
 ) -> list[float]:
     """One per block: its time per step over that of the baselines before and after it, less one."""
-    found = []
+    return [
+        _step_s(block) / statistics.mean(map(_step_s, baselines)) - 1
+        for block, baselines in _beside_baselines(blocks, name, every, bases)
+    ]
+
+
+def processor_more_ms(
+    blocks: Sequence[dict[str, Any]], name: str, every: int, bases: bool = False
+) -> list[float]:
+    """One per block: its processor time per step, of all its processes and until its saves are
+    finished (see `Worker.block`), less that of the baselines before and after it."""
+    return [
+        1000 * (_processor_s(block) - statistics.mean(map(_processor_s, baselines)))
+        for block, baselines in _beside_baselines(blocks, name, every, bases)
+    ]
+
+
+def _beside_baselines(
+    blocks: Sequence[dict[str, Any]], name: str, every: int, bases: bool
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The blocks asked for, each with the baselines before and after it."""
     for index, block in enumerate(blocks):
-        if (block["name"], block["every"], block.get("bases", False)) != (name, every, bases):
-            continue
-        before = [b for b in blocks[:index] if b["name"] == BASELINE][-1:]
-        after = [b for b in blocks[index + 1 :] if b["name"] == BASELINE][:1]
-        neighbours = [b["seconds"] / b["steps"] for b in before + after]
-        found.append(block["seconds"] / block["steps"] / statistics.mean(neighbours) - 1)
-    return found
+        if (block["name"], block["every"], block.get("bases", False)) == (name, every, bases):
+            before = [b for b in blocks[:index] if b["name"] == BASELINE][-1:]
+            after = [b for b in blocks[index + 1 :] if b["name"] == BASELINE][:1]
+            yield block, before + after
+
+
+def _step_s(block: dict[str, Any]) -> float:
+    return float(block["seconds"] / block["steps"])
+
+
+def _processor_s(block: dict[str, Any]) -> float:
+    """Per step."""
+    return float(sum(block["processor_s"].values()) / block["processor_steps"])
 
 
 def _blocks(
@@ -100,9 +126,14 @@ def _training(raw: dict[str, Any], name: str, every: int) -> dict[str, Any]:
     stalls = [1000 * value for block in blocks for value in block["stall_s"]]
     idle = [1000 * value for block in blocks for value in block["idle_call_s"]]
     stall = spread(stalls)
+    is_baseline = name == BASELINE
     return {
-        "step_s": spread([block["seconds"] / block["steps"] for block in blocks]),
-        "slowdown": None if name == BASELINE else spread(slowdowns(raw["blocks"], name, every)),
+        "step_s": spread([_step_s(block) for block in blocks]),
+        "slowdown": None if is_baseline else spread(slowdowns(raw["blocks"], name, every)),
+        "processor_ms": spread([1000 * _processor_s(block) for block in blocks]),
+        "processor_more_ms": None
+        if is_baseline
+        else spread(processor_more_ms(raw["blocks"], name, every)),
         "stall_ms": stall and {**stall, "p99": percentile(stalls, 0.99)},
         "call_without_save_ms": spread(idle) if every > 1 else None,
         "finished_s": spread([value for block in blocks for value in block["finished_s"]]),
@@ -124,7 +155,8 @@ def _bases(raw: dict[str, Any], name: str) -> dict[str, Any] | None:
         mean = (slowdown["median"] + (apart - 1) * records["median"]) / apart
     return {
         "slowdown": slowdown,
-        "step_s": spread([block["seconds"] / block["steps"] for block in blocks]),
+        "step_s": spread([_step_s(block) for block in blocks]),
+        "processor_more_ms": spread(processor_more_ms(raw["blocks"], name, every, bases=True)),
         "finished_s": spread([value for block in blocks for value in block["finished_s"]]),
         "stall_ms": spread([1000 * value for block in blocks for value in block["stall_s"]]),
         "apart": apart,
@@ -227,9 +259,8 @@ def _aims(report: dict[str, Any]) -> list[dict[str, Any]]:
     def add(text: str, limit: float, measured: float | None, unit: str) -> None:
         if measured is not None:
             met = measured <= limit
-            aims.append(
-                {"aim": text, "limit": limit, "measured": measured, "unit": unit, "met": met}
-            )
+            aim = {"aim": text, "limit": limit, "measured": measured, "unit": unit, "met": met}
+            aims.append({**aim, "processor": None})
 
     if ours and "1" in ours["every"]:
         training = ours["every"]["1"]
@@ -254,24 +285,36 @@ def _aims(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _log_aims(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of the strategy `log`."""
+    """Those of the strategy `log`. `processor`: the same quotient of processor times, beside one of
+    wall times whose differences may be no larger than their noise."""
     full, log = report["contenders"].get(OURS), report["contenders"].get(LOG)
     recovery = report["recovery"]
-    found: list[tuple[str, float, float]] = []
+    found: list[tuple[str, float, float, float | None]] = []
     if full and log and full["alone"] and log["alone"]:
         share = log["alone"]["bytes"] / full["alone"]["bytes"]
-        found.append(("bytes of a record / of a state, fp32", AIM_RECORD_BYTES, share))
+        found.append(("bytes of a record / of a state, fp32", AIM_RECORD_BYTES, share, None))
     if full and log and "1" in full["every"] and "1" in log["every"]:
         slower, slow = (entry["every"]["1"]["slowdown"]["median"] for entry in (full, log))
         if slower > 0:
             text = "slowdown of the loop, a record / a state"
-            found.append((text, AIM_LOG_SLOWDOWN, slow / slower))
+            busier, busy = (
+                entry["every"]["1"]["processor_more_ms"]["median"] for entry in (full, log)
+            )
+            processor = busy / busier if busier > 0 else None
+            found.append((text, AIM_LOG_SLOWDOWN, slow / slower, processor))
     if recovery:
         worst = max(row["over"] for row in recovery["restores"])
-        found.append(("restore of a log / base, reads and updates", AIM_RECOVERY, worst))
+        found.append(("restore of a log / base, reads and updates", AIM_RECOVERY, worst, None))
     return [
-        {"aim": text, "limit": limit, "measured": value, "unit": "ratio", "met": value <= limit}
-        for text, limit, value in found
+        {
+            "aim": text,
+            "limit": limit,
+            "measured": value,
+            "unit": "ratio",
+            "met": value <= limit,
+            "processor": processor,
+        }
+        for text, limit, value, processor in found
     ]
 
 

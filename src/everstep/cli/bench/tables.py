@@ -17,6 +17,11 @@ _STYLES = {
     FLOOR: "dim",
 }
 SYNC_REMARK = "* with an fsync of its files and directories made afterwards by the bench"
+PROCESSOR_REMARK = (
+    "processor: user and system time of the trainer with its threads (spinning ones too) and of "
+    "all processes that work for it, until a block's saves are finished, more than of the same "
+    "neighbours"
+)
 Report = dict[str, Any]
 
 
@@ -58,7 +63,8 @@ def training_table(report: Report, every: int) -> Table:
     for column in ("stall in the call\nmedian, ms", "p99\nms", "step\ns", "slowdown\nmedian"):
         table.add_column(column, justify="right")
     table.add_column("min … max", justify="right", style="dim", no_wrap=True)
-    for column in ("until finished\ns", "memory more\nMiB", "MB a save"):
+    columns = ("processor more\nms a step", "until finished\ns", "memory more\nMiB", "MB a save")
+    for column in columns:
         table.add_column(column, justify="right")
     for name, entry in report["contenders"].items():
         if figures := entry["every"].get("0" if name == BASELINE else str(every)):
@@ -71,12 +77,14 @@ def training_table(report: Report, every: int) -> Table:
 
 def _training_cells(figures: dict[str, Any]) -> list[str]:
     stall, slowdown = figures["stall_ms"], figures["slowdown"]
+    processor = figures["processor_more_ms"]
     return [
         f"{stall['median']:.2f}" if stall else "",
         f"{stall['p99']:.2f}" if stall else "",
         f"{figures['step_s']['median']:.3f}",
         f"{100 * slowdown['median']:+.1f} %" if slowdown else "",
         f"{100 * slowdown['min']:+.1f} … {100 * slowdown['max']:+.1f}" if slowdown else "",
+        f"{processor['median']:+.1f}" if processor else "",
         seconds_of(figures["finished_s"]),
         f"{figures['memory_over_baseline_bytes'] / 2**20:+.0f}" if stall else "",
     ]
@@ -160,13 +168,13 @@ def _single_table(report: Report) -> Table:
 
 def _aims_table(aims: list[dict[str, Any]]) -> Table:
     table = new_table("The aims")
-    for column in ("aim", "measured", ""):
+    for column in ("aim", "measured", "", "of processor\ntimes"):
         table.add_column(column, justify="right")
     for aim in aims:
         mark = Text("met", "green") if aim["met"] else Text("missed", "bold red")
-        table.add_row(
-            Text(aim["aim"]), f"≤ {_value(aim['limit'], aim)}", _value(aim["measured"], aim), mark
-        )
+        limit, measured = _value(aim["limit"], aim), _value(aim["measured"], aim)
+        processor = "" if aim["processor"] is None else _value(aim["processor"], aim)
+        table.add_row(Text(aim["aim"]), f"≤ {limit}", measured, mark, processor)
     return table
 
 
@@ -206,6 +214,7 @@ def _remarks(report: Report) -> list[str]:
     lines.append(SYNC_REMARK)
     lines.append(
         "slowdown: a block's time over that of the neighbouring blocks without checkpoints. "
+        f"{PROCESSOR_REMARK}. "
         "memory: resident, with all its processes, more than without checkpoints. "
         f"restores: into a fresh run, {cache or 'no'} before each; every restored byte was compared"
     )

@@ -19,6 +19,7 @@ from everstep.cli import workload
 from everstep.cli.bench import recovery, tensors
 from everstep.cli.bench.checks import chill, digest
 from everstep.cli.bench.contenders import OWN, Contender, Finish, Saver, state_bytes, sync_directory
+from everstep.cli.bench.machine import ProcessorWatch
 from everstep.cli.bench.peers import PEERS
 from everstep.cli.bench.plan import CONTENDERS
 
@@ -67,21 +68,28 @@ class Worker:
         self._contender = self._make(self._run)
         saves = CONTENDERS[self._name].warm_saves
         if self._every == 1:
-            self.block(int(self._name != "none"), saves, 0)
+            self.block(int(self._name != "none"), saves - 1, 1)
         else:
             for _ in range(saves):
                 self._drop([self._save_alone()])
         return {"state_bytes": state_bytes(self._run)}
 
     def block(self, every: int, steps: int, lead: int, bases: bool = False) -> dict[str, Any]:
-        """Train `lead` untimed and `steps` timed steps, saving where due; let the saves finish.
+        """Train `lead` (at least one) untimed and `steps` timed steps, saving where due; let the
+        saves finish.
 
-        `bases`: each save is prepared for, which makes a log write a base.
+        Processor time is that of the trainer and of all that works for it, from when the first step
+        and its save are over (a log's base) until all other saves of the block are finished: so no
+        save counts in part, and untimed steps count as well. `bases`: each save is prepared for,
+        which makes a log write a base.
         """
         self._contender.prepare()
         self._each_prepared = bases
         first = self._next_due(max(1, every), lead)
-        early = [self._one(number, every) for number in range(first - lead, first)]
+        early = [self._one(first - lead, every)]
+        early[0].wait()
+        watch = ProcessorWatch(str(self._root))
+        early += [self._one(number, every) for number in range(first - lead + 1, first)]
         self._line_up()
         began = time.perf_counter()
         calls, ends = [], []
@@ -91,6 +99,8 @@ class Worker:
         seconds = ends[-1] - began
         self._step = first + steps - 1
         finished = [call.wait() for call in calls if call.due]
+        self._contender.settle()
+        processor = watch.seconds()
         self._drop([call for call in early + calls if call.due])
         return {
             "seconds": seconds,
@@ -98,6 +108,8 @@ class Worker:
             "stall_s": [call.stall_s for call in calls if call.due],
             "idle_call_s": [call.stall_s for call in calls if not call.due],
             "finished_s": finished,
+            "processor_s": processor,
+            "processor_steps": lead - 1 + steps,
         }
 
     def alone(self) -> dict[str, Any]:

@@ -1,0 +1,161 @@
+"""Restores: from a store, or from what a keeper still holds, back into the live state.
+
+let a surviving keeper finish → choose a checkpoint, with all ranks → match it with the state
+→ read and verify into the tensors → replay → place objects, generators last → captures go on
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.capture.derived import Derived
+from everstep.captures import Captures
+from everstep.errors import Corrupt, EverstepError, Missing, Unavailable
+from everstep.format.manifest import Manifest
+from everstep.handle import Metrics
+from everstep.keeper.arena import Arena
+from everstep.keeper.client import Client
+from everstep.replay import selftest
+from everstep.restore.apply import apply
+from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
+from everstep.restore.load import Loader
+from everstep.state.rules import Rules
+from everstep.state.topology import differences, layout_differences
+from everstep.state.view import State
+from everstep.store.commit import open_store
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+log = logging.getLogger("everstep")
+
+
+class Restores:
+    """All restores of one Checkpointer, one after another. For the thread that trains, which waits
+    for them."""
+
+    def __init__(
+        self,
+        state: State,
+        rules: Rules,
+        derived: Derived,
+        disk: Disk,
+        client: Client,
+        captures: Captures,
+        metrics: Metrics,
+    ) -> None:
+        """`disk`: of the run's own store. `derived`: made with `rules`."""
+        self._state = state
+        self._rules = rules
+        self._derived = derived
+        self._disk = disk
+        self._client = client
+        self._captures = captures
+        self._metrics = metrics
+
+    def find(
+        self, step: int | str | None, from_store: str | os.PathLike[str] | None
+    ) -> list[Candidate]:
+        """What to try, best first; on all ranks the same. See Checkpointer.restore. Memory of dead
+        trainers is taken over for captures. Raises Missing, Unavailable."""
+        disk = self._disk if from_store is None else _existing_store(from_store)
+        arenas = self._state.world.together("waiting for the keepers", self._settle)
+        held = self._held([arena for _, arena in arenas]) if from_store is None else {}
+        self._captures.pool.inherit(arenas)
+        found = self._common(lambda: candidates(disk, step, held))
+        if from_store is not None and not found:
+            raise Missing(f"restoring from {disk.root}: there is no checkpoint in it")
+        return found
+
+    def first_good(
+        self, found: list[Candidate], only: list[str] | None, *, must_be_exact: bool, is_asked: bool
+    ) -> CheckpointName:
+        """Put the first of them that verifies into the state, and return which it was.
+
+        `is_asked`: it is the one that was asked for, and nothing else will do. Raises Corrupt where
+        none verifies, and what restore.apply raises."""
+        failure: EverstepError | None = None
+        for candidate in found:
+            try:
+                self._restore(candidate, only, must_be_exact)
+            except (Corrupt, Missing) as error:
+                if is_asked:
+                    raise
+                log.warning("checkpoint %s cannot be restored: %s", candidate.name, error)
+                failure = error
+                continue
+            return candidate.name
+        raise Corrupt(
+            f"restoring from {found[0].disk.root}: none of its checkpoints verifies; of the "
+            f"oldest: {failure}"
+        )
+
+    def _settle(self) -> list[tuple[str, Arena]]:
+        """What dead trainers left in the keeper's memory; nothing where no keeper can be had."""
+        try:
+            return self._client.settle()
+        except Unavailable as error:
+            log.warning("%s. Restoring from the disk", error)
+            return []
+
+    def _held(self, arenas: list[Arena]) -> dict[CheckpointName, Held]:
+        """What the keeper holds of this run: another may have been in this directory before."""
+        run = open_store(self._disk)
+        return find_held(arenas, lambda held: held.manifest.run == run and is_of(self._disk, held))
+
+    def _common(self, find: Callable[[], list[Candidate]]) -> list[Candidate]:
+        """What all ranks can see: no byte is read before they agree on what to restore."""
+        world = self._state.world
+        found = world.together("looking for checkpoints", find)
+        seen = world.gather(
+            "agreeing on a checkpoint", [list(candidate.name) for candidate in found]
+        )
+        common = set.intersection(*({tuple(name) for name in names} for names in seen))
+        return [candidate for candidate in found if candidate.name in common]
+
+    def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
+        self._captures.end_chain()
+        with Loader() as loader:
+            manifest = apply(candidate, self._state, only, loader, must_be_exact, self._rules)
+        self._derived.restored(manifest.step)
+        if candidate.disk is self._disk:
+            read = 0 if candidate.held else loader.size
+            self._captures.restored(candidate.origin, manifest.capture, read, loader.seconds)
+        self._compare(manifest)
+        if candidate.held and not candidate.held.is_committed:
+            log.warning("step %s came from memory; it had not reached the disk", manifest.step)
+
+    def _compare(self, manifest: Manifest) -> None:
+        """Tell what is other here than where it was written, and what that may come to."""
+        self._metrics.selftest = {}
+        is_replayed = manifest.previous is not None or manifest.is_spread
+        differing = differences(manifest.topology)
+        if is_replayed:
+            calls = (call for record in manifest.records for call in record.calls)
+            differing += layout_differences(manifest.topology, self._state.layout(), calls)
+        if not differing:
+            return
+        if is_replayed:
+            optimizers = {optimizer.name: optimizer for optimizer in self._state.optimizers}
+            self._metrics.selftest = selftest.compare(manifest.topology, optimizers)
+        found = selftest.describe(self._metrics.selftest)
+        log.warning(
+            "step %s was written under another build or machine (%s): %sgoing on from it may "
+            "differ in last bits%s",
+            manifest.step,
+            "; ".join(differing),
+            "the state is exact but for last bits of its replay, "
+            if is_replayed
+            else "the state is exact, "
+            if manifest.exact
+            else "",
+            f". {found}" if found else "",
+        )
+
+
+def _existing_store(path: str | os.PathLike[str]) -> Disk:
+    disk = Disk(Path(path).absolute())
+    if not (disk.root / "everstep.json").exists():
+        raise Missing(f"restoring from {disk.root}: there is no store")
+    open_store(disk)
+    return disk
