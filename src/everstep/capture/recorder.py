@@ -27,10 +27,10 @@ from everstep.capture.hashes import Hashes
 from everstep.capture.refusals import Outside, check_gradient, check_graphs
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
-from everstep.format.tables import is_dense, raw_name
+from everstep.format.tables import raw_name
 from everstep.state import clipping, compressed, forms, owners
 from everstep.state.layout import is_dtensor, local_of, part_of
-from everstep.state.leaves import Leaf, sample
+from everstep.state.leaves import Leaf, fills_memory, sample
 from everstep.state.mapped import Mapped
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerState
@@ -101,10 +101,25 @@ class _Watched:
     leaves: tuple[Leaf, ...]
     tensors: tuple[torch.Tensor, ...]
     """Detached: they keep the memory that is looked at, whatever `.data` becomes."""
+    addresses: list[int]
     places: list[tuple[int, int, int]]
     tripwire: Tripwire | None = None
     digest: str | None = None
     plain: Any = None
+
+    @classmethod
+    def of(cls, leaves: tuple[Leaf, ...]) -> "_Watched":
+        """As they are now."""
+        tensors = tuple(leaf.tensor.detach() for leaf in leaves)
+        return cls(leaves, tensors, _addresses(leaves), sample_places(leaves))
+
+    def moved(self) -> list[str]:
+        """The names of those that have other memory now (`.data = ...`)."""
+        addresses = _addresses(self.leaves)
+        if addresses == self.addresses:
+            return []
+        rows = zip(self.leaves, addresses, self.addresses, strict=True)
+        return [leaf.name for leaf, address, known in rows if address != known]
 
 
 class Recorder:
@@ -143,9 +158,7 @@ class Recorder:
         optimizer's last call."""
         self._watched = {}
         for optimizer in self._optimizers:
-            leaves = tuple(optimizer.tensors())
-            kept = tuple(leaf.tensor.detach() for leaf in leaves)
-            self._watched[optimizer.index] = _Watched(leaves, kept, sample_places(leaves))
+            self._watched[optimizer.index] = _Watched.of(tuple(optimizer.tensors()))
         parameters = [p for optimizer in self._optimizers for _, _, p, _ in optimizer.parameters()]
         self._bytes_max = _UPDATES_MAX * sum(parameter.nbytes for parameter in parameters)
         self._has_shared = len({id(parameter) for parameter in parameters}) < len(parameters)
@@ -289,12 +302,7 @@ class Recorder:
         watched = self._watched.get(optimizer.index)
         if watched is None or watched.tripwire is None:
             return True
-        changed = watched.tripwire.changed()
-        changed += [
-            leaf.name
-            for leaf, known in zip(watched.leaves, watched.tensors, strict=True)
-            if leaf.tensor.data_ptr() != known.data_ptr()
-        ]
+        changed = watched.tripwire.changed() + watched.moved()
         if not changed and watched.plain != optimizer.plain():
             changed = [f"a number in the state of {optimizer.name}"]
         if not changed and self._audit and watched.digest != optimizer.digest():
@@ -423,6 +431,10 @@ def _forms(
     return compressed.forms_of((parameter, clipped) for _, parameter, clipped in whole)
 
 
+def _addresses(leaves: Sequence[Leaf]) -> list[int]:
+    return [leaf.tensor.data_ptr() for leaf in leaves]
+
+
 def _generators() -> dict[str, torch.Tensor]:
     """The states of torch's generators, to see whether an update draws from them."""
     states = {"cpu": torch.get_rng_state()}
@@ -465,8 +477,7 @@ def _local(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.
 
 
 def _check_gradient(name: str, gradient: torch.Tensor) -> None:
-    dense = is_dense(gradient.shape, gradient.stride())
-    if not dense:
+    if not fills_memory(gradient):
         raise Unsupported(
             f"the gradient of {name!r} has gaps or overlaps in memory (an expanded tensor?), on "
             f"which sums depend"

@@ -12,8 +12,7 @@ from operator import attrgetter
 
 import torch
 
-from everstep.format.tables import is_dense
-from everstep.state.leaves import Leaf
+from everstep.state.leaves import Leaf, fills_memory
 
 _SAMPLE_BYTES = 16
 _SAMPLES_MAX = 32  # cold memory is slow to look at; of more tensors, others at each step
@@ -68,8 +67,8 @@ def sample_places(leaves: Sequence[Leaf]) -> list[tuple[int, int, int]]:
     places = []
     for index, leaf in enumerate(leaves):
         tensor: torch.Tensor = leaf.tensor
-        size = tensor.numel() * tensor.element_size()
-        if tensor.device.type == "cpu" and size and is_dense(tensor.shape, tensor.stride()):
+        size = tensor.nbytes
+        if tensor.is_cpu and size and fills_memory(tensor):
             places.append((tensor.data_ptr(), size, index))
     return places
 

@@ -143,7 +143,7 @@ def release(parameters: Iterable[Tensor]) -> None:
     A recorder calls it in each step for all parameters of the optimizer, found or not. Else they
     are held until the next clipping of the same parameters, their deletion, or the last `detach`.
     """
-    for parameter in parameters:
+    for parameter in parameters if _entries else ():
         _entries.pop(parameter, None)
 
 

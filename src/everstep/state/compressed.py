@@ -87,7 +87,7 @@ def forms_of(gradients: Iterable[tuple[Tensor, Clipped | None]]) -> Mapping[int,
 
 def release(parameters: Iterable[Tensor]) -> None:
     """Forget the forms of these parameters' gradients; unknown ones are no error."""
-    for parameter in parameters:
+    for parameter in parameters if _entries else ():
         _entries.pop(parameter, None)
 
 

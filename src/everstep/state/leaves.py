@@ -56,9 +56,14 @@ class Leaf:
         again), and for boxes."""
         if self.box is not None:
             return None
-        if self.tensor.is_contiguous() or not is_dense(self.tensor.shape, self.tensor.stride()):
+        if self.tensor.is_contiguous() or not fills_memory(self.tensor):
             return None
         return self.tensor.stride()
+
+
+def fills_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements have neither gaps nor overlaps, in whatever order of dims."""
+    return tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())
 
 
 @cache
@@ -71,7 +76,7 @@ def sample(tensor: torch.Tensor) -> bytes:
     """A few bytes from the middle of a dense CPU tensor, to see whether it was written to; none of
     others, where it would cost a synchronisation."""
     size = tensor.nbytes
-    if tensor.device.type != "cpu" or not size or tensor.is_conj() or tensor.is_neg():
+    if not tensor.is_cpu or not size or tensor.is_conj() or tensor.is_neg():
         return b""
     count = min(size, _SAMPLE_BYTES)
     return ctypes.string_at(tensor.data_ptr() + (size - count) // 2, count)
