@@ -13,6 +13,7 @@ tripwire is armed after each call, and looked at before the next.
 Source: LowDiff (SC 2025), which copies eagerly and does not look.
 """
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence, Set
@@ -103,7 +104,8 @@ class _Watched:
     """Detached: they keep the memory that is looked at, whatever `.data` becomes."""
     places: list[tuple[int, int, int]]
     tripwire: Tripwire | None = None
-    digest: str | None = None
+    digests: Sequence[tuple[str, str]] = ()
+    """Where all bytes are looked at."""
     plain: Any = None
 
 
@@ -227,7 +229,7 @@ class Recorder:
         for other in self._optimizers if self._has_shared else (optimizer,):
             self._arm(other)
         if call and self._audit and optimizer.index in self._watched:
-            call.said["after"] = self._watched[optimizer.index].digest
+            call.said["after"] = self._watched[optimizer.index].digests[-1][1]
 
     def take(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors and the calls since the last `take`, which are forgotten here. Raises
@@ -281,7 +283,7 @@ class Recorder:
         if watched := self._watched.get(optimizer.index):
             self._turn += 1
             watched.tripwire = Tripwire(watched.leaves, watched.tensors, watched.places, self._turn)
-            watched.digest = optimizer.digest() if self._audit else None
+            watched.digests = optimizer.digests() if self._audit else []
             watched.plain = optimizer.plain()
 
     def _is_untouched(self, optimizer: OptimizerState) -> bool:
@@ -297,8 +299,8 @@ class Recorder:
         ]
         if not changed and watched.plain != optimizer.plain():
             changed = [f"a number in the state of {optimizer.name}"]
-        if not changed and self._audit and watched.digest != optimizer.digest():
-            changed = [f"a tensor of {optimizer.name}"]
+        if not changed and self._audit:
+            changed = _first_that_differs(watched.digests, optimizer.digests())
         return self._refuse_changed(optimizer, changed)
 
     def _is_as_at_base(self, optimizer: OptimizerState) -> bool:
@@ -421,6 +423,14 @@ def _forms(
     """Compressed forms by id() of the parameter; likewise of none that is boxes."""
     whole = [row for row in rows if mapped.split(row[1]) is None]
     return compressed.forms_of((parameter, clipped) for _, parameter, clipped in whole)
+
+
+def _first_that_differs(
+    known: Sequence[tuple[str, str]], found: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Its name: of running digests all that come after it differ, too."""
+    pairs = itertools.zip_longest(known, found)
+    return next(([(now or then)[0]] for then, now in pairs if now != then), [])
 
 
 def _generators() -> dict[str, torch.Tensor]:
