@@ -132,8 +132,9 @@ class Recorder:
         self._turn = 0
         self._writers: set[str] = set()
         """Optimizers that were seen to write to gradients."""
-        self._rewritten: set[int] = set()
-        """Parameters whose gradients were seen to be written to after the update."""
+        self._reused: set[int] = set()
+        """Parameters whose gradients were seen in memory of an earlier one, or to be written to
+        after the update."""
         self._seen: dict[int, StorageWeakRef] = {}
         self._watched: dict[int, _Watched] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
@@ -274,7 +275,7 @@ class Recorder:
         zero_grad(set_to_none=False)): such a one is copied from the next time on."""
         for held in call.gradients:
             if held.has_changed():
-                self._rewritten.add(held.parameter)
+                self._reused.add(held.parameter)
                 if not held.is_copied:
                     self.refuse(f"the gradient of {held.name!r} was written to after the update")
         call.gradients.clear()
@@ -389,15 +390,17 @@ class Recorder:
         self, parameter: torch.Tensor, gradient: torch.Tensor, in_buffers: Container[int]
     ) -> bool:
         storage = gradient.untyped_storage()
+        seen = self._seen.get(id(parameter))
+        if seen is not None and seen.cdata == storage._cdata and not seen.expired():
+            self._reused.add(id(parameter))  # also when a restore, say, has let go of that memory
         is_all = not gradient._is_view() and storage.nbytes() == gradient.nbytes
         if not is_all and storage._cdata not in in_buffers:
             return False
         if gradient.is_cuda and _GRAPHS in sys.modules:
             return False
-        if id(parameter) in self._rewritten or self._noted[id(parameter)] <= EAGER_TIMES:
+        if id(parameter) in self._reused or self._noted[id(parameter)] <= EAGER_TIMES:
             return False
-        seen = self._seen.get(id(parameter))
-        return seen is None or seen.expired() or seen.cdata != storage._cdata
+        return not clipping.has_replaced(parameter)  # else somebody has changed that since
 
 
 def _rows(
