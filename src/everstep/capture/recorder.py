@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from everstep.capture.attributes import attributes
 from everstep.capture.hashes import Hashes
-from everstep.capture.refusals import Outside, check_gradient, check_graphs
+from everstep.capture.refusals import Outside, check_gradient, check_graphs, check_placement
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
 from everstep.format.tables import is_dense, raw_name
@@ -347,6 +347,7 @@ class Recorder:
             check_gradient(name, gradient)
             if self.only is not None and name not in self.only:
                 continue
+            check_placement(name, parameter, gradient, call.said["class"])
             gradient = _local(name, parameter, gradient)
             _check_gradient(name, gradient)
             key = f"{call.at}.{name}"
