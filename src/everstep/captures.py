@@ -82,7 +82,7 @@ class Captures:
         """The state as it is now, by reference."""
         for hook in self._hooks:
             hook.put_in_order()
-        self._state.suspect(self._full.torn)
+        self._state.suspect(self._full.take_torn())
         collected = self._state.collect()
         self._metrics.user_seconds = self._state.user_seconds
         return collected

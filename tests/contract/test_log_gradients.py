@@ -7,11 +7,12 @@ import pytest
 import torch
 from keepers import until
 from logs import backward, build, check_run, durable, train
-from runs import check_steps, logged, snapshot
+from runs import check_steps, checkpointer, kinds, logged, snapshot
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import everstep
+from everstep import Store
 from everstep.capture.recorder import Recorder
 
 
@@ -134,6 +135,54 @@ def test_gradients_changed_after_clipping(store, how):
         state["optimizer"].step()
 
     check_run(store, build, step, "brrrrrrr")
+
+
+def test_gradients_changed_after_clipping_in_memory_that_is_used_again(store):
+    """Clipping makes new tensors at each step, in which zero_grad() writes all the same."""
+
+    def step(state, number):
+        state["optimizer"].zero_grad(set_to_none=False)
+        backward(state)
+        everstep.clip_grad_norm_(state["model"].parameters(), 0.1)
+        for parameter in state["model"].parameters():
+            parameter.grad.add_(0.01)
+        state["optimizer"].step()
+
+    check_run(store, partial(build, width=400), step, "brrrrrrr")
+
+
+def test_going_back_with_gradients_in_memory_that_is_used_again(store):
+    """A replay lets go of it; the next backward makes other memory, which looks fresh."""
+
+    def step(state):
+        state["optimizer"].zero_grad(set_to_none=False)
+        backward(state)
+        state["optimizer"].step()
+
+    state, frozen = build(1, width=400), {}
+    with logged(store, state) as saver:
+        for at in (0, 6):
+            assert at == 0 or saver.restore(at) == at
+            for number in range(at + 1, at + 9):
+                step(state)
+                saver.step(number)
+                frozen[number] = snapshot(state)
+    assert kinds(store) == "brrrrr" + "brrrrrrr"
+    check_steps(store, build(2, width=400), frozen)
+
+
+def test_a_window_with_gradients_in_memory_that_is_used_again_but_once(store):
+    state = build(1, width=400)
+    with checkpointer(store, state, strategy="spread", every=4, window=3) as saver:
+        for step in range(1, 13):
+            state["optimizer"].zero_grad(set_to_none=step == 12)
+            backward(state)
+            state["optimizer"].step()
+            saver.step(step)
+        frozen = {12: snapshot(state)}
+        state["optimizer"].zero_grad(set_to_none=False)
+    assert Store(store).steps() == [4, 8, 12]
+    check_steps(store, build(2, width=400), frozen, steps=[12])
 
 
 def weight_of(size, dtype, seed, kind=torch.optim.Adam, **options):

@@ -48,16 +48,20 @@ def test_weights_changed_between_save_and_update(store, caplog, how, at):
     assert how == "swap" or "'model.0.weight' changed" in caplog.text
 
 
-def test_few_elements_changed_around_the_version_counter(store, caplog):
-    """A sample of bytes does not see it; audit="full" does."""
+@pytest.mark.parametrize("moment", [None, "exp_avg"])
+def test_few_elements_changed_around_the_version_counter(store, caplog, moment):
+    """A sample of bytes does not see it; audit="full" does, and names the tensor."""
 
     def change(state, step):
         if step == 4:
-            state["model"][0].weight.data.clamp_(-0.4, 0.4)
+            weight = state["model"][2].weight
+            entry = state["optimizer"].state[weight]
+            (entry[moment] if moment else weight).data[3, 17] += 1.0
         train(state)
 
     check_run(store, build, change, "brrbrrrr", each=durable, audit="full")
-    assert "changed between two calls" in caplog.text
+    name = f"optimizer.model.2.weight.{moment}" if moment else "model.2.weight"
+    assert f"'{name}' changed between two calls" in caplog.text
 
 
 def test_one_element_changed_after_a_base(store, caplog):

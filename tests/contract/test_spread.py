@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from keepers import until
 from runs import check_same, check_steps, checkpointer, difference, end_keeper, snapshot
 from spreads import SPREAD, check_newest, make, run, run_saved, train
-from test_log import Places, Plan, _check, _steps, build, fast, possible
+from test_log import OPTIMIZERS, Places, Plan, _check, _steps, build, fast, possible
 from torch import nn
 
 import everstep
@@ -20,6 +20,7 @@ from everstep.cli.main import main
 from stores import packs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
+TORCHS = {name: known for name, known in OPTIMIZERS.items() if name != "own"}
 
 
 @settings(fast, max_examples=30)
@@ -207,6 +208,23 @@ def test_what_may_couple_parameters_is_copied_at_one_step(store):
     manifest = Store(store).manifest(8)
     assert not manifest.is_spread
     assert "may couple" in manifest.capture["reason"]
+
+
+@pytest.mark.parametrize("name", sorted(TORCHS))
+def test_all_of_torchs_optimizers_are_spread(store, name):
+    kind, options = TORCHS[name]
+
+    def build(seed):
+        state = make(seed)
+        parameters = state["model"].parameters()
+        if name == "Muon":
+            parameters = [p for p in parameters if p.dim() == 2]
+        return {**state, "optimizer": kind(parameters, lr=0.01, **options)}
+
+    with checkpointer(store, state := build(1), **SPREAD) as saver:
+        frozen = run(saver, state, range(1, 9))
+    assert Store(store).manifest(8).is_spread
+    check_newest(store, build(2), frozen, 8)
 
 
 class Looking(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import check_same, checkpointer, freeze, restore, supervised
+from runs import check_same, check_steps, checkpointer, freeze, restore, snapshot, supervised
 from torch import nn
 
 from everstep import Checkpointer, Conflict, Missing, Store, Unsupported
@@ -318,6 +318,51 @@ def test_an_optimizer_that_writes_before_its_closure(store, slow_copy):
             handle.wait("local")
         assert saver.restore() == 3
         check_same(freeze(state), frozen)
+
+
+class Perturbing(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as it is mostly written: in two steps of its own, the second of
+    which calls another optimizer's, so that no update of this one is ever seen."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.05)
+
+    @torch.no_grad()
+    def first_step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["before"] = parameter.data.clone()
+                parameter.add_(parameter.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = self.state[parameter]["before"]
+        self.base.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["full", "auto"])
+def test_updates_that_no_hook_sees_are_copied_at_the_call(store, strategy):
+    """Each save is found torn when the next one has begun already."""
+
+    def build(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(300, 300)
+        return {"model": model, "optimizer": Perturbing(model.parameters())}
+
+    state, frozen = build(1), {}
+    with checkpointer(store, state, strategy=strategy) as saver:
+        for step in range(1, 13):
+            for update in (state["optimizer"].first_step, state["optimizer"].second_step):
+                state["model"](torch.randn(4, 300)).square().mean().backward()
+                update()
+            saver.step(step)
+            frozen[step] = snapshot(state)
+    assert len(check_steps(store, build(2), frozen)) > 4  # torn were those on their way till then
 
 
 def test_a_model_that_rewrites_itself_is_copied_at_the_call(store, caplog):

@@ -100,6 +100,38 @@ def test_states_are_spread(gang, store, tmp_path, layout):
     assert parts == [[4], [6, 7, 8], [10, 11, 12]]
 
 
+def orthogonal(model_parameters):
+    """Muon, of the matrices: it makes sums over whole ones."""
+    return torch.optim.Muon([p for p in model_parameters if p.dim() == 2], lr=0.01)
+
+
+MATRICES = zoo.Recipe(optimizer=orthogonal, grouped=False)
+
+
+def trains_matrices(store, steps):
+    """Restored after each: which tensors are others than they were then."""
+    job, again = zoo.build("tp", MATRICES), zoo.build("tp", MATRICES)
+    with attached(job, store, strategy="log", base_every=9) as checkpointer:
+        states = {}
+        for step in range(1, steps + 1):
+            job.train(step)
+            checkpointer.step(step)
+            states[step] = job.full_state()
+    found = {}
+    with attached(again, store) as checkpointer:
+        for step, then in states.items():
+            assert checkpointer.restore(step, exact="require") == step
+            now = again.full_state()
+            found[step] = [name for name in then if not torch.equal(then[name], now[name])]
+    return found
+
+
+def test_gradients_that_are_placed_otherwise(gang, store):
+    """torch replicates those of an embedding that is cut: Muon goes by where they are."""
+    for found in gang.run(trains_matrices, store, 3, size=zoo.SIZES["tp"]):
+        assert found == {1: [], 2: [], 3: []}
+
+
 def averaged(job, layout, way):
     """An average of the weights, in the layout of these, and the rule that brings it forward."""
     weights = bare(job.model)

@@ -67,9 +67,9 @@ class Capture:
     eager: list[Landing]
     devices: set[torch.device]
     keep_alive: Collected | None
+    torn: "queue.SimpleQueue[list[str]]"
+    """Gets the names of what was written to while it was copied."""
     problem: str | None = None
-    torn: tuple[str, ...] = ()
-    """Names of what was written to while it was copied."""
     copied: threading.Event = field(default_factory=threading.Event)
     """Set when all of it has arrived in the slot, or it has been given up."""
     sealed: threading.Event = field(default_factory=threading.Event)
@@ -94,7 +94,7 @@ class Capture:
                 continue
             changed = tripwire.changed()
             if changed and not owned.checked and not self.problem:
-                self.torn = tuple(changed)
+                self.torn.put(changed)
                 self.problem = describe(self.step, changed)
             owned.checked = True
             owned.tripwire = None
@@ -132,6 +132,7 @@ class Full:
         self._movers = ThreadPoolExecutor(MOVERS, "everstep-move")
         self._copied: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._last: Capture | None = None
+        self._torn: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._copy_all, name="everstep-copy", daemon=True),
             threading.Thread(target=self._seal_all, name="everstep-seal", daemon=True),
@@ -182,6 +183,7 @@ class Full:
             eager_landings,
             devices,
             collected,
+            self._torn,
         )
 
     def _await_last(self) -> None:
@@ -195,10 +197,13 @@ class Full:
             self._is_sealing = True
         self._pace.note_wait(time.perf_counter() - began)
 
-    @property
-    def torn(self) -> tuple[str, ...]:
-        """What tore the last capture, as far as is known. Trainer's thread."""
-        return self._last.torn if self._last else ()
+    def take_torn(self) -> list[str]:
+        """What tore captures, as far as became known since this was asked last: mostly the last
+        one, but also older ones, where no update was held for them. Trainer's thread."""
+        names: list[str] = []
+        while not self._torn.empty():
+            names += self._torn.get()
+        return names
 
     def go_on(self, capture: Capture) -> None:
         """Let the copying thread make the lazy copies."""

@@ -12,6 +12,7 @@ import torch
 from everstep.capture.pace import Piece
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
+from everstep.state.redundancy import is_torchs
 from everstep.state.view import Walk
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -117,7 +118,7 @@ def why_not(optimizers: list[OptimizerState]) -> str | None:
     seen: set[int] = set()
     for optimizer in optimizers:
         kind = type(optimizer.optimizer)
-        if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
+        if not is_torchs(kind) or kind is torch.optim.LBFGS:
             return f"{optimizer.name!r} is a {kind.__qualname__}, which may couple parameters"
         for group in optimizer.optimizer.param_groups:
             # By which torch chooses between for-loop and foreach, for all of a group together.

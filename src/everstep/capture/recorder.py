@@ -13,6 +13,7 @@ tripwire is armed after each call, and looked at before the next.
 Source: LowDiff (SC 2025), which copies eagerly and does not look.
 """
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence, Set
@@ -24,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from everstep.capture.attributes import attributes
 from everstep.capture.hashes import Hashes
-from everstep.capture.refusals import Outside, check_gradient, check_graphs
+from everstep.capture.refusals import Outside, check_gradient, check_graphs, check_placement
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.errors import Unsupported
 from everstep.format.tables import raw_name
@@ -104,7 +105,8 @@ class _Watched:
     addresses: list[int]
     places: list[tuple[int, int, int]]
     tripwire: Tripwire | None = None
-    digest: str | None = None
+    digests: Sequence[tuple[str, str]] = ()
+    """Where all bytes are looked at."""
     plain: Any = None
 
     @classmethod
@@ -145,8 +147,9 @@ class Recorder:
         self._turn = 0
         self._writers: set[str] = set()
         """Optimizers that were seen to write to gradients."""
-        self._rewritten: set[int] = set()
-        """Parameters whose gradients were seen to be written to after the update."""
+        self._reused: set[int] = set()
+        """Parameters whose gradients were seen in memory of an earlier one, or to be written to
+        after the update."""
         self._seen: dict[int, StorageWeakRef] = {}
         self._watched: dict[int, _Watched] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
@@ -240,7 +243,7 @@ class Recorder:
         for other in self._optimizers if self._has_shared else (optimizer,):
             self._arm(other)
         if call and self._audit and optimizer.index in self._watched:
-            call.said["after"] = self._watched[optimizer.index].digest
+            call.said["after"] = self._watched[optimizer.index].digests[-1][1]
 
     def take(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors and the calls since the last `take`, which are forgotten here. Raises
@@ -285,7 +288,7 @@ class Recorder:
         zero_grad(set_to_none=False)): such a one is copied from the next time on."""
         for held in call.gradients:
             if held.has_changed():
-                self._rewritten.add(held.parameter)
+                self._reused.add(held.parameter)
                 if not held.is_copied:
                     self.refuse(f"the gradient of {held.name!r} was written to after the update")
         call.gradients.clear()
@@ -294,7 +297,7 @@ class Recorder:
         if watched := self._watched.get(optimizer.index):
             self._turn += 1
             watched.tripwire = Tripwire(watched.leaves, watched.tensors, watched.places, self._turn)
-            watched.digest = optimizer.digest() if self._audit else None
+            watched.digests = optimizer.digests() if self._audit else []
             watched.plain = optimizer.plain()
 
     def _is_untouched(self, optimizer: OptimizerState) -> bool:
@@ -305,8 +308,8 @@ class Recorder:
         changed = watched.tripwire.changed() + watched.moved()
         if not changed and watched.plain != optimizer.plain():
             changed = [f"a number in the state of {optimizer.name}"]
-        if not changed and self._audit and watched.digest != optimizer.digest():
-            changed = [f"a tensor of {optimizer.name}"]
+        if not changed and self._audit:
+            changed = _first_that_differs(watched.digests, optimizer.digests())
         return self._refuse_changed(optimizer, changed)
 
     def _is_as_at_base(self, optimizer: OptimizerState) -> bool:
@@ -352,6 +355,7 @@ class Recorder:
             check_gradient(name, gradient)
             if self.only is not None and name not in self.only:
                 continue
+            check_placement(name, parameter, gradient, call.said["class"])
             gradient = _local(name, parameter, gradient)
             _check_gradient(name, gradient)
             key = f"{call.at}.{name}"
@@ -395,15 +399,17 @@ class Recorder:
         self, parameter: torch.Tensor, gradient: torch.Tensor, in_buffers: Container[int]
     ) -> bool:
         storage = gradient.untyped_storage()
+        seen = self._seen.get(id(parameter))
+        if seen is not None and seen.cdata == storage._cdata and not seen.expired():
+            self._reused.add(id(parameter))  # also when a restore, say, has let go of that memory
         is_all = not gradient._is_view() and storage.nbytes() == gradient.nbytes
         if not is_all and storage._cdata not in in_buffers:
             return False
         if gradient.is_cuda and _GRAPHS in sys.modules:
             return False
-        if id(parameter) in self._rewritten or self._noted[id(parameter)] <= EAGER_TIMES:
+        if id(parameter) in self._reused or self._noted[id(parameter)] <= EAGER_TIMES:
             return False
-        seen = self._seen.get(id(parameter))
-        return seen is None or seen.expired() or seen.cdata != storage._cdata
+        return not clipping.has_replaced(parameter)  # else somebody has changed that since
 
 
 def _rows(
@@ -433,6 +439,14 @@ def _forms(
 
 def _addresses(leaves: Sequence[Leaf]) -> list[int]:
     return [leaf.tensor.data_ptr() for leaf in leaves]
+
+
+def _first_that_differs(
+    known: Sequence[tuple[str, str]], found: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Its name: of running digests all that come after it differ, too."""
+    pairs = itertools.zip_longest(known, found)
+    return next(([(now or then)[0]] for then, now in pairs if now != then), [])
 
 
 def _generators() -> dict[str, torch.Tensor]:

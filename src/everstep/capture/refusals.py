@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from everstep.errors import Unsupported
+from everstep.state.layout import is_dtensor, spread_of
 from everstep.state.optimizers import OptimizerState
 from everstep.state.redundancy import inner_of, is_dealt_out, updates_elsewhere
+from everstep.state.topology import goes_by_elements
 
 WAY_OUT = "Use strategy='full', or 'auto'"
 
@@ -88,6 +90,17 @@ def check_gradient(name: str, gradient: torch.Tensor) -> None:
         raise Refused(
             f"recording {name!r}: its gradient is sparse, which no record holds. Make it dense "
             f"(an embedding with sparse=False), or {_lower(WAY_OUT)}"
+        )
+
+
+def check_placement(name: str, parameter: torch.Tensor, gradient: torch.Tensor, kind: str) -> None:
+    """Raises Unsupported where an optimizer of class `kind` came to other bits with the part of the
+    gradient that belongs to the parameter's: torch replicates those of embeddings that are cut."""
+    is_part = is_dtensor(gradient) and is_dtensor(parameter)
+    if is_part and not goes_by_elements(kind) and spread_of(gradient) != spread_of(parameter):
+        raise Unsupported(
+            f"the gradient of {name!r} is placed otherwise than the parameter, and what {kind} "
+            f"makes of it depends on that. Use strategy='full'"
         )
 
 

@@ -25,7 +25,7 @@ from everstep.replay.redo import _without_hooks
 from everstep.state.leaves import dtype_name
 from everstep.state.objects import decode, encode
 from everstep.state.optimizers import OptimizerState
-from everstep.state.redundancy import class_of, inner_of
+from everstep.state.redundancy import class_of, inner_of, is_torchs
 
 EQUAL, DIFFERENT, NOT_RUN = "equal", "different", "not run"
 
@@ -94,7 +94,7 @@ def describe(found: Mapping[str, str]) -> str:
 
 def _groups_of(live: Optimizer, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The different kinds of groups: settings, and which tensors."""
-    is_torchs = _is_torchs(type(live))
+    is_known = is_torchs(type(live))
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         kinds = {
@@ -105,7 +105,7 @@ def _groups_of(live: Optimizer, groups: Iterable[Mapping[str, Any]]) -> list[dic
         values = {
             key: value
             for key, value in group.items()
-            if key not in ("params", "param_names") and (not is_torchs or key in live.defaults)
+            if key not in ("params", "param_names") and (not is_known or key in live.defaults)
         }
         if "lr" in values:
             values["lr"] = _RATE
@@ -155,7 +155,7 @@ def _build(kind: str, groups: list[dict[str, Any]], live: Optimizer | None) -> O
     cls = type(live) if live is not None else _find(kind)
     if f"{cls.__module__}.{cls.__qualname__}" != kind:
         raise Unsupported(f"it was a {kind}")
-    if _is_torchs(cls):
+    if is_torchs(cls):
         return cls(groups)  # type: ignore[call-arg] # every one of torch's takes groups alone
     if live is None:
         raise Unsupported("only torch's own optimizers can be built without the program")
@@ -173,13 +173,9 @@ def _build(kind: str, groups: list[dict[str, Any]], live: Optimizer | None) -> O
 
 def _find(kind: str) -> type[Optimizer]:
     cls = getattr(torch.optim, kind.rpartition(".")[2], None)
-    if not isinstance(cls, type) or not issubclass(cls, Optimizer) or not _is_torchs(cls):
+    if not isinstance(cls, type) or not issubclass(cls, Optimizer) or not is_torchs(cls):
         raise Unsupported("only torch's own optimizers can be built without the program")
     return cls
-
-
-def _is_torchs(cls: type[Optimizer]) -> bool:
-    return cls is not Optimizer and getattr(torch.optim, cls.__name__, None) is cls
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:

@@ -77,6 +77,8 @@ class _Entry:
     version: int
     raw_version: int
     sample: bytes
+    is_new: bool
+    """Whether the gradient is a tensor that clipping made."""
 
 
 _entries: MutableMapping[Tensor, _Entry] = kept.by_parameter()
@@ -135,6 +137,13 @@ def raw_gradient(parameter: Tensor) -> Clipped | None:
     raw_changed = local_of(entry.clipped.raw)._version != entry.raw_version
     changed = memory._version != entry.version or sample(memory) != entry.sample
     return None if raw_changed or changed else entry.clipped
+
+
+def has_replaced(parameter: Tensor) -> bool:
+    """Whether clipping made its gradient a new tensor since `release`, whatever became of that: it
+    looks fresh, also where zero_grad(set_to_none=False) will write to it."""
+    entry = _entries.get(parameter)
+    return entry is not None and entry.is_new
 
 
 def release(parameters: Iterable[Tensor]) -> None:
@@ -219,11 +228,11 @@ def _clip_and_keep(
         for index in indices:
             if index in raws:
                 clipped = Clipped(raws[index], factor, is_foreach, versions[index])
-                _keep(holders[index], clipped)
+                _keep(holders[index], clipped, index in taken)
     return total_norm
 
 
-def _keep(owner: Tensor, clipped: Clipped) -> None:
+def _keep(owner: Tensor, clipped: Clipped, is_new: bool) -> None:
     assert owner.grad is not None
     memory = local_of(owner.grad)
     _entries[owner] = _Entry(
@@ -232,6 +241,7 @@ def _keep(owner: Tensor, clipped: Clipped) -> None:
         memory._version,
         local_of(clipped.raw)._version,
         sample(memory),
+        is_new,
     )
 
 

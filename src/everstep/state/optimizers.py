@@ -90,7 +90,13 @@ class OptimizerState:
         """XXH3-128 of all bytes of its parameters and their state tensors, in a fixed order, as far
         as they are this rank's; of boxes of other tensors, those. Waits for the device, and copies
         from it."""
+        return self.digests()[-1][1]
+
+    def digests(self) -> list[tuple[str, str]]:
+        """Of nothing, and after each tensor, its name and the digest of the bytes so far: the first
+        that differs tells which tensor does. The last is `digest`."""
         digest = xxhash.xxh3_128()
+        found = [("", digest.hexdigest())]
         for _, name, parameter, _ in self.parameters():
             if not (is_here(self.optimizer, parameter) and self.mapped.names_here(name, parameter)):
                 continue
@@ -103,7 +109,9 @@ class OptimizerState:
                     for part in self._parts_of(parameter, value, str(key)):
                         flat = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
                         digest.update(flat.numpy().data)
-        return digest.hexdigest()
+                    full = name if value is parameter else f"{self.name}.{name}.{key}"
+                    found.append((full, digest.hexdigest()))
+        return found
 
     def places(self) -> Iterator[Leaf]:
         """The same tensors as `tensors`, as boxes of what they are globally."""

@@ -94,6 +94,11 @@ def class_of(optimizer: Optimizer) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def is_torchs(kind: type[Optimizer]) -> bool:
+    """Whether it is a class of torch's own. Not by its module, which torch names in two ways."""
+    return kind is not Optimizer and getattr(torch.optim, kind.__name__, None) is kind
+
+
 @contextlib.contextmanager
 def updating(optimizer: Optimizer) -> Iterator[Optimizer]:
     """What makes the updates of this rank's part, with all of its parameters: for a replay, where

@@ -79,13 +79,14 @@ def layout_differences(
         {
             f"other ranks or boxes, which {call['class']} depends on"
             for call in calls
-            if not (_goes_by_elements(call) and (is_same or not _is_fused(call)))
+            if not (goes_by_elements(str(call["class"])) and (is_same or not _is_fused(call)))
         }
     )
 
 
-def _goes_by_elements(call: Mapping[str, Any]) -> bool:
-    module, _, name = str(call["class"]).rpartition(".")
+def goes_by_elements(kind: str) -> bool:
+    """Whether an optimizer of this class comes to the same bits however tensors are cut."""
+    module, _, name = kind.rpartition(".")
     return module.startswith("torch.optim.") and name in _ELEMENTWISE
 
 

@@ -284,15 +284,18 @@ class State:
         Once may be a mistake. A model that does so by itself (nn.Embedding with max_norm rewrites
         its weight in forward) does it again: from the second time on they are copied at the call.
         """
+        again = []
         for name in names:
             self._torn[name] += 1
             if self._torn[name] == _TORN_MAX:
                 self._walk = None
-                log.warning(
-                    "%s was written to outside of optimizer.step() for the second time while it "
-                    "was being copied: from now on it is copied at the call, which takes longer",
-                    name,
-                )
+                again.append(name)
+        if again:
+            log.warning(
+                "%s written to outside of optimizer.step() for the second time while being copied: "
+                "from now on copied at the call, which takes longer",
+                ", ".join(again[:5]) + (f" and {len(again) - 5} more" if len(again) > 5 else ""),
+            )
 
     def place(self, saved: Saved) -> Placement:
         """A restore of that, on this rank."""
