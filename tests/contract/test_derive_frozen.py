@@ -9,7 +9,7 @@ from torch import nn
 
 from everstep import Corrupt, Store
 from everstep.restore.materialize import materialize
-from everstep.state.rules import sample_of
+from everstep.state.samples import sample_of
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 

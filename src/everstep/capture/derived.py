@@ -15,7 +15,8 @@ import torch
 from everstep.capture.tripwire import Tripwire, sample_places
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import owned_names
-from everstep.state.rules import Rules, digest_of, is_in, own_sample, sample_of, specs_of
+from everstep.state.rules import Rules, digest_of, is_in, own_sample, specs_of
+from everstep.state.samples import sample_of
 from everstep.state.view import Collected, Walk
 
 

@@ -226,7 +226,7 @@ class Log:
             self._check()
             return Captured(collected)
         try:
-            tensors, calls = self._recorder.take()
+            tensors, calls = self._recorder.take(step)
         except Unsupported as error:
             self._break(error)
             self._check()

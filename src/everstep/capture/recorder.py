@@ -38,6 +38,7 @@ from everstep.state.optimizers import OptimizerState
 from everstep.state.ranked import own_name
 from everstep.state.recorded import check_parts
 from everstep.state.redundancy import class_of, inner_of, takes_part
+from everstep.state.samples import updated_name, updated_of
 
 EAGER_TIMES = 3
 """Of each parameter: DDP's bucket views look fresh at step 2, and are reused from step 3 on."""
@@ -104,16 +105,20 @@ class _Watched:
     """Detached: they keep the memory that is looked at, whatever `.data` becomes."""
     addresses: list[int]
     places: list[tuple[int, int, int]]
+    parameters: Mapping[str, torch.Tensor]
+    """Those of them that a replay has to come to, likewise."""
     tripwire: Tripwire | None = None
     digests: Sequence[tuple[str, str]] = ()
     """Where all bytes are looked at."""
     plain: Any = None
 
     @classmethod
-    def of(cls, leaves: tuple[Leaf, ...]) -> "_Watched":
+    def of(cls, optimizer: OptimizerState) -> "_Watched":
         """As they are now."""
+        leaves = tuple(optimizer.tensors())
         tensors = tuple(leaf.tensor.detach() for leaf in leaves)
-        return cls(leaves, tensors, _addresses(leaves), sample_places(leaves))
+        places, parameters = sample_places(leaves), optimizer.parameters_here()
+        return cls(leaves, tensors, _addresses(leaves), places, parameters)
 
     def moved(self) -> list[str]:
         """The names of those that have other memory now (`.data = ...`)."""
@@ -161,7 +166,7 @@ class Recorder:
         optimizer's last call."""
         self._watched = {}
         for optimizer in self._optimizers:
-            self._watched[optimizer.index] = _Watched.of(tuple(optimizer.tensors()))
+            self._watched[optimizer.index] = _Watched.of(optimizer)
         parameters = [p for optimizer in self._optimizers for _, _, p, _ in optimizer.parameters()]
         self._bytes_max = _UPDATES_MAX * sum(parameter.nbytes for parameter in parameters)
         self._has_shared = len({id(parameter) for parameter in parameters}) < len(parameters)
@@ -245,9 +250,9 @@ class Recorder:
         if call and self._audit and optimizer.index in self._watched:
             call.said["after"] = self._watched[optimizer.index].digests[-1][1]
 
-    def take(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
-        """The tensors and the calls since the last `take`, which are forgotten here. Raises
-        Unsupported where they are no record."""
+    def take(self, step: int) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        """The tensors and the calls since the last `take`, which are forgotten here, and samples of
+        what they led to, after `step`. Raises Unsupported where they are no record."""
         check_graphs(self._optimizers)
         for optimizer in self._optimizers:
             if optimizer.is_graphed:
@@ -264,6 +269,10 @@ class Recorder:
         if problem:
             raise problem
         tensors = {name: tensor for call in calls for name, tensor in call.tensors.items()}
+        for optimizer in self._optimizers:
+            if watched := self._watched.get(optimizer.index):
+                name = updated_name(optimizer.name, self._rank)
+                tensors[name] = updated_of(watched.parameters, step)
         return tensors, [call.said for call in calls]
 
     def _close(self, call: Call) -> None:

@@ -308,7 +308,7 @@ class Spread:
         tensors: dict[str, torch.Tensor] = {}
         if pieces.steps:
             self._check(window, step, collected)
-            tensors, calls = self._recorder.take()
+            tensors, calls = self._recorder.take(step)
             for call in calls if not is_due else ():
                 call.pop("after", None)  # it is of all parameters, some of which come later
         self._window = window

@@ -9,7 +9,7 @@ whose hooks do so is noticed while it trains).
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from everstep.state import clipping, forms
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
 from everstep.state.redundancy import class_of, is_here, spread_hyperparameters, updating
+from everstep.state.samples import updated_of
 
 _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -45,7 +46,8 @@ class Clip:
 class Loaded:
     """A record in memory. `tensors`: by their names in the record; `groups`: by optimizer, the
     hyperparameter set of each parameter. `is_comparable`: all parameters take part, none is of a
-    later step already, and all came exactly from the run's own. `clips`: what is still to be
+    later step already, and all came exactly from the run's own, on a machine like this one.
+    `updated`: by optimizer, the sample of what its parameters came to. `clips`: what is still to be
     clipped of its gradients, but for compressed ones."""
 
     step: int
@@ -53,6 +55,7 @@ class Loaded:
     tensors: Mapping[str, torch.Tensor]
     groups: Mapping[str, Mapping[str, int]]
     is_comparable: bool = True
+    updated: Mapping[str, torch.Tensor] = field(default_factory=dict)
     clips: Sequence[Clip] = ()
 
 
@@ -80,11 +83,21 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
             after = said.get("after")
         _step(state, call)
         if record.is_comparable and after is not None and after != state.digest():
-            raise Corrupt(
-                f"replaying step {record.step}: {state.name!r} came to other bytes than the run "
-                f"had after this step (audit='full'). Its state depends on something that no "
-                f"record holds, or torch and processor are others now"
-            )
+            raise Corrupt(_other_bytes(record, state, "audit='full'"))
+    for name, known in record.updated.items() if record.is_comparable else ():
+        with as_stored(record.step):
+            state = optimizers[name]
+            found = updated_of(state.parameters_here(), record.step)
+        if not found.cpu().equal(known.cpu()):
+            raise Corrupt(_other_bytes(record, state, "a sample of its parameters"))
+
+
+def _other_bytes(record: Loaded, state: OptimizerState, seen_by: str) -> str:
+    return (
+        f"replaying step {record.step}: {state.name!r} came to other bytes than the run had after "
+        f"this step ({seen_by}). Its update depends on something that no record holds, or is not "
+        f"the same twice. Restore a step before that, or its base, and use strategy='full'"
+    )
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.format.wholes import optimizers_of
 from everstep.replay import selftest
 from everstep.replay.redo import find, redo
-from everstep.restore.choose import Candidate, Described
+from everstep.restore.choose import Candidate, Described, has_to_be_equal
 from everstep.restore.deliver import Staging, put
 from everstep.restore.derived import Derivation, derived_names, derived_parts
 from everstep.restore.load import Loader
@@ -220,9 +220,7 @@ def _replay(
         with candidate.sources(record.part) as sources:
             loader.load(record.part, sources, here, table)
 
-    layout = state.layout()
-    is_same = all(each.manifest.topology.get("layout", ALONE) == layout for each in logs)
-    is_comparable = base.manifest.exact and is_same  # digests are of a rank's part of tensors
+    is_comparable = has_to_be_equal(base, logs, state.layout())
     records = stack.enter_context(
         Records(candidate, logs, optimizers.values(), loader, is_comparable, state.world)
     )

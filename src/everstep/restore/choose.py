@@ -16,7 +16,7 @@ from everstep.keeper.arena import Arena
 from everstep.keeper.ended import EndedJoint, ended_joints
 from everstep.keeper.persist import UNCLAIMED
 from everstep.restore.load import ImageSource, MemorySource, Source
-from everstep.state.topology import differences, layout_differences
+from everstep.state.topology import ALONE, differences, layout_differences
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.read import open_pack
@@ -70,6 +70,13 @@ class Described:
     def records(self) -> list[tuple[Record, tuple[Table, ...]]]:
         """Each with the tables of its parts."""
         return tables_of_records(self.manifest, self.tables)
+
+
+def has_to_be_equal(base: Described, logs: Sequence[Described], layout: str) -> bool:
+    """Whether a replay on this machine, by ranks of this layout, comes to the run's own bytes on
+    each of them; or else something is wrong."""
+    is_same = all(each.manifest.topology.get("layout", ALONE) == layout for each in logs)
+    return base.manifest.exact and is_same and not any(each.differences(layout) for each in logs)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.replay.redo import Loaded
 from everstep.restore.choose import Described
 from everstep.state.placement import Destination, Placement, Saved
-from everstep.state.rules import Rules, digest_of, is_in, own_sample, sample_of
+from everstep.state.rules import Rules, digest_of, is_in, own_sample
+from everstep.state.samples import sample_of
 from everstep.state.topology import ALONE
 from everstep.state.view import State
 

@@ -12,13 +12,14 @@ from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import is_own
 from everstep.format.wholes import optimizers_of
 from everstep.replay.redo import redo
-from everstep.restore.choose import Candidate, Described
+from everstep.restore.choose import Candidate, Described, has_to_be_equal
 from everstep.restore.derived import compare, derived_names
 from everstep.restore.load import Loader
 from everstep.restore.records import Records, empty
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install, owned_names
 from everstep.state.placement import Destination
+from everstep.state.topology import ALONE
 from everstep.state.world import World
 from everstep.tiers.disk import Disk
 
@@ -53,7 +54,8 @@ def _replayed(
     candidate: Candidate, base: Described, logs: Sequence[Described], loader: Loader
 ) -> dict[str, torch.Tensor]:
     constant = _constant(base, logs)
-    with Records(candidate, logs, None, loader, base.manifest.exact, World(0, 1)) as records:
+    is_comparable = has_to_be_equal(base, logs, ALONE)
+    with Records(candidate, logs, None, loader, is_comparable, World(0, 1)) as records:
         tensors = _tensors_of(candidate, base, loader)
         optimizers = _rebuild(base, logs, tensors, candidate.disk)
         for loaded in records:

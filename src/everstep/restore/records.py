@@ -22,6 +22,7 @@ from everstep.state.layout import is_dtensor, local_of, shards_like
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Destination
 from everstep.state.ranked import own_name, unowned
+from everstep.state.samples import updated_name
 from everstep.state.world import World
 
 _LOADS_IN_FLIGHT = 2
@@ -40,14 +41,15 @@ class Records:
         logs: Sequence[Described],
         optimizers: Iterable[OptimizerState] | None,
         loader: Loader,
-        is_exact: bool,
+        is_comparable: bool,
         world: World,
     ) -> None:
         """`logs`: with the base as the first, where it is spread. `optimizers`: that are to consume
-        the gradients; None: all is read whole, to the CPU. `is_exact`: whether the base is the
-        run's own bit for bit. `world`: of the ranks that replay, each its part. Raises Mismatch."""
+        the gradients; None: all is read whole, to the CPU. `is_comparable`: whether a replay has to
+        come to the run's own bytes. `world`: of the ranks that replay, each its part. Raises
+        Mismatch."""
         self._world = world
-        self._is_exact = is_exact
+        self._is_comparable = is_comparable
         self._candidate = candidate
         self._records = [row for described in logs for row in described.records]
         self._base_step = logs[0].manifest.step
@@ -97,7 +99,7 @@ class Records:
             ahead,
         )
         is_whole = not ahead or record.step >= self._base_step
-        return clip(replace(loaded, is_comparable=is_whole and self._is_exact))
+        return clip(replace(loaded, is_comparable=is_whole and self._is_comparable))
 
 
 def _used_here(loaded: Loaded) -> Loaded:
@@ -173,8 +175,11 @@ def load_record(
         rows = [(own[name], to) for name, to in wanted.items() if name in own]
         with candidate.sources(part) as sources:
             loader.load(part, sources, rows, table)
+    rank = None if world.is_alone else world.rank
+    optimizers = {name: updated_name(name, rank) for name in united.groups}
+    updated = {name: tensors[own] for name, own in optimizers.items() if own in tensors}
     clips = tuple(_clips(record.step, calls, tensors, gathered))
-    return Loaded(record.step, calls, tensors, united.groups, clips=clips)
+    return Loaded(record.step, calls, tensors, united.groups, updated=updated, clips=clips)
 
 
 def _clips(

@@ -97,9 +97,7 @@ class OptimizerState:
         that differs tells which tensor does. The last is `digest`."""
         digest = xxhash.xxh3_128()
         found = [("", digest.hexdigest())]
-        for _, name, parameter, _ in self.parameters():
-            if not (is_here(self.optimizer, parameter) and self.mapped.names_here(name, parameter)):
-                continue
+        for name, parameter in self._here():
             state = self.state.get(parameter, {})
             for key, value in [
                 ("", parameter),
@@ -112,6 +110,21 @@ class OptimizerState:
                     full = name if value is parameter else f"{self.name}.{name}.{key}"
                     found.append((full, digest.hexdigest()))
         return found
+
+    def parameters_here(self) -> dict[str, torch.Tensor]:
+        """What of its parameters' memory this rank updates, under names that are the same wherever
+        the layout is."""
+        return {
+            f"{name} {number}": part.detach()
+            for name, parameter in self._here()
+            for number, part in enumerate(self._parts_of(parameter, parameter, ""))
+        }
+
+    def _here(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters of which this rank updates something, each with its name."""
+        for _, name, parameter, _ in self.parameters():
+            if is_here(self.optimizer, parameter) and self.mapped.names_here(name, parameter):
+                yield name, parameter
 
     def places(self) -> Iterator[Leaf]:
         """The same tensors as `tensors`, as boxes of what they are globally."""

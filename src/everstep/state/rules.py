@@ -27,10 +27,6 @@ Rule = Callable[[int], object]
 SAMPLE = "@0!derived."
 """Begins the name of the sample of a derived part in a record."""
 
-_SAMPLES_MAX = 32
-_SAMPLE_BYTES = 64
-_STRIDE = 0x9E3779B1  # Fibonacci hashing: each step looks elsewhere
-
 
 class Rules:
     """The rules of a run, by the parts that they derive. For the thread that trains."""
@@ -127,21 +123,6 @@ def is_in(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
 
 
-def sample_of(tensors: Mapping[str, torch.Tensor], step: int) -> torch.Tensor:
-    """A few bytes of the tensors (of this rank's part of them), other ones at each step, as one
-    tensor; does not synchronise. Equal for equal tensors and steps, wherever they lie."""
-    rows = [local for name in sorted(tensors) if (local := local_of(tensors[name])).numel()]
-    first = step * _SAMPLES_MAX % max(1, len(rows))
-    chosen = (*rows[first : first + _SAMPLES_MAX], *rows[:first])[:_SAMPLES_MAX]
-    pieces = []
-    for number, tensor in enumerate(chosen):
-        pieces.append(_few_bytes(tensor.detach(), step * _STRIDE + number))
-    devices = [piece.device for piece in pieces if piece.is_cuda]
-    device = devices[0] if devices else torch.device("cpu")
-    empty = torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.cat([empty, *(piece.to(device, non_blocking=True) for piece in pieces)])
-
-
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """XXH3-128 of all their bytes (on this rank), row-major, by name. Waits for the device."""
     digest = xxhash.xxh3_128()
@@ -154,20 +135,6 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
 def specs_of(leaves: Sequence[Leaf]) -> tuple[Any, ...]:
     """Names, dtypes, shapes and devices, to be compared."""
     return tuple((leaf.spec, leaf.tensor.device) for leaf in leaves)
-
-
-def _few_bytes(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """Of some elements along the longest dim; of strided tensors, too, without a copy of more."""
-    if not tensor.dim():
-        tensor = tensor.view(1)
-    longest = tensor.shape.index(max(tensor.shape))
-    for dim in reversed(range(tensor.dim())):
-        if dim != longest:
-            turn, index = divmod(turn, tensor.shape[dim])
-            tensor = tensor.select(dim, index)
-    count = min(len(tensor), max(1, _SAMPLE_BYTES // tensor.element_size()))
-    few = tensor.narrow(0, turn % (len(tensor) - count + 1), count)
-    return few.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
 def _check(part: str, state: State, is_constant: bool) -> None:
