@@ -7,7 +7,7 @@ Nothing of the user's is changed before everything has been found to fit.
 import contextlib
 import json
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache, partial
 
@@ -80,11 +80,8 @@ def apply(
         _check_alone(candidate, state)
     derivation = Derivation(base, logs, rules, state, optimized)
     optimized |= derivation.names
-    placement = _place(
-        state,
-        Saved.of(base.manifest, base.tables),
-        state.parts_of(optimized) if replayed else only,
-    )
+    placement = state.place(Saved.of(base.manifest, base.tables))
+    state.prepare(placement, state.parts_of(optimized) if replayed else only)
     together = state.world.together
     together("fitting", lambda: placement.check(base.manifest.step, candidate.disk.root))
     candidate.is_shared = _is_shared(state.world, placement)
@@ -95,11 +92,12 @@ def apply(
         return base.manifest
     with contextlib.ExitStack() as stack:
         saved = _saved_after(base, replayed[-1], optimized)
+        place_rest = partial(_place_rest, state, saved, optimized, derivation)
         replay = partial(_replay, candidate, base, replayed, state, placement, loader)
-        together("replaying", lambda: replay(derivation, saved, stack))
+        together("replaying", lambda: replay(derivation, place_rest, stack))
         for optimizer in state.optimizers:
             send_around(optimizer.optimizer)  # all ranks have come to the end of it
-        rest = state.place_rest(saved, derivation.live().values())
+        rest = place_rest()
 
         def fill() -> None:
             _fill(candidate, replayed[-1], rest, loader, optimized)
@@ -162,7 +160,8 @@ def _take(
     last = logs[-1]
     derived, ruled = derived_parts(logs)
     saved = _saved_after(base, last, optimized | derived_names(base, derived, optimized))
-    placement = _place(state, saved, only)
+    placement = state.place(saved)
+    state.prepare(placement, only)
     placement.check(candidate.name.step, candidate.disk.root)
     named = {
         name
@@ -204,12 +203,12 @@ def _replay(
     placement: Placement,
     loader: Loader,
     derivation: Derivation,
-    saved: Saved,
+    place_rest: Callable[[], Placement],
     stack: contextlib.ExitStack,
 ) -> None:
     """The base first, for which `placement` is ready, then the records: its own, where it is spread
-    over several steps, and its log's. `saved`: what the state is to have after them. `stack`: where
-    the records are closed, whose memory takes a while to be given back."""
+    over several steps, and its log's. `place_rest`: what comes after them has to fit, too. `stack`:
+    where the records are closed, whose memory takes a while to be given back."""
     optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
     _check_calls(logs, optimizers)
     live = cache(state.live_tensors)
@@ -224,7 +223,7 @@ def _replay(
     records = stack.enter_context(
         Records(candidate, logs, optimizers.values(), loader, is_comparable, state.world)
     )
-    _place(state, saved, None).check(candidate.name.step, candidate.disk.root)
+    place_rest().check(candidate.name.step, candidate.disk.root)
     _fill(candidate, base, placement, loader)
     placement.finish()
     for loaded in records:
@@ -290,9 +289,12 @@ def _first_step(base: Described) -> int:
     return min(part.steps for part in base.manifest.parts)
 
 
-def _place(state: State, saved: Saved, only: list[str] | None) -> Placement:
-    placement = state.place(saved)
-    state.prepare(placement, only)
+def _place_rest(
+    state: State, saved: Saved, optimized: Set[str], derivation: Derivation
+) -> Placement:
+    """What of the state after the last record the base and the replay do not bring."""
+    placement = state.place_rest(saved, optimized, derivation.live().values())
+    state.prepare(placement, None)
     return placement
 
 

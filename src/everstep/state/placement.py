@@ -2,7 +2,7 @@
 and what is done when all have arrived."""
 
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,9 @@ class Placement:
     mapped: Mapped = field(default_factory=Mapped)
     """What the state's parameters are globally."""
     settled: Container[int] = frozenset()
-    """The tensors, by id(), that a replay has brought to where they are to be."""
+    """The tensors, by id(), that a replay brings to where they are to be."""
+    settled_names: Set[str] = frozenset()
+    """What of the checkpoint is theirs."""
     offers: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """What some rank must take: the problem if none does, and whether this one does."""
     _absent: list[tuple[str, torch.Tensor]] = field(default_factory=list)

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -302,18 +302,14 @@ class State:
         share = Share(self.world.rank, self.world.size)
         return Placement(saved, self._shares, default_share=share, mapped=self.mapped)
 
-    def place_rest(self, saved: Saved, derived: Iterable[torch.Tensor]) -> Placement:
-        """What a replay has not brought: neither optimizers' tensors nor `derived`. It must have
-        been found to fit before, together with these."""
+    def place_rest(
+        self, saved: Saved, names: Set[str], derived: Iterable[torch.Tensor]
+    ) -> Placement:
+        """What a replay does not bring: it brings optimizers' tensors and `derived`, which are
+        `names` in the checkpoint, and must have been found to fit before."""
         settled = {id(tensor) for each in self.optimizers for tensor in each.live()}
-        placement = replace(self.place(saved), settled=settled | {id(each) for each in derived})
-
-        def prepare() -> None:
-            for entry in self._entries:
-                entry.prepare(placement)
-
-        self.world.together("matching", prepare)
-        return placement
+        settled |= {id(tensor) for tensor in derived}
+        return replace(self.place(saved), settled=settled, settled_names=names)
 
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
         """Let each part say where its tensors go. `only`: names of parts; others are left alone."""
@@ -350,9 +346,11 @@ class State:
                 or not (only is None or _is_chosen(name, only))
             ):
                 continue
-            used = placement.used.intersection((name, entry.spec.name, *entry.aliases))
-            problem = f"extra: the state has no tensor {name!r}"
-            placement.offer(name, problem, taken=bool(used))
+            names = (name, entry.spec.name, *entry.aliases)
+            if placement.settled_names.isdisjoint(names):
+                used = placement.used.intersection(names)
+                problem = f"extra: the state has no tensor {name!r}"
+                placement.offer(name, problem, taken=bool(used))
 
     def _walk_anew(self) -> Walk:
         self._guard = Guard()
