@@ -13,7 +13,6 @@ tripwire is armed after each call, and looked at before the next.
 Source: LowDiff (SC 2025), which copies eagerly and does not look.
 """
 
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence, Set
@@ -26,12 +25,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from everstep.capture.attributes import attributes
 from everstep.capture.hashes import Hashes
 from everstep.capture.refusals import Outside, check_gradient, check_graphs, check_placement
-from everstep.capture.tripwire import Tripwire, sample_places
+from everstep.capture.tripwire import Tripwire
+from everstep.capture.watched import Watched, first_that_differs
 from everstep.errors import Unsupported
 from everstep.format.tables import raw_name
 from everstep.state import clipping, compressed, forms, owners
 from everstep.state.layout import is_dtensor, local_of, part_of
-from everstep.state.leaves import Leaf, fills_memory, sample
+from everstep.state.leaves import fills_memory, sample
 from everstep.state.mapped import Mapped
 from everstep.state.objects import encode
 from everstep.state.optimizers import OptimizerState
@@ -96,39 +96,6 @@ class Call:
         return name
 
 
-@dataclass(slots=True)
-class _Watched:
-    """One optimizer's tensors of one walk, and how they were after its last call."""
-
-    leaves: tuple[Leaf, ...]
-    tensors: tuple[torch.Tensor, ...]
-    """Detached: they keep the memory that is looked at, whatever `.data` becomes."""
-    addresses: list[int]
-    places: list[tuple[int, int, int]]
-    parameters: Mapping[str, torch.Tensor]
-    """Those of them that a replay has to come to, likewise."""
-    tripwire: Tripwire | None = None
-    digests: Sequence[tuple[str, str]] = ()
-    """Where all bytes are looked at."""
-    plain: Any = None
-
-    @classmethod
-    def of(cls, optimizer: OptimizerState) -> "_Watched":
-        """As they are now."""
-        leaves = tuple(optimizer.tensors())
-        tensors = tuple(leaf.tensor.detach() for leaf in leaves)
-        places, parameters = sample_places(leaves), optimizer.parameters_here()
-        return cls(leaves, tensors, _addresses(leaves), places, parameters)
-
-    def moved(self) -> list[str]:
-        """The names of those that have other memory now (`.data = ...`)."""
-        addresses = _addresses(self.leaves)
-        if addresses == self.addresses:
-            return []
-        rows = zip(self.leaves, addresses, self.addresses, strict=True)
-        return [leaf.name for leaf, address, known in rows if address != known]
-
-
 class Recorder:
     """Notes optimizer calls. For the thread that trains."""
 
@@ -156,7 +123,7 @@ class Recorder:
         """Parameters whose gradients were seen in memory of an earlier one, or to be written to
         after the update."""
         self._seen: dict[int, StorageWeakRef] = {}
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, Watched] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
         self._bytes_max = 0
         self._has_shared = False
@@ -166,7 +133,7 @@ class Recorder:
         optimizer's last call."""
         self._watched = {}
         for optimizer in self._optimizers:
-            self._watched[optimizer.index] = _Watched.of(optimizer)
+            self._watched[optimizer.index] = Watched.of(optimizer)
         parameters = [p for optimizer in self._optimizers for _, _, p, _ in optimizer.parameters()]
         self._bytes_max = _UPDATES_MAX * sum(parameter.nbytes for parameter in parameters)
         self._has_shared = len({id(parameter) for parameter in parameters}) < len(parameters)
@@ -318,7 +285,7 @@ class Recorder:
         if not changed and watched.plain != optimizer.plain():
             changed = [f"a number in the state of {optimizer.name}"]
         if not changed and self._audit:
-            changed = _first_that_differs(watched.digests, optimizer.digests())
+            changed = first_that_differs(watched.digests, optimizer.digests())
         return self._refuse_changed(optimizer, changed)
 
     def _is_as_at_base(self, optimizer: OptimizerState) -> bool:
@@ -444,18 +411,6 @@ def _forms(
     """Compressed forms by id() of the parameter; likewise of none that is boxes."""
     whole = [row for row in rows if mapped.split(row[1]) is None]
     return compressed.forms_of((parameter, clipped) for _, parameter, clipped in whole)
-
-
-def _addresses(leaves: Sequence[Leaf]) -> list[int]:
-    return [leaf.tensor.data_ptr() for leaf in leaves]
-
-
-def _first_that_differs(
-    known: Sequence[tuple[str, str]], found: Sequence[tuple[str, str]]
-) -> list[str]:
-    """Its name: of running digests all that come after it differ, too."""
-    pairs = itertools.zip_longest(known, found)
-    return next(([(now or then)[0]] for then, now in pairs if now != then), [])
 
 
 def _generators() -> dict[str, torch.Tensor]:

@@ -1,0 +1,58 @@
+"""What an optimizer changes, looked after between its calls: the tensors of one walk, and how they
+were after the last call."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.capture.tripwire import Tripwire, sample_places
+from everstep.state.leaves import Leaf
+from everstep.state.optimizers import OptimizerState
+
+
+@dataclass(slots=True)
+class Watched:
+    """One optimizer's. For the thread that trains."""
+
+    leaves: tuple[Leaf, ...]
+    tensors: tuple[torch.Tensor, ...]
+    """Detached: they keep the memory that is looked at, whatever `.data` becomes."""
+    addresses: list[int]
+    places: list[tuple[int, int, int]]
+    parameters: Mapping[str, torch.Tensor]
+    """Those of them that a replay has to come to, likewise."""
+    tripwire: Tripwire | None = None
+    digests: Sequence[tuple[str, str]] = ()
+    """Where all bytes are looked at."""
+    plain: Any = None
+
+    @classmethod
+    def of(cls, optimizer: OptimizerState) -> "Watched":
+        """As they are now."""
+        leaves = tuple(optimizer.tensors())
+        tensors = tuple(leaf.tensor.detach() for leaf in leaves)
+        places, parameters = sample_places(leaves), optimizer.parameters_here()
+        return cls(leaves, tensors, _addresses(leaves), places, parameters)
+
+    def moved(self) -> list[str]:
+        """The names of those that have other memory now (`.data = ...`)."""
+        addresses = _addresses(self.leaves)
+        if addresses == self.addresses:
+            return []
+        rows = zip(self.leaves, addresses, self.addresses, strict=True)
+        return [leaf.name for leaf, address, known in rows if address != known]
+
+
+def first_that_differs(
+    known: Sequence[tuple[str, str]], found: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Its name: of running digests all that come after it differ, too."""
+    pairs = itertools.zip_longest(known, found)
+    return next(([(now or then)[0]] for then, now in pairs if now != then), [])
+
+
+def _addresses(leaves: Sequence[Leaf]) -> list[int]:
+    return [leaf.tensor.data_ptr() for leaf in leaves]
