@@ -16,6 +16,7 @@ _SAMPLE_BYTES = 64
 _STRIDE = 0x9E3779B1  # Fibonacci hashing: each step looks elsewhere
 
 
+@torch.inference_mode(False)  # what is made here is looked after by its version counter
 def sample_of(
     tensors: Mapping[str, torch.Tensor], step: int, most: int = _SAMPLES_MAX
 ) -> torch.Tensor:
