@@ -1,5 +1,6 @@
 """Saves a run through a real Checkpointer, restores it into another, and compares byte for byte."""
 
+import contextlib
 import struct
 import sys
 from collections import deque
@@ -183,6 +184,17 @@ def run_logged(store, state, train, steps=8, each=lambda handle: None, **options
             each(saver.save(step))
             frozen[step] = snapshot(state)
     return frozen
+
+
+@contextlib.contextmanager
+def threads(count):
+    """So many for torch within."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def kinds(store):

@@ -1,13 +1,12 @@
 """An update that is not the same twice is found out by the replay: each record has a few bytes of
 what it came to."""
 
-import contextlib
 import itertools
 
 import pytest
 import torch
 from logs import Plain, build, train
-from runs import check_same, kinds, logged, snapshot
+from runs import check_same, kinds, logged, snapshot, threads
 from safetensors.torch import load_file
 
 from everstep import Corrupt, Store
@@ -34,16 +33,6 @@ def run(store, kind=Drifting):
             frozen[step] = snapshot(state)
     assert kinds(store) == "b" + "r" * (STEPS - 1)
     return frozen
-
-
-@contextlib.contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_other_bytes_than_the_run_had(store):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import check_same, checkpointer, freeze, kinds, logged, snapshot
+from runs import check_same, checkpointer, freeze, kinds, logged, snapshot, threads
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -43,16 +43,6 @@ def run(store, state, steps=5):
         for step in range(1, steps + 1):
             train(state)
             saver.step(step)
-
-
-@contextlib.contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 ELSEWHERE = """

@@ -112,7 +112,7 @@ class OptimizerState:
         return found
 
     def parameters_here(self) -> dict[str, torch.Tensor]:
-        """What of its parameters' memory this rank updates, under names that are the same wherever
+        """What of its parameters' memory this rank updates, under names that are the same where
         the layout is."""
         return {
             f"{name} {number}": part.detach()
