@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import everstep
 from everstep import Store
-from everstep.state import compressed, kept
+from everstep.state import compressed, kept, samples
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 
@@ -94,12 +94,12 @@ def sent(store, step):
 
 
 def gradient_bytes(store, step):
-    """What the own tensors of a record take, before they are packed."""
+    """What the gradients of a record take, before they are packed."""
     part = Store(store).manifest(step).records[0].part
     table = catalog.read_table(Disk(store), part)
     return sum(
         piece.size
         for name, entry in table.tensors.items()
-        if name.startswith("@")
+        if name.startswith("@") and not name.startswith(samples.UPDATED)
         for piece in entry.pieces
     )
