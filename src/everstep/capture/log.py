@@ -20,13 +20,14 @@ from typing import Any
 
 from everstep.capture.derived import Derived
 from everstep.capture.pace import Pace, choose_window
-from everstep.capture.pieces import Pieces, plain_numbers, why_not
+from everstep.capture.pieces import Pieces, plain_numbers
 from everstep.capture.ranks import Ranks
 from everstep.capture.recorder import Recorder
 from everstep.capture.refusals import Held, Refused, check_gradients, check_graphs
 from everstep.errors import Mismatch, Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
+from everstep.state.apart import why_not
 from everstep.state.kept import Interest
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState

@@ -12,10 +12,7 @@ import torch
 from everstep.capture.pace import Piece
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
-from everstep.state.redundancy import is_torchs
 from everstep.state.view import Walk
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True)
@@ -105,32 +102,6 @@ def _gradient_item(parameter: torch.Tensor) -> int:
     found = parameter.grad
     dtype = getattr(parameter, "grad_dtype", None) if found is None else found.dtype
     return int((dtype or parameter.dtype).itemsize)
-
-
-def why_not(optimizers: list[OptimizerState]) -> str | None:
-    """Why these must be copied at one step; None where parameters may be at several.
-
-    Replay steps a part of the parameters. That is known to be exact for torch's own optimizers,
-    which treat each parameter by itself, and not for a class that nobody knows.
-    """
-    if not optimizers:
-        return "the state has no optimizer"
-    seen: set[int] = set()
-    for optimizer in optimizers:
-        kind = type(optimizer.optimizer)
-        if not is_torchs(kind) or kind is torch.optim.LBFGS:
-            return f"{optimizer.name!r} is a {kind.__qualname__}, which may couple parameters"
-        for group in optimizer.optimizer.param_groups:
-            # By which torch chooses between for-loop and foreach, for all of a group together.
-            if len({(type(p) in _PLAIN, p.device.type) for p in group["params"]}) > 1:
-                return f"{optimizer.name!r} has parameters of several kinds, or on several devices"
-        for _, name, parameter, _ in optimizer.parameters():
-            if id(parameter) in seen:
-                return f"{name!r} has two optimizers"
-            if optimizer.mapped.split(parameter) is not None:
-                return f"{name!r} is boxes of other tensors"
-            seen.add(id(parameter))
-    return None
 
 
 def plain_numbers(optimizers: list[OptimizerState]) -> str | None:

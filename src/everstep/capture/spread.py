@@ -22,13 +22,14 @@ import torch
 
 from everstep.capture.log import RECORD_OWNER, Captured
 from everstep.capture.pace import Pace, Piece, Schedule, schedule
-from everstep.capture.pieces import Pieces, measured, plain_numbers, why_not
+from everstep.capture.pieces import Pieces, measured, plain_numbers
 from everstep.capture.ranks import Figures, Ranks
 from everstep.capture.recorder import Recorder
 from everstep.capture.refusals import Held, Refused, check_gradients, check_graphs
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
+from everstep.state.apart import why_not
 from everstep.state.kept import Interest
 from everstep.state.leaves import Leaf
 from everstep.state.optimizers import OptimizerState

@@ -45,15 +45,17 @@ class Clip:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A record in memory. `tensors`: by their names in the record; `groups`: by optimizer, the
-    hyperparameter set of each parameter. `is_comparable`: all parameters take part, none is of a
-    later step already, and all came exactly from the run's own, on a machine like this one.
-    `updated`: by optimizer, the sample of what its parameters came to. `clips`: what is still to be
-    clipped of its gradients, but for compressed ones."""
+    hyperparameter set of each parameter. `is_last`: nothing more of this record follows; it may
+    come in portions, each with some of the gradients. `is_comparable`: after it, all parameters are
+    of this step, and came exactly from the run's own, on a machine like this one. `updated`: by
+    optimizer, the sample of what its parameters came to. `clips`: what is still to be clipped of
+    its gradients, but for compressed ones."""
 
     step: int
     calls: tuple[Any, ...]
     tensors: Mapping[str, torch.Tensor]
     groups: Mapping[str, Mapping[str, int]]
+    is_last: bool = True
     is_comparable: bool = True
     updated: Mapping[str, torch.Tensor] = field(default_factory=dict)
     clips: Sequence[Clip] = ()

@@ -224,11 +224,12 @@ def _replay(
         Records(candidate, logs, optimizers.values(), loader, is_comparable, state.world)
     )
     place_rest().check(candidate.name.step, candidate.disk.root)
-    _fill(candidate, base, placement, loader)
+    _fill(candidate, base, placement, loader, queued=records.read_ahead)
     placement.finish()
     for loaded in records:
         redo(loaded, optimizers)
-        derivation.after(loaded, live, fill)
+        if loaded.is_last:
+            derivation.after(loaded, live, fill)
         del loaded
 
 
@@ -304,8 +305,10 @@ def _fill(
     placement: Placement,
     loader: Loader,
     but: Set[str] = frozenset(),
+    queued: Callable[[], None] | None = None,
 ) -> None:
-    """Load what the checkpoint has of its own, but for those names; the rest is there already."""
+    """Load what the checkpoint has of its own, but for those names; the rest is there already.
+    `queued`: see Loader.load; for each part."""
     staging = Staging()
     wanted: dict[int, tuple[TensorEntry, list[Destination]]] = {}
     for name, (whole, destinations) in placement.destinations.items():
@@ -316,7 +319,7 @@ def _fill(
         here = [wanted[id(entry)] for entry in table.tensors.values() if id(entry) in wanted]
         if here:
             with candidate.sources(part) as sources:
-                loader.load(part, sources, here, table)
+                loader.load(part, sources, here, table, queued)
     staging.finish()
 
 

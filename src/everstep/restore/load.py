@@ -100,10 +100,12 @@ class Loader:
         sources: Sequence[Sequence[Source]],
         destinations: Destinations,
         table: Table | None = None,
+        queued: Callable[[], None] | None = None,
     ) -> None:
         """Fill the destinations with what the part has of their boxes; blocks. The entries are the
         part's own. `sources[pack]`: where that pack can be read, nearest first. `table`: the
-        part's, needed where it is packed."""
+        part's, needed where it is packed. `queued`: called when all reads are queued, so that
+        others can be queued behind them, and the disk does not idle in between."""
         began = time.perf_counter()
         staging = Staging()
         deliveries: dict[str, list[Delivery]] = {}
@@ -122,6 +124,8 @@ class Loader:
             torch.cuda.synchronize(device)
         reads = [self._pool.submit(task.read, span) for span in spans]
         try:
+            if queued:
+                queued()
             for read in reads:
                 read.result()
         finally:

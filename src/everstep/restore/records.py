@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from everstep.restore import gathering
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.gathering import Consumers, Gathered, gradient_key
 from everstep.restore.load import Loader
+from everstep.restore.portions import COUNT_MAX, portions
 from everstep.restore.slabs import Slabs, dtype_of
 from everstep.state import forms
 from everstep.state.layout import is_dtensor, local_of, shards_like
@@ -33,7 +34,7 @@ tenth. Memory is there for two anyway: for the one that is replayed, and the nex
 class Records:
     """The records of a log in their order, each read and verified while what comes before it is
     replayed; the first of them as soon as this is entered. Of a base that is spread, those that
-    bring its pieces together."""
+    bring its pieces together. The last one comes in portions, where that can be."""
 
     def __init__(
         self,
@@ -51,55 +52,100 @@ class Records:
         self._world = world
         self._is_comparable = is_comparable
         self._candidate = candidate
-        self._records = [row for described in logs for row in described.records]
+        records = [row for described in logs for row in described.records]
         self._base_step = logs[0].manifest.step
         self._since = _steps_of(logs[0])
         self._united: dict[tuple[int, ...], United] = {}
         self._consumers = None if optimizers is None else Consumers.of(optimizers)
         if self._consumers:
-            gathering.check(self._records, self._consumers.boxed, self._since)
+            gathering.check(records, self._consumers.boxed, self._since)
         self._is_on_cpu = self._consumers is None or self._consumers.are_on_cpu
         self._loader = loader
         self._slabs = Slabs()
-        self._reader = ThreadPoolExecutor(_LOADS_IN_FLIGHT, "everstep-records")
+        self._reader = ThreadPoolExecutor(_LOADS_IN_FLIGHT * COUNT_MAX, "everstep-records")
+        *before, last = records
+        self._waiting = deque(_Part(record, tables) for record, tables in before)
+        self._waiting += self._portions(*last, optimizers)
+        self._begun: deque[tuple[_Part, Future[Loaded]]] = deque()
 
     def __enter__(self) -> "Records":
-        self._first = self._reader.submit(self._load, *self._records[0])
+        self._begin()
         return self
 
-    def __exit__(self, *failure: object) -> None:
-        self._reader.shutdown(wait=True, cancel_futures=True)
-        self._slabs.release()  # what a reader still held when the last record was let go of
+    def __exit__(self, failure: object, *_: object) -> None:
+        if not failure:  # what a reader still held when the last record was let go of
+            self._reader.submit(self._slabs.release)
+        # After a failure none may go on reading; else what is left to be done is nobody's business.
+        self._reader.shutdown(wait=failure is not None, cancel_futures=failure is not None)
 
     def __iter__(self) -> Iterator[Loaded]:
         """Once. Who lets go of what it got before it asks for the next leaves its memory to those
         that are read then; after the last, memory that nobody uses is given back."""
-        futures = deque([self._first])
-        del self._first
-        for following in self._records[1:]:
-            if not self._is_on_cpu:  # what a device still computes with cannot be used again yet
-                wait(futures)
-            futures.append(self._reader.submit(self._load, *following))
-            yield _used_here(futures.popleft().result())
-        yield _used_here(futures.popleft().result())
+        while self._begun:
+            self.read_ahead()
+            yield _used_here(self._begun.popleft()[1].result())
         self._reader.submit(self._slabs.release)
 
-    def _load(self, record: Record, tables: Sequence[Table]) -> Loaded:
+    def read_ahead(self) -> None:
+        """Let the reads of the next wait behind those that are queued now, as far as there is
+        memory: for two records, however many portions they have."""
+        while self._waiting:
+            steps = {part.record.step for part, _ in self._begun}
+            if self._waiting[0].record.step not in steps:
+                if len(steps) >= _LOADS_IN_FLIGHT:
+                    return
+                if not self._is_on_cpu:  # what a device still computes with is not free yet
+                    wait(future for _, future in self._begun)
+            self._begin()
+
+    def _begin(self) -> None:
+        part = self._waiting.popleft()
+        self._begun.append((part, self._reader.submit(self._load, part)))
+
+    def _portions(
+        self, record: Record, tables: Sequence[Table], optimizers: Iterable[OptimizerState] | None
+    ) -> list["_Part"]:
+        whole = _Part(record, tables)
+        if optimizers is None:
+            return [whole]
+        found = portions(record, self._unite(tables).tensors, optimizers)
+        if len(found) == 1:
+            return [whole]
+        names = set().union(*found)
+        return [_Part(record, tables, names - each, each is found[-1]) for each in found]
+
+    def _unite(self, tables: Sequence[Table]) -> "United":
         key = tuple(map(id, tables))  # most steps share them
-        united = self._united[key] = self._united.get(key) or United.of(tables)
+        if key not in self._united:
+            self._united[key] = United.of(tables)
+        return self._united[key]
+
+    def _load(self, part: "_Part") -> Loaded:
+        record = part.record
         ahead = {name for name, step in self._since.items() if step >= record.step}
         loaded = load_record(
             self._candidate,
             record,
-            united,
+            self._unite(part.tables),
             self._consumers,
             self._loader,
             self._slabs,
             self._world,
-            ahead,
+            ahead | part.without,
         )
-        is_whole = not ahead or record.step >= self._base_step
-        return clip(replace(loaded, is_comparable=is_whole and self._is_comparable))
+        is_whole = part.is_last and (not ahead or record.step >= self._base_step)
+        is_comparable = is_whole and self._is_comparable
+        return clip(replace(loaded, is_last=part.is_last, is_comparable=is_comparable))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is read at once of a record: all of it, or it `without` the gradients of these."""
+
+    record: Record
+    tables: Sequence[Table]
+    without: Set[str] = frozenset()
+    is_last: bool = True
 
 
 def _used_here(loaded: Loaded) -> Loaded:
