@@ -22,7 +22,7 @@ test: env lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: env
-	$(BIN)/pytest -m "slow or not slow" --timeout 900
+	EVERSTEP_EXAMPLES=all $(BIN)/pytest -m "slow or not slow" --timeout 900
 
 test-gpu: env
 	$(BIN)/pytest tests/gpu -m "gpu" -v

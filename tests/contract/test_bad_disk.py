@@ -2,15 +2,15 @@
 
 import os
 import shutil
+import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from runs import check_same, checkpointer, end_keeper, freeze, restore, supervised
 from torch import nn
 
+import forked
 from everstep import Checkpointer, Store, Unavailable
 
 
@@ -92,32 +92,24 @@ def test_closing_on_a_full_disk_raises(small):
     assert Store(small / "store").latest() == 1
 
 
-DYING = """
-import os, signal, sys
-sys.path[:0] = sys.argv[2:]
-from test_bad_disk import build, fill
-from runs import checkpointer, supervised
-from pathlib import Path
-from everstep import Unavailable
-state = build(1)
-saver = checkpointer(sys.argv[1], state)
-for step in (1, 2, 3):
-    supervised(state)
-    try:
-        saver.step(step).wait("local")
-    except Unavailable:
-        assert step > 1
-    if step == 1:
-        fill(Path(sys.argv[1]).parent)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def saves_two_in_memory_and_dies(store):
+    state = build(1)
+    saver = checkpointer(store, state)
+    for step in (1, 2, 3):
+        supervised(state)
+        try:
+            saver.step(step).wait("local")
+        except Unavailable:
+            assert step > 1
+        if step == 1:
+            fill(store.parent)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_no_disk_took_is_restored_from_the_keepers_memory(small, caplog):
     store = small / "store"
-    path = str(Path(__file__).parent)
-    died = subprocess.run([sys.executable, "-c", DYING, str(store), path], timeout=100)
-    assert died.returncode == -9
+    died = forked.run(saves_two_in_memory_and_dies, store)
+    assert died.returncode == -signal.SIGKILL
     torch.manual_seed(0)
     expected = build(1)
     for _ in range(3):
@@ -134,40 +126,31 @@ def test_what_no_disk_took_is_restored_from_the_keepers_memory(small, caplog):
     assert Store(store).steps() == [1, 4]
 
 
-UNCLAIMED = """
-import os, signal, sys
-sys.path[:0] = sys.argv[3:]
-from test_bad_disk import build, fill
-from runs import checkpointer, supervised
-from pathlib import Path
-import pytest
-from everstep import Unavailable
-state = build(1)
-saver = checkpointer(sys.argv[1], state, every=1)
-start = saver.restore()
-assert start == int(sys.argv[2])
-filler = fill(Path(sys.argv[1]).parent)
-for step in (start + 1, start + 2):
-    supervised(state)
-    with pytest.raises(Unavailable, match="No space left"):
-        saver.step(step).wait("local")
-filler.unlink()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def claims_no_epoch_and_dies(store, before):
+    state = build(1)
+    saver = checkpointer(store, state, every=1)
+    start = saver.restore()
+    assert start == before
+    filler = fill(store.parent)
+    for step in (start + 1, start + 2):
+        supervised(state)
+        with pytest.raises(Unavailable, match="No space left"):
+            saver.step(step).wait("local")
+    filler.unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_disk_that_was_full_from_the_first_save_on(small, before):
     """Then no epoch can be claimed, to which a checkpoint would belong; memory has the state."""
     store = small / "store"
-    path = str(Path(__file__).parent)
     expected = build(1)
     if before:
         with checkpointer(store, expected) as saver:
             supervised(expected)
             saver.step(1).wait("local")
-    died = subprocess.run([sys.executable, "-c", UNCLAIMED, str(store), str(before), path])
-    assert died.returncode == -9
+    died = forked.run(claims_no_epoch_and_dies, store, before)
+    assert died.returncode == -signal.SIGKILL
     if not before:
         torch.manual_seed(1)
         expected = build(1)
@@ -192,9 +175,8 @@ def test_a_disk_that_was_full_from_the_first_save_on(small, before):
 def test_memory_without_an_epoch_is_not_taken_for_that_of_another_run(small):
     """Who goes on from elsewhere claims the number that the state in memory was to have."""
     store = small / "store"
-    path = str(Path(__file__).parent)
-    died = subprocess.run([sys.executable, "-c", UNCLAIMED, str(store), "0", path])
-    assert died.returncode == -9
+    died = forked.run(claims_no_epoch_and_dies, store, 0)
+    assert died.returncode == -signal.SIGKILL
     torch.manual_seed(7)
     other = build(7)
     with checkpointer(store, other) as saver:  # does not restore

@@ -13,8 +13,10 @@ from keepers import ended, until
 from runs import logged, restore
 from wholes import advance, begun, build, fill, whole_steps, workers_of
 
+import forked
 from everstep import Store
 from everstep.keeper.catch_up import CatchUp
+from everstep.restore import worker
 from everstep.store import commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -148,15 +150,13 @@ def test_none_is_begun_for_a_store_that_is_gone_or_taken_over(store):
     assert not store.exists()
 
 
+def works(store, name):
+    sys.exit(worker.main([str(store), name]))
+
+
 def test_the_worker_says_what_went_wrong(store):
     fill(store, 3)
     for step, kind in ((1, "Unsupported"), (9, "Missing")):
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "everstep.restore.worker", str(store), f"{step}-1"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert json.loads(worker.stdout.readline())["kind"] == kind
-        assert worker.wait(60) == 1
-        worker.communicate()
+        with forked.Forked(works, store, f"{step}-1") as process:
+            assert json.loads(process.stdout.readline())["kind"] == kind
+            assert process.wait() == 1

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import everstep
 from everstep import Store
+from examples import examples
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def _group(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@settings(fast, max_examples=25)
+@settings(fast, max_examples=examples(25))
 @given(plan=plans, back=st.integers(1, 6))
 def test_every_step_comes_back(plan, back):
     """And going on from one of them ends as the run did."""

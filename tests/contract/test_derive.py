@@ -27,6 +27,7 @@ from everstep.cli.main import main
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import examples
 
 
 @pytest.mark.parametrize("audit", ["sample", "full"])
@@ -189,7 +190,7 @@ def _go_back(saver, store, back):
     return saver.restore(steps[0]) if steps else reached
 
 
-@settings(fast, max_examples=15)
+@settings(fast, max_examples=examples(15))
 @given(
     make=st.sampled_from([averaged, with_buffers, swa, now_and_then, two_in_a_row]),
     moves=st.lists(

@@ -6,8 +6,6 @@ each test ends only if what it is about ends the group.
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from keepers import Process, SlotState, Trainer, ended, until
@@ -15,6 +13,7 @@ from logs import build, train
 from runs import check_same, check_steps, checkpointer, kinds, logged, snapshot
 
 import everstep
+import forked
 from everstep import Keep, Store
 from everstep.format.packs import lay_out
 from everstep.store import catalog, retain
@@ -289,29 +288,21 @@ def test_groups_with_retention_and_bases(store):
     assert set(range(57, 61)) <= set(check_steps(store, build(2), frozen))
 
 
-RUN = """
-import os, pathlib, signal, sys
-sys.path.insert(0, sys.argv[2])
-from logs import build, train
-from test_group_commit import grouped
-saver = grouped(sys.argv[1], state := build(1))
-for step in range(1, 8):
-    train(state)
-    last = saver.step(step)
-    (last.wait("local") if step == 1 else last.wait("held"))
-print(last.level, saver.metrics.commits, flush=True)
-os.kill(os.getpid(), signal.Signals[sys.argv[3]])
-signal.pause()
-"""
+def is_ended(store, name):
+    saver = grouped(store, state := build(1))
+    for step in range(1, 8):
+        train(state)
+        last = saver.step(step)
+        last.wait("local" if step == 1 else "held")
+    print(last.level, saver.metrics.commits, flush=True)
+    os.kill(os.getpid(), signal.Signals[name])
+    signal.pause()
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_a_run_that_is_ended_by_a_signal(store, name):
-    here = os.path.dirname(__file__)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(store), here, name], capture_output=True, text=True
-    )
-    assert done.returncode == -signal.Signals[name], done.stderr
+    done = forked.run(is_ended, store, name)
+    assert done.returncode == -signal.Signals[name]
     assert done.stdout.split() == ["held", "1"]
     fresh, reference = build(2), build(1)  # in this order: it seeds torch's generator
     for _ in range(7):

@@ -1,9 +1,7 @@
 """A run with much state is killed by SIGKILL, and goes on from memory or disk, bit for bit."""
 
+import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +9,8 @@ from runs import check_same, checkpointer, end_keeper, freeze
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, MultiStepLR, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import AveragedModel
+
+import forked
 
 STEPS = 5
 
@@ -59,27 +59,21 @@ def train(state):
     state["note"]["best"] = min(state["note"]["best"], loss.item())
 
 
-TRAINER = """
-import os, signal, sys
-sys.path[:0] = sys.argv[2:]
-from test_killed import STEPS, build, train
-from runs import checkpointer
-state = build(1)
-saver = checkpointer(sys.argv[1], state)
-start = saver.restore()
-for step in range(start + 1, start + STEPS + 1):
-    train(state)
-    handle = saver.step(step)
-handle.wait("captured")
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def trains_and_dies(store):
+    state = build(1)
+    saver = checkpointer(store, state)
+    start = saver.restore()
+    for step in range(start + 1, start + STEPS + 1):
+        train(state)
+        handle = saver.step(step)
+    handle.wait("captured")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("source", ["memory", "disk"])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(store, source, monkeypatch):
-    command = [sys.executable, "-c", TRAINER, str(store), str(Path(__file__).parent)]
     for _ in range(2):  # the second one goes on from what the first one left
-        assert subprocess.run(command, timeout=100).returncode == -signal.SIGKILL
+        assert forked.run(trains_and_dies, store).returncode == -signal.SIGKILL
         if source == "disk":
             with checkpointer(store, {"nothing": 0}) as other:
                 other._client.settle()  # what was sealed is finished

@@ -20,6 +20,7 @@ from torch import nn
 
 import everstep
 from everstep import Store
+from examples import examples
 
 # Of a scheduler that goes on after a restore, before the optimizer does.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
@@ -294,7 +295,7 @@ class Places:
         self._stack.close()
 
 
-@settings(fast, max_examples=30)
+@settings(fast, max_examples=examples(30))
 @given(plan=possible)
 def test_every_step_comes_back(plan):
     """Every step that the store lists, in a fresh state; going on from the middle ends equal."""
@@ -320,7 +321,7 @@ def test_every_step_comes_back(plan):
                 assert difference(ends[last], frozen[last]) is None
 
 
-@settings(fast, max_examples=12)
+@settings(fast, max_examples=examples(12))
 @given(
     plan=possible,
     moves=st.lists(

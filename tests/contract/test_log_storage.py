@@ -27,6 +27,7 @@ from test_bad_disk import fill, small  # noqa: F401 - a fixture
 from everstep import Conflict, Corrupt, EverstepError, Keep, Store, Unavailable
 from everstep.store import retain
 from everstep.tiers.disk import Disk
+from examples import examples
 from stores import files_of, packs_of
 
 
@@ -123,7 +124,9 @@ def test_deleting_what_a_record_follows(store):
 
 
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(8),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     last=st.integers(1, 4),

@@ -1,10 +1,7 @@
 """strategy="log" where somebody else than the optimizer writes to weights or optimizer state: the
 chain ends, a whole state is saved instead, and that is told."""
 
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ from logs import WRITES, Plain, build, check_run, durable, train, write
 from runs import check_steps, logged, snapshot
 from torch import nn
 
+import forked
 from everstep import Unsupported
 
 
@@ -76,29 +74,22 @@ def test_one_element_changed_after_a_base(store, caplog):
     assert caplog.text.count("'model.2.weight' changed between two calls") == 2
 
 
-FREED = """
-import sys; sys.path[:0] = sys.argv[2:]
-import torch
-from runs import logged
-from torch import nn
-model = nn.Linear(4096, 4096)  # its weight is mapped for itself: unmapped when it is freed
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-state = {"model": model, "optimizer": optimizer}
-with logged(sys.argv[1], state) as saver:
-    for step in range(1, 7):
-        optimizer.zero_grad(set_to_none=False)
-        model(torch.randn(2, 4096)).square().mean().backward()
-        optimizer.step()
-        saver.step(step).wait("local")
-        if step == 5:
-            model.weight.data = model.weight.data * 0.5
-"""
+def frees(store):
+    model = nn.Linear(4096, 4096)  # its weight is mapped for itself: unmapped when it is freed
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with logged(store, state) as saver:
+        for step in range(1, 7):
+            optimizer.zero_grad(set_to_none=False)
+            model(torch.randn(2, 4096)).square().mean().backward()
+            optimizer.step()
+            saver.step(step).wait("local")
+            if step == 5:
+                model.weight.data = model.weight.data * 0.5
 
 
 def test_freed_memory_is_not_looked_at(store):
-    command = [sys.executable, "-c", FREED, str(store), str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert forked.run(frees, store).returncode == 0
 
 
 def test_optimizer_state_changed_by_hand(store, caplog):

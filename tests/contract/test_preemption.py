@@ -2,45 +2,15 @@
 
 import contextlib
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from runs import check_same, checkpointer, freeze, restore, supervised  # fmt: skip
 from torch import nn
 
+import forked
 from everstep import Store
-
-TRAINER = """
-import os, signal, sys
-sys.path[:0] = sys.argv[4:]
-store, every, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-from test_preemption import build
-from runs import checkpointer, supervised
-if mode == "handler":
-    def handler(number, frame):
-        print("handler", flush=True)
-        raise SystemExit(5)
-    signal.signal(signal.SIGTERM, handler)
-if mode == "ignored":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-state = build(1)
-with checkpointer(store, state, every=every) as saver:
-    step = saver.restore()
-    limit = 13 if mode in ("end", "ignored") else 10**9
-    while step < limit:
-        supervised(state)
-        step += 1
-        saver.step(step)
-        print(step, flush=True)
-        if step == 13 and mode != "fast":
-            if mode == "end":
-                print("last", flush=True)
-            sys.stdin.readline()
-print("closed", flush=True)
-"""
 
 
 def build(seed):
@@ -49,14 +19,35 @@ def build(seed):
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
+def trains(store, every, mode):
+    if mode == "handler":
+
+        def handler(number, frame):
+            print("handler", flush=True)
+            raise SystemExit(5)
+
+        signal.signal(signal.SIGTERM, handler)
+    if mode == "ignored":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    state = build(1)
+    with checkpointer(store, state, every=every) as saver:
+        step = saver.restore()
+        limit = 13 if mode in ("end", "ignored") else 10**9
+        while step < limit:
+            supervised(state)
+            step += 1
+            saver.step(step)
+            print(step, flush=True)
+            if step == 13 and mode != "fast":
+                if mode == "end":
+                    print("last", flush=True)
+                sys.stdin.readline()
+    print("closed", flush=True)
+
+
 def terminate(store, every, mode, at=13):
     """Run the trainer, send SIGTERM once it has completed step `at`; (status, completed, lines)."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(store), str(every), mode, str(Path(__file__).parent)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = forked.Forked(trains, store, every, mode)
     lines = []
     while not lines or lines[-1] != ("last" if mode == "end" else str(at)):
         line = process.stdout.readline()
@@ -64,14 +55,13 @@ def terminate(store, every, mode, at=13):
         lines.append(line.strip())
     process.send_signal(signal.SIGTERM)
     if mode == "waiting" and every == 1:  # what is due is saved: it ends without another step
-        process.wait(100)
+        process.wait()
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write("go on\n")
         process.stdin.close()
-    # Not communicate: it would miss what readline has read ahead.
     lines += process.stdout.read().split()
-    process.stdout.close()
-    process.wait(100)
+    process.wait()
+    process.close()
     completed = max(int(line) for line in lines if line.isdigit())
     return process.returncode, completed, lines
 

@@ -2,8 +2,7 @@
 
 import os
 import signal
-import subprocess
-import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from runs import checkpointer
 from torch import nn
 
 import everstep
+import forked
 
 
 def test_a_growing_state_stays_within_two_arenas(store):
@@ -66,36 +66,29 @@ def test_copies_go_on_while_the_epoch_cannot_be_claimed(store):
     assert everstep.Store(store).steps()[0] == 1
 
 
-TORN = """
-import os, signal, sys, pathlib, torch, everstep
-from torch import nn
-store = pathlib.Path(sys.argv[1])
-model = nn.Linear(2048, 4096, bias=False)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-saver = everstep.Checkpointer(store, {"model": model, "optimizer": optimizer})
-with torch.no_grad():
-    model.weight.fill_(1.0)
-saver.step(1).wait()
-(store / "data").rename(store / "data.away")
-(store / "data").write_text("in the way")
-with torch.no_grad():
-    model.weight.fill_(2.0)
-handle = saver.step(2)
-with torch.no_grad():
-    model.weight[2000:].fill_(3.0)  # behind the optimizer's back, during the copy
-try:
-    handle.wait()
-except everstep.EverstepError as error:
-    print(type(error).__name__)
-sys.stdout.flush()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def saves_a_torn_copy_and_dies(store):
+    model = nn.Linear(2048, 4096, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saver = everstep.Checkpointer(store, {"model": model, "optimizer": optimizer})
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    saver.step(1).wait()
+    (store / "data").rename(store / "data.away")
+    (store / "data").write_text("in the way")
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    handle = saver.step(2)
+    with torch.no_grad():
+        model.weight[2000:].fill_(3.0)  # behind the optimizer's back, during the copy
+    try:
+        handle.wait()
+    except everstep.EverstepError as error:
+        print(type(error).__name__, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_memory_never_offers_a_torn_copy_that_could_not_be_written(store):
-    done = subprocess.run(
-        [sys.executable, "-c", TORN, str(store)], capture_output=True, text=True, check=False
-    )
+    done = forked.run(saves_a_torn_copy_and_dies, store)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout.strip() in ("Unsupported", "Unavailable")
     (store / "data").unlink()
@@ -107,34 +100,31 @@ def test_memory_never_offers_a_torn_copy_that_could_not_be_written(store):
         assert model.weight.unique().tolist() == [1.0]
 
 
-PREEMPTED = """
-import os, signal, sys, threading, torch, everstep
-from torch import nn
-model = nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-saver = everstep.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer})
-def step(number):
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    return saver.step(number)
-step(1).wait()
-keeper = saver._client.keeper_pid
-os.kill(keeper, signal.SIGSTOP)
-for number in range(2, 8):
-    last = step(number)
-assert last.error is not None, "all slots were to be busy"
-os.kill(os.getpid(), signal.SIGTERM)
-threading.Timer(0.5, lambda: os.kill(keeper, signal.SIGCONT)).start()
-step(8)
-print("not reached")
-"""
+def is_preempted(store):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saver = everstep.Checkpointer(store, {"model": model, "optimizer": optimizer})
+
+    def step(number):
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        return saver.step(number)
+
+    step(1).wait()
+    keeper = saver._client.keeper_pid
+    os.kill(keeper, signal.SIGSTOP)
+    for number in range(2, 8):
+        last = step(number)
+    assert last.error is not None, "all slots were to be busy"
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Timer(0.5, lambda: os.kill(keeper, signal.SIGCONT)).start()
+    step(8)
+    print("not reached")
 
 
 def test_sigterm_waits_for_memory_where_saves_are_skipped(store):
-    done = subprocess.run(
-        [sys.executable, "-c", PREEMPTED, str(store)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == -signal.SIGTERM, done.stderr
+    done = forked.run(is_preempted, store)
+    assert done.returncode == -signal.SIGTERM
     assert everstep.Store(store).latest() == 8
 
 

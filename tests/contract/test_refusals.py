@@ -4,8 +4,6 @@ refuses nothing, keeps to whole states and says why."""
 import logging
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -14,7 +12,8 @@ from logs import Plain, build, check_run, train, train_in_closure, write
 from runs import check_same, check_steps, checkpointer, freeze, kinds, logged, restore, snapshot
 from torch import nn
 
-from everstep import Store, Unsupported
+import forked
+from everstep import Checkpointer, Store, Unsupported
 from everstep.capture import auto
 
 SPREAD = {"strategy": "spread", "every": 4, "window": 4}
@@ -343,36 +342,24 @@ def test_two_changes_at_the_begin_are_not_how_it_is_made(store):
     check_run(store, build, clamp, "bbbrrrrr")
 
 
-PREEMPTED = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[2])
-import torch
-from logs import build, train, write
-import everstep
-state = build(1)
-with everstep.Checkpointer(sys.argv[1], state, strategy="log", base_every=100) as saver:
-    for step in range(1, 9):
-        train(state)
-        write(state, "in place")
-        if step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        try:
-            saver.step(step)
-        except everstep.Unsupported:
-            assert step in (4, 5)
-print("not reached")
-"""
+def is_preempted(store):
+    state = build(1)
+    with Checkpointer(store, state, strategy="log", base_every=100) as saver:
+        for step in range(1, 9):
+            train(state)
+            write(state, "in place")
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                saver.step(step)
+            except Unsupported:
+                assert step in (4, 5)
+    print("not reached")
 
 
 def test_a_step_before_the_end_is_saved_and_not_refused(store):
-    here = os.path.dirname(__file__)
-    done = subprocess.run(
-        [sys.executable, "-c", PREEMPTED, str(store), here],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGTERM, done.stderr
+    done = forked.run(is_preempted, store)
+    assert done.returncode == -signal.SIGTERM
     assert Store(store).steps() == [1, 2, 3, 6]
     assert kinds(store) == "bbbb"
 

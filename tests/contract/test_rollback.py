@@ -1,29 +1,15 @@
 """A store that is put back to an older copy, while its keeper remembers what came after."""
 
+import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
 import torch
 from runs import check_same, checkpointer, freeze, restore, save, supervised
 from torch import nn
 
-RUN = """
-import os, signal, sys
-sys.path[:0] = sys.argv[5:]
-from test_rollback import build, train
-from runs import checkpointer
-state = build(1)
-saver = checkpointer(sys.argv[1], state, every=int(sys.argv[4]))
-start = saver.restore()
-for step in range(start + 1, int(sys.argv[2]) + 1):
-    train(state, float(sys.argv[3]))
-    saver.step(step)
-    saver.wait()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+import forked
 
 
 def build(seed):
@@ -37,10 +23,20 @@ def train(state, rate):
     supervised(state)
 
 
+def trains_and_dies(store, steps, rate, every):
+    state = build(1)
+    saver = checkpointer(store, state, every=every)
+    start = saver.restore()
+    for step in range(start + 1, steps + 1):
+        train(state, rate)
+        saver.step(step)
+        saver.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def run_and_die(store, steps, rate, every=1):
-    path = str(Path(__file__).parent)
-    words = [sys.executable, "-c", RUN, str(store), str(steps), str(rate), str(every), path]
-    assert subprocess.run(words, timeout=100).returncode == -9
+    ended = forked.run(trains_and_dies, store, steps, rate, every)
+    assert ended.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

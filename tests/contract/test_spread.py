@@ -17,13 +17,14 @@ from torch import nn
 import everstep
 from everstep import Store, Unsupported
 from everstep.cli.main import main
+from examples import examples
 from stores import packs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 TORCHS = {name: known for name, known in OPTIMIZERS.items() if name != "own"}
 
 
-@settings(fast, max_examples=30)
+@settings(fast, max_examples=examples(30))
 @example(
     plan=Plan(
         optimizers=("AdamW fused",),

@@ -15,13 +15,14 @@ from everstep.cli.main import main
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import examples
 from stores import packs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 LOG = {"strategy": "log", "base_every": 4, "window": 3}
 
 
-@settings(fast, max_examples=20)
+@settings(fast, max_examples=examples(20))
 @given(plan=possible, base_every=st.integers(2, 6), window=st.integers(2, 4))
 def test_bases_of_a_log_are_spread_too(plan, base_every, window):
     """Every step of the log comes back, whichever base it goes back to; and goes on."""

@@ -2,17 +2,16 @@
 
 import contextlib
 import json
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from runs import check_same, check_steps, checkpointer, freeze, restore, snapshot, supervised
 from torch import nn
 
-from everstep import Checkpointer, Conflict, Missing, Store, Unsupported
+import forked
+from everstep import Checkpointer, Conflict, EverstepError, Missing, Store, Unsupported
 from everstep.capture.copies import Batch
 
 
@@ -51,40 +50,28 @@ def test_two_trainers_in_one_process(store):
     check_same(freeze(fresh), frozen)
 
 
-RIVAL = """
-import json, sys
-sys.path[:0] = sys.argv[2:]
-from test_writers import build
-from runs import checkpointer, supervised
-from everstep import EverstepError
-state = build(1)
-try:
-    with checkpointer(sys.argv[1], state) as saver:
-        start = saver.restore()
-        print(json.dumps(start), flush=True)
-        for step, line in enumerate(sys.stdin, start + 1):
-            supervised(state)
-            try:
-                saver.step(step).wait("local")
-                print(json.dumps("local"), flush=True)
-            except EverstepError as error:
-                print(json.dumps(type(error).__name__), flush=True)
-except EverstepError as error:
-    print(json.dumps(f"closed: {type(error).__name__}"), flush=True)
-"""
+def makes_a_step_for_each_line(store):
+    state = build(1)
+    try:
+        with checkpointer(store, state) as saver:
+            start = saver.restore()
+            print(json.dumps(start), flush=True)
+            for step, _ in enumerate(sys.stdin, start + 1):
+                supervised(state)
+                try:
+                    saver.step(step).wait("local")
+                    print(json.dumps("local"), flush=True)
+                except EverstepError as error:
+                    print(json.dumps(type(error).__name__), flush=True)
+    except EverstepError as error:
+        print(json.dumps(f"closed: {type(error).__name__}"), flush=True)
 
 
 class Rival:
     """A trainer in another process, which makes a step for each line that it gets."""
 
     def __init__(self, store):
-        path = str(Path(__file__).parent)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", RIVAL, str(store), path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.process = forked.Forked(makes_a_step_for_each_line, store)
         self.restored = self.read()
 
     def read(self):
@@ -96,7 +83,10 @@ class Rival:
         return self.read()
 
     def close(self):
-        rest = self.process.communicate(timeout=100)[0]
+        self.process.stdin.close()
+        rest = self.process.stdout.read()
+        self.process.wait()
+        self.process.close()
         return json.loads(rest) if rest else None
 
 

@@ -18,7 +18,7 @@ LOG = ["--strategy", "log"]
 
 
 _PARAMETERS = [
-    pytest.param(name, marks=pytest.mark.slow) if name == "auto" else name
+    name if name == "log" else pytest.param(name, marks=pytest.mark.slow)
     for name in DEMO_STRATEGIES
 ]
 

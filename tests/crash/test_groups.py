@@ -16,6 +16,10 @@ from everstep.tiers.disk import Disk
 from stores import Trainer, content, image_of, make_store, packs_of
 
 GROUP = (3, 4, 5, 6)
+FAULTS = [
+    fault if fault in (Fault.KILL, Fault.NO_SYNC) else pytest.param(fault, marks=pytest.mark.slow)
+    for fault in Fault
+]
 
 
 @dataclass
@@ -62,7 +66,7 @@ def _leaves_nothing(disk: Disk) -> None:
     assert len(packs_of(disk.root)) == GROUP[-1]
 
 
-@pytest.mark.parametrize("fault", Fault)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_group(folder, fault):
     def save(disk: Disk, promises: Promises) -> None:
         _note(promises, GROUP, _trainer(disk).group(GROUP))
@@ -70,7 +74,7 @@ def test_a_group(folder, fault):
     assert sweep(folder, _begun, save, fault, _leaves_nothing) > 40
 
 
-@pytest.mark.parametrize("fault", [Fault.EIO, Fault.KILL])
+@pytest.mark.parametrize("fault", [pytest.param(Fault.EIO, marks=pytest.mark.slow), Fault.KILL])
 def test_two_groups(folder, fault):
     """The second goes on from what became of the first."""
 

@@ -14,11 +14,12 @@ from typing import ClassVar
 
 import pytest
 import torch
+import trainer
 from trainer import build, train_one_step
 
 import everstep
+import forked
 
-TRAINER = Path(__file__).with_name("trainer.py")
 STEPS = 60
 
 
@@ -37,10 +38,8 @@ class Run:
     ) -> None:
         """`log`: steps from base to base; None: whole states. `group`: milliseconds for which its
         records wait for each other."""
-        command = [sys.executable, str(TRAINER), str(store), str(steps), str(every)]
-        command += ["log", str(log)] if log else []
-        command += [str(group)] if group else []
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        strategy = "log" if log else "full"
+        self.process = forked.Forked(trainer.main, str(store), steps, every, strategy, log, group)
         self.begun.append(self)
         self.losses: dict[int, str] = {}
         self.last = 0
@@ -70,14 +69,13 @@ class Run:
         self.process.kill()
         while self.read():
             pass
-        self.process.wait()
-        self.process.stdout.close()
+        self.process.close()
 
     def finish(self) -> None:
         while self.read():
             pass
         assert self.process.wait() == 0
-        self.process.stdout.close()
+        self.process.close()
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +155,7 @@ def test_trainer_killed_at_random_moments(store):
     die_and_go_on(store, random.Random(seed()), kills=4, keeper_too=False)
 
 
-@pytest.mark.parametrize("base_every", [3, 50])
+@pytest.mark.parametrize("base_every", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_trainer_with_a_log_killed_at_random_moments(store, base_every):
     die_and_go_on(store, random.Random(seed()), kills=4, keeper_too=False, log=base_every)
 
@@ -173,7 +171,7 @@ def test_trainer_killed_very_often(store, log):
     die_and_go_on(store, random.Random(seed()), kills=25, keeper_too=False, log=log)
 
 
-@pytest.mark.parametrize("log", [None, 7])
+@pytest.mark.parametrize("log", [pytest.param(None, marks=pytest.mark.slow), 7])
 def test_keeper_killed_while_training(store, log):
     """Training goes on, a new keeper takes over what was sealed, nothing is lost."""
     rng = random.Random(seed())
@@ -194,7 +192,7 @@ def test_keeper_killed_while_training(store, log):
     assert verdict.ok, verdict.problems
 
 
-@pytest.mark.parametrize("log", [None, 7])
+@pytest.mark.parametrize("log", [pytest.param(None, marks=pytest.mark.slow), 7])
 def test_keeper_and_trainer_killed_one_after_the_other(store, log):
     """With the keeper's memory gone too, what is on the disk must do: the loss may be larger than a
     step, the state is still one of the run's own, and the run ends bit-equal."""
@@ -212,18 +210,17 @@ def test_keeper_and_trainer_killed_one_after_the_other(store, log):
     check_against_uninterrupted(store, losses)
 
 
+def seals_and_dies(store):
+    state = build()
+    checkpointer = everstep.Checkpointer(store, state)
+    train_one_step(state)
+    checkpointer.step(1).wait("held")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_sealed_state_is_committed_after_the_trainers_death(store):
     """held means: the trainer's death does no harm."""
-    script = (
-        "import sys, os, signal; sys.path.insert(0, sys.argv[2])\n"
-        "import everstep; from trainer import build, train_one_step\n"
-        "state = build(); c = everstep.Checkpointer(sys.argv[1], state); train_one_step(state)\n"
-        "h = c.step(1); h.wait('held'); os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(store), str(TRAINER.parent)], check=False
-    )
-    assert done.returncode == -signal.SIGKILL
+    assert forked.run(seals_and_dies, store).returncode == -signal.SIGKILL
     state = build()
     with everstep.Checkpointer(store, state) as checkpointer:
         assert checkpointer.restore() == 1
@@ -247,7 +244,7 @@ def test_capture_output_does_not_hang(store):
     """subprocess.run(capture_output=True) waits for the pipes to close: the keeper must not hold
     them."""
     done = subprocess.run(
-        [sys.executable, str(TRAINER), str(store), "3", "1"],
+        [sys.executable, trainer.__file__, str(store), "3", "1"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -152,6 +152,7 @@ def kill(pid):
 
 
 @pytest.mark.timeout(300)  # workers give way to whatever else this machine does
+@pytest.mark.slow
 def test_workers_and_keepers_killed_at_random_moments(store):
     """With retention, which deletes what workers read if it is wrong. EVERSTEP_SEED=... again."""
     seed = int(os.environ.get("EVERSTEP_SEED", random.SystemRandom().randrange(1 << 30)))

@@ -42,7 +42,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,14 @@ import gang_rank
 import torch.distributed as dist
 from gang_rank import Call
 
+import forked
+
 TIMEOUT_S = 60.0
 GRACE_S = 2.0
 """How long the other ranks may take to an end, in `run`, once one has failed."""
 
 STACKS_S = 3.0
 PRINTED_CHARACTERS_MAX = 2000
-QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class GangError(AssertionError):
@@ -134,7 +135,7 @@ class Gang:
             size=size,
             name=f"call-{self._calls}",
             timeout_s=timeout + 30,  # it is the gang that finds who hangs, not gloo
-            environ={**os.environ, **QUIET, "MASTER_PORT": str(self._store.port)},
+            environ={**os.environ, **forked.QUIET, "MASTER_PORT": str(self._store.port)},
             folder=os.getcwd(),
             path=list(sys.path),
         )
@@ -190,7 +191,7 @@ class Gang:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._calls += 1
         if self._context.get_start_method() == "forkserver":
-            _start_forkserver()
+            forked.start_server()
         for number in range(self.size):
             prefix = Path(self._folder.name, f"{self._calls}.{number}")
             self._ranks.append(_Rank(self._context, number, self._store.port, prefix))
@@ -287,19 +288,6 @@ class _Rank:
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
-
-
-def _start_forkserver() -> None:
-    """Start the process that ranks are forked from, once per test process: 3 s."""
-    multiprocessing.set_forkserver_preload(["gang_preload"])
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    before = dict(os.environ)
-    os.environ.update(QUIET, PYTHONPATH=path)
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _exit_reason(exitcode: int | None) -> str:

@@ -155,7 +155,7 @@ def test_ranks_end_with_a_test_that_is_killed(tmp_path):
         stdout=subprocess.PIPE,
         env={
             **os.environ,
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2])),
             "TMPDIR": str(tmp_path),
         },
         text=True,

@@ -15,7 +15,10 @@ from stores import end_keeper
 
 STEPS = 7
 RECIPE = zoo.Recipe()
-LAYOUTS = ["ddp", "fsdp2", "tp", pytest.param("hsdp", marks=pytest.mark.slow), "fsdp_tp"]
+LAYOUTS = [
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp2", "hsdp")),
+    *("tp", "fsdp_tp"),  # the others' logs are in test_windows.py and test_clipped_shards.py, too
+]
 
 
 def attached(job, store, **more):

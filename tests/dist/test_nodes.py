@@ -61,7 +61,13 @@ def part_documents(store):
     return sorted(path.name for path in store.glob("checkpoints/*/part-*.json"))
 
 
-@pytest.mark.parametrize("more", [{}, {"check_replicas": True}], ids=["", "checked"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id=""),
+        pytest.param({"check_replicas": True}, id="checked", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "layout",
     ["fsdp_tp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "hsdp"))],
@@ -207,7 +213,10 @@ def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
 
 
 @pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("with_keeper", [False, True], ids=["ranks", "keeper"])
+@pytest.mark.parametrize(
+    "with_keeper",
+    [pytest.param(False, id="ranks", marks=pytest.mark.slow), pytest.param(True, id="keeper")],
+)
 @pytest.mark.parametrize("survivors", ["aabb", pytest.param("aa", marks=pytest.mark.slow)])
 def test_a_node_that_dies_between_part_and_commit(
     gang, store, files, impatient, node, with_keeper, survivors

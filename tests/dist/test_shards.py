@@ -66,7 +66,9 @@ def check(gang, saved, loads, recipe, store):
             assert after == pytest.approx(losses, abs=2e-6), loaded
 
 
-@pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.parametrize(
+    "saved", [*LAYOUTS[:-1], pytest.param(LAYOUTS[-1], marks=pytest.mark.slow)]
+)
 def test_what_one_layout_saved_goes_on_in_all_others(gang, store, saved):
     check(gang, saved, LAYOUTS, RECIPE, store)
 

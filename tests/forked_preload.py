@@ -1,9 +1,11 @@
-"""What every rank needs, imported once: ranks are forked from a process that has it all."""
+"""What forked processes need, imported once: they are forked from a process that has it all."""
 
 import gc
 
+import hypothesis  # noqa: F401
 import numpy as np  # noqa: F401
 import pytest  # noqa: F401
+import torch._dynamo  # the first optimizer would import it
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
@@ -14,4 +16,4 @@ import torch.distributed.tensor.parallel  # noqa: F401
 import everstep  # noqa: F401
 
 gc.collect()
-gc.freeze()  # what is here stays: the collections of a rank are then quick
+gc.freeze()  # what is here stays: the collections of a forked process are then quick
