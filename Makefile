@@ -7,6 +7,9 @@ SITE   := $(shell command -v nvidia-smi >/dev/null && $(PYTHON) -c 'import torch
             2>/dev/null && echo --system-site-packages)
 LIMITS := $(if $(SITE),,-c constraints.txt)
 
+# Tests start some thousand keepers: none of them is to compile everstep anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slow test-gpu check lint format bench clean env
 env: $(VENV)/.done
 

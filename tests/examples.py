@@ -1,6 +1,9 @@
-"""How many examples a property test tries: hypothesis chooses others at each run."""
+"""What `make test` leaves to `make test-slow`: most examples of property tests, of which hypothesis
+chooses others at each run, and parameters that go the same ways as others."""
 
 import os
+
+import pytest
 
 
 def examples(count: int) -> int:
@@ -8,3 +11,9 @@ def examples(count: int) -> int:
     if os.environ.get("EVERSTEP_EXAMPLES") == "all":
         return count
     return max(count // 3, min(count, 5))
+
+
+def slow(*values: object) -> list[object]:
+    """Parameters of a test (tuples: of several) with which only `make test-slow` calls it."""
+    rows = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]

@@ -13,6 +13,7 @@ from everstep.restore.materialize import materialize
 from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import slow
 
 pytestmark = pytest.mark.timeout(300)  # workers give way to whatever else this machine does
 
@@ -51,7 +52,7 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("clip", ["unclipped", "everstep", *slow("torch", "by value")])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_made_whole_is_the_run(store, case, clip):
     """Groups, a schedule, buffers; from a base, and from what was made whole before."""
@@ -100,6 +101,7 @@ def test_the_background_makes_them(store, capsys):
     check_steps(store, build(2), frozen)
 
 
+@pytest.mark.slow
 def test_going_on_after_a_restore_from_what_was_made_whole(store):
     state, keep = build(1), Keep(last=2)
     with logged(store, state, catch_up=4, keep=keep) as saver:

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import everstep
 from everstep import Store
+from examples import slow
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def _group(tmp_path):
 
 
 @each_kind
-@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("is_view", [True, *slow(False)])
 @pytest.mark.parametrize("buckets_mb", [25, 0.01])
 def test_every_step_comes_back_from_compressed_records(store, kind, is_view, buckets_mb):
     wrapped = {"gradient_as_bucket_view": is_view, "bucket_cap_mb": buckets_mb}
@@ -56,7 +57,7 @@ def test_every_step_comes_back_from_compressed_records(store, kind, is_view, buc
 
 
 @each_kind
-@pytest.mark.parametrize("buckets_mb", [25, 0.01])
+@pytest.mark.parametrize("buckets_mb", [0.01, *slow(25)])
 def test_goes_on_as_if_nothing_had_been(stores, kind, buckets_mb):
     """Other buckets in the first iteration of a process, and the hook's memory fits them."""
     straight = build(kind, bucket_cap_mb=buckets_mb)

@@ -18,6 +18,7 @@ from torch import nn
 
 import everstep
 from everstep import Store
+from examples import slow
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ CHANGES = {
 
 
 @two_kinds
-@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("is_view", [False, *slow(True)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_gradient_that_was_changed_is_recorded_dense(store, kind, change, is_view):
     state = build(kind, gradient_as_bucket_view=is_view)

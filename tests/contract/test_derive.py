@@ -27,7 +27,7 @@ from everstep.cli.main import main
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
-from examples import examples
+from examples import examples, slow
 
 
 @pytest.mark.parametrize("audit", ["sample", "full"])
@@ -67,7 +67,7 @@ def test_going_on_after_a_restore_is_as_if_nothing_had_been(store, make):
     assert kinds(store) == "brrrrrbrrrrr"
 
 
-@pytest.mark.parametrize("make", WAYS)
+@pytest.mark.parametrize("make", [*list(WAYS)[:4], *slow(*list(WAYS)[4:])])
 def test_bases_that_are_spread(store, make):
     """The last record before a base has what is derived, too; it replays like the others."""
     frozen = run(store, make, 14, base_every=4, window=3)

@@ -13,13 +13,11 @@ from everstep.keeper.job import Outcome
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import slow
 from stores import Trainer, content, image_of, make_store, packs_of
 
 GROUP = (3, 4, 5, 6)
-FAULTS = [
-    fault if fault in (Fault.KILL, Fault.NO_SYNC) else pytest.param(fault, marks=pytest.mark.slow)
-    for fault in Fault
-]
+FAULTS = [Fault.KILL, *slow(*(fault for fault in Fault if fault is not Fault.KILL))]
 
 
 @dataclass
@@ -74,7 +72,7 @@ def test_a_group(folder, fault):
     assert sweep(folder, _begun, save, fault, _leaves_nothing) > 40
 
 
-@pytest.mark.parametrize("fault", [pytest.param(Fault.EIO, marks=pytest.mark.slow), Fault.KILL])
+@pytest.mark.parametrize("fault", [Fault.KILL, *slow(Fault.EIO)])
 def test_two_groups(folder, fault):
     """The second goes on from what became of the first."""
 

@@ -23,13 +23,14 @@ from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers import files
 from everstep.tiers.disk import Disk
+from examples import slow
 from stores import end_keeper, packs_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from keepers import ended, until
 
 STEPS = 5
-FAULTS = [Fault.EIO, Fault.NO_SYNC, Fault.KILL]
+FAULTS = [Fault.KILL, *slow(Fault.EIO, Fault.NO_SYNC)]
 ALL = {CheckpointName(step, 1) for step in range(1, STEPS + 1)}
 
 

@@ -65,7 +65,7 @@ def goes_on(layout, store, state_of=state_of):
 @pytest.mark.parametrize(
     "saved",
     [
-        pytest.param(each, marks=pytest.mark.slow) if each in ("dense", "hsdp") else each
+        pytest.param(each, marks=pytest.mark.slow) if each in ("dense", "fsdp2", "hsdp") else each
         for each in LAYOUTS
     ],
 )

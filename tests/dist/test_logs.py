@@ -16,8 +16,8 @@ from stores import end_keeper
 STEPS = 7
 RECIPE = zoo.Recipe()
 LAYOUTS = [
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp2", "hsdp")),
-    *("tp", "fsdp_tp"),  # the others' logs are in test_windows.py and test_clipped_shards.py, too
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp2", "tp", "hsdp")),
+    "fsdp_tp",  # the others' logs are in test_windows.py and test_clipped_shards.py, too
 ]
 
 
