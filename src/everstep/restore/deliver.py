@@ -10,9 +10,13 @@ import torch
 
 from everstep.errors import Mismatch
 from everstep.format.boxes import Box
+from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.restore.plan import Target, blocks
 from everstep.state.placement import Destination
 from everstep.store.tensors import as_items
+
+_advise = ctypes.CDLL(None).madvise
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; the mmap module has no name for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class Delivery:
 
     def _put_range(self, target: Target, chunk: memoryview) -> None:
         if self.array is not None:
-            ctypes.memmove(self.items.data_ptr() + target.start, address(chunk), target.raw)
+            _move(self.items.data_ptr() + target.start, address(chunk), target.raw)
             return
         flat = self.items.as_strided((self.items.numel(),), (1,))  # one item has any stride
         flat = flat.view(torch.uint8)
@@ -78,7 +82,7 @@ class Delivery:
         source = items[there] if there else items  # () would make a scalar
         destination = array[here] if here else array
         if source.flags.c_contiguous and destination.flags.c_contiguous:
-            ctypes.memmove(destination.ctypes.data, source.ctypes.data, source.nbytes)
+            _move(destination.ctypes.data, source.ctypes.data, source.nbytes)
         else:
             destination[...] = source
 
@@ -122,6 +126,15 @@ class Staging:
         for device in devices_of(tensor for tensor, _ in self._staged):
             # whoever uses them may do so on another stream
             torch.cuda.current_stream(device).synchronize()
+
+
+def _move(to: int, source: int, size: int) -> None:
+    """Copy so many bytes, to memory that may be new: its first touch takes longer than the copy,
+    and less where the kernel is asked for all pages at once."""
+    start, end = round_up(to), (to + size) // PAGE_BYTES * PAGE_BYTES
+    if end > start:  # where it cannot be done (Linux before 5.14), each page is touched by the copy
+        _advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_WRITE)
+    ctypes.memmove(to, source, size)
 
 
 def has_overlaps(tensor: torch.Tensor) -> bool:

@@ -32,7 +32,8 @@ from everstep.store.read import check_chunk
 
 log = logging.getLogger("everstep")
 
-READS_IN_FLIGHT = min(16, max(4, os.cpu_count() or 4))
+READS_IN_FLIGHT = min(16, max(8, os.cpu_count() or 8))
+"""More than the disk asks for: some of the threads touch new memory meanwhile."""
 _BUFFER_BYTES = CHUNK_BYTES + PAGE_BYTES
 _HUGE_PAGE_BYTES = 2 << 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # of shared memory there are no huge pages
