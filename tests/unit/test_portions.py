@@ -64,6 +64,7 @@ def test_what_may_couple_parameters_is_updated_at_once(kind):
     [
         ONE_CALL * 2,
         ({**ONE_CALL[0], "generators": {"cpu": 0}},),
+        ({**ONE_CALL[0], "ranks": [{}, {"generators": {"cpu": 0}}]},),
         ({**ONE_CALL[0], "compressed": [{"names": ["a"]}]},),
     ],
 )

@@ -54,7 +54,8 @@ def _half(sizes: Mapping[str, int], left: int) -> set[str]:
 def _is_apart(record: Record, optimizers: list[OptimizerState]) -> bool:
     """Whether each optimizer was called once, by a call that may be made in several."""
     called = [call["optimizer"] for call in record.calls]
-    is_plain = not any(call.get("compressed") or call.get("generators") for call in record.calls)
+    said = [each for call in record.calls for each in (call, *call.get("ranks", ()))]
+    is_plain = not any(each.get("compressed") or each.get("generators") for each in said)
     return is_plain and len(set(called)) == len(called) and why_not(optimizers) is None
 
 

@@ -73,10 +73,12 @@ class Records:
         return self
 
     def __exit__(self, failure: object, *_: object) -> None:
-        if not failure:  # what a reader still held when the last record was let go of
+        if failure:  # none may go on reading, and the next attempt needs the memory
+            self._reader.shutdown(wait=True, cancel_futures=True)
+            self._slabs.release()
+        else:  # what a reader still held when the last record was let go of; nobody waits for that
             self._reader.submit(self._slabs.release)
-        # After a failure none may go on reading; else what is left to be done is nobody's business.
-        self._reader.shutdown(wait=failure is not None, cancel_futures=failure is not None)
+            self._reader.shutdown(wait=False)
 
     def __iter__(self) -> Iterator[Loaded]:
         """Once. Who lets go of what it got before it asks for the next leaves its memory to those
@@ -88,7 +90,8 @@ class Records:
 
     def read_ahead(self) -> None:
         """Let the reads of the next wait behind those that are queued now, as far as there is
-        memory: for two records, however many portions they have."""
+        memory: for two records, and half as much again for portions, which are taken in any
+        order."""
         while self._waiting:
             steps = {part.record.step for part, _ in self._begun}
             if self._waiting[0].record.step not in steps:

@@ -4,8 +4,13 @@ that a spread base has of an earlier step, or those whose gradients have been re
 Known of torch's own optimizers, and not of a class that nobody knows.
 """
 
+import itertools
+from collections.abc import Iterable
+
 import torch
 
+from everstep.state.layout import local_of
+from everstep.state.mapped import reach
 from everstep.state.optimizers import OptimizerState
 from everstep.state.redundancy import is_torchs
 
@@ -19,17 +24,40 @@ def why_not(optimizers: list[OptimizerState]) -> str | None:
         return "the state has no optimizer"
     seen: set[int] = set()
     for optimizer in optimizers:
-        kind = type(optimizer.optimizer)
-        if not is_torchs(kind) or kind is torch.optim.LBFGS:
-            return f"{optimizer.name!r} is a {kind.__qualname__}, which may couple parameters"
-        for group in optimizer.optimizer.param_groups:
-            # By which torch chooses between for-loop and foreach, for all of a group together.
-            if len({(type(p) in _PLAIN, p.device.type) for p in group["params"]}) > 1:
-                return f"{optimizer.name!r} has parameters of several kinds, or on several devices"
+        if problem := _coupling(optimizer.optimizer):
+            return f"{optimizer.name!r} {problem}"
         for _, name, parameter, _ in optimizer.parameters():
             if id(parameter) in seen:
                 return f"{name!r} has two optimizers"
             if optimizer.mapped.split(parameter) is not None:
                 return f"{name!r} is boxes of other tensors"
             seen.add(id(parameter))
+    if _share_memory(p for each in optimizers for _, _, p, _ in each.parameters()):
+        return "parameters share memory"
     return None
+
+
+def _coupling(optimizer: torch.optim.Optimizer) -> str | None:
+    """What lets an update of a parameter depend on others."""
+    kind = type(optimizer)
+    if not is_torchs(kind) or kind is torch.optim.LBFGS:
+        return f"is a {kind.__qualname__}, which may couple parameters"
+    for group in optimizer.param_groups:
+        # By which torch chooses between for-loop and foreach, for all of a group together.
+        if len({(type(p) in _PLAIN, p.device.type) for p in group["params"]}) > 1:
+            return "has parameters of several kinds, or on several devices"
+        # Its default eps is that of the first parameter's dtype, for all that follow.
+        if kind is torch.optim.Adafactor and len({p.dtype for p in group["params"]}) > 1:
+            return "is an Adafactor with parameters of several dtypes"
+    return None
+
+
+def _share_memory(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether some of them do, or lie between each other's elements: the order of their updates may
+    matter then."""
+    spans = sorted(
+        (str(local.device), local.data_ptr(), local.data_ptr() + reach(local) * local.itemsize)
+        for local in map(local_of, parameters)
+        if local.numel()
+    )
+    return any(one[0] == other[0] and other[1] < one[2] for one, other in itertools.pairwise(spans))

@@ -248,7 +248,7 @@ def _place(leaf: Leaf, shard: Shard, name: str) -> Place:
 def _pieces(name: str, parameter: torch.Tensor, shards: Iterable[Shard]) -> tuple[Piece, ...]:
     """Raises ValueError for what is not the parameter's memory."""
     memory = local_of(parameter).detach()
-    pointer, size = memory.untyped_storage().data_ptr(), _reach(memory)
+    pointer, size = memory.untyped_storage().data_ptr(), reach(memory)
     found, count = [], 0
     for shard in shards:
         view = shard.tensor
@@ -257,7 +257,7 @@ def _pieces(name: str, parameter: torch.Tensor, shards: Iterable[Shard]) -> tupl
         else:
             start = int(view.storage_offset() - memory.storage_offset())
             inside = view.untyped_storage().data_ptr() == pointer and view.dtype == memory.dtype
-            if not inside or start < 0 or start + _reach(view) > size:
+            if not inside or start < 0 or start + reach(view) > size:
                 raise ValueError(
                     f"layout({name!r}): the shard {shard.box} of {shard.name!r} is no view of this "
                     f"tensor's memory. Take parts of it: tensor[:4], tensor.view(...)"
@@ -271,7 +271,7 @@ def _pieces(name: str, parameter: torch.Tensor, shards: Iterable[Shard]) -> tupl
     return tuple(found)
 
 
-def _reach(tensor: torch.Tensor) -> int:
+def reach(tensor: torch.Tensor) -> int:
     """How many items its memory extends over."""
     if not tensor.numel():
         return 0

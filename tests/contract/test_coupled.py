@@ -1,0 +1,54 @@
+"""Updates of torch's own optimizers that couple parameters after all: replays make them at once."""
+
+import pytest
+import torch
+from runs import check_steps, checkpointer, snapshot
+from torch import nn
+
+
+class Several(nn.Module):
+    def __init__(self, kinds):
+        super().__init__()
+        for index, kind in enumerate(kinds):
+            self.register_parameter(f"p{index}", nn.Parameter(torch.randn(40, 40).to(kind)))
+
+
+class Shared(nn.Module):
+    """Two parameters of the same elements, the first by name being the second that is updated."""
+
+    def __init__(self):
+        super().__init__()
+        weight = torch.randn(40, 40)
+        self.b = nn.Parameter(weight)
+        self.a = nn.Parameter(weight.detach())
+
+
+def mixed(foreach):
+    model = Several([torch.bfloat16, torch.float32, torch.float32])
+    return model, torch.optim.Adafactor(model.parameters(), lr=0.01, foreach=foreach)
+
+
+def shared(foreach):
+    model = Shared()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=foreach)
+
+
+@pytest.mark.parametrize("options", [{"strategy": "log", "base_every": 5}, {"strategy": "spread"}])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("make", [mixed, shared])
+def test_every_checkpoint_comes_back(store, make, foreach, options):
+    def build(seed):
+        torch.manual_seed(seed)
+        model, optimizer = make(foreach)
+        return {"model": model, "optimizer": optimizer}
+
+    state, frozen = build(1), {}
+    every = 4 if options["strategy"] == "spread" else 1
+    with checkpointer(store, state, every=every, window=3, **options) as saver:
+        for step in range(1, 13):
+            for parameter in state["model"].parameters():
+                parameter.grad = (torch.randn(40, 40) * 1e-3).to(parameter.dtype)
+            state["optimizer"].step()
+            saver.step(step)
+            frozen[step] = snapshot(state)
+    assert check_steps(store, build(2), frozen)
