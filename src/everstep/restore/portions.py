@@ -2,6 +2,8 @@
 others are read. After the last read there is the last portion's update left to do, not all of it.
 
 A portion is half of what is left, as an update takes less time than a read; so the last is small.
+On the CPU only: a GPU's updates take no time, and which kernels torch takes there for some tensors
+may depend on others.
 """
 
 from collections.abc import Iterable, Mapping, Set

@@ -109,7 +109,7 @@ class Records:
         self, record: Record, tables: Sequence[Table], optimizers: Iterable[OptimizerState] | None
     ) -> list["_Part"]:
         whole = _Part(record, tables)
-        if optimizers is None:
+        if optimizers is None or not self._is_on_cpu:  # a GPU's updates take no time
             return [whole]
         found = portions(record, self._unite(tables).tensors, optimizers)
         if len(found) == 1:
