@@ -18,6 +18,7 @@ from everstep import Checkpointer, Store, Unavailable
 from everstep.keeper import client
 from everstep.keeper.arena import SlotState
 from everstep.restore.choose import find_held
+from examples import slow
 
 
 def _memory(keeper):
@@ -115,7 +116,7 @@ def test_a_lost_connection_is_mended_without_doing_anything_twice(store):
     assert len(stores.packs_of(store)) == 1
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [40, *slow(400)])
 def test_killed_and_cut_off_at_random_moments(store, steps, monkeypatch):
     """Every state that was sealed is committed, once, and told."""
     monkeypatch.setattr(client, "_DEATHS_S", 0.0)

@@ -19,6 +19,7 @@ from trainer import build, train_one_step
 
 import everstep
 import forked
+from examples import slow
 
 STEPS = 60
 
@@ -155,7 +156,7 @@ def test_trainer_killed_at_random_moments(store):
     die_and_go_on(store, random.Random(seed()), kills=4, keeper_too=False)
 
 
-@pytest.mark.parametrize("base_every", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("base_every", [3, *slow(50)])
 def test_trainer_with_a_log_killed_at_random_moments(store, base_every):
     die_and_go_on(store, random.Random(seed()), kills=4, keeper_too=False, log=base_every)
 
@@ -171,7 +172,7 @@ def test_trainer_killed_very_often(store, log):
     die_and_go_on(store, random.Random(seed()), kills=25, keeper_too=False, log=log)
 
 
-@pytest.mark.parametrize("log", [pytest.param(None, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("log", [*slow(None), 7])
 def test_keeper_killed_while_training(store, log):
     """Training goes on, a new keeper takes over what was sealed, nothing is lost."""
     rng = random.Random(seed())
@@ -192,7 +193,7 @@ def test_keeper_killed_while_training(store, log):
     assert verdict.ok, verdict.problems
 
 
-@pytest.mark.parametrize("log", [pytest.param(None, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("log", [*slow(None), 7])
 def test_keeper_and_trainer_killed_one_after_the_other(store, log):
     """With the keeper's memory gone too, what is on the disk must do: the loss may be larger than a
     step, the state is still one of the run's own, and the run ends bit-equal."""

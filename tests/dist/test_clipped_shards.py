@@ -18,6 +18,7 @@ from everstep.state.kept import Interest
 from everstep.state.layout import local_of
 from everstep.store.catalog import read_table
 from everstep.tiers.disk import Disk
+from examples import slow
 
 STEPS = 6
 MAX_NORM = 0.05
@@ -25,7 +26,7 @@ RECIPE = zoo.Recipe()
 torch_clip = torch.nn.utils.clip_grad_norm_
 SHARDED = [
     "fsdp2",
-    *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp", "hsdp", "fsdp_tp")),
+    *slow("tp", "hsdp", "fsdp_tp"),
 ]
 SIZES = {**zoo.SIZES, "fsdp2": 2}
 

@@ -14,6 +14,7 @@ from gang import Gang
 
 from comparing import check_equal
 from everstep import Store, Unavailable
+from examples import slow
 from stores import end_keeper
 
 
@@ -87,7 +88,7 @@ def reference(gang):
     return gang.run(deaths.states, 3, size=2)[0]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("ranks", [2, *slow(4), 1])
 def test_memory_holds_what_no_disk_took(gang, small, reference, ranks):
     assert all(outcome.killed for outcome in gang.outcomes(fails_and_dies, small, size=2))
     assert Store(small / "store").steps() == [1]

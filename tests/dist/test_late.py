@@ -16,6 +16,7 @@ from deaths import LAYOUT, RECIPE, _note, keeper_of, noted, opened, stopped, unt
 import everstep.checkpointer
 from comparing import check_equal
 from everstep import Conflict, Store, Unavailable, Unsupported
+from examples import slow
 from stores import end_keeper
 
 RANKS = 2  # of the gang
@@ -55,7 +56,7 @@ def is_late(store, folder):
     return found
 
 
-@pytest.mark.parametrize("seconds", [0, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [0, *slow(30)])
 def test_a_rank_that_is_late(gang, store, tmp_path, seconds):
     gang.start(is_late, store, tmp_path)
     until(lambda: noted(tmp_path, "late")[1] and noted(tmp_path, "waits")[0], "it is not late")

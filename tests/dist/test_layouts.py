@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from comparing import check_equal, check_stored
 from everstep import Checkpointer
+from examples import slow
 
 STEPS = 2
 RECIPE = zoo.Recipe()
@@ -83,7 +84,7 @@ def test_what_one_layout_saved_goes_on_in_all_others(gang, store, saved):
 
 @pytest.mark.parametrize(
     "saved",
-    ["fsdp_tp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "tp", "hsdp"))],
+    ["fsdp_tp", *slow("fsdp2", "tp", "hsdp")],
 )
 def test_a_state_dict_of_dtensors_goes_on_in_others(gang, store, saved):
     """As programs have it that come from torch.distributed.checkpoint: one object for all."""

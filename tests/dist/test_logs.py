@@ -11,12 +11,13 @@ import zoo
 from comparing import check_equal
 from everstep import Checkpointer, Store, Unsupported
 from everstep.capture import auto, ranks
+from examples import slow
 from stores import end_keeper
 
 STEPS = 7
 RECIPE = zoo.Recipe()
 LAYOUTS = [
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp2", "tp", "hsdp")),
+    *slow("ddp", "fsdp2", "tp", "hsdp"),
     "fsdp_tp",  # the others' logs are in test_windows.py and test_clipped_shards.py, too
 ]
 

@@ -18,6 +18,7 @@ from everstep.errors import EverstepError
 from everstep.restore import apply
 from everstep.store import catalog, names
 from everstep.tiers.disk import Disk
+from examples import slow
 from stores import keeper_pid
 
 RECIPE = zoo.Recipe()
@@ -70,7 +71,7 @@ def part_documents(store):
 )
 @pytest.mark.parametrize(
     "layout",
-    ["fsdp_tp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "hsdp"))],
+    ["fsdp_tp", *slow("fsdp2", "hsdp")],
 )
 def test_two_nodes_commit_one_checkpoint_that_any_number_restores(gang, store, layout, more):
     (losses, states), *_ = gang.run(trains, layout, store, NODES, 1, 2, more)
@@ -136,7 +137,7 @@ def check_steps(store, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("node", ["a", *slow("b")])
 def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node):
     gang.start(trains_on, "fsdp2", store, NODES, 2, files)
     wait_until(done(files, 1))
@@ -155,7 +156,7 @@ def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("node", ["a", *slow("b")])
 def test_a_killed_keeper_is_followed_by_one_that_goes_on(gang, store, files, node):
     gang.start(trains_on, "hsdp", store, NODES, 3, files)
     wait_until(done(files, 1))
@@ -183,7 +184,7 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("node", ["a", *slow("b")])
 def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
     gang, store, files, impatient, node
 ):
@@ -212,12 +213,12 @@ def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
     assert part_documents(store) == []
 
 
-@pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("node", ["a", *slow("b")])
 @pytest.mark.parametrize(
     "with_keeper",
     [pytest.param(False, id="ranks", marks=pytest.mark.slow), pytest.param(True, id="keeper")],
 )
-@pytest.mark.parametrize("survivors", ["aabb", pytest.param("aa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("survivors", ["aabb", *slow("aa")])
 def test_a_node_that_dies_between_part_and_commit(
     gang, store, files, impatient, node, with_keeper, survivors
 ):
@@ -277,7 +278,7 @@ def sees_less(layout, store, nodes, blind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blind", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("blind", [0, *slow(3)])
 def test_all_ranks_restore_what_all_of_them_see(gang, store, blind):
     (losses, states), *_ = gang.run(trains, "fsdp2", store, NODES, 1, 3, {})
     results = gang.run(sees_less, "fsdp2", store, NODES, blind)
@@ -388,7 +389,7 @@ def changes_a_replica(store, nodes, culprit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("culprit", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("culprit", [1, *slow(2)])
 def test_replicas_on_different_nodes_are_compared(gang, store, culprit):
     for ended in gang.run(changes_a_replica, store, NODES, culprit):
         assert ended[::2] == ["", ""]

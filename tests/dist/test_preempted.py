@@ -13,6 +13,7 @@ from deaths import LAYOUT, RECIPE, _note, noted, opened, until
 
 from comparing import check_equal
 from everstep import Store
+from examples import slow
 
 RANKS = 2  # of the gang
 
@@ -37,7 +38,7 @@ def trains(store, folder, every, last=10**6, handler=False):
 
 @pytest.mark.parametrize(
     ("every", "told"),
-    [(1, [0, 1]), pytest.param(1000, [1, 0], marks=pytest.mark.slow), (1000, [1])],
+    [(1, [0, 1]), *slow((1000, [1, 0])), (1000, [1])],
 )
 def test_all_ranks_save_the_same_last_step(gang, store, tmp_path, every, told):
     gang.start(trains, store, tmp_path, every)

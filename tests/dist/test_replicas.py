@@ -8,6 +8,7 @@ from everstep import Checkpointer, Store
 from everstep.errors import EverstepError, Mismatch
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
+from examples import slow
 
 
 def local(tensor):
@@ -41,7 +42,7 @@ def trains(layout, store, changed_rank, what):
 
 @pytest.mark.parametrize(
     "layout",
-    ["ddp", "hsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "fsdp_tp"))],
+    ["ddp", "hsdp", *slow("fsdp2", "fsdp_tp")],
 )
 def test_equal_replicas_pass_and_are_written_once(gang, store, layout):
     size = zoo.SIZES[layout]
@@ -60,7 +61,7 @@ def test_equal_replicas_pass_and_are_written_once(gang, store, layout):
 
 
 @pytest.mark.parametrize("what", ["parameter", "moment"])
-@pytest.mark.parametrize("layout", ["ddp", pytest.param("hsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["ddp", *slow("hsdp")])
 @pytest.mark.parametrize("changed", [0, 1])
 def test_a_changed_replica_fails_the_save_on_all_ranks(gang, store, layout, what, changed):
     size = zoo.SIZES[layout]

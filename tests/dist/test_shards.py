@@ -10,6 +10,7 @@ from torch.distributed import fsdp
 
 from comparing import check_equal, check_stored
 from everstep import Checkpointer, Store
+from examples import slow
 
 STEPS = 2
 RECIPE = zoo.Recipe()
@@ -66,9 +67,7 @@ def check(gang, saved, loads, recipe, store):
             assert after == pytest.approx(losses, abs=2e-6), loaded
 
 
-@pytest.mark.parametrize(
-    "saved", [*LAYOUTS[:-1], pytest.param(LAYOUTS[-1], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("saved", [*LAYOUTS[:-1], *slow(LAYOUTS[-1])])
 def test_what_one_layout_saved_goes_on_in_all_others(gang, store, saved):
     check(gang, saved, LAYOUTS, RECIPE, store)
 

@@ -11,13 +11,13 @@ from comparing import check_equal
 from everstep import Checkpointer, Store
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
+from examples import slow
 from stores import end_keeper
 
 RECIPE = zoo.Recipe()
 LOG = {"strategy": "log", "base_every": 6, "window": 3}
 SPREAD = {"strategy": "spread", "every": 4, "window": 3}
-LAYOUTS = ["ddp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp2", "hsdp", "tp"))]
-LAYOUTS.append(pytest.param("fsdp_tp", marks=pytest.mark.slow))
+LAYOUTS = ["ddp", *slow("fsdp2", "hsdp", "tp", "fsdp_tp")]
 
 
 def attached(job, store, **options):

@@ -62,7 +62,8 @@ class Records:
         self._is_on_cpu = self._consumers is None or self._consumers.are_on_cpu
         self._loader = loader
         self._slabs = Slabs()
-        self._reader = ThreadPoolExecutor(_LOADS_IN_FLIGHT * COUNT_MAX, "everstep-records")
+        threads = _LOADS_IN_FLIGHT - 1 + COUNT_MAX  # the last record's portions all at once
+        self._reader = ThreadPoolExecutor(threads, "everstep-records")
         *before, last = records
         self._waiting = deque(_Part(record, tables) for record, tables in before)
         self._waiting += self._portions(*last, optimizers)
