@@ -168,15 +168,16 @@ def test_what_a_recovery_should_cost_at_most() -> None:
     restores = [{"records": count, "seconds": [1.0, 2.5, 9.0], "equal": True} for count in (1, 3)]
     measured = {"base_s": [1.0, 1.0, 2.0], "record_s": [[0.5, 0.25, 0.25]] * 3}
     measured |= {"update_s": [[0.75, 0.5, 0.25]] * 3, "restores": restores}
+    measured |= {"bytes_s": [[0.25, 0.125, 0.125]] * 3}
     measured |= {"cache": "posix_fadvise", "base_bytes": 3, "record_bytes": 1}
     recovery = report._recovery(measured)
     assert recovery["first_record_s"]["median"] == 1.25
     assert recovery["record_s"]["median"] == 0.625
     one, three = recovery["restores"]
     assert (one["at_most_s"], three["at_most_s"]) == (2.25, 3.5)
-    assert (one["at_most_warm_s"], three["at_most_warm_s"]) == (1.625, 2.875)
     assert one["over"] == pytest.approx(2.5 / 2.25)
-    assert one["over_warm"] == pytest.approx(2.5 / 1.625)
+    assert one["over_bytes"] == pytest.approx(2.5 / 2)
+    assert three["over_bytes"] == pytest.approx(2.5 / 3)
     assert one["over_rounds"]["max"] == pytest.approx(9 / 3.25)
     (said,) = tables._log_remarks({"spread_recovery": None, "contenders": {}, "recovery": recovery})
     assert "1000 ms for the base" in said

@@ -19,9 +19,10 @@ import torch
 from everstep import Checkpointer
 from everstep.cli import workload
 from everstep.cli.bench.checks import digest, forget
-from everstep.replay.redo import redo
+from everstep.format.tables import Table
+from everstep.replay.redo import Loaded, clip, redo
 from everstep.restore.apply import apply
-from everstep.restore.choose import Candidate
+from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
 from everstep.restore.records import United, load_record
 from everstep.restore.slabs import Slabs
@@ -64,13 +65,15 @@ def apart(root: Path, run: workload.Run, base: int, last: int) -> dict[str, Any]
     """Each read of a record, and each update, from after the base `base` to the step `last`: one
     after the other, into one record's memory. The parts that a restore of `last` does at once.
 
-    As strict as they can be: a read is without its manifest, an update without the clipping before
-    it. `digest`: of the model alone, see `weights`.
+    `record_s`: of a read, from the record's manifest to gradients as the optimizer consumed them
+    (multiplied by what clipping came to). `bytes_s`: what of that its bytes take, read and
+    verified. `digest`: of the model alone, see `weights`.
     """
     disk = Disk(root)
     state = State(run.state(), rng=True)
     optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
     reads: list[float] = []
+    loads: list[float] = []
     updates: list[float] = []
     step = run.optimizer.step
     vars(run.optimizer)["step"] = lambda: _timed(step, updates)
@@ -78,18 +81,26 @@ def apart(root: Path, run: workload.Run, base: int, last: int) -> dict[str, Any]
     with Loader() as loader:
         apply(Candidate(catalog.find(disk, base), disk), state, None, loader)
         slabs = Slabs()
-        logs = Candidate(catalog.find(disk, last), disk).describe()[1:]
-        for described in logs:
+        known: dict[str | None, Table] = {}
+        alone = World(0, 1)
+
+        def read(name: CheckpointName) -> Loaded:
+            manifest = catalog.read_manifest(disk, name)
+            for part in manifest.all_parts:  # most records share one
+                if part.table.digest not in known:
+                    known[part.table.digest] = catalog.read_table(disk, part)
+            tables = [known[part.table.digest] for part in manifest.all_parts]
+            ((record, own),) = Described(manifest, tables).records
+            united, candidate = United.of(own), Candidate(name, disk)
+            load = partial(load_record, candidate, record, united, None, loader, slabs, alone)
+            return clip(_timed(load, loads))
+
+        for described in Candidate(catalog.find(disk, last), disk).describe()[1:]:
             name = CheckpointName(described.manifest.step, described.manifest.epoch)
-            for record, tables in described.records:
-                own = Candidate(name, disk)
-                read = partial(
-                    load_record, own, record, United.of(tables), None, loader, slabs, World(0, 1)
-                )
-                loaded = _timed(read, reads)
-                redo(loaded, optimizers)
-                del loaded
-    return {"record_s": reads, "update_s": updates, "digest": weights(run)}
+            loaded = _timed(partial(read, name), reads)
+            redo(loaded, optimizers)
+            del loaded
+    return {"record_s": reads, "bytes_s": loads, "update_s": updates, "digest": weights(run)}
 
 
 def weights(run: workload.Run) -> str:

@@ -53,6 +53,7 @@ def measure(
         "cache": cache,
         "base_s": seconds.pop(0),
         "record_s": [part["record_s"] for part in parts],
+        "bytes_s": [part["bytes_s"] for part in parts],
         "update_s": [part["update_s"] for part in parts],
         "base_bytes": manifests[0].size,
         "record_bytes": manifests[max(records)].size,

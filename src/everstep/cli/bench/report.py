@@ -167,45 +167,52 @@ def _bases(raw: dict[str, Any], name: str) -> dict[str, Any] | None:
 def _recovery(measured: dict[str, Any] | None) -> dict[str, Any] | None:
     """Restores of a log beside what they should cost at most: the base, and for each record a read
     and an update, as measured by themselves. The first of a process take longer than those after
-    them: memory is new then. `at_most_warm_s`: as if it were not."""
+    them: memory is new then. `over_bytes`: beside a stricter bound, in which a read is that of the
+    record's bytes, without its manifest and without what it takes to clip."""
     if measured is None:
         return None
     bases = measured["base_s"]
-    one = [
-        _per_record(*part) for part in zip(measured["record_s"], measured["update_s"], strict=True)
+    middle = statistics.median(bases)
+    parts = [
+        _per_record(measured[reads], measured["update_s"]) for reads in ("record_s", "bytes_s")
     ]
-    first, later = ([part[index] for part in one] for index in (0, 1))
-    base, first_s, later_s = (statistics.median(values) for values in (bases, first, later))
     rows = []
     for row in measured["restores"]:
         seconds, count = row["seconds"], row["records"]
+        found = statistics.median(seconds)
         limits = [
             base + first + (count - 1) * later
-            for base, (first, later) in zip(bases, one, strict=True)
+            for base, first, later in zip(bases, *parts[0], strict=True)
         ]
-        at_most, warm = base + first_s + (count - 1) * later_s, base + count * later_s
-        middle = statistics.median(seconds)
+        at_most, strict = (
+            middle + statistics.median(first) + (count - 1) * statistics.median(later)
+            for first, later in parts
+        )
         rows.append(
             {
                 **row,
                 "seconds": spread(seconds),
                 "at_most_s": at_most,
-                "at_most_warm_s": warm,
-                "over": middle / at_most,
-                "over_warm": middle / warm,
+                "over": found / at_most,
+                "over_bytes": found / strict,
                 "over_rounds": spread([a / b for a, b in zip(seconds, limits, strict=True)]),
             }
         )
+    first, later = parts[0]
     each = {"base_s": spread(bases), "first_record_s": spread(first), "record_s": spread(later)}
     kept = ("cache", "base_bytes", "record_bytes")
     return {**{key: measured[key] for key in kept}, **each, "restores": rows}
 
 
-def _per_record(reads: Sequence[float], updates: Sequence[float]) -> tuple[float, float]:
-    """The seconds of a read and an update: of the first record, and of one after it (where there is
-    none: of the first)."""
-    later = [statistics.median(values[1:] or values) for values in (reads, updates)]
-    return reads[0] + updates[0], sum(later)
+def _per_record(
+    reads: Sequence[Sequence[float]], updates: Sequence[Sequence[float]]
+) -> tuple[list[float], list[float]]:
+    """Round by round, the seconds of a read and an update: of the first record, and of one after it
+    (where there is none: of the first)."""
+    rounds = list(zip(reads, updates, strict=True))
+    first = [read[0] + update[0] for read, update in rounds]
+    later = [sum(statistics.median(each[1:] or each) for each in pair) for pair in rounds]
+    return first, later
 
 
 def _spread_recovery(measured: dict[str, Any] | None) -> dict[str, Any] | None:

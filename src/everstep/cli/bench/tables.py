@@ -106,7 +106,7 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
     )
     table = new_table(title)
     columns = ("restore\nmedian, s", "min … max", "at most\ns", "/ at most", "min … max")
-    for column in (*columns, "/ with warm\nmemory"):
+    for column in (*columns, "/ bytes and\nupdates alone"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in recovery["restores"]:
         seconds = row["seconds"]
@@ -118,7 +118,7 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
             f"{row['at_most_s']:.3f}",
             f"{row['over']:.2f}",
             f"{row['over_rounds']['min']:.2f} … {row['over_rounds']['max']:.2f}",
-            f"{row['over_warm']:.2f}",
+            f"{row['over_bytes']:.2f}",
         )
     return table
 
@@ -235,10 +235,10 @@ def _log_remarks(report: Report) -> list[str]:
             1000 * recovery[key]["median"] for key in ("base_s", "first_record_s", "record_s")
         )
         lines.append(
-            f"recovery, at most: {base:.0f} ms for the base, and to read a record (verified, "
-            f"decoded) and update once {first:.0f} ms for the first, whose memory is new, and "
-            f"{later:.0f} ms for each after it, each measured by itself; {recovery['cache']} "
-            f"before each"
+            f"recovery, at most: {base:.0f} ms for the base, and to read a record (its manifest, "
+            f"its bytes, verified, and clipped as in training) and update once {first:.0f} ms for "
+            f"the first, whose memory is new, and {later:.0f} ms for each after it, each measured "
+            f"by itself; {recovery['cache']} before each"
         )
         if not all(row["equal"] for row in recovery["restores"]):
             lines.append(f"{LOG}: what was replayed DIFFERS from what was saved")
