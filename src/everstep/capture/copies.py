@@ -74,7 +74,7 @@ class Batch:
             size = tensor.nbytes
             if size == 0:
                 continue
-            if tensor.device.type == "cuda":
+            if tensor.is_cuda:
                 devices.setdefault(tensor.device, []).append((offset, tensor))
             elif tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
                 moves.append((offset, tensor.data_ptr(), size))

@@ -15,7 +15,7 @@ Source: LowDiff (SC 2025), which copies eagerly and does not look.
 
 import sys
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -320,7 +320,8 @@ class Recorder:
     def _note_gradients(self, call: Call, must_copy: bool) -> None:
         clips: dict[tuple[int, bool], dict[str, Any]] = {}
         shrunk: dict[str, forms.Form] = {}
-        rows = _rows(call.optimizer)
+        parameters = list(call.optimizer.parameters())
+        rows = _rows(call.optimizer, parameters)
         known = _forms(rows, call.optimizer.mapped)
         must_copy |= call.optimizer.name in self._writers
         in_buffers = set() if must_copy else self._unshared()
@@ -356,9 +357,9 @@ class Recorder:
                     )
                 )
             self._seen[id(parameter)] = StorageWeakRef(gradient.untyped_storage())
-        parameters = [parameter for _, _, parameter, _ in call.optimizer.parameters()]
-        clipping.release(parameters)
-        compressed.release(parameters)
+        updated = [parameter for _, _, parameter, _ in parameters]
+        clipping.release(updated)
+        compressed.release(updated)
         check_parts(call.optimizer, {held.name: held.gradient for held in call.gradients})
         if clips:
             call.said["clips"] = list(clips.values())
@@ -389,12 +390,12 @@ class Recorder:
 
 
 def _rows(
-    optimizer: OptimizerState,
+    optimizer: OptimizerState, parameters: Iterable[tuple[int, str, torch.Tensor, bool]]
 ) -> list[tuple[str, torch.Tensor, clipping.Clipped | None]]:
     """Of each parameter that a call may update, its gradient before clipping."""
     return [
         (name, parameter, _raw(parameter, optimizer.mapped))
-        for _, name, parameter, _ in optimizer.parameters()
+        for _, name, parameter, _ in parameters
         if takes_part(optimizer.optimizer, parameter)
     ]
 

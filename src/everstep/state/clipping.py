@@ -26,7 +26,7 @@ Everything here runs in the training thread.
 import itertools
 import types
 import warnings
-from collections.abc import Container, Iterable, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +81,7 @@ class _Entry:
     """Whether the gradient is a tensor that clipping made."""
 
 
-_entries: MutableMapping[Tensor, _Entry] = kept.by_parameter()
+_entries: kept.ByParameter[_Entry] = kept.by_parameter()
 
 
 def clip_grad_norm_(
@@ -153,7 +153,7 @@ def release(parameters: Iterable[Tensor]) -> None:
     are held until the next clipping of the same parameters, their deletion, or the last `detach`.
     """
     for parameter in parameters if _entries else ():
-        _entries.pop(parameter, None)
+        _entries.discard(parameter)
 
 
 def scale(raw: Sequence[Tensor], coefficient: Tensor, foreach: bool) -> list[Tensor]:

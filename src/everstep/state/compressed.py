@@ -7,14 +7,14 @@ GradScaler unscales without the counter's knowledge. What is not sure is recorde
 Everything here runs in the training thread.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from everstep.state import kept
 from everstep.state.clipping import Clipped
@@ -38,8 +38,8 @@ class _Entry:
     seen: Tensor
 
 
-_entries: MutableMapping[Tensor, _Entry] = kept.by_parameter()
-_proofs: MutableMapping[Tensor, tuple[object, int]] = WeakIdKeyDictionary()
+_entries: kept.ByParameter[_Entry] = kept.by_parameter()
+_proofs: kept.ByParameter[tuple[object, int]] = kept.ByParameter()
 
 
 def keep(parameter: Tensor, form: Form, layout: object, prove: bool) -> None:
@@ -48,14 +48,14 @@ def keep(parameter: Tensor, form: Form, layout: object, prove: bool) -> None:
     `layout`: what stays equal for as long as the form is made in the same memory. `prove`: compare
     all of it each time, since the gradient may be another one.
     """
-    _entries.pop(parameter, None)
+    _entries.discard(parameter)
     gradient = parameter.grad
     if gradient is None or not form.fits(gradient) or form.nbytes >= gradient.nbytes:
         return
-    known, proofs = _proofs.get(parameter, (None, 0))
+    known, proofs = _proofs.get(parameter) or (None, 0)
     if prove or known != layout or proofs < PROOFS:
         if not _are_equal(flat_of(form.expand()), flat_of(gradient.detach())):
-            _proofs.pop(parameter, None)
+            _proofs.discard(parameter)
             return
         _proofs[parameter] = layout, proofs + 1 if known == layout else 1
     places = _places(form)
@@ -70,6 +70,8 @@ def forms_of(gradients: Iterable[tuple[Tensor, Clipped | None]]) -> Mapping[int,
     For the optimizer's step pre-hook; call `release` when done. Where one of them was written to
     behind the version counter's back, all may have been: none counts then.
     """
+    if not _entries:
+        return {}
     found: dict[int, Form] = {}
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for parameter, clipped in gradients:
@@ -88,7 +90,7 @@ def forms_of(gradients: Iterable[tuple[Tensor, Clipped | None]]) -> Mapping[int,
 def release(parameters: Iterable[Tensor]) -> None:
     """Forget the forms of these parameters' gradients; unknown ones are no error."""
     for parameter in parameters if _entries else ():
-        _entries.pop(parameter, None)
+        _entries.discard(parameter)
 
 
 def _as_made(parameter: Tensor, clipped: Clipped | None, entry: _Entry) -> Tensor | None:
