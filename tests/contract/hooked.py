@@ -4,10 +4,10 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import alone
 import everstep
 from everstep import Store
 from everstep.state import compressed, kept, samples
@@ -29,9 +29,8 @@ SHARE = {"fp16": 0.501, "bf16": 0.501, "topk": 0.12, "powersgd": 0.15}
 @contextlib.contextmanager
 def one_rank(folder):
     """A process group of this process alone; afterwards no gradient is kept for anybody."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with alone.one_rank(folder):
+        yield
     assert not kept.is_wanted()
     assert not compressed._entries
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import checkpointer, difference, freeze, snapshot
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
+from alone import one_rank
 from everstep import Store
 from examples import examples
 
@@ -163,10 +163,8 @@ plans = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _group(tmp_path_factory):
-    meeting = tmp_path_factory.mktemp("ranks") / "file"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank(tmp_path_factory.mktemp("ranks")):
+        yield
 
 
 @settings(fast, max_examples=examples(25))

@@ -9,6 +9,7 @@ import torch
 from runs import bits, check_same, checkpointer, freeze, restore, round_trip, save, supervised
 from torch import nn
 
+from alone import one_rank
 from everstep import Mismatch, Store
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.state.leaves import canonical
@@ -339,10 +340,7 @@ def test_wrappers_leave_the_names_as_they_are(store, other_store):
 
 
 def test_distributed_data_parallel(store, tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
+    with one_rank(tmp_path):
         torch.manual_seed(0)
         plain, wrapped = nn.Linear(6, 6), nn.Linear(6, 6)
         parallel = nn.parallel.DistributedDataParallel(wrapped)
@@ -351,5 +349,3 @@ def test_distributed_data_parallel(store, tmp_path):
         save(store, state)
         restore(store, {"model": plain}, only="model")
         check_same(freeze(plain), freeze(wrapped))
-    finally:
-        torch.distributed.destroy_process_group()

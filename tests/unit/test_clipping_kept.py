@@ -9,6 +9,7 @@ import torch
 from gradients import assert_same, bits, noise, parameters_of, recording, with_gradient
 from torch import Tensor, nn
 
+from alone import one_rank
 from everstep.state import clipping, kept
 from everstep.state.clipping import clip_grad_norm_, raw_gradient, release, scale
 
@@ -103,11 +104,8 @@ def test_a_gradient_with_a_graph_stays_in_it():
 
 
 @pytest.mark.parametrize("as_views", [False, True])
-def test_under_ddp(as_views):
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
+def test_under_ddp(as_views, tmp_path):
+    with one_rank(tmp_path):
         models, losses = [], [[], []]
         for _ in range(2):
             torch.manual_seed(0)
@@ -130,8 +128,6 @@ def test_under_ddp(as_views):
                             assert parameter.grad._is_view()
                 model.zero_grad(set_to_none=step % 2 == 0)
         assert losses[0] == losses[1]
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # --- how long a raw gradient holds -----------------------------------------------------------
