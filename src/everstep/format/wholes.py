@@ -39,6 +39,8 @@ class WholeTensor:
     @property
     def aliases(self) -> tuple[str, ...]:
         """Its other names, in whichever part they stand."""
+        if len(self.entries) == 1:
+            return self.entries[0].aliases
         return tuple(dict.fromkeys(name for entry in self.entries for name in entry.aliases))
 
 

@@ -104,10 +104,12 @@ class Candidate:
         checked: set[tuple[int, ...]] = set()
 
         def table(part: Part) -> Table:
-            if part.table.digest not in known:
-                known[part.table.digest] = catalog.read_table(self.disk, part)
-            check_table(known[part.table.digest], part, part.table.path)
-            return known[part.table.digest]
+            digest = part.table.digest
+            if digest in known:
+                check_table(known[digest], part, part.table.path)
+            else:
+                known[digest] = catalog.read_table(self.disk, part)
+            return known[digest]
 
         def described(manifest: Manifest) -> Described:
             tables = [table(part) for part in manifest.all_parts]

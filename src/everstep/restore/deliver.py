@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,19 +21,17 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; the mmap module has no name for it
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """Where chunks go. `items`: the destination's memory as numbers of its item size, which can be
-    copied whatever the dtype. `array`: likewise; None on a device."""
+    copied whatever the dtype."""
 
     box: Box
     items: torch.Tensor
-    array: "np.ndarray[Any, Any] | None"
     is_dense: bool
 
     @classmethod
     def to(cls, destination: Destination) -> "Delivery":
         """Into a destination that is `direct`."""
         items = as_items(destination.tensor.detach())
-        array = None if items.is_cuda else items.numpy()
-        return cls(destination.box, items, array, items.is_contiguous())
+        return cls(destination.box, items, items.is_contiguous())
 
     def put(self, target: Target, chunk: memoryview) -> None:
         """Copy what the chunk's raw bytes have of the box. A device may go on copying from them
@@ -53,13 +50,13 @@ class Delivery:
         for at, block in blocks(target, self.items.itemsize):
             if common := block.intersect(self.box):
                 there, here = common.slices_in(block), common.slices_in(self.box)
-                if self.array is None:
+                if self.items.is_cuda:
                     self._send(chunk, at, block, there, here)
                 else:
-                    self._copy(self.array, chunk, at, block, there, here)
+                    self._copy(chunk, at, block, there, here)
 
     def _put_range(self, target: Target, chunk: memoryview) -> None:
-        if self.array is not None:
+        if not self.items.is_cuda:
             _move(self.items.data_ptr() + target.start, address(chunk), target.raw)
             return
         flat = self.items.as_strided((self.items.numel(),), (1,))  # one item has any stride
@@ -69,7 +66,6 @@ class Delivery:
 
     def _copy(
         self,
-        array: "np.ndarray[Any, Any]",
         chunk: memoryview,
         at: int,
         block: Box,
@@ -78,6 +74,7 @@ class Delivery:
     ) -> None:
         """In this thread: torch would start others for it, beside those that read. Without the GIL,
         where it is much."""
+        array = self.items.numpy()
         items = np.frombuffer(chunk, array.dtype, block.count, at).reshape(block.lengths)
         source = items[there] if there else items  # () would make a scalar
         destination = array[here] if here else array
@@ -139,6 +136,8 @@ def _move(to: int, source: int, size: int) -> None:
 
 def has_overlaps(tensor: torch.Tensor) -> bool:
     """Whether elements may share memory."""
+    if tensor.is_contiguous():
+        return False
     reach = 0
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1:

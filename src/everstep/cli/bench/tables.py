@@ -105,7 +105,7 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
         f"{recovery['record_bytes'] / 1e6:.1f} MB"
     )
     table = new_table(title)
-    columns = ("restore\nmedian, s", "min … max", "at most\ns", "/ at most", "min … max")
+    columns = ("restore\nmedian, s", "min … max", "at most\ns", "/ at most", "in each round")
     for column in (*columns, "/ bytes and\nupdates alone"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in recovery["restores"]:
@@ -117,7 +117,7 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
             f"{seconds['min']:.3f} … {seconds['max']:.3f}",
             f"{row['at_most_s']:.3f}",
             f"{row['over']:.2f}",
-            f"{row['over_rounds']['min']:.2f} … {row['over_rounds']['max']:.2f}",
+            "{median:.2f} ({min:.2f} … {max:.2f})".format(**row["over_rounds"]),
             f"{row['over_bytes']:.2f}",
         )
     return table
