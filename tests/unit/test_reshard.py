@@ -91,7 +91,7 @@ class TestSmallChunks:
         source = data.draw(written().filter(lambda found: found.parts[0][0].stored is None))
         box = data.draw(boxes_in(source.spec.shape))
         destination = data.draw(memory(source.spec.dtype, box))
-        delivery = replace(Delivery.to(destination), array=None)
+        delivery = replace(Delivery.to(destination), is_on_device=True)
         for part, table, images in source.parts:
             for span in plan([(table.tensors["x"], [box])], part, table):
                 for target in span.targets:

@@ -25,13 +25,14 @@ class Delivery:
 
     box: Box
     items: torch.Tensor
+    is_on_device: bool
     is_dense: bool
 
     @classmethod
     def to(cls, destination: Destination) -> "Delivery":
         """Into a destination that is `direct`."""
         items = as_items(destination.tensor.detach())
-        return cls(destination.box, items, items.is_contiguous())
+        return cls(destination.box, items, items.is_cuda, items.is_contiguous())
 
     def put(self, target: Target, chunk: memoryview) -> None:
         """Copy what the chunk's raw bytes have of the box. A device may go on copying from them
@@ -50,13 +51,13 @@ class Delivery:
         for at, block in blocks(target, self.items.itemsize):
             if common := block.intersect(self.box):
                 there, here = common.slices_in(block), common.slices_in(self.box)
-                if self.items.is_cuda:
+                if self.is_on_device:
                     self._send(chunk, at, block, there, here)
                 else:
                     self._copy(chunk, at, block, there, here)
 
     def _put_range(self, target: Target, chunk: memoryview) -> None:
-        if not self.items.is_cuda:
+        if not self.is_on_device:
             _move(self.items.data_ptr() + target.start, address(chunk), target.raw)
             return
         flat = self.items.as_strided((self.items.numel(),), (1,))  # one item has any stride
