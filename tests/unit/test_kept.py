@@ -1,11 +1,13 @@
 """What is kept by parameter: by identity, and only for as long as the parameter lives."""
 
 import gc
+import weakref
 
 import torch
 from torch import nn
 
-from everstep.state.kept import ByParameter
+from everstep.state import kept as keeping
+from everstep.state.kept import ByParameter, Interest
 
 
 def test_equal_parameters_are_two() -> None:
@@ -40,9 +42,9 @@ def test_an_old_one_takes_nothing_from_a_new_one() -> None:
     """Which has its address, and may be kept before it is known that the old one is gone."""
     kept: ByParameter[str] = ByParameter()
     parameter = nn.Parameter(torch.zeros(1))
-    kept[parameter] = "old"
-    (old, _) = kept._rows[id(parameter)]
     kept[parameter] = "new"
+    key = id(parameter)
+    old, kept._parameters[key] = kept._parameters[key], weakref.ref(parameter)
     old.__callback__(old)
     assert kept.get(parameter) == "new"
 
@@ -64,3 +66,34 @@ def test_clear() -> None:
     kept[parameter] = 1
     kept.clear()
     assert kept.get(parameter) is None
+
+
+def test_gradients_from_before_clipping_are_kept_while_anybody_wants_them() -> None:
+    first, second = Interest(), Interest()
+    seen = []
+    for interest, is_on, raw in [
+        (first, True, True),
+        (second, True, False),
+        (first, True, False),
+        (second, True, True),
+        (second, True, True),
+        (second, False, True),
+        (first, False, False),
+    ]:
+        interest.set(is_on, raw)
+        seen.append((keeping.is_wanted(), keeping.wants_raw()))
+    on, off = (True, True), (True, False)
+    assert seen == [on, on, off, on, on, off, (False, False)]
+
+
+def test_torch_keeps_the_object_of_a_storage() -> None:
+    """By which a recorder knows memory again."""
+    tensor = torch.zeros(4)
+    known = weakref.ref(tensor.untyped_storage())
+    gc.collect()
+    view = tensor[1:]
+    del tensor
+    gc.collect()
+    assert known() is view.untyped_storage()
+    del view
+    assert known() is None

@@ -59,7 +59,7 @@ class Batch:
     shares: list[list[Move]] = field(default_factory=list)
     strided: list[Place] = field(default_factory=list)
     on_device: dict[torch.device, list[list[Place]]] = field(default_factory=dict)
-    sources: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.UntypedStorage] = field(default_factory=list)
     """Keeps the memory behind the addresses alive: `parameter.data = ...` would free it."""
 
     @classmethod
@@ -68,19 +68,18 @@ class Batch:
         batch = cls()
         moves: list[Move] = []
         devices: dict[torch.device, list[Place]] = {}
-        rows = [(plan.offsets[leaf.entry], leaf) for leaf in leaves]
-        for offset, leaf in sorted(rows, key=itemgetter(0)):
-            tensor = leaf.tensor.detach()
+        rows = [(plan.offsets[leaf.entry], leaf.tensor) for leaf in leaves]
+        for offset, tensor in sorted(rows, key=itemgetter(0)):
             size = tensor.nbytes
             if size == 0:
                 continue
             if tensor.is_cuda:
-                devices.setdefault(tensor.device, []).append((offset, tensor))
+                devices.setdefault(tensor.device, []).append((offset, tensor.detach()))
             elif tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
                 moves.append((offset, tensor.data_ptr(), size))
-                batch.sources.append(tensor)
+                batch.sources.append(tensor.untyped_storage())
             else:
-                batch.strided.append((offset, tensor))
+                batch.strided.append((offset, tensor.detach()))
         batch.shares = _shares(moves)
         batch.on_device = {device: _groups(places) for device, places in devices.items()}
         return batch

@@ -22,6 +22,7 @@ from everstep.capture.derived import Derived
 from everstep.capture.pace import Pace, choose_window
 from everstep.capture.pieces import Pieces, plain_numbers
 from everstep.capture.ranks import Ranks
+from everstep.capture.raw import Raw
 from everstep.capture.recorder import Recorder
 from everstep.capture.refusals import Held, Refused, check_gradients, check_graphs
 from everstep.errors import Mismatch, Unsupported
@@ -124,6 +125,7 @@ class Log:
         self._base_due = 0
         self._is_whole_only = why_not(optimizers) is not None
         self._interest = Interest()
+        self._raw = Raw()
 
     @property
     def is_on(self) -> bool:
@@ -265,7 +267,7 @@ class Log:
         walk = captured.collected.walk
         self._recorder.reset()
         self._base = self._pieces = None
-        self._interest.set(self.is_on)
+        self._interest.set(self.is_on, self._raw.is_wanted)
         if not self.is_on:
             return
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
@@ -283,10 +285,14 @@ class Log:
             self._ranks.note_base(self._base_step, distance, window)
 
     def _note_record(self, captured: Captured, handle: SaveHandle) -> None:
-        if captured.share is None:
+        if captured.share is None and captured.record:
             leaves = (*captured.collected.walk.leaves, *captured.collected.loose)
             self._record_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
             self._records.append(handle)
+            if self._ranks is None:  # several would have to agree
+                gradients = sum(leaf.tensor.nbytes for leaf in leaves if leaf.owner == RECORD_OWNER)
+                self._raw.note(captured.record["calls"], handle, self._record_bytes, gradients)
+                self._interest.set(True, self._raw.is_wanted)
 
     def describe(self) -> dict[str, Any]:
         """What `everstep show` prints of the choice."""

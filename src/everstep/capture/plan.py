@@ -1,6 +1,6 @@
 """Where each tensor will lie in a slot's image, cached for as long as the tensors stay alike."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -9,6 +9,7 @@ from everstep.errors import Unsupported
 from everstep.format.merge import with_replicas
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import encode_table
+from everstep.state.leaves import Leaf
 from everstep.state.view import Collected, Walk
 
 
@@ -18,9 +19,6 @@ class Plan:
     its entry. The first `own` tensors, in `written` packs, go to the disk; what comes after them is
     only to be compared with what other ranks write."""
 
-    specs: tuple[Spec, ...]
-    devices: dict[str, str]
-    strides: dict[str, tuple[int, ...]]
     aliases: Mapping[str, list[str]]
     optimizers: Mapping[str, Any]
     layout: Layout
@@ -46,6 +44,7 @@ class Planner:
         self._plan: Plan | None = None
         self._known: tuple[ref[Walk], tuple[Spec, ...], Mapping[str, list[str]]] | None = None
         """By reference only: a record's walk has gradients, whose memory is not to be held."""
+        self._forms: list[tuple[Any, ...]] = []
 
     def plan(self, collected: Collected) -> Plan:
         """The plan for this state; the same object as the last one where nothing differs."""
@@ -61,34 +60,37 @@ class Planner:
         walk = collected.walk
         written = (*walk.leaves, *collected.loose)
         leaves = (*written, *walk.replicas)
-        specs = tuple(leaf.spec for leaf in leaves)
-        devices = {leaf.name: str(leaf.tensor.device) for leaf in leaves}
-        strides = {leaf.name: found for leaf in leaves if (found := leaf.strides) is not None}
+        forms = [_form(leaf) for leaf in leaves]
         fits = (
             self._plan is not None
-            and (self._plan.specs, self._plan.own) == (specs, len(written))
-            and self._plan.devices == devices
-            and self._plan.strides == strides
+            and (self._forms, self._plan.own) == (forms, len(written))
             and self._plan.aliases == collected.aliases
             and self._plan.optimizers == walk.optimizers
         )
         if not fits:
-            self._plan = _make(
-                specs, len(written), devices, strides, collected.aliases, walk.optimizers
-            )
+            self._plan = _make(leaves, len(written), collected.aliases, walk.optimizers)
+            self._forms = forms
         self._known = (ref(walk), loose, collected.aliases)
         assert self._plan is not None
         return self._plan
 
 
+def _form(leaf: Leaf) -> tuple[Any, ...]:
+    """What a plan depends on."""
+    name, tensor, _, box, shape = leaf
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return name, tensor.dtype, tensor.shape, tensor.device, strides, box, shape
+
+
 def _make(
-    specs: tuple[Spec, ...],
+    leaves: Sequence[Leaf],
     own: int,
-    devices: dict[str, str],
-    strides: dict[str, tuple[int, ...]],
     aliases: Mapping[str, list[str]],
     optimizers: Mapping[str, Any],
 ) -> Plan:
+    specs = [leaf.spec for leaf in leaves]
+    devices = {leaf.name: str(leaf.tensor.device) for leaf in leaves}
+    strides = {leaf.name: found for leaf in leaves if (found := leaf.strides) is not None}
     names = [spec.entry for spec in specs] + [name for tied in aliases.values() for name in tied]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -107,4 +109,4 @@ def _make(
     # A copy of the groups: the plan is compared with later walks, and must not change with them.
     table = encode_table(layout, aliases, devices, optimizers, strides)
     held, groups = dict(aliases), dict(optimizers)
-    return Plan(specs, devices, strides, held, groups, layout, table, offsets, own, written)
+    return Plan(held, groups, layout, table, offsets, own, written)

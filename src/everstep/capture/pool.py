@@ -265,7 +265,7 @@ def _clear_gaps(arena: Arena, slot: int, plan: Plan) -> None:
     image = arena.image(slot)
     starts = [start for start, _ in plan.headers()] + [plan.layout.size]
     used = [(start, start + len(header)) for start, header in plan.headers()]
-    for spec in plan.specs:
+    for spec in plan.layout.specs:
         offset = plan.offsets[spec.entry]
         used.append((offset, offset + spec.size))
     used.sort()

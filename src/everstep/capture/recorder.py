@@ -14,13 +14,13 @@ Source: LowDiff (SC 2025), which copies eagerly and does not look.
 """
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from everstep.capture.attributes import attributes
 from everstep.capture.hashes import Hashes
@@ -122,7 +122,8 @@ class Recorder:
         self._reused: set[int] = set()
         """Parameters whose gradients were seen in memory of an earlier one, or to be written to
         after the update."""
-        self._seen: dict[int, StorageWeakRef] = {}
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """The last of each parameter. torch keeps a storage's object while anything has that."""
         self._watched: dict[int, Watched] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
         self._bytes_max = 0
@@ -324,39 +325,26 @@ class Recorder:
         rows = _rows(call.optimizer, parameters)
         known = _forms(rows, call.optimizer.mapped)
         must_copy |= call.optimizer.name in self._writers
-        in_buffers = set() if must_copy else self._unshared()
-        for name, parameter, clipped in rows:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
+        in_buffers = set() if must_copy else self._unshared(rows)
+        for name, parameter, gradient, clipped in rows:
             check_gradient(name, gradient)
             if self.only is not None and name not in self.only:
                 continue
-            check_placement(name, parameter, gradient, call.said["class"])
-            gradient = _local(name, parameter, gradient)
-            _check_gradient(name, gradient)
-            key = f"{call.at}.{name}"
+            part = _part(name, parameter, gradient, call.said["class"])
             self._noted[id(parameter)] += 1
             if clipped:
                 _note_clip(clips, clipped, name, call)
             if form := known.get(id(parameter)):
                 shrunk[name] = form
                 call.tensors |= form.tensors(call.at, name)
-            elif clipped:
-                if is_dtensor(clipped.raw):
-                    key = raw_name(call.at, name)
-                # Nobody else writes to it.
-                call.tensors[key] = _local(name, parameter, clipped.raw)
+            elif clipped:  # nobody else writes to the raw one
+                raw = clipped.raw
+                key = raw_name(call.at, name) if is_dtensor(raw) else f"{call.at}.{name}"
+                call.tensors[key] = _local(name, parameter, raw)
             else:
-                copies = must_copy or not self._is_fresh(parameter, gradient, in_buffers)
-                kept = gradient.detach()
-                call.tensors[key] = kept.clone() if copies else kept
-                call.gradients.append(
-                    _Held(
-                        id(parameter), name, gradient, gradient._version, sample(gradient), copies
-                    )
-                )
-            self._seen[id(parameter)] = StorageWeakRef(gradient.untyped_storage())
+                copies = must_copy or not self._is_fresh(parameter, part, in_buffers)
+                _hold(call, name, parameter, part, copies)
+            self._seen[id(parameter)] = weakref.ref(part.untyped_storage())
         updated = [parameter for _, _, parameter, _ in parameters]
         clipping.release(updated)
         compressed.release(updated)
@@ -366,8 +354,10 @@ class Recorder:
         if shrunk:
             call.said["compressed"] = forms.describe(shrunk)
 
-    def _unshared(self) -> set[int]:
+    def _unshared(self, rows: "Sequence[_Row]") -> set[int]:
         """The storages of DTensors' gradients that nobody has but gradients and what is noted."""
+        if not any(is_dtensor(row.gradient) for row in rows):
+            return set()
         parameters = (p for each in self._optimizers for _, _, p, _ in each.parameters())
         noted = (tensor for call in self._calls for tensor in call.tensors.values())
         return owners.unshared_parts(parameters, noted)
@@ -377,7 +367,7 @@ class Recorder:
     ) -> bool:
         storage = gradient.untyped_storage()
         seen = self._seen.get(id(parameter))
-        if seen is not None and seen.cdata == storage._cdata and not seen.expired():
+        if seen is not None and seen() is storage:
             self._reused.add(id(parameter))  # also when a restore, say, has let go of that memory
         is_all = not gradient._is_view() and storage.nbytes() == gradient.nbytes
         if not is_all and storage._cdata not in in_buffers:
@@ -389,15 +379,34 @@ class Recorder:
         return not clipping.has_replaced(parameter)  # else somebody has changed that since
 
 
+class _Row(NamedTuple):
+    """A parameter that a call updates."""
+
+    name: str
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    clipped: clipping.Clipped | None
+
+
 def _rows(
     optimizer: OptimizerState, parameters: Iterable[tuple[int, str, torch.Tensor, bool]]
-) -> list[tuple[str, torch.Tensor, clipping.Clipped | None]]:
-    """Of each parameter that a call may update, its gradient before clipping."""
+) -> list[_Row]:
     return [
-        (name, parameter, _raw(parameter, optimizer.mapped))
+        _Row(name, parameter, gradient, _raw(parameter, optimizer.mapped))
         for _, name, parameter, _ in parameters
         if takes_part(optimizer.optimizer, parameter)
+        if (gradient := parameter.grad) is not None
     ]
+
+
+def _hold(
+    call: Call, name: str, parameter: torch.Tensor, gradient: torch.Tensor, copies: bool
+) -> None:
+    kept = gradient.detach()
+    call.tensors[f"{call.at}.{name}"] = kept.clone() if copies else kept
+    call.gradients.append(
+        _Held(id(parameter), name, gradient, gradient._version, sample(gradient), copies)
+    )
 
 
 def _raw(parameter: torch.Tensor, mapped: Mapped) -> clipping.Clipped | None:
@@ -406,12 +415,10 @@ def _raw(parameter: torch.Tensor, mapped: Mapped) -> clipping.Clipped | None:
     return None if mapped.split(parameter) is not None else clipping.raw_gradient(parameter)
 
 
-def _forms(
-    rows: Sequence[tuple[str, torch.Tensor, clipping.Clipped | None]], mapped: Mapped
-) -> Mapping[int, forms.Form]:
+def _forms(rows: Sequence[_Row], mapped: Mapped) -> Mapping[int, forms.Form]:
     """Compressed forms by id() of the parameter; likewise of none that is boxes."""
-    whole = [row for row in rows if mapped.split(row[1]) is None]
-    return compressed.forms_of((parameter, clipped) for _, parameter, clipped in whole)
+    whole = (row for row in rows if mapped.split(row.parameter) is None)
+    return compressed.forms_of((row.parameter, row.clipped) for row in whole)
 
 
 def _generators() -> dict[str, torch.Tensor]:
@@ -455,7 +462,11 @@ def _local(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.
     return part
 
 
-def _check_gradient(name: str, gradient: torch.Tensor) -> None:
+def _part(name: str, parameter: torch.Tensor, gradient: torch.Tensor, kind: str) -> torch.Tensor:
+    """Likewise, for an optimizer of that class. Raises Unsupported also where no replay could have
+    it as it is."""
+    check_placement(name, parameter, gradient, kind)
+    gradient = _local(name, parameter, gradient)
     if not fills_memory(gradient):
         raise Unsupported(
             f"the gradient of {name!r} has gaps or overlaps in memory (an expanded tensor?), on "
@@ -465,3 +476,4 @@ def _check_gradient(name: str, gradient: torch.Tensor) -> None:
         raise Unsupported(
             f"the gradient of {name!r} is a {type(gradient).__name__}. Use strategy='full'"
         )
+    return gradient

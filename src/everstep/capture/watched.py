@@ -2,7 +2,7 @@
 were after the last call."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ class Watched:
     """One optimizer's. For the thread that trains."""
 
     leaves: tuple[Leaf, ...]
+    live: tuple[torch.Tensor, ...]
+    addresses: list[int]
     tensors: tuple[torch.Tensor, ...]
     """Detached: they keep the memory that is looked at, whatever `.data` becomes."""
-    addresses: list[int]
     places: list[tuple[int, int, int]]
-    parameters: Mapping[str, torch.Tensor]
+    parameters: Sequence[torch.Tensor]
     """Those of them that a replay has to come to, likewise."""
     tripwire: Tripwire | None = None
     digests: Sequence[tuple[str, str]] = ()
@@ -35,11 +36,12 @@ class Watched:
         leaves = tuple(optimizer.tensors())
         tensors = tuple(leaf.tensor.detach() for leaf in leaves)
         places, parameters = sample_places(leaves), optimizer.parameters_here()
-        return cls(leaves, tensors, _addresses(leaves), places, parameters)
+        live = tuple(leaf.tensor for leaf in leaves)
+        return cls(leaves, live, _addresses(live), tensors, places, parameters)
 
     def moved(self) -> list[str]:
         """The names of those that have other memory now (`.data = ...`)."""
-        addresses = _addresses(self.leaves)
+        addresses = _addresses(self.live)
         if addresses == self.addresses:
             return []
         rows = zip(self.leaves, addresses, self.addresses, strict=True)
@@ -54,5 +56,5 @@ def first_that_differs(
     return next(([(now or then)[0]] for then, now in pairs if now != then), [])
 
 
-def _addresses(leaves: Sequence[Leaf]) -> list[int]:
-    return [leaf.tensor.data_ptr() for leaf in leaves]
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))

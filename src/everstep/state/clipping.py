@@ -1,10 +1,10 @@
 """Clipping as torch does it, bit for bit, that keeps the gradients from before it for a recorder.
 
 Clipping fills the mantissa, so a record packs better with the raw gradient and the coefficient in
-it; `scale` makes the clipped gradient of them again. While no recorder is attached, and within the
+it; `scale` makes the clipped gradient of them again. While no recorder wants that, and within the
 capture of a CUDA graph, `clip_grad_norm_` is torch's own function and keeps nothing.
 
-What decides how a gradient is scaled while a recorder is attached:
+What decides how a gradient is scaled while a recorder wants it:
 
 * Nobody else can see the tensor, on a CPU: `p.grad` becomes a new tensor, the old one is the raw
   gradient. One pass over memory, as in torch. So it is with FSDP2's, which lie in one buffer that
@@ -26,14 +26,14 @@ Everything here runs in the training thread.
 import itertools
 import types
 import warnings
+import weakref
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import utils as torch_clipping
 from torch.utils._foreach_utils import _has_foreach_support
-from torch.utils.weak import TensorWeakRef
 
 from everstep.state import kept, owners
 from everstep.state.graphs import is_capturing
@@ -47,12 +47,8 @@ from everstep.state.layout import (
 from everstep.state.leaves import sample
 from everstep.state.room import has_room
 
-# Where the tensor behind `p.grad` may be replaced. On CUDA it may be a graph's static memory.
-_REPLACED_ON = frozenset({"cpu"})
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Clipped:
+class Clipped(NamedTuple):
     """A gradient before clipping, and what it was multiplied by.
 
     `raw`: the gradient's shape, dtype, device and strides, a DTensor if that is one; shares no
@@ -67,12 +63,11 @@ class Clipped:
     version: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class _Entry(NamedTuple):
     """`Clipped` and what tells whether it still holds."""
 
     clipped: Clipped
-    memory: TensorWeakRef
+    memory: "weakref.ref[Tensor]"
     """The gradient, or of a DTensor its local tensor; likewise what is known of it."""
     version: int
     raw_version: int
@@ -96,7 +91,7 @@ def clip_grad_norm_(
     Returns the total norm before clipping, as torch does: 0-d, on the first gradient's device.
     Raises what torch raises (RuntimeError: not finite with `error_if_nonfinite`; no foreach there).
 
-    With a recorder attached, `p.grad` may be another tensor object afterwards (see the module),
+    While a recorder wants what was before, `p.grad` may be another tensor object afterwards (see the module),
     and a copy's worth of memory is held until the optimizer's step or the next clipping.
     """
     if isinstance(parameters, Tensor):
@@ -108,7 +103,7 @@ def clip_grad_norm_(
             warnings.warn(message, stacklevel=2)  # here: torch would blame this file
     else:
         parameters = list(parameters)
-    if not kept.is_wanted() or torch.compiler.is_compiling() or is_capturing():
+    if not kept.wants_raw() or torch.compiler.is_compiling() or is_capturing():
         return torch_clipping.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
@@ -237,7 +232,7 @@ def _keep(owner: Tensor, clipped: Clipped, is_new: bool) -> None:
     memory = local_of(owner.grad)
     _entries[owner] = _Entry(
         clipped,
-        TensorWeakRef(memory),
+        weakref.ref(memory),
         memory._version,
         local_of(clipped.raw)._version,
         sample(memory),
@@ -296,7 +291,7 @@ def _is_dense(gradient: Tensor) -> bool:
 def _is_replaceable(gradients: list[Tensor], index: int, in_buffers: Container[int]) -> bool:
     """Whether nobody but its parameter and `gradients` holds this gradient or its memory."""
     return (
-        gradients[index].device.type in _REPLACED_ON
+        gradients[index].is_cpu  # on CUDA it may be a graph's static memory
         and not gradients[index].requires_grad  # part of a graph: create_graph
         and owners.is_unseen(gradients, index)
         and _is_dense(local_of(gradients[index]))

@@ -5,6 +5,7 @@ Everything but `Interest.set` runs in the training thread; that in any.
 
 import threading
 import weakref
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -17,35 +18,42 @@ class ByParameter(Generic[T]):
     WeakIdKeyDictionary, which takes three times as long: it is asked of each one in each step."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[weakref.ref[Tensor], T]] = {}
+        self._values: dict[int, T] = {}
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        """Of all that ever had something, and live."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._values)
 
     def __setitem__(self, parameter: Tensor, value: T) -> None:
-        key, rows = id(parameter), self._rows
-
-        def forget(dead: weakref.ref[Tensor]) -> None:
-            if key in rows and rows[key][0] is dead:  # else another one has its address now
-                del rows[key]
-
-        rows[key] = weakref.ref(parameter, forget), value
+        key = id(parameter)
+        known = self._parameters.get(key)
+        if known is None or known() is not parameter:
+            self._parameters[key] = weakref.ref(parameter, partial(self._forget, key))
+        self._values[key] = value
 
     def get(self, parameter: Tensor) -> T | None:
         """None where there is nothing."""
-        row = self._rows.get(id(parameter))
-        return row[1] if row and row[0]() is parameter else None
+        key = id(parameter)
+        value = self._values.get(key)
+        return None if value is None or self._parameters[key]() is not parameter else value
 
     def discard(self, parameter: Tensor) -> None:
         """Forget it; no error where there is nothing."""
-        self._rows.pop(id(parameter), None)
+        self._values.pop(id(parameter), None)
 
     def clear(self) -> None:
         """Forget all."""
-        self._rows.clear()
+        self._values.clear()
+
+    def _forget(self, key: int, dead: weakref.ref[Tensor]) -> None:
+        if self._parameters.get(key) is dead:  # else another one has its address now
+            del self._parameters[key]
+            self._values.pop(key, None)
 
 
 _interested = 0
+_wants_raw = 0
 _takes_parts = True
 _lock = threading.Lock()
 _kept: list[ByParameter[Any]] = []
@@ -55,15 +63,17 @@ class Interest:
     """One recorder's."""
 
     def __init__(self) -> None:
-        self._is_on = False
+        self._is_on = self._raw = False
 
-    def set(self, is_on: bool) -> None:
+    def set(self, is_on: bool, raw: bool = True) -> None:
         """Keep what comes from now on, or not; the same again does nothing. When the last one is
-        off, nothing is kept, and what was kept is released."""
-        global _interested, _takes_parts
+        off, nothing is kept, and what was kept is released. `raw`: gradients from before clipping,
+        too."""
+        global _interested, _wants_raw, _takes_parts
         with _lock:
             _interested += is_on - self._is_on
-            self._is_on = is_on
+            _wants_raw += (is_on and raw) - self._raw
+            self._is_on, self._raw = is_on, is_on and raw
             if not _interested:
                 _takes_parts = True
                 for entries in _kept:
@@ -73,6 +83,11 @@ class Interest:
 def is_wanted() -> bool:
     """Whether anybody is interested."""
     return _interested > 0
+
+
+def wants_raw() -> bool:
+    """Whether anybody wants gradients from before clipping."""
+    return _wants_raw > 0
 
 
 def takes_parts() -> bool:

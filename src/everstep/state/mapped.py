@@ -193,7 +193,7 @@ class Mapped:
                 f"shapes, or do without layout="
             )
         return [
-            Place(replace(leaf, name=f"{optimizer}.{each}.{key}"), each, False)
+            Place(leaf._replace(name=f"{optimizer}.{each}.{key}"), each, False)
             for each in self.names_here(name, parameter)
         ]
 

@@ -111,14 +111,15 @@ class OptimizerState:
                     found.append((full, digest.hexdigest()))
         return found
 
-    def parameters_here(self) -> dict[str, torch.Tensor]:
-        """What of its parameters' memory this rank updates, under names that are the same where
-        the layout is."""
-        return {
+    def parameters_here(self) -> list[torch.Tensor]:
+        """What of its parameters' memory this rank updates, in an order that is the same where the
+        layout is."""
+        parts = {
             f"{name} {number}": part.detach()
             for name, parameter in self._here()
             for number, part in enumerate(self._parts_of(parameter, parameter, ""))
         }
+        return [part for _, part in sorted(parts.items()) if part.numel()]
 
     def _here(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters of which this rank updates something, each with its name."""

@@ -29,8 +29,7 @@ def is_unseen(gradients: Sequence[Tensor], index: int) -> bool:
 
 def is_alone(tensor: Tensor) -> bool:
     """Whether no other tensor has its memory, and it all of that."""
-    is_all = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return is_all and _storage_holders(tensor) == _ALONE
+    return _held(tensor) == _ALONE
 
 
 def unshared(tensors: Iterable[Tensor]) -> set[int]:
@@ -56,7 +55,7 @@ def _have_it_alone(members: dict[int, Tensor]) -> bool:
     bases = {id(view._base) for view in views}
     if len(bases) != 1 or bases <= members.keys():  # not as FSDP2 makes them
         return False
-    (python, storage), (base_python, base) = _storage_holders(views[0]), _base_holders(views[0])
+    (_, python, storage), (base_python, base) = _held(views[0]), _base_holders(views[0])
     return (python, storage - len(members), base_python, base - len(views)) == _VIEWED
 
 
@@ -69,9 +68,11 @@ def _local_holders(dtensor: Any) -> tuple[int, int]:
     return sys.getrefcount(dtensor._local_tensor), dtensor._local_tensor._use_count()
 
 
-def _storage_holders(tensor: Tensor) -> tuple[int, int]:
+def _held(tensor: Tensor) -> tuple[bool, int, int]:
+    """Whether it has all of its storage; and counts of what holds that: in Python, in C++."""
     storage = tensor.untyped_storage()
-    return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+    count = torch._C._storage_Use_Count(storage._cdata)
+    return storage.nbytes() == tensor.nbytes, sys.getrefcount(storage), count
 
 
 def _base_holders(view: Any) -> tuple[int, int]:
@@ -82,14 +83,14 @@ def _can_tell() -> bool:
     return hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 
 
-def _measure_alone() -> tuple[tuple[int, int], tuple[int, int]] | None:
+def _measure_alone() -> tuple[tuple[int, int], tuple[bool, int, int]] | None:
     """Holders of a gradient and of its storage; None where this torch cannot tell."""
     if not _can_tell():
         return None
     owner = torch.zeros(1, device="cpu", requires_grad=True)
     owner.grad = torch.zeros(1, device="cpu")
     gradients = [owner.grad]
-    return _holders(gradients, 0), _storage_holders(gradients[0])
+    return _holders(gradients, 0), _held(gradients[0])
 
 
 def _measure_views() -> tuple[tuple[int, int], tuple[int, int, int, int]] | None:
@@ -104,7 +105,7 @@ def _measure_views() -> tuple[tuple[int, int], tuple[int, int, int, int]] | None
         ]
         del buffer
     local = views[0]._local_tensor
-    (python, storage), (base_python, base) = _storage_holders(local), _base_holders(local)
+    (_, python, storage), (base_python, base) = _held(local), _base_holders(local)
     return _local_holders(views[1]), (python, storage - 2, base_python, base - 2)
 
 

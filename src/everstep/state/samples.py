@@ -1,6 +1,6 @@
 """Samples: a few bytes of what a replay has to come to, in the record, to be compared there."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,27 +16,34 @@ _SAMPLE_BYTES = 64
 _STRIDE = 0x9E3779B1  # Fibonacci hashing: each step looks elsewhere
 
 
+def sample_of(tensors: Mapping[str, torch.Tensor], step: int) -> torch.Tensor:
+    """A few bytes of some of the tensors (of this rank's part of them), other ones at each step, as
+    one tensor; does not synchronise. Equal for equal tensors and steps, wherever they lie."""
+    rows = (local_of(tensors[name]) for name in sorted(tensors))
+    return _sample([local for local in rows if local.numel()], step, _SAMPLES_MAX)
+
+
+def updated_of(parameters: Sequence[torch.Tensor], step: int) -> torch.Tensor:
+    """That of an optimizer's parameters (its `parameters_here`) after its last update in a step."""
+    return _sample(parameters, step, _UPDATED_MAX)
+
+
 @torch.inference_mode(False)  # what is made here is looked after by its version counter
-def sample_of(
-    tensors: Mapping[str, torch.Tensor], step: int, most: int = _SAMPLES_MAX
-) -> torch.Tensor:
-    """A few bytes of so many of the tensors (of this rank's part of them), other ones at each step,
-    as one tensor; does not synchronise. Equal for equal tensors and steps, wherever they lie."""
-    rows = [local for name in sorted(tensors) if (local := local_of(tensors[name])).numel()]
-    first = step * most % max(1, len(rows))
-    chosen = (*rows[first : first + most], *rows[:first])[:most]
-    pieces = []
-    for number, tensor in enumerate(chosen):
-        pieces.append(_few_bytes(tensor.detach(), step * _STRIDE + number))
-    devices = [piece.device for piece in pieces if piece.is_cuda]
-    device = devices[0] if devices else torch.device("cpu")
-    empty = torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.cat([empty, *(piece.to(device, non_blocking=True) for piece in pieces)])
-
-
-def updated_of(parameters: Mapping[str, torch.Tensor], step: int) -> torch.Tensor:
-    """That of an optimizer's parameters after its last update in a step."""
-    return sample_of(parameters, step, _UPDATED_MAX)
+def _sample(tensors: Sequence[torch.Tensor], step: int, most: int) -> torch.Tensor:
+    """Of plain tensors that have elements."""
+    first = step * most % max(1, len(tensors))
+    chosen = (*tensors[first : first + most], *tensors[:first])[:most]
+    if not chosen:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    pieces = [
+        _few(tensor.detach(), step * _STRIDE + number) for number, tensor in enumerate(chosen)
+    ]
+    if len({(piece.dtype, piece.device) for piece in pieces}) > 1:
+        device = next((piece.device for piece in pieces if piece.is_cuda), torch.device("cpu"))
+        pieces = [
+            piece.contiguous().view(torch.uint8).to(device, non_blocking=True) for piece in pieces
+        ]
+    return torch.cat(pieces).view(torch.uint8)
 
 
 def updated_name(optimizer: str, rank: int | None) -> str:
@@ -45,15 +52,17 @@ def updated_name(optimizer: str, rank: int | None) -> str:
     return name if rank is None else own_name(name, rank)
 
 
-def _few_bytes(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """Of some elements along the longest dim; of strided tensors, too, without a copy of more."""
-    if not tensor.dim():
-        tensor = tensor.view(1)
-    longest = tensor.shape.index(max(tensor.shape))
-    for dim in reversed(range(tensor.dim())):
+def _few(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    """Some elements along the longest dim, of one dim; a view, of strided tensors, too."""
+    shape, strides = tensor.shape or (1,), tensor.stride() or (1,)
+    length = max(shape)
+    longest = shape.index(length)
+    at = tensor.storage_offset()
+    for dim in reversed(range(len(shape))):
         if dim != longest:
-            turn, index = divmod(turn, tensor.shape[dim])
-            tensor = tensor.select(dim, index)
-    count = min(len(tensor), max(1, _SAMPLE_BYTES // tensor.element_size()))
-    few = tensor.narrow(0, turn % (len(tensor) - count + 1), count)
-    return few.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+            turn, index = divmod(turn, shape[dim])
+            at += index * strides[dim]
+    count = min(length, max(1, _SAMPLE_BYTES // tensor.element_size()))
+    at += turn % (length - count + 1) * strides[longest]
+    stride = strides[longest] if count > 1 else 1  # else bytes cannot be looked at
+    return tensor.as_strided((count,), (stride,), at).resolve_conj().resolve_neg()

@@ -367,7 +367,7 @@ class State:
         own, others = self._shared_out(leaves)
         held = [*own, *(others if self._compares else ())]
         held = _own_storages(
-            [replace(leaf, owner=None) if self._is_eager(leaf) else leaf for leaf in held]
+            [leaf._replace(owner=None) if self._is_eager(leaf) else leaf for leaf in held]
         )
         count = len(own)
         return Walk(tuple(held[:count]), names, aliases, table, tuple(held[count:]))
@@ -452,7 +452,7 @@ def _own_storages(leaves: list[Leaf]) -> list[Leaf]:
     if not shared:
         return leaves
     return [
-        replace(leaf, owner=None) if leaf.tensor.untyped_storage().data_ptr() in shared else leaf
+        leaf._replace(owner=None) if leaf.tensor.untyped_storage().data_ptr() in shared else leaf
         for leaf in leaves
     ]
 

@@ -6,7 +6,7 @@ who else holds the same. What a group of ranks shares is spread evenly over them
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from everstep.format.boxes import Box
@@ -219,4 +219,4 @@ def _part(leaf: Leaf, start: int, end: int) -> Leaf:
     whole = leaf.box or Box.whole(tuple(leaf.tensor.shape))
     box = Box((whole.offsets[0] + start, *whole.offsets[1:]), (end - start, *whole.lengths[1:]))
     shape = leaf.shape or tuple(leaf.tensor.shape)
-    return replace(leaf, tensor=leaf.tensor[start:end], box=box, shape=shape)
+    return leaf._replace(tensor=leaf.tensor[start:end], box=box, shape=shape)

@@ -1,0 +1,55 @@
+"""Whether gradients from before clipping are worth their memory, and the time to keep them.
+
+They are where they came out of arithmetic of fewer bits (autocast to bf16): their low bytes are
+zero, or of little entropy, and the keeper packs them. Gradients of plain float32 take the same
+bytes before clipping and after it. What the records took on the disk tells which these are.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from everstep.handle import SaveHandle
+
+LOOKS = 8
+"""Records on the disk, after which it is known; ..."""
+AGAIN_AFTER = 256
+"""... and records without, after which it is looked at again."""
+WORTH = 0.75
+"""Of the gradients' bytes are stored, at most: squeezed exponents alone come to 0.84, also after
+clipping."""
+
+
+class Raw:
+    """One log's. For the thread that trains."""
+
+    def __init__(self) -> None:
+        self.is_wanted = True
+        self._seen: deque[tuple[SaveHandle, int, int]] = deque(maxlen=4 * LOOKS)  # not all stored
+        self._without = 0
+
+    def note(
+        self, calls: Sequence[Mapping[str, Any]], handle: SaveHandle, size: int, gradients: int
+    ) -> None:
+        """A record of `size` bytes, most of them or all of `gradients`, is being captured, and with
+        it what `calls` say."""
+        if any("compressed" in call for call in calls):
+            return  # that needs them, to be known again after clipping
+        if not any("clips" in call for call in calls):
+            self._note_without()
+            return
+        self._seen.append((handle, size, max(1, gradients)))
+        stored = [
+            1 - (whole - each.bytes) / dense
+            for each, whole, dense in self._seen
+            if each.bytes is not None
+        ]
+        if len(stored) >= LOOKS:
+            self.is_wanted = median(stored) <= WORTH
+
+    def _note_without(self) -> None:
+        self._seen.clear()
+        self._without += 1
+        if self._without % AGAIN_AFTER == 0:
+            self.is_wanted = True
