@@ -91,8 +91,9 @@ def clip_grad_norm_(
     Returns the total norm before clipping, as torch does: 0-d, on the first gradient's device.
     Raises what torch raises (RuntimeError: not finite with `error_if_nonfinite`; no foreach there).
 
-    While a recorder wants what was before, `p.grad` may be another tensor object afterwards (see the module),
-    and a copy's worth of memory is held until the optimizer's step or the next clipping.
+    While a recorder wants what was before, `p.grad` may be another tensor object afterwards (see
+    the module), and a copy's worth of memory is held until the optimizer's step or the next
+    clipping.
     """
     if isinstance(parameters, Tensor):
         parameters = [parameters]
