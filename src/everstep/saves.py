@@ -126,6 +126,7 @@ class Saves:
             log.error("%s", error)
             self._metrics.last_error = str(error)
         handle.bytes = message["bytes"]
+        handle.squeezed = message.get("squeezed")
         handle.advance("local", error)
         self._metrics.add_durable(handle.times["local"] - handle.times["called"])
         self._forget(capture)

@@ -21,7 +21,7 @@ from typing import Any
 from everstep.capture.derived import Derived
 from everstep.capture.pace import Pace, choose_window
 from everstep.capture.pieces import Pieces, plain_numbers
-from everstep.capture.ranks import Ranks
+from everstep.capture.ranks import NextBase, Ranks
 from everstep.capture.raw import Raw
 from everstep.capture.recorder import Recorder
 from everstep.capture.refusals import Held, Refused, check_gradients, check_graphs
@@ -259,6 +259,7 @@ class Log:
             if captured.share and captured.share["ends"]:
                 self._base_step, self._pieces = handle.step, None
                 self._tell_base()
+            self._interest.set(True, self._wants_raw())
             self._recorded += 1
             self._held.note_success()
             if self._recorded >= FORGIVEN_AFTER:
@@ -267,8 +268,8 @@ class Log:
         walk = captured.collected.walk
         self._recorder.reset()
         self._base = self._pieces = None
-        self._interest.set(self.is_on, self._raw.is_wanted)
         if not self.is_on:
+            self._interest.set(False)
             return
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
         self._base_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
@@ -277,22 +278,27 @@ class Log:
         self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
         self._tell_base()
+        self._interest.set(True, self._wants_raw())
+
+    def _wants_raw(self) -> bool:
+        """Whether the next record has gradients from before clipping."""
+        if self._ranks:
+            return self._ranks.wants_raw(self._last_step + 1)
+        return self._raw.is_wanted
 
     def _tell_base(self) -> None:
         if self._ranks:
             distance = self.distance()
             window = min(self._window_size(), distance)
-            self._ranks.note_base(self._base_step, distance, window)
+            following = NextBase(self._base_step + distance, window, self._raw.is_wanted)
+            self._ranks.note_base(self._base_step, following)
 
     def _note_record(self, captured: Captured, handle: SaveHandle) -> None:
         if captured.share is None and captured.record:
             leaves = (*captured.collected.walk.leaves, *captured.collected.loose)
             self._record_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
             self._records.append(handle)
-            if self._ranks is None:  # several would have to agree
-                gradients = sum(leaf.tensor.nbytes for leaf in leaves if leaf.owner == RECORD_OWNER)
-                self._raw.note(captured.record["calls"], handle, self._record_bytes, gradients)
-                self._interest.set(True, self._raw.is_wanted)
+            self._raw.note(captured.record["calls"], handle)
 
     def describe(self) -> dict[str, Any]:
         """What `everstep show` prints of the choice."""
@@ -351,7 +357,7 @@ class Log:
     def _is_base_due(self, step: int) -> bool:
         if self._ranks:
             following = self._ranks.next_base()
-            return following is not None and step >= following[0]
+            return following is not None and step >= following.step
         return step - self._origin() >= self.distance()
 
     def _share(self, step: int, walk: Walk) -> tuple[list[Leaf], list[Leaf], dict[str, Any] | None]:
@@ -375,7 +381,8 @@ class Log:
     def _next_base(self) -> tuple[int, int] | None:
         """When it is due, and over how many steps it is spread."""
         if self._ranks:
-            return self._ranks.next_base()
+            following = self._ranks.next_base()
+            return following and (following.step, following.window)
         distance = self.distance()
         return self._origin() + distance, min(self._window_size(), distance)
 

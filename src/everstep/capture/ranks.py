@@ -25,6 +25,19 @@ _WINDOWS_MAX = 8
 """For so many the first rank's figures are kept."""
 
 
+RAW_FROM = 4
+"""Steps from a base to where what was told there about raw gradients holds: all have heard it."""
+
+
+class NextBase(NamedTuple):
+    """At which step it comes, over how many it is spread, and whether gradients from before
+    clipping are recorded until then."""
+
+    step: int
+    window: int
+    wants_raw: bool
+
+
 class Figures(NamedTuple):
     """By which windows are chosen. `rest`: bytes that are copied at the last step in any case."""
 
@@ -47,7 +60,7 @@ class Ranks:
         self._world = state.world
         self._has_given_up = False
         self._turn: int | None = None
-        self._base: tuple[int, tuple[int, int] | None] = (-1, None)
+        self._base: tuple[int, NextBase | None] = (-1, None)
         self._window: tuple[int, Figures | None] = (-1, None)
         self._decided: dict[int, tuple[int, Figures]] = {}
         """By the first rank: for windows to come, as it has told."""
@@ -110,24 +123,28 @@ class Ranks:
             if raw_name(f"@{number}", name) in tensors and self._state.speaks_for(name)
         }
 
-    def note_base(self, step: int, distance: int, window: int) -> None:
-        """A base is made at this step. The first rank says when the next one is (`distance` steps
-        later), and over how many steps it is spread (`window`)."""
+    def note_base(self, step: int, following: NextBase) -> None:
+        """A base is made at this step. What the first rank says of the next one holds for all."""
         self._base = (step, None)
         if self._world.heard("no raw parts"):  # this step's ranks have come apart over that
             kept.give_up_parts()
         if self._world.rank == 0:
-            self._base = (step, (step + distance, window))
-            self._world.tell(f"base/{step}", [step + distance, window])
+            self._base = (step, following)
+            self._world.tell(f"base/{step}", following)
 
-    def next_base(self) -> tuple[int, int] | None:
-        """The step of the next base, and over how many steps it is spread; None where that is not
-        known yet."""
+    def next_base(self) -> NextBase | None:
+        """None where it is not known yet."""
         step, following = self._base
         if following is None and (told := self._world.heard(f"base/{step}")):
-            following = (int(told[0]), int(told[1]))
+            following = NextBase(int(told[0]), int(told[1]), bool(told[2]))
             self._base = (step, following)
         return following
+
+    def wants_raw(self, step: int) -> bool:
+        """Whether gradients from before clipping are recorded at this step. They are after each
+        base: so ranks that have heard different things soon agree again."""
+        following = self.next_base()
+        return following is None or step < self._base[0] + RAW_FROM or following.wants_raw
 
     def tell_window(self, number: int, figures: "Figures") -> None:
         """What the first rank has measured is what all go by, in the window of that number."""

@@ -16,8 +16,8 @@ LOOKS = 8
 """Records on the disk, after which it is known; ..."""
 AGAIN_AFTER = 256
 """... and records without, after which it is looked at again."""
-WORTH = 0.75
-"""Of the gradients' bytes are stored, at most: squeezed exponents alone come to 0.84, also after
+WORTH = 0.25
+"""Of their bytes are not written, at least: squeezed exponents alone come to 0.16, also after
 clipping."""
 
 
@@ -26,27 +26,20 @@ class Raw:
 
     def __init__(self) -> None:
         self.is_wanted = True
-        self._seen: deque[tuple[SaveHandle, int, int]] = deque(maxlen=4 * LOOKS)  # not all stored
+        self._seen: deque[SaveHandle] = deque(maxlen=4 * LOOKS)  # some are under way
         self._without = 0
 
-    def note(
-        self, calls: Sequence[Mapping[str, Any]], handle: SaveHandle, size: int, gradients: int
-    ) -> None:
-        """A record of `size` bytes, most of them or all of `gradients`, is being captured, and with
-        it what `calls` say."""
+    def note(self, calls: Sequence[Mapping[str, Any]], handle: SaveHandle) -> None:
+        """A record is being captured, and with it what `calls` say."""
         if any("compressed" in call for call in calls):
             return  # that needs them, to be known again after clipping
         if not any("clips" in call for call in calls):
             self._note_without()
             return
-        self._seen.append((handle, size, max(1, gradients)))
-        stored = [
-            1 - (whole - each.bytes) / dense
-            for each, whole, dense in self._seen
-            if each.bytes is not None
-        ]
-        if len(stored) >= LOOKS:
-            self.is_wanted = median(stored) <= WORTH
+        self._seen.append(handle)
+        squeezed = [each.squeezed for each in self._seen if each.squeezed is not None]
+        if len(squeezed) >= LOOKS:
+            self.is_wanted = median(squeezed) >= WORTH
 
     def _note_without(self) -> None:
         self._seen.clear()

@@ -76,6 +76,14 @@ class Data:
         """Bytes written."""
         return sum(link.size for link in self.links)
 
+    @property
+    def squeezed(self) -> float | None:
+        """Which part of the gradients' bytes was not written, as they were packed; None where there
+        are none."""
+        gradients = self._image.parsed.gradients
+        saved = sum(self._image.sizes) - self.size if self._packed else 0
+        return saved / gradients if gradients and self._written else None
+
     def _await(self, pack: int, end: int) -> None:
         """For the copy, whose time is not the disk's."""
         began = time.monotonic()

@@ -16,7 +16,7 @@ from everstep.errors import Corrupt
 from everstep.format.merge import Merged
 from everstep.format.packed import Chunk, raw_chunks
 from everstep.format.packs import pack_starts
-from everstep.format.tables import Extent, Table, decode_table, extents
+from everstep.format.tables import Extent, Table, decode_table, extents, is_gradient
 from everstep.keeper.arrival import Arrival
 from everstep.keeper.replicas import Replicas
 
@@ -29,11 +29,15 @@ class Parsed:
     table: Table
     extents: list[Extent]
     chunks: list[Chunk]
+    gradients: int
+    """Bytes of a record's gradients."""
 
     @classmethod
     def of(cls, document: bytes, table: Table) -> "Parsed":
         """Everything that follows from a table."""
-        return cls(document, table, extents(table), raw_chunks(table))
+        gradients = (entry for name, entry in table.tensors.items() if is_gradient(name))
+        size = sum(piece.size for entry in gradients for piece in entry.pieces)
+        return cls(document, table, extents(table), raw_chunks(table), size)
 
 
 @dataclass(frozen=True, slots=True)

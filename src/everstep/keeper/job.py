@@ -69,12 +69,15 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a commit cost: bytes written, seconds until durable. `warning`: what failed after it.
-    `is_part`: durable, but committed by a later one. `takes_replay`: it is no whole state."""
+    """What a commit cost: bytes written, seconds until durable. `squeezed`: which part of its
+    gradients' bytes was not written, as they were packed; None where it wrote none. `warning`: what
+    failed after it. `is_part`: durable, but committed by a later one. `takes_replay`: it is no
+    whole state."""
 
     name: CheckpointName
     bytes: int
     seconds: float
+    squeezed: float | None = None
     warning: str | None = None
     is_part: bool = False
     takes_replay: bool = False

@@ -271,6 +271,7 @@ class Save:
             self.name,
             self._data.size,
             self._seconds,
+            self._data.squeezed,
             warning,
             takes_replay=self._record is not None,
         )
@@ -299,8 +300,9 @@ class Save:
         warning = _extend_base(writer, pieces, manifest, self._data) or warning
         writer.parent, writer.parent_digest = self.name, self.digest
         takes_replay = self._record is not None or bool(manifest.records)
+        size, squeezed = self._data.size, self._data.squeezed
         self._outcome = Outcome(
-            self.name, self._data.size, self._seconds, warning, takes_replay=takes_replay
+            self.name, size, self._seconds, squeezed, warning, takes_replay=takes_replay
         )
 
     def _add_to_window(self, share: Share) -> Manifest:

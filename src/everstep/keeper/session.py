@@ -296,6 +296,7 @@ class Session:
             "sequence": job.sequence,
             "warning": (outcome.warning or "")[:TEXT_MAX],
             "is_part": outcome.is_part,
+            "squeezed": outcome.squeezed,
         }
         self.tell(message | {"bytes": outcome.bytes, "seconds": outcome.seconds})
         if not outcome.is_part:
