@@ -3,6 +3,7 @@ which of them, and what of each, this one writes."""
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
@@ -15,7 +16,7 @@ from everstep.state.mapped import Piece, memory_like
 from everstep.state.optimizers import OptimizerState
 from everstep.state.ranked import unowned
 from everstep.state.redundancy import ranks_of, redundancy_free
-from everstep.state.writers import Held, Holders, chosen
+from everstep.state.writers import Held, Holders, chosen, dealt_out
 
 
 def check_parts(optimizer: OptimizerState, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -80,8 +81,8 @@ class _Share:
 
     shape: tuple[int, ...]
     memory: torch.Tensor
-    writes_whole: bool
     is_first: bool
+    writes_whole: bool = False
     places: list[tuple[tuple[slice, ...], Box | None]] = field(default_factory=list)
 
     @property
@@ -149,6 +150,7 @@ class RecordShares:
 
 def _shares(optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -> dict[str, _Share]:
     held, found = [], {}
+    whole: dict[str, tuple[tuple[int, ...], int]] = {}
     for optimizer in optimizers:
         for _, name, parameter, _ in optimizer.parameters():
             if optimizer.mapped.split(parameter) is not None:
@@ -157,12 +159,15 @@ def _shares(optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -
             local = local_of(parameter)
             shape, shards = shards_like(parameter, local)
             is_first = holders.of_any(name)[0] == rank
-            found[name] = _Share(shape, local, ranks[0] == rank, is_first)
+            found[name] = _Share(shape, local, is_first)
+            whole[name] = ranks, prod(shape) * local.element_size()
             held += [
                 Held(Leaf(name, view, None, box, shape), ranks)
                 for box, view in shards
                 if view.numel() or 0 in shape
             ]
+    for name, writer in dealt_out(whole).items():
+        found[name].writes_whole = writer == rank
     for leaf in chosen(held, rank)[0]:
         share = found[leaf.name]
         assert leaf.box is not None

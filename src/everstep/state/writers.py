@@ -55,6 +55,18 @@ def chosen(held: Iterable[Held], rank: int) -> tuple[list[Leaf], list[Leaf]]:
     return own, others
 
 
+def dealt_out(held: Mapping[str, tuple[tuple[int, ...], int]]) -> dict[str, int]:
+    """Of tensors that are not cut, each with the ranks that hold it and its bytes (the same on all
+    of these), the rank that writes it."""
+    found: dict[str, int] = {}
+    loads: dict[tuple[int, ...], dict[int, int]] = {}
+    for name, (ranks, size) in sorted(held.items(), key=lambda row: (-row[1][1], row[0])):
+        load = loads.setdefault(ranks, dict.fromkeys(ranks, 0))
+        found[name] = min(ranks, key=load.__getitem__)
+        load[found[name]] += size
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What ranks compare of a tensor: dtype and global shape, and how it is spread (None: it is
