@@ -18,6 +18,7 @@ from torch import nn
 
 import everstep
 from everstep import Store
+from everstep.capture import raw
 from examples import slow
 
 
@@ -116,6 +117,25 @@ def test_clipping_by_everstep_keeps_the_compressed_form(store, kind, is_view):
     dense = sum(p.nbytes for p in state["model"].parameters() if p.requires_grad)
     assert gradient_bytes(store, 8) <= SHARE[kind] * dense
     check_steps(store, build(kind, 2, gradient_as_bucket_view=is_view), frozen)
+
+
+def test_compression_begins_when_raw_gradients_are_wanted_no_more(store):
+    """Only by them a gradient is known again after clipping."""
+
+    def step(state, number):
+        state["optimizer"].zero_grad()
+        backward(state)
+        everstep.clip_grad_norm_(state["model"].parameters(), 0.001)
+        state["optimizer"].step()
+
+    begin, options = raw.LOOKS + 5, {"matrix_approximation_rank": 2}
+    options["start_powerSGD_iter"] = begin - 1
+    state = build("powersgd", options=options)
+    frozen = run_logged(store, state, step, begin + 4, each=lambda handle: handle.wait("local"))
+    calls = [Store(store).manifest(number).records[0].calls[0] for number in range(2, begin + 5)]
+    assert ["clips" in call for call in calls].count(False) == 2
+    assert ["compressed" in call for call in calls] == [False] * (begin - 2) + [True] * 5
+    check_steps(store, build("powersgd", 2, options=options), frozen)
 
 
 @each_kind

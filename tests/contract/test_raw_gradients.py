@@ -63,6 +63,26 @@ def test_bfloat16_is_kept(store):
     assert all(run(store, raw.LOOKS + 8, lambda state, _: train(16, state)))
 
 
+@pytest.mark.parametrize("which", ["not updated", "not clipped"])
+def test_other_steps_between_them(store, which):
+    """Of micro-batches, say, or before the gradients are large."""
+
+    def step(state, number):
+        if number % 3:
+            train(32, state)
+        elif which == "not clipped":
+            state["optimizer"].zero_grad()
+            state["model"](torch.randn(8, 160)).square().sum().backward()
+            state["optimizer"].step()
+
+    frozen = run_logged(store, build(1), step, 3 * raw.LOOKS, durable)
+    check_steps(store, build(2), frozen)
+    calls = [Store(store).manifest(number).records[0].calls for number in range(2, 3 * raw.LOOKS)]
+    found = [any("clips" in call for call in each) for each in calls]
+    assert found.count(True) == raw.LOOKS + 1
+    assert not any(found[-raw.LOOKS :])
+
+
 def test_it_is_looked_at_again(store, monkeypatch):
     monkeypatch.setattr(raw, "AGAIN_AFTER", 3)
     first = 1 + raw.LOOKS + 1  # whole state, enough records, and the one at which it is known

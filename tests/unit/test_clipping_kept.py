@@ -231,6 +231,16 @@ def test_without_a_recorder_it_is_torchs(recorder):
     assert raw_gradient(weight) is None
 
 
+def test_nobody_wants_it_any_more(recorder):
+    model, weight = clipped_model(False)
+    raw = weakref.ref(raw_gradient(weight).raw)
+    recorder.set(True, raw=False)
+    clip_grad_norm_(model.parameters(), 0.01)
+    assert raw() is None
+    assert raw_gradient(weight) is None
+    assert clipping.has_replaced(weight)  # by the clipping before
+
+
 def test_inference_mode_makes_no_inference_gradient():
     [parameter] = parameters_of(lambda: [noise(3)])
     with torch.inference_mode():

@@ -259,7 +259,7 @@ class Log:
             if captured.share and captured.share["ends"]:
                 self._base_step, self._pieces = handle.step, None
                 self._tell_base()
-            self._interest.set(True, self._wants_raw())
+            self._interest.set(self.is_on, self._wants_raw())
             self._recorded += 1
             self._held.note_success()
             if self._recorded >= FORGIVEN_AFTER:

@@ -2,7 +2,8 @@
 
 They are where they came out of arithmetic of fewer bits (autocast to bf16): their low bytes are
 zero, or of little entropy, and the keeper packs them. Gradients of plain float32 take the same
-bytes before clipping and after it. What the records took on the disk tells which these are.
+bytes before clipping and after it. Whether records could be packed tells which these are, but for
+some (half of them zeros) that pack after clipping as well.
 """
 
 from collections import deque
@@ -30,19 +31,20 @@ class Raw:
         self._without = 0
 
     def note(self, calls: Sequence[Mapping[str, Any]], handle: SaveHandle) -> None:
-        """A record is being captured, and with it what `calls` say."""
-        if any("compressed" in call for call in calls):
-            return  # that needs them, to be known again after clipping
-        if not any("clips" in call for call in calls):
-            self._note_without()
+        """A record is being captured, and with it what `calls` say. Without updates, or where a
+        hook has compressed gradients, it tells nothing."""
+        if not calls or any("compressed" in call for call in calls):
             return
+        has_some = any("clips" in call for call in calls)
+        if has_some and self.is_wanted:
+            self._look(handle)
+        elif not has_some and not self.is_wanted:
+            self._without += 1
+            self.is_wanted = self._without % AGAIN_AFTER == 0
+
+    def _look(self, handle: SaveHandle) -> None:
         self._seen.append(handle)
         squeezed = [each.squeezed for each in self._seen if each.squeezed is not None]
-        if len(squeezed) >= LOOKS:
-            self.is_wanted = median(squeezed) >= WORTH
-
-    def _note_without(self) -> None:
-        self._seen.clear()
-        self._without += 1
-        if self._without % AGAIN_AFTER == 0:
-            self.is_wanted = True
+        if len(squeezed) >= LOOKS and median(squeezed) < WORTH:
+            self.is_wanted = False
+            self._seen.clear()

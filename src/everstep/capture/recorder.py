@@ -402,6 +402,7 @@ def _rows(
 def _hold(
     call: Call, name: str, parameter: torch.Tensor, gradient: torch.Tensor, copies: bool
 ) -> None:
+    """Note a gradient as it is: a copy, or by reference."""
     kept = gradient.detach()
     call.tensors[f"{call.at}.{name}"] = kept.clone() if copies else kept
     call.gradients.append(
@@ -463,8 +464,8 @@ def _local(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.
 
 
 def _part(name: str, parameter: torch.Tensor, gradient: torch.Tensor, kind: str) -> torch.Tensor:
-    """Likewise, for an optimizer of that class. Raises Unsupported also where no replay could have
-    it as it is."""
+    """This rank's part of a gradient that an optimizer of class `kind` consumes. Raises Unsupported
+    where that is not here, or no replay could have it as it is."""
     check_placement(name, parameter, gradient, kind)
     gradient = _local(name, parameter, gradient)
     if not fills_memory(gradient):

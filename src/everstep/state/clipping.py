@@ -66,7 +66,8 @@ class Clipped(NamedTuple):
 class _Entry(NamedTuple):
     """`Clipped` and what tells whether it still holds."""
 
-    clipped: Clipped
+    clipped: Clipped | None
+    """None where nobody wanted it any more."""
     memory: "weakref.ref[Tensor]"
     """The gradient, or of a DTensor its local tensor; likewise what is known of it."""
     version: int
@@ -105,6 +106,7 @@ def clip_grad_norm_(
     else:
         parameters = list(parameters)
     if not kept.wants_raw() or torch.compiler.is_compiling() or is_capturing():
+        _let_go(parameters)
         return torch_clipping.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
@@ -125,7 +127,7 @@ def raw_gradient(parameter: Tensor) -> Clipped | None:
     """
     entry = _entries.get(parameter)
     gradient = parameter.grad
-    if entry is None or gradient is None:
+    if entry is None or entry.clipped is None or gradient is None:
         return None
     memory = local_of(gradient)
     if entry.memory() is not memory:
@@ -150,6 +152,13 @@ def release(parameters: Iterable[Tensor]) -> None:
     """
     for parameter in parameters if _entries else ():
         _entries.discard(parameter)
+
+
+def _let_go(parameters: Iterable[Tensor]) -> None:
+    """Hold their raw gradients no longer; `has_replaced` stays as it is."""
+    for parameter in parameters if _entries else ():
+        if entry := _entries.get(parameter):
+            _entries[parameter] = entry._replace(clipped=None)
 
 
 def scale(raw: Sequence[Tensor], coefficient: Tensor, foreach: bool) -> list[Tensor]:

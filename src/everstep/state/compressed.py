@@ -38,7 +38,7 @@ class _Entry:
     seen: Tensor
 
 
-_entries: kept.ByParameter[_Entry] = kept.by_parameter()
+_entries: kept.ByParameter[_Entry] = kept.by_parameter(known_by_raw=True)
 _proofs: kept.ByParameter[tuple[object, int]] = kept.ByParameter()
 
 

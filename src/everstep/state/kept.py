@@ -20,7 +20,7 @@ class ByParameter(Generic[T]):
     def __init__(self) -> None:
         self._values: dict[int, T] = {}
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
-        """Of all that ever had something, and live."""
+        """Of all that ever had something, and live: to make one anew in each step takes longer."""
 
     def __len__(self) -> int:
         return len(self._values)
@@ -57,6 +57,7 @@ _wants_raw = 0
 _takes_parts = True
 _lock = threading.Lock()
 _kept: list[ByParameter[Any]] = []
+_known_by_raw: list[ByParameter[Any]] = []
 
 
 class Interest:
@@ -86,8 +87,8 @@ def is_wanted() -> bool:
 
 
 def wants_raw() -> bool:
-    """Whether anybody wants gradients from before clipping."""
-    return _wants_raw > 0
+    """Whether anybody wants gradients from before clipping, or needs them."""
+    return _wants_raw > 0 or any(_known_by_raw)
 
 
 def takes_parts() -> bool:
@@ -101,8 +102,11 @@ def give_up_parts() -> None:
     _takes_parts = False
 
 
-def by_parameter() -> ByParameter[Any]:
-    """For a module to keep something in, for as long as anybody is interested."""
+def by_parameter(known_by_raw: bool = False) -> ByParameter[Any]:
+    """For a module to keep something in, for as long as anybody is interested. `known_by_raw`: what
+    it is of is known again after clipping only by the gradient from before."""
     entries: ByParameter[Any] = ByParameter()
     _kept.append(entries)
+    if known_by_raw:
+        _known_by_raw.append(entries)
     return entries
