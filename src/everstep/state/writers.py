@@ -49,8 +49,7 @@ def chosen(held: Iterable[Held], rank: int) -> tuple[list[Leaf], list[Leaf]]:
                 for other, (start, end) in zip(ranks, rows, strict=True):
                     (own if other == rank else others).append(_part(leaf, start, end))
                 continue
-            writer = min(ranks, key=loads.__getitem__)
-            loads[writer] += leaf.tensor.nbytes
+            writer = _lightest(loads, leaf.tensor.nbytes)
             (own if writer == rank else others).append(leaf)
     return own, others
 
@@ -61,10 +60,15 @@ def dealt_out(held: Mapping[str, tuple[tuple[int, ...], int]]) -> dict[str, int]
     found: dict[str, int] = {}
     loads: dict[tuple[int, ...], dict[int, int]] = {}
     for name, (ranks, size) in sorted(held.items(), key=lambda row: (-row[1][1], row[0])):
-        load = loads.setdefault(ranks, dict.fromkeys(ranks, 0))
-        found[name] = min(ranks, key=load.__getitem__)
-        load[found[name]] += size
+        found[name] = _lightest(loads.setdefault(ranks, dict.fromkeys(ranks, 0)), size)
     return found
+
+
+def _lightest(loads: dict[int, int], size: int) -> int:
+    """The rank that has least to write so far, which gets so many bytes more."""
+    rank = min(loads, key=loads.__getitem__)
+    loads[rank] += size
+    return rank
 
 
 @dataclass(frozen=True, slots=True)
