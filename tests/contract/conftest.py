@@ -12,5 +12,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def small_portions(monkeypatch):
-    """What is replayed here is small: its last record comes in portions all the same."""
+    """What is replayed here is small: its first and last records come in portions all the same."""
     monkeypatch.setattr(portions, "MIN_BYTES", 1)

@@ -1,5 +1,5 @@
-"""What a replay does not do: hash what nobody compares, take more memory than for two records, and
-wait for all of the last record before its first update."""
+"""What a replay does not do: hash what nobody compares, take more memory than for two records and a
+half, wait for all of the base before its first update, or for all of the last record."""
 
 import threading
 
@@ -11,13 +11,14 @@ from runs import check_steps, kinds, run_logged
 
 from everstep.format.tables import is_gradient
 from everstep.restore import apply, derived, portions, records
+from everstep.restore.load import Loader
 from everstep.restore.slabs import Slabs
 from everstep.state.optimizers import OptimizerState
 
 
 @pytest.fixture
 def slabs(monkeypatch):
-    """Of each replay its slabs, with how many regions there were at most."""
+    """Of each replay its slabs, with how many bytes there were at most."""
     found = []
 
     class Counted(Slabs):
@@ -28,7 +29,7 @@ def slabs(monkeypatch):
 
         def tensors(self, entries):
             tensors = super().tensors(entries)
-            self.most = max(self.most, len(self._slabs))
+            self.most = max(self.most, sum(map(len, self._slabs)))
             return tensors
 
     monkeypatch.setattr(records, "Slabs", Counted)
@@ -50,11 +51,47 @@ def test_all_bytes_are_hashed_only_where_the_record_says_what_they_were(
 
 
 def test_memory_for_two_records_and_none_afterwards(store, slabs, monkeypatch):
-    monkeypatch.setattr(portions, "MIN_BYTES", 1 << 20)
     frozen = run_logged(store, build(1), train, steps=9)
     check_steps(store, build(2), frozen, steps=[9, 2])
-    assert [each.most for each in slabs] == [2, 1]
-    until(lambda: [each._slabs for each in slabs] == [[], []], "memory that is given back")
+    monkeypatch.setattr(portions, "MIN_BYTES", 1 << 20)
+    check_steps(store, build(2), frozen, steps=[9, 2])
+    *in_portions, two, one = [each.most for each in slabs]
+    assert one > 0
+    assert two == 2 * one
+    assert max(in_portions) < 3 * one  # two and a half, and each portion has the samples with it
+    until(lambda: not any(each._slabs for each in slabs), "memory that is given back")
+
+
+def test_updates_begin_before_all_of_the_base_is_read(store, monkeypatch):
+    """Its later portions are not read before the first one's update is made; what no optimizer
+    changes comes with the first."""
+    frozen = run_logged(store, build(1), train, steps=3)
+    load, redo, events = Loader.load, apply.redo, []
+    is_updated = threading.Event()
+
+    def load_late(self, part, sources, destinations, *details):
+        names = {entry.spec.name for entry, _ in destinations}
+        if "optimizer.model.2.weight.exp_avg" in names:
+            assert is_updated.wait(60)
+        load(self, part, sources, destinations, *details)
+        if any(name.startswith("optimizer.") for name in names):
+            events.append(names)
+
+    def redo_noted(loaded, optimizers):
+        redo(loaded, optimizers)
+        events.append((loaded.step, loaded.is_last, loaded.is_comparable))
+        is_updated.set()
+
+    monkeypatch.setattr(Loader, "load", load_late)
+    monkeypatch.setattr(apply, "redo", redo_noted)
+    check_steps(store, build(2), frozen, steps=[3])
+    first, *others = events
+    assert {"model.0.weight", "optimizer.model.0.weight.exp_avg", "model.1.running_mean"} <= first
+    assert others[0] == (2, False, False)
+    assert (2, True, True) in others
+    later = [names for names in others if isinstance(names, set)]
+    assert later
+    assert all(first.isdisjoint(names) for names in later)
 
 
 def test_the_last_record_is_updated_while_it_is_read(store, monkeypatch):
@@ -79,10 +116,13 @@ def test_the_last_record_is_updated_while_it_is_read(store, monkeypatch):
     monkeypatch.setattr(records, "load_record", load_late)
     monkeypatch.setattr(apply, "redo", redo_noted)
     check_steps(store, build(2), frozen, steps=[4])
-    assert events[:2] == [(2, True, True), (3, True, True)]
-    assert events[2:-1] == [(4, False, False)] * (len(events) - 3)
-    assert events[-1] == (4, True, True)
-    assert len(events) > 3
+    first, *others = [[event for event in events if event[0] == step] for step in (2, 3, 4)]
+    assert [len(found) for found in others[:1]] == [1]  # neither the first nor the last
+    for found in (first, *others):
+        assert found[-1][1:] == (True, True)
+        assert set(found[:-1]) <= {(found[0][0], False, False)}
+    assert len(first) > 1
+    assert len(others[1]) > 1
 
 
 @pytest.mark.parametrize("audit", ["sample", "full"])

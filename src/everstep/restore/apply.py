@@ -7,7 +7,7 @@ Nothing of the user's is changed before everything has been found to fit.
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache, partial
 
@@ -18,9 +18,10 @@ from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own
-from everstep.format.wholes import optimizers_of
+from everstep.format.wholes import WholeTensor, optimizers_of
 from everstep.replay import selftest
 from everstep.replay.redo import find, redo
+from everstep.restore.ahead import Queued
 from everstep.restore.choose import Candidate, Described, has_to_be_equal
 from everstep.restore.deliver import Staging, put
 from everstep.restore.derived import Derivation, derived_names, derived_parts
@@ -28,7 +29,7 @@ from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
 from everstep.state.layout import shards_of
-from everstep.state.optimizers import OptimizerState, owned_names
+from everstep.state.optimizers import OptimizerState, owned_names, owners
 from everstep.state.placement import Destination, Placement, Saved
 from everstep.state.ranked import unowned
 from everstep.state.redundancy import is_dealt_out, send_around
@@ -38,6 +39,9 @@ from everstep.state.view import State
 from everstep.state.world import World
 
 log = logging.getLogger("everstep")
+
+Wanted = tuple[WholeTensor, list[Destination]]
+"""A stored tensor, and where its boxes are to go."""
 
 
 @torch.inference_mode(False)  # whoever restores in it: what is made here is to be trained
@@ -87,7 +91,8 @@ def apply(
     candidate.is_shared = _is_shared(state.world, placement)
     _tell(candidate, base)
     if not replayed:
-        together("reading", lambda: _fill(candidate, base, placement, loader))
+        wanted = placement.destinations.values()
+        together("reading", lambda: _fill(candidate, base, wanted, loader))
         placement.finish()
         return base.manifest
     with contextlib.ExitStack() as stack:
@@ -100,7 +105,7 @@ def apply(
         rest = place_rest()
 
         def fill() -> None:
-            _fill(candidate, replayed[-1], rest, loader, optimized)
+            _fill(candidate, replayed[-1], _others(rest, optimized), loader)
             _fill_from_live(rest, state, derivation, replayed[-1], optimized)
 
         together("reading what came after", fill)
@@ -224,9 +229,17 @@ def _replay(
         Records(candidate, logs, optimizers.values(), loader, is_comparable, state.world)
     )
     place_rest().check(candidate.name.step, candidate.disk.root)
-    _fill(candidate, base, placement, loader, queued=records.read_ahead)
-    placement.finish()
+    records.read_base(
+        [
+            partial(_fill, candidate, base, wanted, loader)
+            for wanted in _portions(base, placement, records.portions)
+        ]
+    )
+    is_installed = False
     for loaded in records:
+        if not is_installed:  # only tensors are still to come, into memory that it knows
+            placement.finish()
+            is_installed = True
         redo(loaded, optimizers)
         if loaded.is_last:
             derivation.after(loaded, live, fill)
@@ -299,24 +312,48 @@ def _place_rest(
     return placement
 
 
+def _portions(
+    base: Described, placement: Placement, portions: Sequence[Set[str]]
+) -> list[list[Wanted]]:
+    """What is wanted of the base, in as many portions as these are of its parameters: with each
+    what optimizers keep of them; with the first all else."""
+    number_of = {name: number for number, names in enumerate(portions) for name in names}
+    known = {
+        name: number_of.get(parameter, 0)
+        for table in base.tables
+        for name, parameter in owners(table.optimizers)
+    }
+    found: list[list[Wanted]] = [[] for _ in portions]
+    for name, (whole, destinations) in placement.destinations.items():
+        numbers = [known[each] for each in (name, *whole.aliases) if each in known]
+        found[min(numbers, default=0)].append((whole, destinations))
+    return found
+
+
+def _others(placement: Placement, names: Set[str]) -> list[Wanted]:
+    """What is wanted, but for these."""
+    return [
+        (whole, destinations)
+        for name, (whole, destinations) in placement.destinations.items()
+        if names.isdisjoint((name, *whole.aliases))
+    ]
+
+
 def _fill(
     candidate: Candidate,
     described: Described,
-    placement: Placement,
+    wanted: Iterable[Wanted],
     loader: Loader,
-    but: Set[str] = frozenset(),
-    queued: Callable[[], None] | None = None,
+    queued: Queued | None = None,
 ) -> None:
-    """Load what the checkpoint has of its own, but for those names; the rest is there already.
-    `queued`: see Loader.load; for each part."""
+    """Load what the checkpoint has of these itself; blocks."""
     staging = Staging()
-    wanted: dict[int, tuple[TensorEntry, list[Destination]]] = {}
-    for name, (whole, destinations) in placement.destinations.items():
-        if but.isdisjoint((name, *whole.aliases)):
-            direct = [staging.direct(destination) for destination in destinations]
-            wanted |= {id(entry): (entry, direct) for entry in whole.entries}
+    rows: dict[int, tuple[TensorEntry, list[Destination]]] = {}
+    for whole, destinations in wanted:
+        direct = [staging.direct(destination) for destination in destinations]
+        rows |= {id(entry): (entry, direct) for entry in whole.entries}
     for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
-        here = [wanted[id(entry)] for entry in table.tensors.values() if id(entry) in wanted]
+        here = [rows[id(entry)] for entry in table.tensors.values() if id(entry) in rows]
         if here:
             with candidate.sources(part) as sources:
                 loader.load(part, sources, here, table, queued)

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +25,7 @@ from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
 from everstep.keeper.image import Image
+from everstep.restore.ahead import Queued
 from everstep.restore.deliver import Delivery, Staging, address, devices_of
 from everstep.restore.plan import Span, Target, plan
 from everstep.state.placement import Destination
@@ -86,8 +87,9 @@ class Loader:
         self._pool = ThreadPoolExecutor(READS_IN_FLIGHT, "everstep-read")
         self._local = threading.local()
         self._lock = threading.Lock()
+        self._loads, self._since = 0, 0.0
         self.size, self.seconds = 0, 0.0
-        """Of all loads: bytes that were read, and how long they took; two at once count twice."""
+        """Of all loads: bytes that were read, and how long there was one."""
 
     def __enter__(self) -> "Loader":
         return self
@@ -101,13 +103,36 @@ class Loader:
         sources: Sequence[Sequence[Source]],
         destinations: Destinations,
         table: Table | None = None,
-        queued: Callable[[], None] | None = None,
+        queued: Queued | None = None,
     ) -> None:
         """Fill the destinations with what the part has of their boxes; blocks. The entries are the
         part's own. `sources[pack]`: where that pack can be read, nearest first. `table`: the
-        part's, needed where it is packed. `queued`: called when all reads are queued, so that
-        others can be queued behind them, and the disk does not idle in between."""
-        began = time.perf_counter()
+        part's, needed where it is packed."""
+        with self._timed():
+            self._load(part, sources, destinations, table, queued)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        with self._lock:
+            if not self._loads:
+                self._since = time.perf_counter()
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loads -= 1
+                if not self._loads:
+                    self.seconds += time.perf_counter() - self._since
+
+    def _load(
+        self,
+        part: Part,
+        sources: Sequence[Sequence[Source]],
+        destinations: Destinations,
+        table: Table | None,
+        queued: Queued | None,
+    ) -> None:
         staging = Staging()
         deliveries: dict[str, list[Delivery]] = {}
         for entry, found in destinations:
@@ -136,7 +161,6 @@ class Loader:
         staging.finish()
         with self._lock:
             self.size += sum(span.size for span in spans)
-            self.seconds += time.perf_counter() - began
 
     def _buffer(self, pinned: bool) -> memoryview:
         """This thread's page-aligned buffer."""

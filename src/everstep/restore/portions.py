@@ -1,5 +1,6 @@
-"""The last record of a replay in portions: the updates of those that have come are made while the
-others are read. After the last read there is the last portion's update left to do, not all of it.
+"""The first and the last record of a replay in portions, the first with those of the base: the
+updates of those that have come are made while the others are read. Not all of an update is left to
+do after the last read, nor has the first to wait for all of the base.
 
 A portion is half of what is left, as an update takes less time than a read; so the last is small.
 On the CPU only: a GPU's updates take no time, and which kernels torch takes there for some tensors

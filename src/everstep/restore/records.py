@@ -1,9 +1,8 @@
 """The records of a log, read and verified while the one before them is replayed."""
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.format.wholes import WholeTensor, optimizers_of, whole_tensors
 from everstep.replay.redo import Clip, Loaded, as_stored, clip, of_rank
 from everstep.restore import gathering
+from everstep.restore.ahead import Ahead, Queued, Read
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.gathering import Consumers, Gathered, gradient_key
 from everstep.restore.load import Loader
@@ -28,13 +28,16 @@ from everstep.state.world import World
 
 _LOADS_IN_FLIGHT = 2
 """So that reads of the next wait where those of this one end: a disk that idles in between loses a
-tenth. Memory is there for two anyway: for the one that is replayed, and the next. On the CPU."""
+tenth. Memory is there for two anyway: for the one that is replayed, and the next; and for half as
+much again of portions, which are taken in any order. On the CPU."""
+_UNDIVIDED: Sequence[Set[str]] = (frozenset(),)
 
 
 class Records:
     """The records of a log in their order, each read and verified while what comes before it is
     replayed; the first of them as soon as this is entered. Of a base that is spread, those that
-    bring its pieces together. The last one comes in portions, where that can be."""
+    bring its pieces together. The first and the last come in portions, where that can be: the
+    first with those of the base that it changes, so that its updates begin before all is read."""
 
     def __init__(
         self,
@@ -62,61 +65,50 @@ class Records:
         self._is_on_cpu = self._consumers is None or self._consumers.are_on_cpu
         self._loader = loader
         self._slabs = Slabs()
-        threads = _LOADS_IN_FLIGHT - 1 + COUNT_MAX  # the last record's portions all at once
-        self._reader = ThreadPoolExecutor(threads, "everstep-records")
-        *before, last = records
-        self._waiting = deque(_Part(record, tables) for record, tables in before)
-        self._waiting += self._portions(*last, optimizers)
-        self._begun: deque[tuple[_Part, Future[Loaded]]] = deque()
+        self.portions = self._portions(*records[0], optimizers)
+        """Of the first record: of which parameters each has the gradients."""
+        reads = []
+        for number, (record, tables) in enumerate(records):
+            found = self.portions
+            if number:
+                is_last = number == len(records) - 1
+                found = self._portions(record, tables, optimizers) if is_last else _UNDIVIDED
+            for part in _parts(record, tables, found):
+                reads.append(Read(partial(self._load, part), record.step))
+        threads = _LOADS_IN_FLIGHT - 1 + 2 * COUNT_MAX  # all portions at once, and the base's
+        self._ahead = Ahead(reads, _LOADS_IN_FLIGHT, threads, is_on_cpu=self._is_on_cpu)
 
     def __enter__(self) -> "Records":
-        self._begin()
+        self._ahead.begin()
         return self
 
     def __exit__(self, failure: object, *_: object) -> None:
         if failure:  # none may go on reading, and the next attempt needs the memory
-            self._reader.shutdown(wait=True, cancel_futures=True)
+            self._ahead.close(is_failed=True)
             self._slabs.release()
         else:  # what a reader still held when the last record was let go of; nobody waits for that
-            self._reader.submit(self._slabs.release)
-            self._reader.shutdown(wait=False)
+            self._ahead.later(self._slabs.release)
+            self._ahead.close(is_failed=False)
+
+    def read_base(self, loads: Sequence[Callable[[Queued], None]]) -> None:
+        """Read these too, once, before iterating: each before the portion of the first record of
+        the same number is given out. They run in other threads, several at once."""
+        self._ahead.put_between(loads)
 
     def __iter__(self) -> Iterator[Loaded]:
         """Once. Who lets go of what it got before it asks for the next leaves its memory to those
         that are read then; after the last, memory that nobody uses is given back."""
-        while self._begun:
-            self.read_ahead()
-            yield _used_here(self._begun.popleft()[1].result())
-        self._reader.submit(self._slabs.release)
-
-    def read_ahead(self) -> None:
-        """Let the reads of the next wait behind those that are queued now, as far as there is
-        memory: for two records, and half as much again for portions, which are taken in any
-        order."""
-        while self._waiting:
-            steps = {part.record.step for part, _ in self._begun}
-            if self._waiting[0].record.step not in steps:
-                if len(steps) >= _LOADS_IN_FLIGHT:
-                    return
-                if not self._is_on_cpu:  # what a device still computes with is not free yet
-                    wait(future for _, future in self._begun)
-            self._begin()
-
-    def _begin(self) -> None:
-        part = self._waiting.popleft()
-        self._begun.append((part, self._reader.submit(self._load, part)))
+        for loaded in self._ahead:
+            yield _used_here(loaded)
+            del loaded
+        self._ahead.later(self._slabs.release)
 
     def _portions(
         self, record: Record, tables: Sequence[Table], optimizers: Iterable[OptimizerState] | None
-    ) -> list["_Part"]:
-        whole = _Part(record, tables)
+    ) -> Sequence[Set[str]]:
         if optimizers is None or not self._is_on_cpu:  # a GPU's updates take no time
-            return [whole]
-        found = portions(record, self._unite(tables).tensors, optimizers)
-        if len(found) == 1:
-            return [whole]
-        names = set().union(*found)
-        return [_Part(record, tables, names - each, each is found[-1]) for each in found]
+            return _UNDIVIDED
+        return portions(record, self._unite(tables).tensors, optimizers)
 
     def _unite(self, tables: Sequence[Table]) -> "United":
         key = tuple(map(id, tables))  # most steps share them
@@ -124,7 +116,7 @@ class Records:
             self._united[key] = United.of(tables)
         return self._united[key]
 
-    def _load(self, part: "_Part") -> Loaded:
+    def _load(self, part: "_Part", queued: Queued) -> Loaded:
         record = part.record
         ahead = {name for name, step in self._since.items() if step >= record.step}
         loaded = load_record(
@@ -136,6 +128,7 @@ class Records:
             self._slabs,
             self._world,
             ahead | part.without,
+            queued,
         )
         is_whole = part.is_last and (not ahead or record.step >= self._base_step)
         is_comparable = is_whole and self._is_comparable
@@ -148,8 +141,15 @@ class _Part:
 
     record: Record
     tables: Sequence[Table]
-    without: Set[str] = frozenset()
-    is_last: bool = True
+    without: Set[str]
+    is_last: bool
+
+
+def _parts(record: Record, tables: Sequence[Table], found: Sequence[Set[str]]) -> Iterator[_Part]:
+    """The record in these portions."""
+    names = set().union(*found)
+    for number, each in enumerate(found, 1):
+        yield _Part(record, tables, names - each, is_last=number == len(found))
 
 
 def _used_here(loaded: Loaded) -> Loaded:
@@ -186,6 +186,7 @@ def load_record(
     slabs: Slabs,
     world: World,
     ahead: Set[str] = frozenset(),
+    queued: Queued | None = None,
 ) -> Loaded:
     """Read and verify one; blocks. `consumers`: of its gradients; None: all is read, whole.
     `ahead`: parameters that are of this step, or of a later one, already. Raises Corrupt,
@@ -224,7 +225,7 @@ def load_record(
         own = table.tensors
         rows = [(own[name], to) for name, to in wanted.items() if name in own]
         with candidate.sources(part) as sources:
-            loader.load(part, sources, rows, table)
+            loader.load(part, sources, rows, table, queued)
     rank = None if world.is_alone else world.rank
     optimizers = {name: updated_name(name, rank) for name in united.groups}
     updated = {name: tensors[own] for name, own in optimizers.items() if own in tensors}
