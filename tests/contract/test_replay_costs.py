@@ -4,10 +4,12 @@ half, wait for all of the base before its first update, or for all of the last r
 import threading
 
 import pytest
+import torch
 from derived import averaged, check_all, run
 from keepers import until
 from logs import build, train
 from runs import check_steps, kinds, run_logged
+from torch import nn
 
 from everstep.format.tables import is_gradient
 from everstep.restore import apply, derived, portions, records
@@ -92,6 +94,39 @@ def test_updates_begin_before_all_of_the_base_is_read(store, monkeypatch):
     later = [names for names in others if isinstance(names, set)]
     assert later
     assert all(first.isdisjoint(names) for names in later)
+
+
+class Summed(nn.Sequential):
+    """Its extra state says what its weights are, and is looked at where that is restored."""
+
+    def sums(self):
+        return [parameter.detach().double().sum().item() for parameter in self.parameters()]
+
+    def get_extra_state(self):
+        return {"sums": self.sums()}
+
+    def set_extra_state(self, state):
+        self.seen = (state["sums"], self.sums())
+        assert state["sums"] == self.sums()
+
+
+def test_what_looks_at_the_weights_sees_all_of_the_base(store, monkeypatch):
+    def build_summed(seed):
+        torch.manual_seed(seed)
+        model = Summed(nn.Linear(6, 40), nn.Linear(40, 6))
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+    frozen = run_logged(store, build_summed(1), train, steps=3)
+    state, load = build_summed(2), Loader.load
+
+    def load_late(self, part, sources, destinations, *details):
+        names = {entry.spec.name for entry, _ in destinations}
+        if "optimizer.model.1.weight.exp_avg" in names and "model.0.weight" not in names:
+            until(lambda: hasattr(state["model"], "seen"), "extra state that has been restored")
+        load(self, part, sources, destinations, *details)
+
+    monkeypatch.setattr(Loader, "load", load_late)
+    check_steps(store, state, frozen, steps=[3])
 
 
 def test_the_last_record_is_updated_while_it_is_read(store, monkeypatch):

@@ -316,8 +316,11 @@ def _portions(
     base: Described, placement: Placement, portions: Sequence[Set[str]]
 ) -> list[list[Wanted]]:
     """What is wanted of the base, in as many portions as these are of its parameters: with each
-    what optimizers keep of them; with the first all else."""
+    what optimizers keep of them; with the first all else, so that the placement can be finished
+    then. All with the first, where the user's code would look at what comes later."""
     number_of = {name: number for number, names in enumerate(portions) for name in names}
+    if not placement.is_by_reference:
+        number_of = {}
     known = {
         name: number_of.get(parameter, 0)
         for table in base.tables

@@ -327,9 +327,10 @@ class OptimizerState:
                 )
             elif chosen:
                 values = {key: placement.decode(value) for key, value in sets[chosen[0]].items()}
-                placement.then(partial(install, group, values))
-                placement.then(partial(self.prune, index, values))
-        placement.then(partial(spread_hyperparameters, self.optimizer))
+                placement.then(partial(install, group, values), is_by_reference=True)
+                placement.then(partial(self.prune, index, values), is_by_reference=True)
+        spread = partial(spread_hyperparameters, self.optimizer)
+        placement.then(spread, is_by_reference=True)
 
     def _prepare_state(
         self,
@@ -358,7 +359,7 @@ class OptimizerState:
                 found[parameter] = state
             found.update(other)
 
-        placement.then(install)
+        placement.then(install, is_by_reference=True)
 
     def _state_of(
         self,
