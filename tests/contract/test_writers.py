@@ -370,9 +370,7 @@ def test_a_model_that_rewrites_itself_is_copied_at_the_call(store, caplog):
             optimizer.zero_grad()
             frozen[step] = embed.weight.detach().clone()
             handle = checkpointer.step(step)
-            for rows in torch.arange(4000).split(
-                50
-            ):  # one that runs when the copy ends is not seen
+            for rows in torch.arange(4000).split(50):  # a write that outlasts the copy is not seen
                 model(rows)
             with contextlib.suppress(Unsupported):
                 handle.wait("local", 60)

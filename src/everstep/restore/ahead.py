@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Queued = Callable[[], None]
-"""To be called when all that one reads is queued: what others read may wait behind it."""
+"""To be called when what one reads is queued: what others read may wait behind it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
