@@ -93,7 +93,7 @@ class Ahead(Generic[T]):
             if step is not None and step not in steps:
                 if len(steps) >= self._steps:
                     return
-                if not self._is_on_cpu:
+                if not self._is_on_cpu:  # what a device still computes with is not free yet
                     wait(future for read, future in self._begun if read.step is not None)
             self._begun.append(self._begin(self._waiting.popleft()))
 
