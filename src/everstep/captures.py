@@ -165,6 +165,7 @@ class Captures:
     ) -> bool:
         """Whether this commits something. See begin."""
         began = time.perf_counter()
+        self._full.look()
         captured: Captured | None = Captured(self.collect())
         if self.strategy and captured:
             if self._losses != self._client.losses:

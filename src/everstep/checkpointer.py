@@ -284,6 +284,7 @@ class Checkpointer:
             atexit.unregister(self._close_at_exit)
             self._preemption.uninstall()
             self._captures.close()
+            self._saves.close()
             self._client.close()
             if not self._saves.pending:  # else something is still being copied
                 self._captures.release()

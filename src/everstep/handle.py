@@ -30,7 +30,7 @@ class SaveHandle:
         self.squeezed: float | None = None
         """Of a record that is local: which part of its gradients' bytes was not written, as they
         were packed; 0 to 1."""
-        self._confirm: Callable[[], str | None] | None = None
+        self._confirm: Callable[[str], str | None] | None = None
         self._hasten: Callable[[], None] | None = None
         self._changed = threading.Condition()
         self.times["called"] = time.monotonic()
@@ -45,25 +45,23 @@ class SaveHandle:
         check_level(level)
         if level == "local" and self._hasten:
             self._hasten()
-        with self._changed:
-            reached = self._changed.wait_for(
-                lambda: self.error is not None or self._has(level), timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        is_captured = self._await("captured", deadline)
+        confirm = self._confirm  # others may let go of it
+        problem = confirm(level) if is_captured and confirm else None
+        if not is_captured or not self._await(level, deadline):
+            raise TimeoutError(
+                f"waiting for step {self.step} to be {level}: it is "
+                f"{self.level or 'being copied'} after {timeout} s"
             )
-            if not reached:
-                raise TimeoutError(
-                    f"waiting for step {self.step} to be {level}: it is "
-                    f"{self.level or 'being copied'} "
-                    f"after {timeout} s"
-                )
-        problem = self._confirm() if self._confirm else None
         if self.error is not None and not self._has(level):
             raise self.error
         if problem and self.level != "local":
             raise Unsupported(problem)
 
-    def confirm_with(self, check: Callable[[], str | None] | None) -> None:
-        """For everstep: how to check the copy when somebody has waited for it and may change
-        tensors next."""
+    def confirm_with(self, check: Callable[[str], str | None] | None) -> None:
+        """For everstep: how to check the copy when somebody waits for this level of it, and may
+        change tensors next."""
         self._confirm = check
 
     def hasten_with(self, flush: Callable[[], None] | None) -> None:
@@ -85,6 +83,14 @@ class SaveHandle:
         with self._changed:
             self.error = error
             self._changed.notify_all()
+
+    def _await(self, level: str, deadline: float | None) -> bool:
+        """Whether it came so far, or failed, before that."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self.error is not None or self._has(level),
+                None if deadline is None else max(0.0, deadline - time.monotonic()),
+            )
 
     def _has(self, level: str) -> bool:
         return self.level is not None and LEVELS.index(self.level) >= LEVELS.index(level)

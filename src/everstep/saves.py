@@ -1,11 +1,14 @@
 """Saves: the captures that are on their way, their handles, and what becomes of them.
 
 Handles rise and fall here and nowhere else: by the copying and sealing threads (captured, failed),
-and by the client's thread (held, local, failed, the keeper lost).
+by the client's thread (held, local, failed, the keeper lost), and by the one that tells the keeper
+whether a copy was clean (failed).
 """
 
 import contextlib
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
 
@@ -38,6 +41,8 @@ class Saves:
         self._metrics = metrics
         self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
         self._torn: dict[int, str] = {}
+        self._written: queue.SimpleQueue[tuple[Capture, SaveHandle] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._answer_all, name="everstep-answer", daemon=True).start()
         self.in_order: Callable[[Callable[[], None]], None] = lambda task: task()
         """Does something after what was captured before was handed over. Any thread."""
         self.on_whole: Callable[[int, int], None] = lambda step, epoch: None
@@ -59,9 +64,13 @@ class Saves:
         self.newest = self._before
         self._metrics.saves -= 1
 
+    def close(self) -> None:
+        """End the answering thread when it has nothing left."""
+        self._written.put(None)
+
     def begin(self, capture: Capture, handle: SaveHandle) -> None:
         """The capture is about to be copied."""
-        handle.confirm_with(capture.check)
+        handle.confirm_with(lambda level: capture.look() if level == "local" else capture.check())
         handle.hasten_with(lambda: self._client.flush(capture.sequence))
         self._begun[capture.sequence] = (capture, handle)
 
@@ -105,10 +114,7 @@ class Saves:
         if kind == "held":
             handle.advance("held")
         elif kind == "written":
-            problem = capture.check()
-            self._client.confirm(capture.sequence, problem)
-            if problem:
-                self._on_torn(capture, handle, problem)
+            self._written.put(known)
         elif kind == "local":
             self._on_commit(capture, handle, message)
         elif kind == "failed":
@@ -116,6 +122,17 @@ class Saves:
             self.fail(handle, error)
             self._forget(capture)
             self._pool.retire_old()
+
+    def _answer_all(self) -> None:
+        """Tell the keeper whether each copy was clean, as soon as that is known. It writes one
+        after the other, so that none waits here for another."""
+        while known := self._written.get():
+            capture, handle = known
+            problem = capture.await_check()
+            self._client.confirm(capture.sequence, problem)
+            if problem and capture.sequence in self._begun:  # else this was asked twice
+                self._on_torn(capture, handle, problem)
+            del known, capture, handle  # a capture holds its arena
 
     def _on_commit(self, capture: Capture, handle: SaveHandle, message: Message) -> None:
         is_part = bool(message.get("is_part"))  # of a later checkpoint, with which it is committed
@@ -178,7 +195,7 @@ class Saves:
     def _on_loss(self, reason: str) -> None:
         self._pool.failure = reason
         for capture, handle in list(self._begun.values()):
-            if problem := capture.check():
+            if problem := capture.look():
                 self._torn[capture.sequence] = problem
             self.fail(handle, Unavailable(f"saving step {handle.step}: {reason}"))
             self._forget(capture)

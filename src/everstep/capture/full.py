@@ -2,13 +2,16 @@
 
     trainer's thread   step(t): eager copies ─┐            ┌─ optimizer pre-hook: wait, check
     copying thread                            └─ lazy copies ─ seal ─▶ keeper: digest, write
-    client's thread                                              keeper: "written" ─ check ─▶ commit
+    thread of answers                                    keeper: "written" ─ checked? ─▶ commit
 
-Only tensors that an optimizer owns are copied lazily; its update is held until they are.
+Only tensors that an optimizer owns are copied lazily; its update is held until they are. Whether
+somebody else wrote to them meanwhile only the trainer's thread can tell, which is in no operation
+while it looks: torch counts a write when it ends.
 Source: DataStates-LLM (arXiv 2406.10707), with the tripwire and the eager copies that it lacks.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -38,6 +41,8 @@ _SEAL_S = 5.0
 _JOIN_S = 5.0
 COPIES_S = 60.0
 """How long the capture of a CUDA graph may be held up."""
+OPERATION_S = 1.0
+"""So long after the copy any thread may look: no operation that had begun before is still on."""
 
 
 @dataclass(slots=True)
@@ -69,11 +74,16 @@ class Capture:
     keep_alive: Collected | None
     torn: "queue.SimpleQueue[list[str]]"
     """Gets the names of what was written to while it was copied."""
+    trainer: int = field(default_factory=threading.get_ident)
+    """The thread that called."""
     problem: str | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     """Set when all of it has arrived in the slot, or it has been given up."""
     sealed: threading.Event = field(default_factory=threading.Event)
     """Set when it has been sealed, or given up."""
+    checked: threading.Event = field(default_factory=threading.Event)
+    """Set when all of it has been found clean or torn."""
+    _copied_at: float = math.inf
     _descriptor: bytes = b""
 
     @property
@@ -82,12 +92,38 @@ class Capture:
         self._descriptor = self._descriptor or seal(self.description)
         return self._descriptor
 
-    def check(self, owner: int | None = None) -> str | None:
-        """Whether the copy is clean, as far as can be told now; remembers a torn one.
+    def note_copied(self) -> None:
+        """All of it has arrived, or it is given up. Copying thread."""
+        self._copied_at = time.monotonic()
+        self.copied.set()
 
-        A thread that comes after the update had been allowed finds `checked` set and changed
+    def check(self, owner: int | None = None) -> str | None:
+        """Whether the copy of this owner's tensors, or all that is copied, is clean; remembers a
+        torn one. For the thread that trains, or is about to update them."""
+        return self._look(owner, is_sure=True)
+
+    def look(self) -> str | None:
+        """The same from any thread, as far as it can tell: `checked` says whether it could."""
+        is_own = threading.get_ident() == self.trainer and self.copied.is_set()
+        return self._look(None, is_sure=is_own or self._since_copied() >= OPERATION_S)
+
+    def await_check(self) -> str | None:
+        """Block until it is known whether the copy is clean: until the trainer's thread looks, or
+        no operation of before can still be on."""
+        self.copied.wait()
+        self.look()
+        self.checked.wait(max(0.0, OPERATION_S - self._since_copied()))
+        return self.look()
+
+    def _since_copied(self) -> float:
+        return time.monotonic() - self._copied_at
+
+    def _look(self, owner: int | None, *, is_sure: bool) -> str | None:
+        """A thread that comes after the update had been allowed finds `checked` set and changed
         tensors: that is as it should be, hence the order of the two looks.
-        """
+
+        Of a record any look is the last: where training has let go of its gradients, they are not
+        to be held up to the next update."""
         for index, owned in self.owned.items():
             tripwire = owned.tripwire
             if owner not in (None, index) or owned.checked or tripwire is None:
@@ -96,13 +132,12 @@ class Capture:
             if changed and not owned.checked and not self.problem:
                 self.torn.put(changed)
                 self.problem = describe(self.step, changed)
-            owned.checked = True
-            owned.tripwire = None
+            if changed or is_sure or index == RECORD_OWNER:
+                owned.checked = True
+                owned.tripwire = None
+        if all(owned.checked for owned in self.owned.values()):
+            self.checked.set()
         return self.problem
-
-    def is_checked(self) -> bool:
-        """Whether all of it has been found clean or torn."""
-        return all(owned.checked for owned in self.owned.values())
 
 
 class Full:
@@ -209,7 +244,7 @@ class Full:
         """Let the copying thread make the lazy copies."""
         self._last = capture
         self._timing.called(capture.begins)
-        self._open = [older for older in self._open if not older.is_checked()]
+        self._open = [older for older in self._open if not older.checked.is_set()]
         if any(owner >= 0 for owner in capture.owned):  # else no update will be held for it
             self._open.append(capture)
         self._queue.put(capture)
@@ -231,7 +266,15 @@ class Full:
             for device, end in owned.ends.items():
                 torch.cuda.current_stream(device).wait_event(end)
             clean &= capture.check(owner) is None
+        self.look()
         return clean
+
+    def look(self) -> None:
+        """Whether what is copied by now is clean. Wherever the trainer's thread comes by: a
+        checkpoint is not committed before."""
+        for capture in self._open:
+            if capture.copied.is_set() and not capture.checked.is_set():
+                capture.check()
 
     def await_copies(self) -> None:
         """Before updates that nobody can hold: block until what was begun is copied, up to
@@ -286,18 +329,11 @@ class Full:
                 self._copied.put(capture)
                 continue
             try:
-                self._copy(capture)
+                self._copy_one(capture)
             except Exception as error:  # noqa: BLE001 - reaches the handle; training goes on
-                self.devices.synchronize()  # nothing may arrive in a slot that is free
                 self._give_up(capture, error)
             else:
                 self._copied.put(capture)
-            finally:
-                for owned in capture.owned.values():
-                    owned.ready.set()  # whatever happened, no update waits for ever
-                    owned.batch = Batch()
-                capture.keep_alive = None
-                capture.copied.set()
         self._movers.shutdown()
         self._copied.put(None)
 
@@ -322,6 +358,20 @@ class Full:
         arena.set_state(index, SlotState.TORN if is_announced else SlotState.FREE)
         self._fail(capture, error, is_announced)
         capture.sealed.set()
+
+    def _copy_one(self, capture: Capture) -> None:
+        """Whatever happens, no update waits for ever."""
+        try:
+            self._copy(capture)
+        except Exception:
+            self.devices.synchronize()  # nothing may arrive in a slot that is free
+            raise
+        finally:
+            for owned in capture.owned.values():
+                owned.ready.set()
+                owned.batch = Batch()
+            capture.keep_alive = None
+            capture.note_copied()
 
     def _copy(self, capture: Capture) -> None:
         began, slot = time.monotonic(), capture.slot
