@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -356,10 +357,9 @@ def test_updates_that_no_hook_sees_are_copied_at_the_call(store, strategy):
     assert len(check_steps(store, build(2), frozen)) > 4  # torn were those on their way till then
 
 
-def test_an_operation_that_outlasts_the_copy_is_seen(store, monkeypatch):
+def outlasts_a_copy(store):
     """As torch counts it: a write, and when it has ended, a version. The keeper has all of the copy
-    before that."""
-    monkeypatch.setattr(full, "OPERATION_S", 60.0)
+    of step 2 before that."""
     state, asked = build(1, width=64), threading.Event()
     weight = state["model"][0].weight
     with checkpointer(store, state) as saver:
@@ -373,27 +373,45 @@ def test_an_operation_that_outlasts_the_copy_is_seen(store, monkeypatch):
         saver._client._on_event = hear_and_tell
         for step in (1, 2, 3):
             supervised(state)
-            handle = saver.step(step)
-            if step == 2:
-                weight.detach().numpy()[-1, -1] += 1
-                assert asked.wait(60)
-                torch.autograd.graph.increment_version(weight)
-                supervised(state)
-                with pytest.raises(Unsupported, match=r"step 2: 'model.0.weight' changed while"):
-                    handle.wait("local")
-            else:
-                handle.wait("local")
             asked.clear()
+            handle = saver.step(step)
+            if step != 2:
+                handle.wait("local")
+                continue
+            weight.detach().numpy()[-1, -1] += 1
+            assert asked.wait(60)
+            torch.autograd.graph.increment_version(weight)
+            supervised(state)
+            with pytest.raises(Unsupported, match=r"step 2: 'model.0.weight' changed while"):
+                handle.wait("local")
+
+
+def test_an_operation_that_outlasts_the_copy_is_seen(store, monkeypatch):
+    """In a thread: in the main one lines of Python could not stand for an operation."""
+    monkeypatch.setattr(full, "OPERATION_S", 600.0)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(outlasts_a_copy, store).result()
     assert Store(store).steps() == [1, 3]
 
 
-def test_a_copy_is_committed_when_the_trainer_never_comes_by(store):
+def test_a_copy_is_committed_between_two_lines_of_the_main_thread(store, monkeypatch):
+    monkeypatch.setattr(full, "OPERATION_S", 600.0)
+    state = build(1)
+    with checkpointer(store, state) as saver:
+        supervised(state)
+        handle = saver.step(1)
+        while not handle.done():
+            torch.ones(3).add_(1)
+    assert handle.level == "local"
+
+
+def test_a_copy_is_committed_where_the_trainer_never_comes_by(store):
     state = build(1)
     with checkpointer(store, state) as saver:
         supervised(state)
         waiting = threading.Thread(target=saver.step(1).wait)
         waiting.start()
-        waiting.join()
+        waiting.join()  # the main thread does nothing meanwhile
         assert Store(store).steps() == [1]
 
 

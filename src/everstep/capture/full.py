@@ -2,14 +2,15 @@
 
     trainer's thread   step(t): eager copies ─┐            ┌─ optimizer pre-hook: wait, check
     copying thread                            └─ lazy copies ─ seal ─▶ keeper: digest, write
-    thread of answers                                    keeper: "written" ─ checked? ─▶ commit
+    thread of answers                                        keeper: "written" ─ check ─▶ commit
 
 Only tensors that an optimizer owns are copied lazily; its update is held until they are. Whether
-somebody else wrote to them meanwhile only the trainer's thread can tell, which is in no operation
-while it looks: torch counts a write when it ends.
+somebody else wrote to them meanwhile is known when the trainer's thread has been in no operation
+since: torch counts a write when it ends.
 Source: DataStates-LLM (arXiv 2406.10707), with the tripwire and the eager copies that it lacks.
 """
 
+import contextlib
 import logging
 import math
 import queue
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from everstep.capture import between
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
 from everstep.capture.log import RECORD_OWNER
 from everstep.capture.pace import Pace
@@ -42,7 +44,7 @@ _JOIN_S = 5.0
 COPIES_S = 60.0
 """How long the capture of a CUDA graph may be held up."""
 OPERATION_S = 1.0
-"""So long after the copy any thread may look: no operation that had begun before is still on."""
+"""So long after the copy no operation is still on that had begun before."""
 
 
 @dataclass(slots=True)
@@ -81,9 +83,9 @@ class Capture:
     """Set when all of it has arrived in the slot, or it has been given up."""
     sealed: threading.Event = field(default_factory=threading.Event)
     """Set when it has been sealed, or given up."""
-    checked: threading.Event = field(default_factory=threading.Event)
-    """Set when all of it has been found clean or torn."""
     _copied_at: float = math.inf
+    _came_by: "queue.SimpleQueue[None]" = field(default_factory=queue.SimpleQueue)
+    """Gets something when the trainer's thread was in no operation since."""
     _descriptor: bytes = b""
 
     @property
@@ -96,34 +98,41 @@ class Capture:
         """All of it has arrived, or it is given up. Copying thread."""
         self._copied_at = time.monotonic()
         self.copied.set()
+        if self.trainer == threading.main_thread().ident:
+            between.ask(self._came_by)
 
     def check(self, owner: int | None = None) -> str | None:
-        """Whether the copy of this owner's tensors, or all that is copied, is clean; remembers a
-        torn one. For the thread that trains, or is about to update them."""
-        return self._look(owner, is_sure=True)
+        """Whether the copy of this owner's tensors, or all of it, is clean; remembers a torn one.
+        When that is copied, in the thread that trains, or is about to update them."""
+        problem = self._look(owner, is_sure=True)
+        if self.is_checked():
+            self._came_by.put(None)
+        return problem
+
+    def is_checked(self) -> bool:
+        """Whether all of it has been found clean or torn."""
+        return all(owned.checked for owned in self.owned.values())
 
     def look(self) -> str | None:
-        """The same from any thread, as far as it can tell: `checked` says whether it could."""
-        is_own = threading.get_ident() == self.trainer and self.copied.is_set()
-        return self._look(None, is_sure=is_own or self._since_copied() >= OPERATION_S)
+        """The same from any thread and at any time, as far as can be told there and then."""
+        if threading.get_ident() == self.trainer and self.copied.is_set():
+            return self.check()
+        return self._look(None, is_sure=False)
 
     def await_check(self) -> str | None:
-        """Block until it is known whether the copy is clean: until the trainer's thread looks, or
-        no operation of before can still be on."""
+        """Block until it is known whether the copy is clean: it is made, and what was going on in
+        the trainer's thread then has ended. Any other thread."""
         self.copied.wait()
         self.look()
-        self.checked.wait(max(0.0, OPERATION_S - self._since_copied()))
-        return self.look()
-
-    def _since_copied(self) -> float:
-        return time.monotonic() - self._copied_at
+        if not self.is_checked():
+            left = self._copied_at + OPERATION_S - time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                self._came_by.get(timeout=max(0.0, left))
+        return self._look(None, is_sure=True)
 
     def _look(self, owner: int | None, *, is_sure: bool) -> str | None:
         """A thread that comes after the update had been allowed finds `checked` set and changed
-        tensors: that is as it should be, hence the order of the two looks.
-
-        Of a record any look is the last: where training has let go of its gradients, they are not
-        to be held up to the next update."""
+        tensors: that is as it should be, hence the order of the two looks."""
         for index, owned in self.owned.items():
             tripwire = owned.tripwire
             if owner not in (None, index) or owned.checked or tripwire is None:
@@ -132,11 +141,9 @@ class Capture:
             if changed and not owned.checked and not self.problem:
                 self.torn.put(changed)
                 self.problem = describe(self.step, changed)
-            if changed or is_sure or index == RECORD_OWNER:
+            if changed or is_sure:
                 owned.checked = True
                 owned.tripwire = None
-        if all(owned.checked for owned in self.owned.values()):
-            self.checked.set()
         return self.problem
 
 
@@ -244,9 +251,8 @@ class Full:
         """Let the copying thread make the lazy copies."""
         self._last = capture
         self._timing.called(capture.begins)
-        self._open = [older for older in self._open if not older.checked.is_set()]
-        if any(owner >= 0 for owner in capture.owned):  # else no update will be held for it
-            self._open.append(capture)
+        self._open = [older for older in self._open if not older.is_checked()]
+        self._open.append(capture)
         self._queue.put(capture)
 
     def hold(self, owner: int) -> bool:
@@ -270,10 +276,9 @@ class Full:
         return clean
 
     def look(self) -> None:
-        """Whether what is copied by now is clean. Wherever the trainer's thread comes by: a
-        checkpoint is not committed before."""
+        """Whether what is copied by now is clean: nothing is committed before that is known."""
         for capture in self._open:
-            if capture.copied.is_set() and not capture.checked.is_set():
+            if capture.copied.is_set() and not capture.is_checked():
                 capture.check()
 
     def await_copies(self) -> None:
