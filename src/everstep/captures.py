@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.capture.auto import Auto
 from everstep.capture.derived import Derived
-from everstep.capture.full import Capture, Full, row_of
+from everstep.capture.full import Full
 from everstep.capture.hooks import Hook
 from everstep.capture.log import Captured, Log
 from everstep.capture.pace import Pace
@@ -21,6 +21,7 @@ from everstep.capture.pool import SLOTS, SLOTS_OF_GROUPS, Pool
 from everstep.capture.ranks import Ranks
 from everstep.capture.refusals import Refused
 from everstep.capture.settings import Settings, Strategy
+from everstep.capture.underway import Capture, row_of
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import SlotState

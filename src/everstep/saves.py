@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from everstep.capture.full import Capture
 from everstep.capture.pool import Pool
+from everstep.capture.underway import Capture
 from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.client import Client

@@ -4,36 +4,31 @@
     copying thread                            └─ lazy copies ─ seal ─▶ keeper: digest, write
     thread of answers                                        keeper: "written" ─ check ─▶ commit
 
-Only tensors that an optimizer owns are copied lazily; its update is held until they are. Whether
-somebody else wrote to them meanwhile is known when the trainer's thread has been in no operation
-since: torch counts a write when it ends.
+Only tensors that an optimizer owns are copied lazily; its update is held until they are.
 Source: DataStates-LLM (arXiv 2406.10707), with the tripwire and the eager copies that it lacks.
 """
 
-import contextlib
 import logging
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from everstep.capture import between
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
 from everstep.capture.log import RECORD_OWNER
 from everstep.capture.pace import Pace
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.capture.timing import Span, Timing, mark
-from everstep.capture.tripwire import Tripwire, describe, sample_places
+from everstep.capture.tripwire import Tripwire, sample_places
+from everstep.capture.underway import Capture, Owned
 from everstep.errors import EverstepError, Unavailable, Unsupported
-from everstep.format.document import seal
-from everstep.keeper.arena import Row, SlotState
+from everstep.keeper.arena import SlotState
 from everstep.state.leaves import Leaf
 from everstep.state.view import Collected, Walk
 
@@ -43,108 +38,6 @@ _SEAL_S = 5.0
 _JOIN_S = 5.0
 COPIES_S = 60.0
 """How long the capture of a CUDA graph may be held up."""
-OPERATION_S = 1.0
-"""So long after the copy no operation is still on that had begun before."""
-
-
-@dataclass(slots=True)
-class _Owned:
-    """One optimizer's tensors in one capture."""
-
-    batch: Batch
-    """Emptied when it is copied, as the tripwire when it was looked at: tensors that nobody else
-    needs (gradients) are not held up to the next capture."""
-    tripwire: Tripwire | None
-    ready: threading.Event = field(default_factory=threading.Event)
-    ends: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
-    checked: bool = False
-
-
-@dataclass(slots=True)
-class Capture:
-    """One state on its way into a slot."""
-
-    step: int
-    sequence: int
-    slot: Slot
-    plan: Plan
-    description: dict[str, Any]
-    owned: dict[int, _Owned]
-    begins: dict[torch.device, torch.cuda.Event]
-    eager: list[Landing]
-    devices: set[torch.device]
-    keep_alive: Collected | None
-    torn: "queue.SimpleQueue[list[str]]"
-    """Gets the names of what was written to while it was copied."""
-    trainer: int = field(default_factory=threading.get_ident)
-    """The thread that called."""
-    problem: str | None = None
-    copied: threading.Event = field(default_factory=threading.Event)
-    """Set when all of it has arrived in the slot, or it has been given up."""
-    sealed: threading.Event = field(default_factory=threading.Event)
-    """Set when it has been sealed, or given up."""
-    _copied_at: float = math.inf
-    _came_by: "queue.SimpleQueue[None]" = field(default_factory=queue.SimpleQueue)
-    """Gets something when the trainer's thread was in no operation since."""
-    _descriptor: bytes = b""
-
-    @property
-    def descriptor(self) -> bytes:
-        """The description as a sealed document; made by who asks first, which is no trainer."""
-        self._descriptor = self._descriptor or seal(self.description)
-        return self._descriptor
-
-    def note_copied(self) -> None:
-        """All of it has arrived, or it is given up. Copying thread."""
-        self._copied_at = time.monotonic()
-        self.copied.set()
-        if self.trainer == threading.main_thread().ident:
-            between.ask(self._came_by)
-
-    def check(self, owner: int | None = None) -> str | None:
-        """Whether the copy of this owner's tensors, or all of it, is clean; remembers a torn one.
-        When that is copied, in the thread that trains, or is about to update them."""
-        problem = self._look(owner, is_sure=True)
-        if self.is_checked():
-            self._came_by.put(None)
-        return problem
-
-    def is_checked(self) -> bool:
-        """Whether all of it has been found clean or torn."""
-        return all(owned.checked for owned in self.owned.values())
-
-    def look(self) -> str | None:
-        """The same from any thread and at any time, as far as can be told there and then."""
-        if threading.get_ident() == self.trainer and self.copied.is_set():
-            return self.check()
-        return self._look(None, is_sure=False)
-
-    def await_check(self) -> str | None:
-        """Block until it is known whether the copy is clean: it is made, and what was going on in
-        the trainer's thread then has ended. Any other thread."""
-        self.copied.wait()
-        self.look()
-        if not self.is_checked():
-            left = self._copied_at + OPERATION_S - time.monotonic()
-            with contextlib.suppress(queue.Empty):
-                self._came_by.get(timeout=max(0.0, left))
-        return self._look(None, is_sure=True)
-
-    def _look(self, owner: int | None, *, is_sure: bool) -> str | None:
-        """A thread that comes after the update had been allowed finds `checked` set and changed
-        tensors: that is as it should be, hence the order of the two looks."""
-        for index, owned in self.owned.items():
-            tripwire = owned.tripwire
-            if owner not in (None, index) or owned.checked or tripwire is None:
-                continue
-            changed = tripwire.changed()
-            if changed and not owned.checked and not self.problem:
-                self.torn.put(changed)
-                self.problem = describe(self.step, changed)
-            if changed or is_sure:
-                owned.checked = True
-                owned.tripwire = None
-        return self.problem
 
 
 class Full:
@@ -204,7 +97,7 @@ class Full:
             known = bound.get(owner)
             bound[owner] = _Bound.of((*(known.leaves if known else ()), *leaves), plan)
         owned = {
-            owner: _Owned(part.batch, part.tripwire(step))
+            owner: Owned(part.batch, part.tripwire(step))
             for owner, part in bound.items()
             if owner is not None
         }
@@ -398,7 +291,7 @@ class Full:
         if problem := capture.problem:
             raise Unsupported(problem)
 
-    def _enqueue(self, capture: Capture, owned: _Owned, spans: list[Span]) -> list[Landing]:
+    def _enqueue(self, capture: Capture, owned: Owned, spans: list[Span]) -> list[Landing]:
         """The copies of one owner's tensors off CUDA devices; `spans` gets when each device makes
         them."""
         landings: list[Landing] = []
@@ -438,14 +331,3 @@ def _by_owner(leaves: tuple[Leaf, ...]) -> dict[int | None, tuple[Leaf, ...]]:
     for leaf in leaves:
         owners.setdefault(leaf.owner, []).append(leaf)
     return {owner: tuple(members) for owner, members in owners.items()}
-
-
-def row_of(capture: Capture) -> Row:
-    """The capture's row in the job table."""
-    return Row(
-        capture.sequence,
-        capture.step,
-        capture.plan.layout.size,
-        len(capture.plan.table),
-        len(capture.descriptor),
-    )
