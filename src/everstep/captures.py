@@ -166,7 +166,6 @@ class Captures:
     ) -> bool:
         """Whether this commits something. See begin."""
         began = time.perf_counter()
-        self._full.look()
         captured: Captured | None = Captured(self.collect())
         if self.strategy and captured:
             if self._losses != self._client.losses:
@@ -212,6 +211,7 @@ class Captures:
     ) -> None:
         collected = captured.collected
         plan = self._planner(captured).plan(collected)
+        self._full.settle()
         slot = self.pool.acquire(plan, self._descriptor_size, patience_s)
         if slot is None:
             self._saves.skip(handle, patience_s)

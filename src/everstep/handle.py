@@ -30,7 +30,7 @@ class SaveHandle:
         self.squeezed: float | None = None
         """Of a record that is local: which part of its gradients' bytes was not written, as they
         were packed; 0 to 1."""
-        self._confirm: Callable[[str], str | None] | None = None
+        self._confirm: Callable[[], str | None] | None = None
         self._hasten: Callable[[], None] | None = None
         self._changed = threading.Condition()
         self.times["called"] = time.monotonic()
@@ -48,7 +48,7 @@ class SaveHandle:
         deadline = None if timeout is None else time.monotonic() + timeout
         is_captured = self._await("captured", deadline)
         confirm = self._confirm  # others may let go of it
-        problem = confirm(level) if is_captured and confirm else None
+        problem = confirm() if is_captured and confirm else None
         if not is_captured or not self._await(level, deadline):
             raise TimeoutError(
                 f"waiting for step {self.step} to be {level}: it is "
@@ -59,9 +59,9 @@ class SaveHandle:
         if problem and self.level != "local":
             raise Unsupported(problem)
 
-    def confirm_with(self, check: Callable[[str], str | None] | None) -> None:
-        """For everstep: how to check the copy when somebody waits for this level of it, and may
-        change tensors next."""
+    def confirm_with(self, check: Callable[[], str | None] | None) -> None:
+        """For everstep: how to check the copy when somebody has waited for it, and may change
+        tensors next."""
         self._confirm = check
 
     def hasten_with(self, flush: Callable[[], None] | None) -> None:
@@ -78,11 +78,14 @@ class SaveHandle:
                 self.times[level] = time.monotonic()
             self._changed.notify_all()
 
-    def fail(self, error: EverstepError) -> None:
-        """For everstep: the save will come no further."""
+    def fail(self, error: EverstepError) -> bool:
+        """For everstep: the save will come no further. False where that is known, with a reason."""
         with self._changed:
+            if self.error is not None:
+                return False
             self.error = error
             self._changed.notify_all()
+            return True
 
     def _await(self, level: str, deadline: float | None) -> bool:
         """Whether it came so far, or failed, before that."""

@@ -70,7 +70,7 @@ class Saves:
 
     def begin(self, capture: Capture, handle: SaveHandle) -> None:
         """The capture is about to be copied."""
-        handle.confirm_with(lambda level: capture.look() if level == "local" else capture.check())
+        handle.confirm_with(capture.await_check)
         handle.hasten_with(lambda: self._client.flush(capture.sequence))
         self._begun[capture.sequence] = (capture, handle)
 
@@ -130,7 +130,7 @@ class Saves:
             capture, handle = known
             problem = capture.await_check()
             self._client.confirm(capture.sequence, problem)
-            if problem and capture.sequence in self._begun:  # else this was asked twice
+            if problem:
                 self._on_torn(capture, handle, problem)
             del known, capture, handle  # a capture holds its arena
 
@@ -195,7 +195,8 @@ class Saves:
     def _on_loss(self, reason: str) -> None:
         self._pool.failure = reason
         for capture, handle in list(self._begun.values()):
-            if problem := capture.look():
+            # What is not copied by now will not be sealed, and no other keeper finds it.
+            if problem := capture.await_check() if capture.copied.is_set() else None:
                 self._torn[capture.sequence] = problem
             self.fail(handle, Unavailable(f"saving step {handle.step}: {reason}"))
             self._forget(capture)
@@ -229,7 +230,8 @@ class Saves:
 
     def fail(self, handle: SaveHandle, error: EverstepError) -> None:
         """It will come no further: on the handle, in the log and in the metrics."""
+        if not handle.fail(error):
+            return
         self._metrics.failures += 1
         self._metrics.last_error = str(error)
         log.error("step %s was not saved: %s: %s", handle.step, type(error).__name__, error)
-        handle.fail(error)

@@ -357,6 +357,11 @@ def test_updates_that_no_hook_sees_are_copied_at_the_call(store, strategy):
     assert len(check_steps(store, build(2), frozen)) > 4  # torn were those on their way till then
 
 
+def waits_quietly(handle, level):
+    with contextlib.suppress(EverstepError):
+        handle.wait(level)
+
+
 def outlasts_a_copy(store):
     """As torch counts it: a write, and when it has ended, a version. The keeper has all of the copy
     of step 2 before that."""
@@ -379,9 +384,12 @@ def outlasts_a_copy(store):
                 handle.wait("local")
                 continue
             weight.detach().numpy()[-1, -1] += 1
+            waiting = threading.Thread(target=waits_quietly, args=(handle, "held"))
+            waiting.start()  # who waits elsewhere knows no more of it
             assert asked.wait(60)
             torch.autograd.graph.increment_version(weight)
             supervised(state)
+            waiting.join()
             with pytest.raises(Unsupported, match=r"step 2: 'model.0.weight' changed while"):
                 handle.wait("local")
 
@@ -392,6 +400,21 @@ def test_an_operation_that_outlasts_the_copy_is_seen(store, monkeypatch):
     with ThreadPoolExecutor(1) as thread:
         thread.submit(outlasts_a_copy, store).result()
     assert Store(store).steps() == [1, 3]
+
+
+def saves_without_updates(store):
+    state = build(1, width=512)
+    supervised(state)
+    with checkpointer(store, state, memory_budget=2_400_000, under_pressure="wait") as saver:
+        for step in range(1, 7):
+            saver.step(step)
+
+
+def test_who_waits_for_memory_is_in_no_operation(store, monkeypatch):
+    monkeypatch.setattr(underway, "OPERATION_S", 600.0)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(saves_without_updates, store).result()
+    assert Store(store).steps() == list(range(1, 7))
 
 
 def test_a_copy_is_committed_between_two_lines_of_the_main_thread(store, monkeypatch):

@@ -3,29 +3,48 @@
 An operation counts what it has written (Tensor._version) when it ends, so that another thread which
 looks at the counters does not see one that is still on. Whatever had begun before such a moment has
 ended at it. The interpreter calls functions there that were handed to Py_AddPendingCall
-(https://docs.python.org/3/c-api/init.html#c.Py_AddPendingCall).
+(https://docs.python.org/3/c-api/init.html#c.Py_AddPendingCall): here sem_post, which runs no
+Python, in whose midst a signal's handler could be called, and what it raises be lost.
 """
 
 import ctypes
+import time
 from collections import deque
-from queue import SimpleQueue
 
-_asked: deque[SimpleQueue[None]] = deque()
-
-
-def ask(told: SimpleQueue[None]) -> None:
-    """Put a None there at the next such moment: within microseconds to milliseconds, but for long
-    calls without Python in them (a backward pass, waiting). Any thread; does not block."""
-    _asked.append(told)
-    # Where no more calls are taken, those that were will do.
-    ctypes.pythonapi.Py_AddPendingCall(_tell_all, None)
+_libc = ctypes.CDLL(None)
+_post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
+_SEMAPHORE_BYTES = 64  # sizeof(sem_t) is 16 to 32
+_asked: "deque[ctypes.Array[ctypes.c_char]]" = deque(maxlen=1024)
+"""Semaphores that are perhaps still to be posted: the interpreter keeps at most 300 calls."""
 
 
-def _answer(_: object) -> int:
-    """Anything may be under way in Python: nothing is done here that takes a lock."""
-    while _asked:
-        _asked.popleft().put(None)
-    return 0
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_tell_all = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_answer)
+class Moment:
+    """Something that is waited for until it has come; then it stays. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
+        _libc.sem_init(self._semaphore, 0, 0)
+
+    def ask_main_thread(self) -> None:
+        """It comes when the main thread is next between two bytecodes: within micro- to
+        milliseconds, but for long calls without Python in them (a backward pass, waiting). Perhaps
+        never, where too much is asked of the interpreter. Any thread; does not block."""
+        _asked.append(self._semaphore)
+        ctypes.pythonapi.Py_AddPendingCall(_post, self._semaphore)
+
+    def come(self) -> None:
+        """It comes now."""
+        _libc.sem_post(self._semaphore)
+
+    def wait(self, timeout: float) -> None:
+        """Block until it has come, or so many seconds have passed."""
+        deadline = time.time() + timeout
+        until = _Time(int(deadline), int(deadline % 1 * 1e9))
+        while _libc.sem_timedwait(self._semaphore, ctypes.byref(until)) != 0:
+            if time.time() >= deadline:  # else a signal
+                return
+        self.come()  # for others that wait

@@ -89,7 +89,6 @@ class Full:
         On CUDA the eager copies are enqueued on the current stream of each device, after the work
         that is there, before all that comes; the host does not wait.
         """
-        self._await_last()
         bound = dict(self._bind(collected.walk, plan))
         loose = _by_owner(collected.loose)
         eager = Batch.of(loose.pop(None, ()), plan)
@@ -121,8 +120,10 @@ class Full:
             self._torn,
         )
 
-    def _await_last(self) -> None:
-        """The step before is sealed before this one's call returns: so a death now loses one step,
+    def settle(self) -> None:
+        """Before `begin`, and before memory for it is waited for.
+
+        The step before is sealed before this one's call returns: so a death now loses one step,
         and not two. That is long done, but where steps take milliseconds or the keeper hangs; then
         training goes on after a while, without waiting again until a seal has worked."""
         began = time.perf_counter()
@@ -131,6 +132,7 @@ class Full:
         else:
             self._is_sealing = True
         self._pace.note_wait(time.perf_counter() - began)
+        self._look()
 
     def take_torn(self) -> list[str]:
         """What tore captures, as far as became known since this was asked last: mostly the last
@@ -165,10 +167,10 @@ class Full:
             for device, end in owned.ends.items():
                 torch.cuda.current_stream(device).wait_event(end)
             clean &= capture.check(owner) is None
-        self.look()
+        self._look()
         return clean
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Whether what is copied by now is clean: nothing is committed before that is known."""
         for capture in self._open:
             if capture.copied.is_set() and not capture.is_checked():

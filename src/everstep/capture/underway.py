@@ -5,7 +5,6 @@ them while they were copied is known when the trainer's thread has been in no op
 counts a write when it ends.
 """
 
-import contextlib
 import math
 import queue
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from everstep.capture import between
+from everstep.capture.between import Moment
 from everstep.capture.copies import Batch, Landing
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
@@ -65,8 +64,8 @@ class Capture:
     sealed: threading.Event = field(default_factory=threading.Event)
     """Set when it has been sealed, or given up."""
     _copied_at: float = math.inf
-    _came_by: "queue.SimpleQueue[None]" = field(default_factory=queue.SimpleQueue)
-    """Gets something when the trainer's thread was in no operation since."""
+    _was_between: Moment = field(default_factory=Moment)
+    """At which the trainer's thread was in no operation since."""
     _descriptor: bytes = b""
 
     @property
@@ -80,36 +79,30 @@ class Capture:
         self._copied_at = time.monotonic()
         self.copied.set()
         if self.trainer == threading.main_thread().ident:
-            between.ask(self._came_by)
+            self._was_between.ask_main_thread()
 
     def check(self, owner: int | None = None) -> str | None:
         """Whether the copy of this owner's tensors, or all of it, is clean; remembers a torn one.
         When that is copied, in the thread that trains, or is about to update them."""
         problem = self._look(owner, is_sure=True)
         if self.is_checked():
-            self._came_by.put(None)
+            self._was_between.come()
         return problem
 
     def is_checked(self) -> bool:
         """Whether all of it has been found clean or torn."""
         return all(owned.checked for owned in self.owned.values())
 
-    def look(self) -> str | None:
-        """The same from any thread and at any time, as far as can be told there and then."""
-        if threading.get_ident() == self.trainer and self.copied.is_set():
-            return self.check()
-        return self._look(None, is_sure=False)
-
     def await_check(self) -> str | None:
-        """Block until it is known whether the copy is clean: it is made, and what was going on in
-        the trainer's thread then has ended. Any other thread."""
+        """The same from any thread; blocks until what was going on in the trainer's thread when the
+        copy was made has ended."""
         self.copied.wait()
-        self.look()
-        if not self.is_checked():
+        if threading.get_ident() != self.trainer and not self.is_checked():
+            self._look(None, is_sure=False)  # what is torn is known at once
             left = self._copied_at + OPERATION_S - time.monotonic()
-            with contextlib.suppress(queue.Empty):
-                self._came_by.get(timeout=max(0.0, left))
-        return self._look(None, is_sure=True)
+            if not self.is_checked() and left > 0:
+                self._was_between.wait(left)
+        return self.check()
 
     def _look(self, owner: int | None, *, is_sure: bool) -> str | None:
         """A thread that comes after the update had been allowed finds `checked` set and changed
