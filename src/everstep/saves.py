@@ -42,7 +42,6 @@ class Saves:
         self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
         self._torn: dict[int, str] = {}
         self._written: queue.SimpleQueue[tuple[Capture, SaveHandle] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._answer_all, name="everstep-answer", daemon=True).start()
         self.in_order: Callable[[Callable[[], None]], None] = lambda task: task()
         """Does something after what was captured before was handed over. Any thread."""
         self.on_whole: Callable[[int, int], None] = lambda step, epoch: None
@@ -51,6 +50,7 @@ class Saves:
     def attach(self, client: Client, pool: Pool) -> None:
         """Whom to answer, and whom to tell of free memory; before the first save."""
         self._client, self._pool = client, pool
+        threading.Thread(target=self._answer_all, name="everstep-answer", daemon=True).start()
 
     def new(self, step: int) -> SaveHandle:
         """A handle, which is the newest from now on."""
@@ -127,12 +127,20 @@ class Saves:
         """Tell the keeper whether each copy was clean, as soon as that is known. It writes one
         after the other, so that none waits here for another."""
         while known := self._written.get():
-            capture, handle = known
+            try:
+                self._answer(*known)
+            except Exception:
+                log.exception("telling the keeper whether step %s is clean", known[0].step)
+            del known  # a capture holds its arena
+
+    def _answer(self, capture: Capture, handle: SaveHandle) -> None:
+        problem: str | None = f"saving step {capture.step}: the copy could not be checked"
+        try:
             problem = capture.await_check()
+        finally:
             self._client.confirm(capture.sequence, problem)
-            if problem:
-                self._on_torn(capture, handle, problem)
-            del known, capture, handle  # a capture holds its arena
+        if problem:
+            self._on_torn(capture, handle, problem)
 
     def _on_commit(self, capture: Capture, handle: SaveHandle, message: Message) -> None:
         is_part = bool(message.get("is_part"))  # of a later checkpoint, with which it is committed

@@ -323,6 +323,7 @@ def test_a_tiny_run_reports_all_that_was_asked_for(
     monkeypatch.setattr(measuring, "_SETTLE_S", 0)
     monkeypatch.setattr(measuring, "WINDOWS", (1, 3))
     monkeypatch.setattr(measuring, "_RECOVERIES", 1)
+    monkeypatch.setattr(measuring, "_SPREAD_RECOVERIES", 1)
     gone = Facts("a library that nobody has", "no_such_library", "no-such-library")
     monkeypatch.setitem(plan.CONTENDERS, "torchsnapshot", gone)
     args = arguments(

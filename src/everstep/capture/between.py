@@ -2,7 +2,8 @@
 
 An operation counts what it has written (Tensor._version) when it ends, so that another thread which
 looks at the counters does not see one that is still on. Whatever had begun before such a moment has
-ended at it. The interpreter calls functions there that were handed to Py_AddPendingCall
+ended at it, but for what runs Python in its midst (a TorchDispatchMode, the user's own
+autograd.Function). The interpreter calls functions there that were handed to Py_AddPendingCall
 (https://docs.python.org/3/c-api/init.html#c.Py_AddPendingCall): here sem_post, which runs no
 Python, in whose midst a signal's handler could be called, and what it raises be lost.
 """
@@ -40,11 +41,22 @@ class Moment:
         """It comes now."""
         _libc.sem_post(self._semaphore)
 
-    def wait(self, timeout: float) -> None:
-        """Block until it has come, or so many seconds have passed."""
-        deadline = time.time() + timeout
-        until = _Time(int(deadline), int(deadline % 1 * 1e9))
-        while _libc.sem_timedwait(self._semaphore, ctypes.byref(until)) != 0:
-            if time.time() >= deadline:  # else a signal
+    def wait(self, deadline: float) -> None:
+        """Block until it has come, or time.monotonic() is so late."""
+        while _wait(self._semaphore, deadline) != 0:
+            if time.monotonic() >= deadline:  # else a signal
                 return
         self.come()  # for others that wait
+
+
+def _wait(semaphore: "ctypes.Array[ctypes.c_char]", deadline: float) -> int:
+    """Not 0 where it was not posted."""
+    if hasattr(_libc, "sem_clockwait"):
+        return int(_libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, _at(deadline)))
+    left = deadline - time.monotonic()  # glibc before 2.30 knows no clock but that on the wall
+    return int(_libc.sem_timedwait(semaphore, _at(time.time() + left)))
+
+
+def _at(moment: float) -> object:
+    """A pointer to a timespec."""
+    return ctypes.byref(_Time(int(moment), int(moment % 1 * 1e9)))

@@ -187,6 +187,7 @@ class Full:
                     f"CUDA graph was captured, whose updates no copy can hold. Call "
                     f"checkpointer.wait('captured') before"
                 )
+        self._look()
 
     def in_order(self, task: Callable[[], None]) -> None:
         """Do it, in another thread, when all that was begun is sealed or given up. Any thread."""

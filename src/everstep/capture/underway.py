@@ -99,9 +99,8 @@ class Capture:
         self.copied.wait()
         if threading.get_ident() != self.trainer and not self.is_checked():
             self._look(None, is_sure=False)  # what is torn is known at once
-            left = self._copied_at + OPERATION_S - time.monotonic()
-            if not self.is_checked() and left > 0:
-                self._was_between.wait(left)
+            if not self.is_checked():
+                self._was_between.wait(self._copied_at + OPERATION_S)
         return self.check()
 
     def _look(self, owner: int | None, *, is_sure: bool) -> str | None:
