@@ -67,8 +67,9 @@ def train(store: Path, losses: Path, steps: int, killed_at: int) -> None:
     state = {"model": model, "optimizer": optimizer, "loader": loader}
 
     shared = {"loader": "replicate"}  # the loader's position is that of all ranks, however many
-    settings = {"strategy": "full", "under_pressure": "wait"}  # these steps take milliseconds
-    with everstep.Checkpointer(store, state, by_rank=shared, **settings) as checkpointer:
+    with everstep.Checkpointer(
+        store, state, strategy="full", by_rank=shared, under_pressure="wait"
+    ) as checkpointer:
         start = checkpointer.restore()
         if start and rank == 0:
             print(f"  restored step {start}", flush=True)

@@ -41,7 +41,7 @@ class SaveHandle:
 
     def wait(self, level: str = "local", timeout: float | None = None) -> None:
         """Block until `level` is reached. Raises the save's error, or TimeoutError after `timeout`
-        seconds."""
+        seconds (in another thread than the one that trains: up to one more)."""
         check_level(level)
         if level == "local" and self._hasten:
             self._hasten()
@@ -78,14 +78,11 @@ class SaveHandle:
                 self.times[level] = time.monotonic()
             self._changed.notify_all()
 
-    def fail(self, error: EverstepError) -> bool:
-        """For everstep: the save will come no further. False where that is known, with a reason."""
+    def fail(self, error: EverstepError) -> None:
+        """For everstep: the save will come no further."""
         with self._changed:
-            if self.error is not None:
-                return False
             self.error = error
             self._changed.notify_all()
-            return True
 
     def _await(self, level: str, deadline: float | None) -> bool:
         """Whether it came so far, or failed, before that."""

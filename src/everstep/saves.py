@@ -41,6 +41,7 @@ class Saves:
         self._metrics = metrics
         self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
         self._torn: dict[int, str] = {}
+        self._failing = threading.RLock()
         self._written: queue.SimpleQueue[tuple[Capture, SaveHandle] | None] = queue.SimpleQueue()
         self.in_order: Callable[[Callable[[], None]], None] = lambda task: task()
         """Does something after what was captured before was handed over. Any thread."""
@@ -238,8 +239,10 @@ class Saves:
 
     def fail(self, handle: SaveHandle, error: EverstepError) -> None:
         """It will come no further: on the handle, in the log and in the metrics."""
-        if not handle.fail(error):
-            return
-        self._metrics.failures += 1
-        self._metrics.last_error = str(error)
-        log.error("step %s was not saved: %s: %s", handle.step, type(error).__name__, error)
+        with self._failing:  # the keeper, and who looked at the copy, may say it at the same time
+            if handle.error is not None:
+                return
+            self._metrics.failures += 1
+            self._metrics.last_error = str(error)
+            log.error("step %s was not saved: %s: %s", handle.step, type(error).__name__, error)
+            handle.fail(error)  # last: who waits for it may look at all else
