@@ -86,7 +86,7 @@ class Records:
         if failure:  # none may go on reading, and the next attempt needs the memory
             self._ahead.close(is_failed=True)
             self._slabs.release()
-        else:  # what a reader still held when the last record was let go of; nobody waits for that
+        else:  # not before: who takes new memory would wait for it
             self._ahead.later(self._slabs.release)
             self._ahead.close(is_failed=False)
 
@@ -97,11 +97,10 @@ class Records:
 
     def __iter__(self) -> Iterator[Loaded]:
         """Once. Who lets go of what it got before it asks for the next leaves its memory to those
-        that are read then; after the last, memory that nobody uses is given back."""
+        that are read then."""
         for loaded in self._ahead:
             yield _used_here(loaded)
             del loaded
-        self._ahead.later(self._slabs.release)
 
     def _portions(
         self, record: Record, tables: Sequence[Table], optimizers: Iterable[OptimizerState] | None

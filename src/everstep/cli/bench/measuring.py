@@ -111,6 +111,7 @@ class Bench:
         if self._args.tensors and OURS in self._names:
             self._tell(f"{self._args.tensors:,} tensors")
             self._try(OURS, self._tensors)
+        self._stop()  # after a crash nobody else holds memory, see recovery.py
         if LOG in self._names:
             self._tell(f"recovery after {', '.join(map(str, self._args.records))} records")
             self._try(LOG, self._recovery)
@@ -186,14 +187,19 @@ class Bench:
 
     def _recovery(self, name: str) -> None:
         rounds = max(self._args.rounds, _RECOVERIES)
-        request = {"records": self._args.records, "rounds": rounds}
-        self.raw["recovery"] = self._driver(name).ask("recovery", TIMEOUT_S, **request)
+        self.raw["recovery"] = self._recovered("log", rounds, records=self._args.records)
 
     def _spread_recovery(self, name: str) -> None:
         rounds = max(self._args.rounds, _SPREAD_RECOVERIES)
-        request = {"windows": WINDOWS, "rounds": rounds}
-        reply = self._driver(name).ask("spread_recovery", TIMEOUT_S, **request)
-        self.raw["spread_recovery"] = reply
+        self.raw["spread_recovery"] = self._recovered("spread", rounds, windows=WINDOWS)
+
+    def _recovered(self, do: str, rounds: int, **request: Any) -> dict[str, Any]:
+        told = {"size": self._args.size, "text": self._args.text}
+        driver = Driver(self._root / "recovery", told, module="recovery")
+        try:
+            return driver.ask(do, rounds * TIMEOUT_S, rounds=rounds, **request)
+        finally:
+            driver.stop()
 
     def _driver(self, name: str, every: int = 0) -> Asked:
         """The process of a contender; for what is done once, that of its first interval."""

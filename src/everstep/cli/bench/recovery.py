@@ -4,6 +4,9 @@ spread checkpoint, by the steps of its window.
 At most it should cost a restore of the base, and for each record a read of it and one update. Those
 are measured here too, each by itself and under the same conditions: in a process that was started
 for it (`probe`), with the store's files not in the page cache, in turn with the restores.
+
+All this in a process of its own, when those of the contenders have ended, as after a crash: the
+memory that they hold would make that of a restore half as slow again (docs/results.md).
 """
 
 from pathlib import Path
@@ -15,11 +18,33 @@ from everstep.cli.bench import probe
 from everstep.cli.bench.checks import digest
 from everstep.cli.bench.machine import await_end_of
 from everstep.cli.bench.plan import rotated
+from everstep.cli.bench.worker import serve
 from everstep.cli.strategies import NO_BASE
 
 _RUN_STEPS = 1000
 _BASE = 1
 """The step of the base."""
+
+
+class Recovery:
+    """What the parent asks for; each in a store of its own."""
+
+    def __init__(self, root: Path, text: bytes, size: workload.Size) -> None:
+        self._root = root
+        self._text = text
+        self._size = size
+
+    def log(self, records: list[int], rounds: int) -> dict[str, Any]:
+        """See `measure`."""
+        return measure(self._root / "log", self._text, self._size, records, rounds)
+
+    def spread(self, windows: list[int], rounds: int) -> dict[str, Any]:
+        """See `measure_spread`."""
+        return measure_spread(self._root / "spread", self._text, self._size, windows, rounds)
+
+    def close(self) -> dict[str, Any]:
+        """Nothing is left open."""
+        return {}
 
 
 def measure(
@@ -117,3 +142,7 @@ def _write(run: workload.Run, root: Path, records: list[int]) -> dict[int, str]:
                 expected[step - _BASE] = digest(run)
     await_end_of(str(root))  # no restore may be served from a keeper's memory
     return expected
+
+
+if __name__ == "__main__":
+    serve(Recovery)

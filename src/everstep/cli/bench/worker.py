@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.cli import workload
-from everstep.cli.bench import recovery, tensors
+from everstep.cli.bench import tensors
 from everstep.cli.bench.checks import chill, digest
 from everstep.cli.bench.contenders import OWN, Contender, Finish, Saver, state_bytes, sync_directory
 from everstep.cli.bench.machine import ProcessorWatch
@@ -137,16 +137,6 @@ class Worker:
         """The section about a model of many small tensors; see tensors.py."""
         return tensors.measure(self._root / "tensors", count, saves)
 
-    def recovery(self, records: list[int], rounds: int) -> dict[str, Any]:
-        """The section about restores far from their base; see recovery.py."""
-        root = self._root.parent / f"{self._root.name}-recovery"
-        return recovery.measure(root, self._text, self._size, records, rounds)
-
-    def spread_recovery(self, windows: list[int], rounds: int) -> dict[str, Any]:
-        """The section about restores of spread checkpoints; see recovery.py."""
-        root = self._root.parent / f"{self._root.name}-recovery"
-        return recovery.measure_spread(root, self._text, self._size, windows, rounds)
-
     def close(self) -> dict[str, Any]:
         """End the contender's processes."""
         self._contender.close()
@@ -229,7 +219,7 @@ class Worker:
         self._contender.discard([call.step for call in calls])
 
 
-def serve(make: Callable[..., Worker] = Worker) -> None:
+def serve(make: Callable[..., object] = Worker) -> None:
     """Serve requests with what `make` makes, until standard input ends."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
