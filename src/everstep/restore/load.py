@@ -94,9 +94,10 @@ class Loader:
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(self, *failure: object) -> None:
-        # Nothing is read any more (`load` sees to that), and to free the buffers takes a while.
-        self._pool.shutdown(wait=False)
+    def __exit__(self, failure: object, *_: object) -> None:
+        # After an error none may go on filling; else nothing is read any more, and to free the
+        # buffers takes a while.
+        self._pool.shutdown(wait=failure is not None, cancel_futures=True)
 
     def load(
         self,
