@@ -5,8 +5,8 @@ At most it should cost a restore of the base, and for each record a read of it a
 are measured here too, each by itself and under the same conditions: in a process that was started
 for it (`probe`), with the store's files not in the page cache, in turn with the restores.
 
-All this in a process of its own, when those of the contenders have ended, as after a crash: the
-memory that they hold would make that of a restore half as slow again (docs/results.md).
+All this in a process of its own, when those of the contenders have ended, as after a crash: a
+restore is slower while others hold much memory (docs/results.md).
 """
 
 from pathlib import Path
