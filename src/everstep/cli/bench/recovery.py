@@ -35,83 +35,77 @@ class Recovery:
         self._size = size
 
     def log(self, records: list[int], rounds: int) -> dict[str, Any]:
-        """See `measure`."""
-        return measure(self._root / "log", self._text, self._size, records, rounds)
+        """`rounds` times, in an order that turns: a restore of the base, one at each of these
+        numbers of records, and the parts of the longest by themselves."""
+        root = self._root / "log"
+        run = self._run()
+        expected = _write(run, root, records)
+        final = probe.weights(run)
+        del run
+        last = _BASE + max(records)
+        counts = sorted({0, *records})
+        seconds: dict[int, list[float]] = {count: [] for count in counts}
+        equal = dict.fromkeys(counts, True)
+        parts: list[dict[str, Any]] = []
+        cache = ""
+        for number in range(rounds):
+            for count in rotated([*counts, None], number):
+                if count is None:
+                    reply = self._ask("apart", root, base=_BASE, last=last)
+                    equal[counts[-1]] &= reply["digest"] == final
+                    parts.append(reply)
+                else:
+                    reply = self._ask("restore", root, step=_BASE + count)
+                    equal[count] &= reply["digest"] == expected[count]
+                    seconds[count].append(reply["seconds"])
+                    cache = reply["cache"]
+        manifests = {count: Store(root).manifest(_BASE + count) for count in (0, max(records))}
+        return {
+            "cache": cache,
+            "base_s": seconds.pop(0),
+            "record_s": [part["record_s"] for part in parts],
+            "bytes_s": [part["bytes_s"] for part in parts],
+            "update_s": [part["update_s"] for part in parts],
+            "base_bytes": manifests[0].size,
+            "record_bytes": manifests[max(records)].size,
+            "restores": [
+                {"records": count, "seconds": found, "equal": equal[count] and equal[0]}
+                for count, found in seconds.items()
+            ],
+        }
 
     def spread(self, windows: list[int], rounds: int) -> dict[str, Any]:
-        """See `measure_spread`."""
-        return measure_spread(self._root / "spread", self._text, self._size, windows, rounds)
+        """Restore `rounds` times a checkpoint of each of these windows, in turn; of one step: a
+        whole state."""
+        rows: list[dict[str, Any]] = []
+        written = []
+        for window in windows:
+            root = self._root / "spread" / f"window-{window}"
+            run = self._run()
+            step = _write_spread(run, root, window)
+            written.append((root, step, digest(run)))
+            manifest = Store(root).manifest(step)
+            row: dict[str, Any] = {"window": len(manifest.parts), "bytes": manifest.size}
+            rows.append(row | {"seconds": [], "equal": True, "cache": ""})
+        del run
+        for number in range(rounds):
+            turn = rotated(list(zip(rows, written, strict=True)), number)
+            for row, (root, step, expected) in turn:
+                reply = self._ask("restore", root, step=step)
+                row["cache"] = reply["cache"]
+                row["seconds"].append(reply["seconds"])
+                row["equal"] &= reply["digest"] == expected
+        return {"restores": rows}
 
     def close(self) -> dict[str, Any]:
         """Nothing is left open."""
         return {}
 
+    def _run(self) -> workload.Run:
+        return workload.build(self._text, seed=1, steps=_RUN_STEPS, size=self._size)
 
-def measure(
-    root: Path, text: bytes, size: workload.Size, records: list[int], rounds: int
-) -> dict[str, Any]:
-    """`rounds` times, in an order that turns: a restore of the base, one at each of these numbers
-    of records, and the parts of the longest by themselves."""
-    run = workload.build(text, seed=1, steps=_RUN_STEPS, size=size)
-    expected = _write(run, root, records)
-    final = probe.weights(run)
-    del run
-    last = _BASE + max(records)
-    counts = sorted({0, *records})
-    seconds: dict[int, list[float]] = {count: [] for count in counts}
-    equal = dict.fromkeys(counts, True)
-    parts: list[dict[str, Any]] = []
-    cache = ""
-    for number in range(rounds):
-        for count in rotated([*counts, None], number):
-            if count is None:
-                reply = probe.ask("apart", root, size, text, base=_BASE, last=last)
-                equal[counts[-1]] &= reply["digest"] == final
-                parts.append(reply)
-            else:
-                reply = probe.ask("restore", root, size, text, step=_BASE + count)
-                equal[count] &= reply["digest"] == expected[count]
-                seconds[count].append(reply["seconds"])
-                cache = reply["cache"]
-    manifests = {count: Store(root).manifest(_BASE + count) for count in (0, max(records))}
-    return {
-        "cache": cache,
-        "base_s": seconds.pop(0),
-        "record_s": [part["record_s"] for part in parts],
-        "bytes_s": [part["bytes_s"] for part in parts],
-        "update_s": [part["update_s"] for part in parts],
-        "base_bytes": manifests[0].size,
-        "record_bytes": manifests[max(records)].size,
-        "restores": [
-            {"records": count, "seconds": found, "equal": equal[count] and equal[0]}
-            for count, found in seconds.items()
-        ],
-    }
-
-
-def measure_spread(
-    root: Path, text: bytes, size: workload.Size, windows: list[int], rounds: int
-) -> dict[str, Any]:
-    """Restore `rounds` times a checkpoint of each of these windows, in turn; of one step: a whole
-    state."""
-    rows: list[dict[str, Any]] = []
-    written = []
-    for window in windows:
-        store = root / f"window-{window}"
-        run = workload.build(text, seed=1, steps=_RUN_STEPS, size=size)
-        step = _write_spread(run, store, window)
-        written.append((store, step, digest(run)))
-        manifest = Store(store).manifest(step)
-        row: dict[str, Any] = {"window": len(manifest.parts), "bytes": manifest.size}
-        rows.append(row | {"seconds": [], "equal": True, "cache": ""})
-    del run
-    for number in range(rounds):
-        for row, (store, step, expected) in rotated(list(zip(rows, written, strict=True)), number):
-            reply = probe.ask("restore", store, size, text, step=step)
-            row["cache"] = reply["cache"]
-            row["seconds"].append(reply["seconds"])
-            row["equal"] &= reply["digest"] == expected
-    return {"restores": rows}
+    def _ask(self, do: str, root: Path, **request: Any) -> dict[str, Any]:
+        return probe.ask(do, root, self._size, self._text, **request)
 
 
 def _write_spread(run: workload.Run, root: Path, window: int) -> int:
