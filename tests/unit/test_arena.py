@@ -3,11 +3,15 @@
 import fcntl
 import os
 import random
+import threading
+from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 
 from everstep import Corrupt, Unavailable
 from everstep.keeper.arena import _ROW, SLOTS_MAX, Arena, Row, SlotState
+from everstep.keeper.session import Session
 from everstep.tiers.disk import Disk
 from stores import Trainer
 
@@ -100,7 +104,7 @@ def test_a_changed_descriptor_is_no_job():
     row = _seal(arena, 0, 1)
     arena.descriptor(0, row)[3] ^= 1
     assert arena.row(0) is None
-    assert [row[:2] for row in arena.submitted()] == []
+    assert arena.submitted() == []
 
 
 @pytest.mark.parametrize("field", range(5))
@@ -110,6 +114,65 @@ def test_wild_sizes_are_no_job(field):
     at = arena._row_at(0) + 8 * field
     arena.memory[at : at + 8] = b"\xff" * 8
     assert arena.row(0) is None
+
+
+class Moving(Arena):
+    """The trainer goes on while this is looked at: `then[n]` happens after the n-th look."""
+
+    looks = 0
+    then: ClassVar[dict[int, Callable[[], object]]] = {}
+
+    def state(self, slot):
+        found = super().state(slot)
+        self.looks += 1
+        self.then.get(self.looks, lambda: None)()
+        return found
+
+
+class Offered(Session):
+    """A session's jobs, and no trainer."""
+
+    def __init__(self):
+        self._jobs, self._lock, self.orphan, self.local = {}, threading.Lock(), False, 0
+        self.team, self.offered = self, []
+
+    def tell(self, message, fds=None):
+        """Nobody listens."""
+
+    def nudge(self):
+        """Nobody waits."""
+
+    def offer(self, local, job):
+        """What a team would work on, in this order."""
+        self.offered.append(job.sequence)
+
+
+@pytest.mark.parametrize("look", range(1, 9))
+def test_no_job_is_overtaken_while_the_trainer_goes_on(look):
+    arena = Moving.create(2, 4096, 4096)
+    arena.set_state(0, SlotState.CAPTURING)
+
+    def go_on():
+        _seal(arena, 0, 6)
+        arena.announce(1, Row(7, 8, 4096, len(TABLE), len(SAID)), TABLE, SAID)
+
+    arena.then = {look: go_on}
+    session = Offered()
+    for _ in range(look + 1):
+        session.scan(arena)
+    assert session.offered == [6, 7]
+
+
+@pytest.mark.parametrize("look", range(1, 9))
+def test_a_job_that_is_sealed_meanwhile_is_not_overtaken(look):
+    arena = Moving.create(2, 4096, 4096)
+    arena.announce(0, Row(6, 7, 4096, len(TABLE), len(SAID)), TABLE, SAID)
+    arena.announce(1, Row(7, 8, 4096, len(TABLE), len(SAID)), TABLE, SAID)
+    arena.then = {look: lambda: arena.set_state(0, SlotState.SEALED)}
+    session = Offered()
+    for _ in range(look + 1):
+        session.scan(arena)
+    assert session.offered == [6, 7]
 
 
 def test_documents_that_do_not_fit_are_refused():
@@ -123,10 +186,10 @@ def test_jobs_come_in_their_order():
     arena = Arena.create(4, 4096, 4096)
     for slot, sequence in ((2, 5), (0, 6), (3, 4)):
         _seal(arena, slot, sequence)
-    assert [row[:2] for row in arena.submitted()] == [(4, 3), (5, 2), (6, 0)]
+    assert arena.submitted() == [(4, 3), (5, 2), (6, 0)]
     arena.set_state(2, SlotState.DONE)
     arena.set_state(0, SlotState.CAPTURING)
-    assert [row[:2] for row in arena.submitted()] == [(4, 3)]
+    assert arena.submitted() == [(4, 3)]
     assert arena.newest_complete() == 2
     arena.set_state(2, SlotState.FAILED)
     assert arena.newest_complete() == 2

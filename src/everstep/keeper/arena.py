@@ -196,6 +196,11 @@ class Arena:
             return None
         return row if fields[5] == self._digest(slot, row) else None
 
+    def sequence_of(self, slot: int) -> int:
+        """Of the job that is in the slot, or was there last; 0 where there was none."""
+        (sequence,) = _SEQUENCE.unpack_from(self._map, self._row_at(slot))
+        return int(sequence)
+
     def table(self, slot: int, row: Row) -> memoryview:
         """The piece table document."""
         at = self._slot_at(slot)
@@ -238,23 +243,24 @@ class Arena:
         `known_from`: rows of this sequence and later ones are whole, as this process wrote them;
         None: each is looked at.
         """
-        newest_first = sorted(range(self.slot_count), key=self._sequence_at, reverse=True)
+        newest_first = sorted(range(self.slot_count), key=self.sequence_of, reverse=True)
         for slot in newest_first:  # so that one row is verified at most, and not all
             if self.state(slot) not in COMPLETE:
                 continue
-            is_known = known_from is not None and self._sequence_at(slot) >= known_from
+            is_known = known_from is not None and self.sequence_of(slot) >= known_from
             if is_known or self.row(slot):
                 return slot
         return None
 
-    def submitted(self) -> list[tuple[int, int, SlotState]]:
-        """(sequence, slot, state) of the slots that wait for the keeper, in their order."""
-        states = [self.state(slot) for slot in range(self.slot_count)]
-        return sorted(
-            (row.sequence, slot, state)
-            for slot, state in enumerate(states)
-            if state in SUBMITTED and (row := self.row(slot))
-        )
+    def submitted(self) -> list[tuple[int, int]]:
+        """(sequence, slot) of what waits for the keeper, in their order; before the last of them
+        none is left out."""
+        # The trainer goes on meanwhile: it may submit a slot that was looked at already, and then
+        # one that was not. When looked at once more, all before the last one are there.
+        if not (found := self._submitted()):
+            return []
+        last, _ = found[-1]
+        return [row for row in self._submitted() if row[0] <= last]
 
     def end_unfinished(self) -> None:
         """End what a dead trainer was filling, and what it had not quite sealed."""
@@ -283,9 +289,13 @@ class Arena:
     def __del__(self) -> None:
         self.close()
 
-    def _sequence_at(self, slot: int) -> int:
-        (sequence,) = _SEQUENCE.unpack_from(self._map, self._row_at(slot))
-        return int(sequence)
+    def _submitted(self) -> list[tuple[int, int]]:
+        states = [self.state(slot) for slot in range(self.slot_count)]
+        return sorted(
+            (row.sequence, slot)
+            for slot, state in enumerate(states)
+            if state in SUBMITTED and (row := self.row(slot))
+        )
 
     def _row_at(self, slot: int) -> int:
         assert 0 <= slot < self.slot_count

@@ -24,7 +24,7 @@ import time
 
 from everstep.errors import Conflict, EverstepError
 from everstep.keeper import wire
-from everstep.keeper.arena import Arena, SlotState
+from everstep.keeper.arena import SUBMITTED, Arena, SlotState
 from everstep.keeper.arrival import ALL
 from everstep.keeper.job import Job, Outcome, Writer
 from everstep.keeper.team import TEXT_MAX, Gap, Team
@@ -138,10 +138,11 @@ class Session:
     def scan(self, arena: Arena) -> None:
         """Take every slot of the arena that was announced or sealed, and has no job yet; and see
         what has become of those that have one."""
-        for sequence, slot, state in arena.submitted():
+        for sequence, slot in arena.submitted():
             with self._lock:
-                if arena.state(slot) is not state:  # the job has just ended
-                    continue
+                state = arena.state(slot)  # the trainer may have sealed it meanwhile
+                if state not in SUBMITTED or arena.sequence_of(slot) != sequence:
+                    continue  # the job has just ended
                 job = self._jobs.get(sequence)
                 if job is None and state is SlotState.TORN:  # of a keeper that died
                     arena.set_state(slot, SlotState.FREE)
