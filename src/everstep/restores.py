@@ -21,7 +21,6 @@ from everstep.restore.apply import apply
 from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
 from everstep.restore.load import Loader
 from everstep.state.rules import Rules
-from everstep.state.topology import differences, layout_differences
 from everstep.state.view import State
 from everstep.store.commit import open_store
 from everstep.store.names import CheckpointName
@@ -116,23 +115,21 @@ class Restores:
     def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
         self._captures.end_chain()
         with Loader() as loader:
-            manifest = apply(candidate, self._state, only, loader, must_be_exact, self._rules)
+            manifest, differing = apply(
+                candidate, self._state, only, loader, must_be_exact, self._rules
+            )
         self._derived.restored(manifest.step)
         if candidate.disk is self._disk:
             read = 0 if candidate.held else loader.size
             self._captures.restored(candidate.origin, manifest.capture, read, loader.seconds)
-        self._compare(manifest)
+        self._compare(manifest, differing)
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)
 
-    def _compare(self, manifest: Manifest) -> None:
+    def _compare(self, manifest: Manifest, differing: list[str]) -> None:
         """Tell what is other here than where it was written, and what that may come to."""
         self._metrics.selftest = {}
         is_replayed = manifest.previous is not None or manifest.is_spread
-        differing = differences(manifest.topology)
-        if is_replayed:
-            calls = (call for record in manifest.records for call in record.calls)
-            differing += layout_differences(manifest.topology, self._state.layout(), calls)
         if not differing:
             return
         if is_replayed:

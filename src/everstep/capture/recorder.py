@@ -30,6 +30,7 @@ from everstep.capture.watched import Watched, first_that_differs
 from everstep.errors import Unsupported
 from everstep.format.tables import raw_name
 from everstep.state import clipping, compressed, forms, owners
+from everstep.state.autocast import autocast_now
 from everstep.state.layout import is_dtensor, local_of, part_of
 from everstep.state.leaves import fills_memory, sample
 from everstep.state.mapped import Mapped
@@ -187,6 +188,8 @@ class Recorder:
             call.said["sets"] = optimizer.hyperparameters(call.common)
             if args or kwargs:
                 call.said["arguments"] = encode([list(args), dict(kwargs)], "step", call.sink)
+            if autocast := autocast_now():
+                call.said["autocast"] = autocast
             scaler = _scaler_of(optimizer)
             if scaler:
                 call.said["scaler"] = encode(scaler, "scaler", call.sink)

@@ -19,6 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from everstep.errors import Corrupt, Mismatch
 from everstep.replay.gathered import Views, gradient_of
 from everstep.state import clipping, forms
+from everstep.state.autocast import autocast_as
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
 from everstep.state.redundancy import class_of, is_here, spread_hyperparameters, updating
@@ -122,6 +123,7 @@ class _Call:
     kwargs: dict[str, Any]
     scaler: dict[str, torch.Tensor]
     generators: dict[str, torch.Tensor]
+    autocast: dict[str, str]
 
 
 def of_rank(said: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
@@ -187,6 +189,7 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
         {key: _closure(value) for key, value in kwargs.items()},
         decode(said.get("scaler", {}), tensor),
         decode(said.get("generators", {}), tensor),
+        {str(device): str(dtype) for device, dtype in said.get("autocast", {}).items()},
     )
 
 
@@ -207,7 +210,8 @@ def _step(state: OptimizerState, call: _Call) -> None:
         for key, value in call.scaler.items():
             setattr(optimizer, key, value)
         try:
-            optimizer.step(*call.args, **call.kwargs)
+            with autocast_as(call.autocast):
+                optimizer.step(*call.args, **call.kwargs)
         finally:
             for key in call.scaler:
                 delattr(optimizer, key)

@@ -34,7 +34,7 @@ from everstep.state.placement import Destination, Placement, Saved
 from everstep.state.ranked import unowned
 from everstep.state.redundancy import is_dealt_out, send_around
 from everstep.state.rules import Rules, is_in
-from everstep.state.topology import ALONE, adopted
+from everstep.state.topology import ALONE, adopted, differences
 from everstep.state.view import State
 from everstep.state.world import World
 
@@ -52,8 +52,9 @@ def apply(
     loader: Loader,
     must_be_exact: bool = False,
     rules: Rules | None = None,
-) -> Manifest:
-    """Put the checkpoint into the state; blocks. Returns its manifest. `rules`: of derived parts.
+) -> tuple[Manifest, list[str]]:
+    """Put the checkpoint into the state; blocks. Returns its manifest, and what is other here than
+    where it, and what was replayed, was written. `rules`: of derived parts.
 
     Raises Mismatch (nothing was changed then), Corrupt (the state is half filled then), Unsupported
     for a log whose replay might not be exact where it must be, and for a part of a log that cannot
@@ -63,13 +64,13 @@ def apply(
     replayed = [base, *logs] if base.manifest.is_spread else logs
     # parts are replayed beside the state, on nobody's layout
     layout = state.layout() if replayed and only is None else ALONE
-    differing = {text for described in replayed for text in described.differences(layout)}
+    differing = sorted({text for each in replayed for text in each.differences(layout)})
     if must_be_exact and differing:
         optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
         found = selftest.describe(selftest.compare(replayed[-1].manifest.topology, optimizers))
         raise Unsupported(
             f"restoring step {candidate.name.step} exactly: it has to be replayed from step "
-            f"{_first_step(base)}, and was recorded under {'; '.join(sorted(differing))}"
+            f"{_first_step(base)}, and was recorded under {'; '.join(differing)}"
             f"{found and f' ({found})'}. Restore it there, or with exact='allow'"
         )
     if must_be_exact and not base.manifest.exact:
@@ -77,9 +78,10 @@ def apply(
     optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
     if replayed and only is None and _is_beside(base, state, replayed):
         take = partial(_take, candidate, base, replayed, state, None, optimized, must_be_exact)
-        return state.world.together("replaying", lambda: take(loader))
+        return state.world.together("replaying", lambda: take(loader)), differing
     if replayed and only is not None:
-        return _take(candidate, base, replayed, state, only, optimized, must_be_exact, loader)
+        take = partial(_take, candidate, base, replayed, state, only, optimized, must_be_exact)
+        return take(loader), differing
     if replayed:
         _check_alone(candidate, state)
     derivation = Derivation(base, logs, rules, state, optimized)
@@ -94,7 +96,7 @@ def apply(
         wanted = placement.destinations.values()
         together("reading", lambda: _fill(candidate, base, wanted, loader))
         placement.finish()
-        return base.manifest
+        return base.manifest, differences(base.manifest.topology)
     with contextlib.ExitStack() as stack:
         saved = _saved_after(base, replayed[-1], optimized)
         place_rest = partial(_place_rest, state, saved, optimized, derivation)
@@ -110,7 +112,7 @@ def apply(
 
         together("reading what came after", fill)
         rest.finish()
-    return replayed[-1].manifest
+    return replayed[-1].manifest, differing
 
 
 def _is_beside(base: Described, state: State, logs: Sequence[Described]) -> bool:

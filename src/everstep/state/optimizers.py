@@ -176,7 +176,7 @@ class OptimizerState:
         its own for that."""
         if self.has_own_methods:
             return None
-        return repr([value for _, state, key in self._plain if (value := state.get(key))])
+        return repr([state[key] for _, state, key in self._plain if key in state])
 
     def leaves(self, guard: Guard) -> list[Leaf]:
         """State tensors, and parameters that no module holds."""
@@ -344,6 +344,8 @@ class OptimizerState:
         for name, parameter in names.items():
             if id(parameter) in placement.settled:
                 state = self.state.get(parameter, {})
+                # Tensors in its lists, which are in a record, too: a replay has brought them.
+                placement.decode(plain.get(name))
             elif is_here(self.optimizer, parameter):
                 state = self._state_of(placement, saved, plain, name, parameter)
             else:
@@ -384,7 +386,8 @@ class OptimizerState:
         for key in saved["state"].get(name, ()):
             full = f"{self.name}.{name}.{key}"
             device = device_of(full, name, key)
-            state[key] = self._destination(placement, full, live.get(key), parameter, device)
+            like = parameter if _lay_alike(placement.saved, full, name) else None
+            state[key] = self._destination(placement, full, live.get(key), like, device)
         if name in plain:
             state.update(placement.decode(plain[name]))
         return state
@@ -394,11 +397,12 @@ class OptimizerState:
         placement: Placement,
         name: str,
         live: Any,
-        parameter: torch.Tensor,
+        like: torch.Tensor | None,
         device: torch.device,
     ) -> torch.Tensor:
-        """The live state tensor where it fits exactly, else a new one on `device`, with the
-        parameter's strides, if it has its shape: torch makes it so, too."""
+        """The live state tensor where it fits exactly, else a new one on `device`, with the strides
+        of `like`, its parameter, if it has its shape: torch makes it so, too. None: with its own,
+        in whose order its elements are summed up."""
         entry = placement.saved.tensors.get(name)
         if entry is None:
             return placement.new(name)
@@ -407,12 +411,25 @@ class OptimizerState:
             and tuple(live.shape) == entry.spec.shape
             and str(live.dtype) == f"torch.{entry.spec.dtype}"
             and live.device == device
+            and (like is not None or _strides_of(live) == entry.strides)
         )
         if not fits:
-            return placement.new(name, device, like=parameter)
+            return placement.new(name, device, like=like)
         assert isinstance(live, torch.Tensor)
         placement.into(name, live)
         return live
+
+
+def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None: row-major."""
+    return None if tensor.is_contiguous() else tensor.stride()
+
+
+def _lay_alike(saved: Saved, name: str, parameter: str) -> bool:
+    """Whether the state tensor `name` had the strides of its parameter: it has those of today's
+    then."""
+    entry, owner = saved.tensors.get(name), saved.tensors.get(parameter)
+    return entry is None or owner is None or entry.strides == owner.strides
 
 
 def _device(

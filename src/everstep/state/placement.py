@@ -168,7 +168,8 @@ class Placement:
         """A new tensor for the stored tensor `name`, filled before `finish`.
         On the device on which it
         was, where that exists here, or on the one given. With the strides of `like`,
-        if it has its shape; where that is a DTensor, one that lies where it does."""
+        if it has its shape, else those that it had; where that is a DTensor, one that lies where it
+        does."""
         entry = self.saved.tensors.get(name)
         if entry is None:
             self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
@@ -184,6 +185,8 @@ class Placement:
             tensor = torch.empty_like(like, dtype=dtype, device=place, requires_grad=False)
         else:
             tensor = torch.empty(entry.spec.shape, dtype=dtype, device=place)
+            if entry.strides is not None:
+                tensor = tensor.as_strided(entry.spec.shape, entry.strides)  # they fill memory
         self._add(entry, tensor, shards_of(tensor)[1])
         return tensor
 
