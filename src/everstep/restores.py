@@ -22,8 +22,10 @@ from everstep.restore.choose import Candidate, Held, candidates, find_held, is_o
 from everstep.restore.load import Loader
 from everstep.state.rules import Rules
 from everstep.state.view import State
+from everstep.store import catalog
 from everstep.store.commit import open_store
 from everstep.store.names import CheckpointName
+from everstep.store.store import Store
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")
@@ -74,20 +76,39 @@ class Restores:
         `is_asked`: it is the one that was asked for, and nothing else will do. Raises Corrupt where
         none verifies, and what restore.apply raises."""
         failure: EverstepError | None = None
+        cut_off: set[CheckpointName] = set()
         for candidate in found:
+            if candidate.name in cut_off:
+                continue
             try:
                 self._restore(candidate, only, must_be_exact)
             except (Corrupt, Missing) as error:
                 if is_asked:
-                    raise
+                    raise type(error)(
+                        f"restoring step {candidate.name.step} of {candidate.disk.root}: {error}. "
+                        f"Without a step, restore() takes the newest that verifies"
+                    ) from error
                 log.warning("checkpoint %s cannot be restored: %s", candidate.name, error)
                 failure = error
+                cut_off |= self._cut_off(candidate)
                 continue
+            if failure:
+                log.warning("step %s is restored, the newest that verifies", candidate.name.step)
             return candidate.name
         raise Corrupt(
             f"restoring from {found[0].disk.root}: none of its checkpoints verifies; of the "
             f"oldest: {failure}"
         )
+
+    def _cut_off(self, candidate: Candidate) -> set[CheckpointName]:
+        """What goes on from what is damaged of this one: none of it need be tried. On all ranks the
+        same; reads once all that the candidate goes on from."""
+        world = self._state.world
+        found = _following_damage(candidate) if world.rank == 0 and not candidate.held else []
+        said, *_ = world.gather("looking for what is damaged", [list(name) for name in found])
+        if names := {CheckpointName(*name) for name in said} - {candidate.name}:
+            log.warning("%s other steps go on from the same damage, and are skipped", len(names))
+        return names
 
     def _settle(self) -> list[tuple[str, Arena]]:
         """What dead trainers left in the keeper's memory; nothing where no keeper can be had."""
@@ -148,6 +169,19 @@ class Restores:
             else "",
             f". {found}" if found else "",
         )
+
+
+def _following_damage(candidate: Candidate) -> list[CheckpointName]:
+    """Of what the candidate goes on from, the oldest that is damaged, and all after it."""
+    chain: list[CheckpointName] = []
+    try:
+        for manifest in catalog.followed(candidate.disk, candidate.name):
+            chain.insert(0, CheckpointName(manifest.step, manifest.epoch))
+        problems = Store(candidate.disk.root).verify(str(candidate.name)).problems
+    except EverstepError:
+        return chain  # what is before them is not there
+    damaged = (at for at, name in enumerate(chain) if str(name) in problems)
+    return chain[next(damaged, len(chain)) :]
 
 
 def _existing_store(path: str | os.PathLike[str]) -> Disk:

@@ -5,10 +5,10 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from runs import check_same, checkpointer, freeze, kinds, supervised, tensor_bits
+from runs import check_same, checkpointer, freeze, kinds, supervised, tensor_bits, threads
 from torch import nn
 
-from everstep import Store
+from everstep import Store, Unsupported
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -105,6 +105,66 @@ def test_parts_and_reads_of_a_log(store, name):
     check_same(freeze(fresh["optimizer"])["state"], frozen[4]["optimizer"]["state"])
     models = {key: value for key, value in found.items() if key.startswith("model.")}
     check_same(models, {f"model.{key}": value for key, value in frozen[4]["model"].items()})
+
+
+class Squares(torch.optim.Optimizer):
+    """Its update multiplies matrices, which autocast rounds."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad.view(len(parameter), -1)
+                change = gradient @ gradient.T @ gradient
+                parameter.sub_(change.view_as(parameter), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("at_restore", [False, True])
+def test_updates_under_autocast(store, at_restore):
+    """Some of them; a replay casts as each of them did, whatever is cast where it is asked for."""
+
+    def make(seed):
+        state = build(seed)
+        return {**state, "optimizer": Squares(state["model"].parameters())}
+
+    state, frozen = make(1), {}
+    with checkpointer(store, state, strategy="log") as saver:
+        for step in range(1, 6):
+            state["optimizer"].zero_grad()
+            (state["model"](torch.randn(8, 6)) * 3).square().mean().backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step in (2, 4)):
+                state["optimizer"].step()
+            saver.save(step).wait("local")
+            frozen[step] = freeze(state)
+    assert kinds(store) == "brrrr"
+    fresh = make(2)
+    with checkpointer(store, fresh) as restorer:
+        for step in (5, 4, 3, 2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=at_restore):
+                assert restorer.restore(step, exact="require") == step
+            check_same(freeze(fresh), frozen[step])
+
+
+def test_threads_that_change_within_a_log_are_told(store, caplog):
+    state = build(1)
+    with checkpointer(store, state, strategy="log") as saver:
+        for step in range(1, 5):
+            with threads(1 if step == 2 else 2):
+                supervised(state)
+                saver.save(step).wait("local")
+    assert kinds(store) == "brrr"
+    with threads(2), checkpointer(store, build(2)) as restorer:
+        assert restorer.restore(1) == 1
+        assert "written under another" not in caplog.text
+        assert restorer.restore(4) == 4
+        assert (
+            "step 4 was written under another build or machine (threads 1, here 2)" in caplog.text
+        )
+        with pytest.raises(Unsupported, match="threads 1, here 2"):
+            restorer.restore(4, exact="require")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own

@@ -3,7 +3,7 @@ names. What cannot be logged at all is refused with advice."""
 
 import pytest
 import torch
-from logs import build, check_run, train
+from logs import Plain, build, check_run, train
 from runs import (
     check_same,
     check_steps,
@@ -240,3 +240,71 @@ def test_groups_that_are_one_now(store):
             with pytest.raises(Mismatch, match="different hyperparameters then"):
                 restorer.restore(step)
             check_same(freeze(fresh), before)
+
+
+class Momentum(Plain):
+    """Sums that depend on the order in memory, in whatever form subclasses keep them."""
+
+    def kept(self, parameter):
+        """Its mean gradient; made when there is none."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def update(self, scale=1.0):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mean = self.kept(parameter).mul_(0.9).add_(parameter.grad)
+                parameter.sub_(mean / (mean.norm() + 1), alpha=group["lr"])
+
+
+class InLists(Momentum):
+    def kept(self, parameter):
+        state = self.state[parameter]
+        if not state:
+            state["means"] = [torch.zeros_like(parameter), {"unused": torch.ones(3)}]
+        return state["means"][0]
+
+
+class Numbered(Momentum):
+    def kept(self, parameter):
+        return self.state[parameter].setdefault(0, torch.zeros_like(parameter))
+
+
+class Turned(Momentum):
+    """Of other strides than its parameter."""
+
+    def kept(self, parameter):
+        turned = torch.zeros(parameter.shape[::-1])
+        return self.state[parameter].setdefault("mean", turned.permute(*range(turned.ndim)[::-1]))
+
+
+class TurnedShape(Momentum):
+    """Of another shape, too."""
+
+    def kept(self, parameter):
+        size = (len(parameter), parameter[0].numel())
+        both = self.state[parameter].setdefault("mean", torch.zeros(2, *size).transpose(1, 2))
+        return both[0].t().view(parameter.shape)
+
+
+@pytest.mark.parametrize("kind", [InLists, Numbered, Turned, TurnedShape])
+@pytest.mark.parametrize("strategy", ["full", "log"])
+def test_state_of_unusual_forms(store, kind, strategy):
+    """Restored as it was, and so that it goes on as it did."""
+    frozen = run_logged(store, build(1, kind), train, strategy=strategy)
+    assert kinds(store) == ("bbbbbbbb" if strategy == "full" else "brrrrrrr")
+    check_steps(store, build(2, kind), frozen)
+    for step in (2, 6):
+        fresh = build(2, kind)
+        with checkpointer(store, fresh) as restorer:
+            restorer.restore(step)
+        strides = [each.get("mean", torch.empty(0)).stride() for each in states(fresh)]
+        for _ in range(step, 8):
+            train(fresh)
+        check_same(snapshot(fresh), frozen[8])
+        assert [each.get("mean", torch.empty(0)).stride() for each in states(fresh)] == strides
+
+
+def states(state):
+    """Of an optimizer, by parameter."""
+    return state["optimizer"].state.values()

@@ -75,10 +75,15 @@ def test_damage_in_a_chain(store, damage, what, at, caplog):
     gone = damage is remove and what == "manifest"
     verdict = Store(store).verify()
     assert not verdict.ok or (gone and at == 8)
+    for step in {*lost} - ({at} if gone else set()):
+        assert not Store(store).verify(step).ok
     fresh = build(2)
     with checkpointer(store, fresh) as restorer:
         end_keeper(store)  # and with it the memory that would serve instead
         assert restorer.restore() == remains[-1]
+        tried = caplog.text.count("cannot be restored")
+        assert (tried > 0) == (8 in lost and not (gone and at == 8))
+        assert tried <= 2  # the newest, and a manifest that cannot be read
         check_same(snapshot(fresh), frozen[remains[-1]])
         for step in sorted({*lost} - ({at} if gone else set())):
             with pytest.raises(Corrupt):

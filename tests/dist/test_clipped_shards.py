@@ -167,7 +167,10 @@ def trains(layout, store, last, foreach=None, edit=None, settings=None):
             edit(job, step)
         job.optimizer.step()
         if checkpointer:
-            checkpointer.step(step)
+            handle = checkpointer.step(step)
+            if edit:  # it may not be saved, which is known before the next step then
+                with contextlib.suppress(EverstepError):
+                    handle.wait("local")
     if checkpointer:
         checkpointer.wait()
         checkpointer.close()

@@ -12,6 +12,7 @@ import cli_store
 from everstep.cli import main as command
 from everstep.cli import render, wording
 from everstep.cli.branches import Row, draw
+from everstep.format.document import FORMAT_VERSION, seal
 from everstep.store import commit
 from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
@@ -251,6 +252,30 @@ def test_without_a_store_it_says_where_one_is(
     assert "runs is no store: it has no everstep.json" in capsys.readouterr().err
     assert run("ls", "nowhere") == 1
     assert "there is no nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "gc", "rm -y", "materialize"])
+def test_a_store_of_another_format_is_left_alone(
+    command: str, store: Path, capsys: CAPTURED
+) -> None:
+    (store / "everstep.json").write_bytes(seal({"format": FORMAT_VERSION + 1, "run": "r"}))
+    before = sorted(store.rglob("*"))
+    name, *options = command.split()
+    steps = ["3"] if name in ("rm", "materialize") else []
+    assert run(name, store, *steps, *options) == 1
+    assert "everstep: Unsupported: " in capsys.readouterr().err
+    assert sorted(store.rglob("*")) == before
+
+
+def test_a_store_of_somebody_else(
+    store: Path, capsys: CAPTURED, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert run("ls", store) == 1
+    assert f"opening {store}: this user" in capsys.readouterr().err
 
 
 def test_usage_errors_exit_with_2(store: Path, capsys: CAPTURED) -> None:

@@ -120,7 +120,7 @@ def test_show_of_a_log(logged: Path, capsys: CAPTURED) -> None:
         "goes on     from step 11 of epoch 1, manifest ",
         "calls       @0 optimizer    torch.optim.adamw.AdamW · 2 gradients, 2.0 MiB · 2 from bef",
         "@0 optimizer.1  lr 0.25 · betas (0.9, 0.95)",
-        "hyperparameters 1 (4 B) · gradients 2 (2.0 MiB) · rng 1 (4.9 KiB)",
+        "clip coefficients 1 (4 B) · gradients 2 (2.0 MiB) · rng 1 (4.9 KiB)",
         "@0.model.wte.weight",
         "@0!clip.0",
     ):

@@ -49,8 +49,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A checkpoint. `chain`, `records`: of a log; `broken`: why the chain cannot be followed;
-    `whole`: the state that was made of it since."""
+    """A checkpoint. `chain`: of a log; `records`: likewise, and of a spread state; `broken`: why
+    the chain cannot be followed; `whole`: the state that was made of it since."""
 
     name: CheckpointName
     manifest: Manifest
@@ -73,11 +73,11 @@ class Shown:
         tags = tags_of(disk).get(name, [])
         chains = Chains(disk)
         whole, exact = chains.whole(name), manifest.exact and chains.is_exact(name)
-        if manifest.previous is None:
-            return cls(name, manifest, tables, tags, whole=whole, exact=exact)
         by_record = tables_of_records(manifest, tables)
         records = tuple(record_facts(record, found) for record, found in by_record)
         chain, broken = None, None
+        if manifest.previous is None:
+            return cls(name, manifest, tables, tags, chain, records, broken, whole, exact)
         try:
             chain = chain_facts(store.chain(str(name)))
         except EverstepError as error:
@@ -159,12 +159,18 @@ def _summary(shown: Shown, screen: Screen) -> list[str]:
 
 
 def _log_lines(shown: Shown, screen: Screen) -> list[str]:
-    """What a log goes on from, and the calls of its records; nothing for a state."""
+    """What a log goes on from, and the calls of its records; of a state those that bring its parts
+    to one step, if any."""
     previous = shown.manifest.previous
-    if previous is None:
-        return []
-    goes = f"step {previous.step} of epoch {previous.epoch}, manifest {previous.digest[:12]}"
     calls = [pair for facts in shown.records for pair in call_pairs(facts, len(shown.records) == 1)]
+    if previous is None:
+        if not shown.records:
+            return []
+        steps = f"steps {shown.records[0]['step']} to {shown.records[-1]['step']}"
+        count = wording.plural(len(shown.records), "record")
+        text = f"{count}, of {steps}: its parts were copied one step after another"
+        return [*_section("replays", [("", text)], screen), *_section("calls", calls, screen)]
+    goes = f"step {previous.step} of epoch {previous.epoch}, manifest {previous.digest[:12]}"
     if shown.chain:
         log = chain_text(shown.chain, shown.manifest.epoch)
     else:
@@ -215,8 +221,10 @@ def _kind_of(name: str) -> str:
     first = name.partition(".")[0]
     if not is_own(name):
         return first
-    if first.endswith("!derived"):
+    if first.endswith(("!derived", "!updated")):
         return "samples"
+    if first.endswith("!clip"):
+        return "clip coefficients"
     return "gradients" if is_gradient(name) else "hyperparameters"
 
 
@@ -275,9 +283,10 @@ def _optimizer_pairs(manifest: Manifest, tables: list[Table]) -> list[tuple[str,
         if not isinstance(sets, list):
             pairs.append((optimizer, wording.brief(sets, 200)))
             continue
-        members: Counter[int] = Counter()
+        groups: dict[str, int] = {}  # several parts may say the same of a parameter
         for table in tables:
-            members.update(table.optimizers.get(optimizer, {}).get("groups", {}).values())
+            groups |= table.optimizers.get(optimizer, {}).get("groups", {})
+        members = Counter(groups.values())
         for index, values in enumerate(sets):
             count = wording.plural(members[index], "parameter")
             chosen = {k: v for k, v in values.items() if v is not None and v is not False}

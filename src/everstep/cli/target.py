@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from everstep.errors import Missing
+from everstep.errors import Missing, Unavailable
 from everstep.store import catalog, names
+from everstep.store.commit import open_store
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
@@ -50,6 +51,7 @@ def split_words(words: list[str], steps_max: int) -> tuple[str, list[str]]:
         raise argparse.ArgumentError(None, f"there is no use for {extra} here")
     if not is_store(store):
         raise Missing(_advice(store))
+    open_store(Disk(store))  # of this format
     return store, steps
 
 
@@ -62,8 +64,14 @@ def tags_of(disk: Disk) -> dict[CheckpointName, list[str]]:
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """Whether a store lies there."""
-    return (Path(path) / names.STORE).is_file()
+    """Whether a store lies there. Raises Unavailable where this user may not look."""
+    try:
+        return (Path(path) / names.STORE).is_file()
+    except PermissionError as error:
+        raise Unavailable(
+            f"opening {path}: this user (uid {os.getuid()}) may not look into it, as a store is "
+            f"for its owner only. Run this as its owner"
+        ) from error
 
 
 def _means_store(word: str, is_too_many: bool) -> bool:

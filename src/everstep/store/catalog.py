@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from everstep.errors import Corrupt, EverstepError, Missing
@@ -99,10 +100,15 @@ def read_chain(disk: Disk, name: CheckpointName) -> list[Manifest]:
     """A checkpoint and what it follows: a state first, then the logs that go on from it, and the
     one asked for last. Raises Missing where that one is not there, Corrupt where another is not,
     or is not the one that was followed."""
-    chain = [_whole(disk, read_manifest(disk, name))]
-    while (previous := check_previous(disk, chain[-1])) is not None:
-        chain.append(previous)
-    return chain[::-1]
+    return list(followed(disk, name))[::-1]
+
+
+def followed(disk: Disk, name: CheckpointName) -> Iterator[Manifest]:
+    """The same from the last to the first; raises what there is to raise when it comes to it."""
+    manifest: Manifest | None = _whole(disk, read_manifest(disk, name))
+    while manifest is not None:
+        yield manifest
+        manifest = check_previous(disk, manifest)
 
 
 def check_previous(disk: Disk, manifest: Manifest) -> Manifest | None:

@@ -1,5 +1,6 @@
 """Store: what a person or a tool does with checkpoints without a training run."""
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -196,11 +197,12 @@ class Store:
         return problems
 
     def _with_what_it_follows(self, name: CheckpointName) -> list[CheckpointName]:
-        try:
-            chain = catalog.read_chain(self._disk, name)
-        except EverstepError:
-            return [name]  # whose verification says why
-        return [CheckpointName(manifest.step, manifest.epoch) for manifest in chain]
+        """As far as it is there: the verification of what is before a gap says so."""
+        found: list[CheckpointName] = []
+        with contextlib.suppress(EverstepError):
+            for manifest in catalog.followed(self._disk, name):
+                found.append(CheckpointName(manifest.step, manifest.epoch))
+        return found[::-1] or [name]
 
     def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
         name = CheckpointName(manifest.step, manifest.epoch)
