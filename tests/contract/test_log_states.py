@@ -30,11 +30,12 @@ def test_frozen_weights_that_dominate(store):
     model = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 6))
     model[0].requires_grad_(False)
     state = {"model": model, "optimizer": torch.optim.SGD([model[1].bias], lr=0.1)}
-    with pytest.raises(Unsupported, match="Use strategy='full'"), logged(store, state) as saver:  # noqa: PT012
+    with logged(store, state) as saver:  # which does not say it again at its end
         train(state)
         saver.step(1).wait("local")
         train(state)
-        saver.step(2)
+        with pytest.raises(Unsupported, match="Use strategy='full'"):
+            saver.step(2)
     assert restore(store, state) == 1
 
 

@@ -98,6 +98,9 @@ def test_the_command(store, capsys):
     assert all(row["exact"] for row in made)
     same(Store(store).read(7), frozen[7])
     assert main(["materialize", str(store), "1"]) == 1
+    before = sorted(store.rglob("*"))
+    assert main(["materialize", str(store), "5", "99"]) == 1  # then none is made
+    assert sorted(store.rglob("*")) == before
     assert "whole state already" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["materialize", str(store)])

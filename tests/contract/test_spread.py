@@ -2,6 +2,7 @@
 byte as the state of its last one."""
 
 import contextlib
+import json
 import logging
 
 import pytest
@@ -100,6 +101,13 @@ def test_it_is_read_when_it_was_made_whole(store, capsys):
         Store(store).read(8)
     assert "redo records since step 6, " in str(caught.value)
     assert str(caught.value).endswith("Whole states nearest to it: 4")
+    assert main(["show", str(store), "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "replays     2 records, of steps 7 to 8: its parts were copied" in shown
+    parameters = len(list(state["model"].parameters()))
+    assert f"optimizer.0  {parameters} parameters" in shown
+    assert main(["show", str(store), "8", "--json"]) == 0
+    assert [each["step"] for each in json.loads(capsys.readouterr().out)["records"]] == [7, 8]
     other = make(2)
     with checkpointer(store, other) as restorer:
         assert restorer.restore(8, only="model") == 8

@@ -64,6 +64,9 @@ def test_missing_says_what_there_is(tmp_path):
         store.manifest("nope")
     with pytest.raises(Missing, match="²"):
         store.manifest("²")
+    for nonsense in (1.5, True, [1]):
+        with pytest.raises(ValueError, match="step must be a step, a tag"):
+            store.manifest(nonsense)
 
 
 def test_reading_tensors(tmp_path):
@@ -83,6 +86,8 @@ def test_reading_tensors(tmp_path):
     assert store.read(5, []) == {}
     with pytest.raises(Missing, match=r"\['nothing'\]"):
         store.read(5, ["nothing", "bias"])
+    with pytest.raises(ValueError, match="a list of names, not 'bias'"):
+        store.read(5, "bias")
 
 
 def test_every_dtype_comes_back(tmp_path):

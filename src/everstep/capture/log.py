@@ -432,11 +432,11 @@ class Log:
             leaf for leaf in collected.loose if leaf.owner is None and id(leaf) not in derived
         )
         if taken := [leaf.name for leaf in (*others, *met) if is_own(leaf.name)]:
-            raise Unsupported(f"recording: {taken[0]!r} is a name that records use. Rename it")
+            raise Refused(f"recording: {taken[0]!r} is a name that records use. Rename it")
         loose, whole = sum(leaf.tensor.nbytes for leaf in others), self._base_bytes
         loose += loose_bytes(met)
         if loose > LOOSE_PART * whole:
-            raise Unsupported(
+            raise Refused(
                 f"recording: {loose} of the state's {whole} bytes belong to no optimizer (frozen "
                 f"weights, an average of the weights), and a record would hold them all. Use "
                 f"strategy='full', or say with derive= how they come about"

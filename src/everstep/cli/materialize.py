@@ -25,8 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
     disk = Disk(path)
     made = []
-    for step in steps:
-        name = catalog.find(disk, step)
+    for name in [catalog.find(disk, step) for step in steps]:  # all are there, before any is made
         began = time.monotonic()
         manifest = materialize(disk, name)
         differs, tests = replayed(manifest.topology)

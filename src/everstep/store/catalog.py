@@ -209,8 +209,11 @@ def find(disk: Disk, reference: int | str | None) -> CheckpointName:
     """The checkpoint meant by a reference; raises Missing, and says what there is.
 
     A reference is a step of the run as it is now, a tag, a full name such as "120-3" (step-epoch,
-    on any branch), or None: the newest. Full names and tags need no epoch to be readable.
+    on any branch), or None: the newest. Full names and tags need no epoch to be readable. Raises
+    ValueError where it is none of these.
     """
+    if not (reference is None or type(reference) in (int, str)):
+        raise ValueError(f"step must be a step, a tag or 'step-epoch', not {reference!r}")
     everything = committed(disk)
     if isinstance(reference, str) and not reference.isdecimal():
         named = names.parse_checkpoint(reference) or read_tags(disk).get(reference)

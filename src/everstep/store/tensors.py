@@ -27,6 +27,8 @@ def read_tensors(
 
     Raises Missing for names that are not there, Corrupt.
     """
+    if isinstance(names, str):
+        raise ValueError(f"names must be a list of names, not {names!r}")
     found: dict[str, torch.Tensor] = {}
     known = {name for table in tables for name in _names(table)}
     if unknown := sorted(set(names or ()) - known):
