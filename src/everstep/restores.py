@@ -177,9 +177,12 @@ def _following_damage(candidate: Candidate) -> list[CheckpointName]:
     try:
         for manifest in catalog.followed(candidate.disk, candidate.name):
             chain.insert(0, CheckpointName(manifest.step, manifest.epoch))
-        problems = Store(candidate.disk.root).verify(str(candidate.name)).problems
     except EverstepError:
         return chain  # what is before them is not there
+    try:
+        problems = Store(candidate.disk.root).verify(str(candidate.name)).problems
+    except EverstepError:  # deleted meanwhile
+        return []
     damaged = (at for at, name in enumerate(chain) if str(name) in problems)
     return chain[next(damaged, len(chain)) :]
 

@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from everstep.errors import Corrupt, Mismatch
 from everstep.replay.gathered import Views, gradient_of
 from everstep.state import clipping, forms
-from everstep.state.autocast import autocast_as
+from everstep.state.autocast import autocast_as, autocast_of
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
 from everstep.state.redundancy import class_of, is_here, spread_hyperparameters, updating
@@ -123,7 +123,7 @@ class _Call:
     kwargs: dict[str, Any]
     scaler: dict[str, torch.Tensor]
     generators: dict[str, torch.Tensor]
-    autocast: dict[str, str]
+    autocast: dict[str, torch.dtype]
 
 
 def of_rank(said: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
         {key: _closure(value) for key, value in kwargs.items()},
         decode(said.get("scaler", {}), tensor),
         decode(said.get("generators", {}), tensor),
-        {str(device): str(dtype) for device, dtype in said.get("autocast", {}).items()},
+        autocast_of(said.get("autocast", {})),
     )
 
 

@@ -19,15 +19,21 @@ def autocast_now() -> dict[str, str]:
     }
 
 
+def autocast_of(said: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """What `autocast_now` said, as dtypes. Raises AttributeError, TypeError where it did not."""
+    found = {device: getattr(torch, name) for device, name in said.items()}
+    if not all(isinstance(dtype, torch.dtype) for dtype in found.values()):
+        raise TypeError(f"{said} are no dtypes")
+    return found
+
+
 @contextlib.contextmanager
-def autocast_as(then: Mapping[str, Any]) -> Iterator[None]:
-    """Cast as then, whatever is cast now. Raises AttributeError, TypeError where that is no
-    dtype."""
+def autocast_as(then: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Cast as then, whatever is cast now."""
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if device in then:
-                dtype = getattr(torch, then[device])
-                stack.enter_context(torch.autocast(device, dtype=dtype))
+                stack.enter_context(torch.autocast(device, dtype=then[device]))
             elif torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

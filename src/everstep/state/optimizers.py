@@ -13,7 +13,7 @@ import xxhash
 from torch.optim import Optimizer
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.state.layout import local_of, shards_of
+from everstep.state.layout import is_dtensor, local_of, shards_of
 from everstep.state.leaves import Guard, Leaf, check_tensor
 from everstep.state.mapped import Mapped, has_shape_of
 from everstep.state.objects import TensorSink, encode
@@ -386,7 +386,8 @@ class OptimizerState:
         for key in saved["state"].get(name, ()):
             full = f"{self.name}.{name}.{key}"
             device = device_of(full, name, key)
-            like = parameter if _lay_alike(placement.saved, full, name) else None
+            is_like = is_dtensor(parameter) or _lay_alike(placement.saved, full, name)
+            like = parameter if is_like else None
             state[key] = self._destination(placement, full, live.get(key), like, device)
         if name in plain:
             state.update(placement.decode(plain[name]))
