@@ -8,11 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from keepers import until
+from keepers import PATIENCE_S, until
 from logs import build, train
 from runs import check_steps, checkpointer, kinds, logged, snapshot
 
 from everstep import Store, captures
+from everstep.capture import full
 from everstep.saves import Skipped
 
 
@@ -138,3 +139,46 @@ def test_whole_states_do_not_wait(store, options):
         errors = [str(handle.error) for handle in handles.values() if handle.error]
         assert all("skipped, because" in error for error in errors)
     check_steps(store, build(2), frozen)
+
+
+def test_no_record_is_announced_before_one_that_waits(store, monkeypatch):
+    """The epoch is claimed so late that two steps are copied already, which are sealed one after
+    the other then: the next could be announced at once."""
+    monkeypatch.setattr(full, "_SEAL_S", 0.01)
+    state = build(1)
+    claimed, announced = threading.Event(), threading.Event()
+    with logged(store, state, under_pressure="wait") as saver:
+        begun = saver._captures
+        client, announce = begun._client, begun._full._announce
+        claim, submit = client.claim, client.submit
+        submitted = []
+
+        def claim_late(parent):
+            assert claimed.wait(PATIENCE_S)
+            return claim(parent)
+
+        def announce_and_tell(capture):
+            found = announce(capture)
+            if capture.step == 3:
+                announced.set()
+            return found
+
+        def submit_in_turn(key):
+            submitted.append(key)
+            if len(submitted) == 1:  # the first step; the second is sealed after the third came
+                assert announced.wait(PATIENCE_S)
+            submit(key)
+
+        monkeypatch.setattr(client, "claim", claim_late)
+        monkeypatch.setattr(client, "submit", submit_in_turn)
+        monkeypatch.setattr(begun._full, "_announce", announce_and_tell)
+        handles = []
+        for step in range(1, 4):
+            train(state)
+            if step == 3:
+                claimed.set()
+                until(lambda: begun.epoch is not None, "no epoch is claimed")
+            handles.append(saver.step(step))
+        for handle in handles:
+            handle.wait("local")
+    assert kinds(store) == "brr"
