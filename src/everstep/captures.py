@@ -5,6 +5,7 @@ copies → seal → the keeper, which is told of it
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -71,7 +72,7 @@ class Captures:
         self._planners: dict[object, Planner] = {}
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
-        self._unannounced: Capture | None = None
+        self._unannounced: threading.Event | None = None
         self._full = Full(self._announce, self._seal, saves.on_capture_failure, pace)
         self.pool.on_release = self._full.devices.unpin
         saves.in_order = self._full.in_order
@@ -278,11 +279,11 @@ class Captures:
         """Let the keeper work on what is copied already. Copying thread, which must not wait: so
         the first save, for which an epoch has to be claimed, is not announced; nor is any before
         that is sealed."""
-        if self._unannounced and not self._unannounced.sealed.is_set():
+        if self._unannounced and not self._unannounced.is_set():
             is_next = False  # jobs are submitted in their order
         else:
             is_next = self.epoch is not None and self._saves.handle_of(capture) is not None
-        self._unannounced = None if is_next else capture
+        self._unannounced = None if is_next else capture.sealed
         if not is_next:
             return None
         slot = capture.slot

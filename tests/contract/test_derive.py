@@ -169,7 +169,7 @@ def test_it_cannot_be_made_whole_without_the_program(store, capsys):
     shown = capsys.readouterr().out
     assert "then ema" in shown
     assert "sample of the result kept" in shown
-    assert "samples 1 (" in shown
+    assert "samples 2 (" in shown
     assert Store(store).verify().ok
 
 
