@@ -244,11 +244,8 @@ def test_groups_that_are_one_now(store):
 
 
 class Momentum(Plain):
-    """Sums that depend on the order in memory, in whatever form subclasses keep them."""
-
-    def kept(self, parameter):
-        """Its mean gradient; made when there is none."""
-        raise NotImplementedError
+    """Sums that depend on the order in memory. Subclasses keep them in their own forms: `kept`
+    returns the mean gradient of a parameter, and makes it where there is none."""
 
     @torch.no_grad()
     def update(self, scale=1.0):

@@ -288,7 +288,8 @@ class Sharpness(torch.optim.SGD):
         super().step()
 
 
-def test_an_optimizer_that_writes_before_its_closure(store, slow_copy):
+@pytest.mark.parametrize("is_found", ["by the hook", "before"])
+def test_an_optimizer_that_writes_before_its_closure(store, slow_copy, is_found):
     slow_copy.set()
     state = build(1)
     optimizer = state["optimizer"] = Sharpness(state["model"].parameters(), lr=0.1)
@@ -296,7 +297,11 @@ def test_an_optimizer_that_writes_before_its_closure(store, slow_copy):
     def closure():
         optimizer.zero_grad()
         state["model"](torch.ones(2, 6)).square().sum().backward()
+        if is_found == "before" and handle:
+            with contextlib.suppress(Unsupported):
+                handle.wait("local")
 
+    handle = None
     with checkpointer(store, state) as saver:
         optimizer.step(closure)
         handle = saver.step(1)

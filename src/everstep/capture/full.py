@@ -152,7 +152,7 @@ class Full:
 
     def hold(self, owner: int) -> bool:
         """Before an optimizer's update: wait for the copies of its tensors, and check that they are
-        clean; whether they are.
+        clean; whether they are, whoever found it out.
 
         The host waits only until they are enqueued (CPU: made); the device's current stream waits
         for the rest.
@@ -161,12 +161,14 @@ class Full:
         self._timing.updating()
         for capture in self._open:
             owned = capture.owned.get(owner)
-            if owned is None or owned.checked:
+            if owned is None:
                 continue
-            owned.ready.wait()
-            for device, end in owned.ends.items():
-                torch.cuda.current_stream(device).wait_event(end)
-            clean &= capture.check(owner) is None
+            if not owned.checked:
+                owned.ready.wait()
+                for device, end in owned.ends.items():
+                    torch.cuda.current_stream(device).wait_event(end)
+                capture.check(owner)
+            clean &= not owned.is_torn
         self._look()
         return clean
 

@@ -38,6 +38,7 @@ class Owned:
     ready: threading.Event = field(default_factory=threading.Event)
     ends: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     checked: bool = False
+    is_torn: bool = False
 
 
 @dataclass(slots=True)
@@ -115,6 +116,7 @@ class Capture:
                 self.torn.put(changed)
                 self.problem = describe(self.step, changed)
             if changed or is_sure:
+                owned.is_torn |= bool(changed)
                 owned.checked = True
                 owned.tripwire = None
         return self.problem
