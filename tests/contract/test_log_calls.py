@@ -1,6 +1,7 @@
 """strategy="log" and unusual calls of step(): hooks, closures, arguments, errors. What cannot be
 recorded is saved whole, and that is told."""
 
+import random
 from functools import partial
 
 import pytest
@@ -79,6 +80,29 @@ class Nested(torch.optim.AdamW):
 def test_a_subclass_that_calls_the_step_of_its_base(store):
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from now on that one runs hooks as well
     check_run(store, partial(build, kind=Nested), train, "brrrrrrr")
+
+
+def test_hooks_that_run_twice_in_a_step(store, caplog):
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    check_run(store, partial(build, kind=Nested), hooked(halve, 1), "bbbbbbbb")
+    assert "hooks of 'optimizer' run twice in each step" in caplog.text
+
+
+def test_a_function_around_step(store):
+    """As schedulers put one there; this one changes gradients, in the restored state as well."""
+
+    def make(seed):
+        state = build(seed)
+        step = state["optimizer"].step
+
+        def around(closure=None):
+            halve(state["optimizer"], (), {})
+            return step(closure)
+
+        state["optimizer"].step = around
+        return state
+
+    check_run(store, make, lambda state, _: train(state), "brrrrrrr")
 
 
 def test_optimizers_in_backward(store):
@@ -232,11 +256,13 @@ class Attribute(Plain):
         super().__init__(parameters, lr)
         self.how = how
         self.number, self.rows, self.tensor = 0, {"all": []}, torch.zeros(())
+        self.generators = torch.Generator(), random.Random(0)
         self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
         self.mine, self.group = self.param_groups[0]["params"], self.param_groups[0]
 
     @torch.no_grad()
     def update(self):
+        scale = 1.0
         if self.how == "number":
             self.number += 1
         elif self.how == "new":
@@ -245,6 +271,10 @@ class Attribute(Plain):
             self.rows["all"].append(self.number)
         elif self.how == "tensor":
             self.tensor += 1
+        elif self.how == "generator":
+            scale = torch.rand((), generator=self.generators[0]).item()
+        elif self.how == "Random":
+            scale = self.generators[1].random()
         elif self.how == "inner":
             self.inner.step()
         elif self.how == "shared":
@@ -252,7 +282,7 @@ class Attribute(Plain):
             self.inner.step()
             self.group["weight"] = self.group.get("weight", 0) + 1
         seen = self.number + getattr(self, "count", 0) + len(self.rows["all"]) + self.tensor.item()
-        super().update(1 / (1 + seen))
+        super().update(scale / (1 + seen))
 
 
 def train_with_a_setting(state, step=0):
@@ -270,7 +300,7 @@ class Said(Attribute):
         self.number = state["number"]
 
 
-@pytest.mark.parametrize("how", ["number", "new", "list", "tensor", "inner"])
+@pytest.mark.parametrize("how", ["number", "new", "list", "tensor", "generator", "Random", "inner"])
 def test_an_optimizer_with_state_that_no_checkpoint_has(store, caplog, how):
     state = build(1, Attribute, how=how)
     frozen = run_logged(store, state, train, steps=6)

@@ -4,6 +4,7 @@ No checkpoint has them. A whole state is exact all the same; a replay would begi
 new optimizer, and come to other weights. So an update that changes one is no record.
 """
 
+import random
 from collections.abc import Set
 from typing import Any
 
@@ -28,8 +29,8 @@ _KNOWN = frozenset(
 
 def attributes(optimizer: OptimizerState) -> dict[str, Any]:
     """Its own attributes in a form that can be compared, as far as they are numbers, tensors,
-    lists and dicts of those, or optimizers; none of torch's classes, nor of one that says by a
-    state_dict() of its own what its state is."""
+    random generators, lists and dicts of those, or optimizers; none of torch's classes, nor of one
+    that says by a state_dict() of its own what its state is."""
     inner = inner_of(optimizer.optimizer)
     kind = type(inner)
     if kind.__module__.startswith("torch.optim") or optimizer.has_own_methods:
@@ -57,6 +58,10 @@ def _print(value: Any, covered: Set[int], depth: int = 0) -> Any:
         return None
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else value._version
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
     if isinstance(value, Optimizer):
         return _print({"state": value.state}, covered, depth)
     if isinstance(value, dict):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from everstep.capture.auto import Auto
 from everstep.capture.full import Full
@@ -99,6 +100,7 @@ class Hook:
             return None
         self._state.has_stepped = True
         if self._log and self._log.is_recording and self._is_nested():
+            self._refuse_others(self._log)
             return None  # the outer call is the one that is noted
         myself, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
@@ -163,6 +165,20 @@ class Hook:
                 break
             frame = frame.f_back
         return found > 1
+
+    def _refuse_others(self, log: Log | Spread | Auto) -> None:
+        """What they do within the outer step() is in no record."""
+        hooks = (
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+            self._optimizer._optimizer_step_pre_hooks,
+            self._optimizer._optimizer_step_post_hooks,
+        )
+        if any(key not in _ours for each in hooks for key in each):
+            log.refuse(
+                f"hooks of {self._state.name!r} run twice in each step, as its step() calls that "
+                f"of its base class. Do what they do before you call step()"
+            )
 
 
 def _are_at_begin(ids: Iterable[int], own: int) -> bool:

@@ -1,9 +1,9 @@
 """One optimizer call again: the gradients and hyperparameters of then, the optimizer of now.
 
 It is the user's own optimizer, with its own implementation (for-loop, foreach, fused), so that the
-result is exact by construction wherever the optimizer is deterministic. All hooks are off: what
-they did to the gradients is in the record, and what they do to the weights is not replayed (a run
-whose hooks do so is noticed while it trains).
+result is exact by construction wherever the optimizer is deterministic. All hooks are off, and what
+is put around step() on the object is left out: what they did to the gradients is in the record, and
+what they do to the weights is not replayed (a run that does so is noticed while it trains).
 """
 
 import contextlib
@@ -211,7 +211,9 @@ def _step(state: OptimizerState, call: _Call) -> None:
             setattr(optimizer, key, value)
         try:
             with autocast_as(call.autocast):
-                optimizer.step(*call.args, **call.kwargs)
+                # Of the class, as what stands in its place on the object (schedulers put something
+                # there) was around it then: what that did is in the record.
+                type(optimizer).step(optimizer, *call.args, **call.kwargs)
         finally:
             for key in call.scaler:
                 delattr(optimizer, key)

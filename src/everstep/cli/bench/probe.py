@@ -75,8 +75,9 @@ def apart(root: Path, run: workload.Run, base: int, last: int) -> dict[str, Any]
     reads: list[float] = []
     loads: list[float] = []
     updates: list[float] = []
-    step = run.optimizer.step
-    vars(run.optimizer)["step"] = lambda: _timed(step, updates)
+    kind = type(run.optimizer)
+    step = kind.step
+    kind.step = lambda optimizer: _timed(partial(step, optimizer), updates)  # type: ignore[method-assign, assignment]
     forget(root)
     with Loader() as loader:
         apply(Candidate(catalog.find(disk, base), disk), state, None, loader)
