@@ -244,6 +244,7 @@ class Captures:
     ) -> dict[str, Any]:
         # Threads and the like may have been set anew.
         now = topology(self._state.world.size, self._state.layout())
+        now["optimizers"] = self._state.classes()
         if self._topology is None or not now.items() <= self._topology.items():
             self._topology = now
         is_replayed = captured.record is not None or captured.share is not None

@@ -140,6 +140,7 @@ class Checkpointer:
             every, strategy, base_every, window, recovery_budget, audit, catch_up, keep_exact,
             group_commit, keep, memory_budget, under_pressure,
         )  # fmt: skip
+        _check_kinds(derive=derive, by_rank=by_rank, layout=layout)
         self.state = state
         self.metrics = Metrics()
         self._every = every
@@ -253,7 +254,7 @@ class Checkpointer:
             raise ValueError(f"step must be a step, a tag or 'step-epoch', not {step!r}")
         if exact not in ("allow", "require"):
             raise ValueError(f"exact must be 'allow' or 'require', not {exact!r}")
-        chosen = [only] if isinstance(only, str) else only
+        chosen = _names(only)
         found = self._restores.find(step, from_store)
         if not found:
             return 0
@@ -385,6 +386,23 @@ class Checkpointer:
 def _check_step(step: int) -> None:
     if type(step) is not int or not 0 <= step < 10**18:
         raise ValueError(f"step must be a number of completed updates, not {step!r}")
+
+
+def _check_kinds(derive: object, by_rank: object, layout: object) -> None:
+    for name, value in {"derive": derive, "by_rank": by_rank}.items():
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(f"{name} must be a dict by names of parts of the state, not {value!r}")
+    if layout is not None and not callable(layout):
+        raise TypeError(f"layout must be a function of (name, tensor), not {layout!r}")
+
+
+def _names(only: str | list[str] | None) -> list[str] | None:
+    if only is None:
+        return None
+    names = [only] if isinstance(only, str) else only
+    if not isinstance(names, (list, tuple)) or not names or {type(name) for name in names} != {str}:
+        raise ValueError(f"only must be names of parts of the state, not {only!r}")
+    return list(names)
 
 
 def _close_in_children(checkpointer: Checkpointer) -> None:

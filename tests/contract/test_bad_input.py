@@ -75,6 +75,11 @@ def test_a_part_that_does_not_fit(store):
         )
     with pytest.raises(Mismatch, match="no such part"):
         restore(store, {"model": nn.Linear(3, 3)}, only="modle")
+    with pytest.raises(Mismatch, match=r"only=\['modle'\]: the state has no such part"):
+        restore(store, {"model": nn.Linear(3, 3)}, only=["model", "modle"])
+    for only in ([], 3, [3]):
+        with pytest.raises(ValueError, match="only must be names"):
+            restore(store, {"model": nn.Linear(3, 3)}, only=only)
     assert restore(store, {"model": nn.Linear(3, 3)}, only=["model"]) == 1
 
 
@@ -184,10 +189,36 @@ def test_wrong_arguments(store, options):
     assert not store.exists()
 
 
-def test_retention_is_no_number(store):
-    with pytest.raises(TypeError, match=r"keep must be an everstep\.Keep"):
-        Checkpointer(store, {"x": 1}, keep=3)
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("keep", r"an everstep\.Keep"),
+        ("derive", "a dict by names"),
+        ("by_rank", "a dict by names"),
+        ("layout", "a function of"),
+    ],
+)
+def test_arguments_of_a_wrong_kind(store, option, expected):
+    with pytest.raises(TypeError, match=f"{option} must be {expected}"):
+        Checkpointer(store, {"x": 1}, **{option: 3})
     assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "unused"),
+    [
+        ("full", ["base_every", "window", "catch_up", "group_commit"]),
+        ("spread", ["base_every", "group_commit"]),
+        ("log", []),
+        ("auto", []),
+    ],
+)
+def test_options_that_do_nothing_are_told(store, caplog, strategy, unused):
+    options = {"base_every": 5, "window": 2, "catch_up": 50, "group_commit": (1 << 20, 5)}
+    with checkpointer(store, build(1), strategy=strategy, **options):
+        pass
+    told = [record.args[0] for record in caplog.records if "does nothing with" in record.message]
+    assert told == unused
 
 
 def test_wrong_states_and_steps(store):

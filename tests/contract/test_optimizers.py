@@ -328,6 +328,17 @@ def test_another_optimizer_does_not_fit(store):
         restore(store, {"model": first["model"]})
 
 
+def test_an_optimizer_of_another_class_is_told(store, caplog):
+    supervised(first := build_plain(1))
+    save(store, first, strategy="full")
+    second = build_plain(2, torch.optim.Adam)
+    restore(store, second, only="model")
+    restore(store, build_plain(2))
+    assert "AdamW" not in caplog.text
+    restore(store, second)
+    assert "'optimizer' was a torch.optim.adamw.AdamW, and is a torch.optim.adam" in caplog.text
+
+
 def test_an_optimizer_without_state_is_missed_too(store):
     save(store, build_plain(1, torch.optim.SGD))
     with pytest.raises(Mismatch, match="the state has no 'optimizer'"):

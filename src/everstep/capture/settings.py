@@ -1,5 +1,6 @@
 """What a user may set of how checkpoints are taken; and the strategy that this makes."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from everstep.keeper.tasks import MILLISECONDS_MAX
 from everstep.state.optimizers import OptimizerState
 from everstep.store.retain import Keep
 
+log = logging.getLogger("everstep")
+
 Strategy = Log | Spread | Auto
 
 _CHOICES = {
@@ -31,6 +34,13 @@ _COUNTS = {
     "catch_up": "steps",
     "memory_budget": "bytes",
 }
+_ONLY_WITH = {
+    "base_every": ("log", "auto"),
+    "window": ("spread", "log", "auto"),
+    "catch_up": ("spread", "log", "auto"),
+    "group_commit": ("log", "auto"),
+}
+"""The strategies that an option says anything to."""
 _GROUP = ([int, int], [int, float])
 
 
@@ -76,6 +86,15 @@ class Settings:
         if self.keep is not None and not isinstance(self.keep, Keep):
             raise TypeError(f"keep must be an everstep.Keep, not {self.keep!r}")
 
+    def _tell_unused(self) -> None:
+        """No error: another strategy is tried for a while, and all else is left as it is."""
+        for name, strategies in _ONLY_WITH.items():
+            if getattr(self, name) is not None and self.strategy not in strategies:
+                known = " or ".join(map(repr, strategies))
+                log.warning(
+                    "%s= does nothing with strategy=%r; it is for %s", name, self.strategy, known
+                )
+
     @property
     def looks_at_all(self) -> bool:
         """Whether audits look at all bytes, and not at a sample."""
@@ -91,6 +110,7 @@ class Settings:
     ) -> Strategy | None:
         """None for whole states: then there is nothing to decide. `modules`: of the state. Raises
         Unsupported where the strategy does not fit these. `ranks`: of several."""
+        self._tell_unused()
         if self.strategy == "full":
             return None
 

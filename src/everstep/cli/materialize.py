@@ -6,6 +6,7 @@ import time
 
 from everstep.cli.replays import replayed
 from everstep.cli.target import add_json, add_words, split_words
+from everstep.format.manifest import Manifest
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 
@@ -26,6 +27,10 @@ def run(args: argparse.Namespace) -> int:
     disk = Disk(path)
     made = []
     for name in [catalog.find(disk, step) for step in steps]:  # all are there, before any is made
+        if _is_whole(catalog.read_manifest(disk, name)):
+            if not args.json:
+                print(f"{name}: a whole state already")
+            continue
         began = time.monotonic()
         manifest = materialize(disk, name)
         differs, tests = replayed(manifest.topology)
@@ -53,3 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"made": made}, indent=2))
     return 0
+
+
+def _is_whole(manifest: Manifest) -> bool:
+    return manifest.previous is None and not manifest.is_spread

@@ -8,8 +8,10 @@ from everstep.cli import wording
 
 
 def without_tests(topology: Mapping[str, Any]) -> dict[str, Any]:
-    """The topology without what `test_pairs` and `replayed` tell."""
-    return {key: value for key, value in topology.items() if key not in ("selftest", "replayed")}
+    """The topology without what `test_pairs` and `replayed` tell, and what stands with each
+    optimizer."""
+    elsewhere = ("selftest", "replayed", "optimizers")
+    return {key: value for key, value in topology.items() if key not in elsewhere}
 
 
 def test_pairs(topology: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -287,10 +287,12 @@ def _optimizer_pairs(manifest: Manifest, tables: list[Table]) -> list[tuple[str,
         for table in tables:
             groups |= table.optimizers.get(optimizer, {}).get("groups", {})
         members = Counter(groups.values())
+        kind = manifest.topology.get("optimizers", {}).get(optimizer, "").rpartition(".")[2]
         for index, values in enumerate(sets):
             count = wording.plural(members[index], "parameter")
             chosen = {k: v for k, v in values.items() if v is not None and v is not False}
-            pairs.append((f"{optimizer}.{index}", f"{count} · {wording.pairs(chosen)}"))
+            parts = [kind, count, wording.pairs(chosen)] if kind else [count, wording.pairs(chosen)]
+            pairs.append((f"{optimizer}.{index}", " · ".join(parts)))
     return pairs
 
 

@@ -92,6 +92,7 @@ def apply(
     together("fitting", lambda: placement.check(base.manifest.step, candidate.disk.root))
     candidate.is_shared = _is_shared(state.world, placement)
     _tell(candidate, base)
+    _tell_classes(candidate, base, state, only)
     if not replayed:
         wanted = placement.destinations.values()
         together("reading", lambda: _fill(candidate, base, wanted, loader))
@@ -298,6 +299,23 @@ def _inexact(candidate: Candidate, base: Described) -> str:
 def _tell(candidate: Candidate, base: Described) -> None:
     if not base.manifest.exact:
         log.warning("%s", _inexact(candidate, base))
+
+
+def _tell_classes(
+    candidate: Candidate, base: Described, state: State, only: list[str] | None
+) -> None:
+    """A replay refuses another class; a whole state fits into it, whatever that makes of it."""
+    for name, then in base.manifest.topology.get("optimizers", {}).items():
+        now = state.classes(only).get(name, then)
+        if now != then:
+            log.warning(
+                "restoring step %s: %r was a %s, and is a %s now, which has its state and its "
+                "hyperparameters from here on. To restore the weights alone: only=",
+                candidate.name.step,
+                name,
+                then,
+                now,
+            )
 
 
 def _first_step(base: Described) -> int:

@@ -26,6 +26,7 @@ from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
 from everstep.state.ranked import ByRank, Share, own_name, unowned
 from everstep.state.recorded import RecordShares
+from everstep.state.redundancy import class_of
 from everstep.state.sharing import Of, Parts, places_of, shapes_of, shared_out
 from everstep.state.stateful import (
     GeneratorState,
@@ -311,6 +312,14 @@ class State:
         settled |= {id(tensor) for tensor in derived}
         return replace(self.place(saved), settled=settled, settled_names=names)
 
+    def classes(self, only: list[str] | None = None) -> dict[str, str]:
+        """Those of the optimizers, module and qualified name. `only`: names of parts."""
+        return {
+            each.name: class_of(each.optimizer)
+            for each in self.optimizers
+            if only is None or _is_chosen(each.name, only)
+        }
+
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
         """Let each part say where its tensors go. `only`: names of parts; others are left alone."""
         self.world.together("matching", lambda: self._prepare(placement, only))
@@ -322,9 +331,11 @@ class State:
     def _prepare(self, placement: Placement, only: list[str] | None) -> None:
         self._name_parameters()
         chosen = [entry for entry in self._entries if only is None or _is_chosen(entry.name, only)]
-        if only is not None and not chosen:
-            names = [entry.name for entry in self._entries]
-            raise Mismatch(f"restoring only={only}: the state has no such part, but {names}")
+        if only is not None:
+            unknown = [part for part in only if not any(_is_chosen(e.name, [part]) for e in chosen)]
+            if not chosen or (unknown and self.world.is_alone):  # another rank may have it
+                names = [entry.name for entry in self._entries]
+                raise Mismatch(f"restoring only={unknown}: the state has no such part, but {names}")
         for entry in chosen:
             entry.prepare(placement)
         self._offer_all(placement, only)

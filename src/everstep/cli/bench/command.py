@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from everstep.cli import workload
 from everstep.cli.bench import picture, ranks, report, simulated, tables
 from everstep.cli.bench.machine import describe
 from everstep.cli.bench.measuring import Bench
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks < 1 or (args.ranks > 1 and (args.simulate or args.picture)):
         raise ValueError("--ranks must be positive, and has neither --simulate nor --picture")
     names = chosen(args.only, args.strategy) if args.ranks == 1 else ranks.chosen(args.only)
+    workload.load_text(args.text)  # while nothing is begun
     args.store_root.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="bench-", dir=args.store_root)).resolve()
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
@@ -111,9 +113,9 @@ def _intervals(text: str) -> list[int]:
 
 
 def _strategies(text: str) -> tuple[Strategy, ...]:
-    names = [part.strip() for part in text.split(",") if part.strip()]
+    names = _names(text)
     if not names or set(names) - {*STRATEGIES, "all"}:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not all, or some of {','.join(STRATEGIES)}")
     return tuple(name for name in STRATEGIES if name in names or "all" in names)
 
 
