@@ -191,7 +191,7 @@ class Checkpointer:
 
     def step(self, step: int) -> SaveHandle | None:
         """Tell that the optimizer has completed `step` updates. Saves where a save is due
-        (`every`), and returns its handle; does not block but for what DESIGN calls eager. After a
+        (`every`), and returns its handle; blocks only for what has to be copied at once. After a
         SIGTERM it saves, waits until all is durable and ends the process. Raises Unsupported, as
         save() does, and where "log" or "spread" turns out not to fit the run."""
         _check_step(step)

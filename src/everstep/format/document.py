@@ -40,7 +40,8 @@ def unseal(data: bytes | memoryview, path: object) -> dict[str, Any]:
     if tail != expected:
         raise Corrupt(
             f"reading {path}: its {len(data)} bytes do not match the digest at their end "
-            f"(expected {expected!r}, found {tail!r}). The file was damaged or cut short"
+            f"(expected {expected.decode().strip()}, found {_shown(tail)}). The file was damaged or "
+            f"cut short"
         )
     try:
         value: dict[str, Any] = json.loads(data)
@@ -53,6 +54,10 @@ def unseal(data: bytes | memoryview, path: object) -> dict[str, Any]:
             f"{FORMAT_VERSION}. Install the everstep that wrote it, or a newer one"
         )
     return value
+
+
+def _shown(data: bytes) -> str:
+    return data.decode(errors="backslashreplace").strip()
 
 
 def digest_of(data: bytes | memoryview) -> str:

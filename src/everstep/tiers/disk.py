@@ -30,7 +30,7 @@ _ADVICE = {
     "(keep=everstep.Keep(last=3))",
     errno.EDQUOT: ". The quota is used up: free some space, or keep fewer checkpoints",
     errno.EROFS: ". The file system is read-only: choose another place for the store",
-    errno.EACCES: ". This user may not write there: choose another place for the store",
+    errno.EACCES: ". This user may not write there: run it as the owner, or choose another store",
 }
 
 
