@@ -40,7 +40,7 @@ def unseal(data: bytes | memoryview, path: object) -> dict[str, Any]:
     if tail != expected:
         raise Corrupt(
             f"reading {path}: its {len(data)} bytes do not match the digest at their end "
-            f"(expected {expected.decode().strip()}, found {_shown(tail)}). The file was damaged or "
+            f"(expected {_shown(expected)}, found {_shown(tail)}). The file was damaged or "
             f"cut short"
         )
     try:
