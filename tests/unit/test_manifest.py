@@ -78,6 +78,13 @@ def test_a_record_has_a_part_of_each_node():
             decode_manifest(wrong, "x")
 
 
+@pytest.mark.parametrize(
+    ("said", "classes"), [(3, {}), ({"a": "x.Adam", "b": 1}, {"a": "x.Adam"}), (None, {})]
+)
+def test_classes_are_names_or_not_there(said, classes):
+    assert replace(MANIFEST, topology={"optimizers": said}).classes == classes
+
+
 def test_unknown_members_are_ignored():
     document = _changed(encode_manifest(MANIFEST), lambda value: value.update(news={"x": 1}))
     assert decode_manifest(document, "x") == MANIFEST

@@ -6,7 +6,6 @@ import time
 
 from everstep.cli.replays import replayed
 from everstep.cli.target import add_json, add_words, split_words
-from everstep.format.manifest import Manifest
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 
@@ -27,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     disk = Disk(path)
     made = []
     for name in [catalog.find(disk, step) for step in steps]:  # all are there, before any is made
-        if _is_whole(catalog.read_manifest(disk, name)):
+        if catalog.read_manifest(disk, name).is_whole:
             if not args.json:
                 print(f"{name}: a whole state already")
             continue
@@ -58,7 +57,3 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"made": made}, indent=2))
     return 0
-
-
-def _is_whole(manifest: Manifest) -> bool:
-    return manifest.previous is None and not manifest.is_spread

@@ -287,7 +287,7 @@ def _optimizer_pairs(manifest: Manifest, tables: list[Table]) -> list[tuple[str,
         for table in tables:
             groups |= table.optimizers.get(optimizer, {}).get("groups", {})
         members = Counter(groups.values())
-        kind = manifest.topology.get("optimizers", {}).get(optimizer, "").rpartition(".")[2]
+        kind = manifest.classes.get(optimizer, "").rpartition(".")[2]
         for index, values in enumerate(sets):
             count = wording.plural(members[index], "parameter")
             chosen = {k: v for k, v in values.items() if v is not None and v is not False}

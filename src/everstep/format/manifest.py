@@ -125,6 +125,19 @@ class Manifest:
         return bool(self.parts and self.records)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is a state, without anything to be replayed."""
+        return self.previous is None and not self.is_spread
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """Of its optimizers, module and qualified name, as far as it says them."""
+        said = self.topology.get("optimizers")
+        if not isinstance(said, dict):
+            return {}
+        return {name: kind for name, kind in said.items() if isinstance(kind, str)}
+
+    @property
     def files(self) -> tuple[FileLink, ...]:
         """Every data file that it has; what `previous` has comes in addition."""
         return tuple(link for part in self.all_parts for link in (part.table, *part.packs))

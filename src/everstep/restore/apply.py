@@ -305,7 +305,7 @@ def _tell_classes(
     candidate: Candidate, base: Described, state: State, only: list[str] | None
 ) -> None:
     """A replay refuses another class; a whole state fits into it, whatever that makes of it."""
-    for name, then in base.manifest.topology.get("optimizers", {}).items():
+    for name, then in base.manifest.classes.items():
         now = state.classes(only).get(name, then)
         if now != then:
             log.warning(
