@@ -43,3 +43,9 @@ class Unsupported(EverstepError):
 KINDS: dict[str, type[EverstepError]] = {
     kind.__name__: kind for kind in (Missing, Corrupt, Conflict, Unavailable, Mismatch, Unsupported)
 }
+
+
+def kind_of(error: Exception) -> str:
+    """Which of these it is, to be told to another process; Unavailable where it is none."""
+    found = (name for name, kind in KINDS.items() if isinstance(error, kind))
+    return next(found, Unavailable.__name__)

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from everstep.capture.derived import Derived
 from everstep.captures import Captures
-from everstep.errors import Corrupt, EverstepError, Missing, Unavailable
+from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, kind_of
 from everstep.format.manifest import Manifest
 from everstep.handle import Metrics
 from everstep.keeper.arena import Arena
 from everstep.keeper.client import Client
 from everstep.replay import selftest
+from everstep.replay.redo import OtherBytes
 from everstep.restore.apply import apply
 from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
 from everstep.restore.load import Loader
@@ -84,13 +85,13 @@ class Restores:
                 self._restore(candidate, only, must_be_exact)
             except (Corrupt, Missing) as error:
                 if is_asked:
-                    raise type(error)(
+                    raise KINDS[kind_of(error)](
                         f"restoring step {candidate.name.step} of {candidate.disk.root}: {error}. "
                         f"Without a step, restore() takes the newest that verifies"
                     ) from error
                 log.warning("checkpoint %s cannot be restored: %s", candidate.name, error)
                 failure = error
-                cut_off |= self._cut_off(candidate)
+                cut_off |= self._cut_off(candidate, error)
                 continue
             if failure:
                 log.warning("step %s is restored, the newest that verifies", candidate.name.step)
@@ -100,13 +101,18 @@ class Restores:
             f"oldest: {failure}"
         )
 
-    def _cut_off(self, candidate: Candidate) -> set[CheckpointName]:
-        """What goes on from what is damaged of this one: none of it need be tried. On all ranks the
-        same; reads once all that the candidate goes on from."""
+    def _cut_off(self, candidate: Candidate, error: EverstepError) -> set[CheckpointName]:
+        """What goes on from what is wrong with this one: none of it need be tried. On all ranks the
+        same; reads once all that the candidate goes on from, where that may be damaged."""
         world = self._state.world
-        found = _following_damage(candidate) if world.rank == 0 and not candidate.held else []
-        said, *_ = world.gather("looking for what is damaged", [list(name) for name in found])
-        if names := {CheckpointName(*name) for name in said} - {candidate.name}:
+        found: list[CheckpointName] = []
+        if isinstance(error, OtherBytes):
+            chain, _ = _chain(candidate)
+            found = [name for name in chain if name.step >= error.step]
+        elif world.rank == 0 and not candidate.held:
+            found = _following_damage(candidate)
+        said = world.gather("looking for what is damaged", [list(name) for name in found])
+        if names := {CheckpointName(*name) for each in said for name in each} - {candidate.name}:
             log.warning("%s other steps go on from the same damage, and are skipped", len(names))
         return names
 
@@ -171,13 +177,21 @@ class Restores:
         )
 
 
-def _following_damage(candidate: Candidate) -> list[CheckpointName]:
-    """Of what the candidate goes on from, the oldest that is damaged, and all after it."""
+def _chain(candidate: Candidate) -> tuple[list[CheckpointName], bool]:
+    """The candidate and what it goes on from, the oldest first; whether all of that is there."""
     chain: list[CheckpointName] = []
     try:
         for manifest in catalog.followed(candidate.disk, candidate.name):
             chain.insert(0, CheckpointName(manifest.step, manifest.epoch))
     except EverstepError:
+        return chain, False
+    return chain, True
+
+
+def _following_damage(candidate: Candidate) -> list[CheckpointName]:
+    """Of what the candidate goes on from, the oldest that is damaged, and all after it."""
+    chain, is_complete = _chain(candidate)
+    if not is_complete:
         return chain  # what is before them is not there
     try:
         problems = Store(candidate.disk.root).verify(str(candidate.name)).problems

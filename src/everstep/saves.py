@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from everstep.capture.pool import Pool
 from everstep.capture.underway import Capture
-from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported
+from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported, kind_of
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.client import Client
 from everstep.keeper.wire import Message
@@ -244,5 +244,5 @@ class Saves:
                 return
             self._metrics.failures += 1
             self._metrics.last_error = str(error)
-            log.error("step %s was not saved: %s: %s", handle.step, type(error).__name__, error)
+            log.error("step %s was not saved: %s: %s", handle.step, kind_of(error), error)
             handle.fail(error)  # last: who waits for it may look at all else

@@ -35,14 +35,17 @@ def run(store, kind=Drifting):
     return frozen
 
 
-def test_other_bytes_than_the_run_had(store):
+def test_other_bytes_than_the_run_had(store, caplog):
     frozen = run(store)
     state = build(2, Drifting)
     with logged(store, state) as saver:
-        with pytest.raises(Corrupt, match="step 2: 'optimizer' came to other bytes"):
+        with pytest.raises(Corrupt, match="step 2: 'optimizer' came to other bytes") as caught:
             saver.restore(2)
+        assert type(caught.value) is Corrupt
         assert saver.restore() == 1
         check_same(frozen[1], snapshot(state))
+    assert caplog.text.count("came to other bytes") == 1
+    assert f"{STEPS - 2} other steps go on from the same damage" in caplog.text
 
 
 def test_a_run_whose_updates_are_the_same_twice(store):

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 
-from everstep.errors import Conflict, EverstepError
+from everstep.errors import Conflict, EverstepError, kind_of
 from everstep.keeper import wire
 from everstep.keeper.arena import SUBMITTED, Arena, SlotState
 from everstep.keeper.arrival import ALL
@@ -277,7 +277,7 @@ class Session:
     def fail(self, job: Job, error: Exception) -> None:
         """Nothing came of a job."""
         job.arrival.wait_until_over()  # until then the trainer writes to the slot
-        kind = type(error).__name__ if isinstance(error, EverstepError) else "Unavailable"
+        kind = kind_of(error)
         text = str(error) if isinstance(error, EverstepError) else f"the keeper failed: {error!r}"
         level = logging.ERROR if job.arrival.complete else logging.INFO  # the trainer knows why
         log.log(level, "job %s of trainer %s: %s: %s", job.sequence, self.pid, kind, text)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from everstep.errors import EverstepError, Unavailable
+from everstep.errors import EverstepError, Unavailable, kind_of
 from everstep.keeper import mates, nodes, wire
 from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.existing import was_committed
@@ -314,7 +314,7 @@ class Team:
         except EverstepError as error:
             text = str(error)[:TEXT_MAX]
             writer.unclaimed = text if isinstance(error, Unavailable) else None
-            reply |= {"kind": type(error).__name__, "message": text}
+            reply |= {"kind": kind_of(error), "message": text}
         except Exception as error:
             log.exception("a claim of trainer %s", member.pid)
             reply |= {"kind": "Unavailable", "message": f"the keeper failed: {error!r}"[:TEXT_MAX]}
@@ -386,8 +386,8 @@ class Team:
 
     def _end_joint(self, joint: Joint, outcome: Outcome | Exception) -> None:
         if self.place.nodes > 1 and isinstance(outcome, Exception):
-            kind = type(outcome).__name__
-            self._failures.tell(_step(joint.jobs[0]), joint.call, str(outcome), kind)
+            step = _step(joint.jobs[0])
+            self._failures.tell(step, joint.call, str(outcome), kind_of(outcome))
         elif self.place.nodes > 1 and isinstance(outcome, Outcome):
             self._failures.clear(outcome.name)
         for local, job in enumerate(joint.jobs):

@@ -34,6 +34,18 @@ _NONSENSE = (KeyError, TypeError, ValueError, IndexError, AttributeError, Runtim
 a gradient that does not fit its parameter."""
 
 
+class OtherBytes(Corrupt):
+    """A replay came to other bytes than the run had after `step`."""
+
+    def __init__(self, step: int, optimizer: str, seen_by: str) -> None:
+        super().__init__(
+            f"replaying step {step}: {optimizer!r} came to other bytes than the run had after this "
+            f"step ({seen_by}). Its update depends on something that no record holds, or is not "
+            f"the same twice. Restore a step before that, or its base, and use strategy='full'"
+        )
+        self.step = step
+
+
 @dataclass(frozen=True, slots=True)
 class Clip:
     """Gradients from before clipping, as far as they are here, and what they are multiplied by."""
@@ -86,21 +98,13 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
             after = said.get("after")
         _step(state, call)
         if record.is_comparable and after is not None and after != state.digest():
-            raise Corrupt(_other_bytes(record, state, "audit='full'"))
+            raise OtherBytes(record.step, state.name, "audit='full'")
     for name, known in record.updated.items() if record.is_comparable else ():
         with as_stored(record.step):
             state = optimizers[name]
             found = updated_of(state.parameters_here(), record.step)
         if not found.cpu().equal(known.cpu()):
-            raise Corrupt(_other_bytes(record, state, "a sample of its parameters"))
-
-
-def _other_bytes(record: Loaded, state: OptimizerState, seen_by: str) -> str:
-    return (
-        f"replaying step {record.step}: {state.name!r} came to other bytes than the run had after "
-        f"this step ({seen_by}). Its update depends on something that no record holds, or is not "
-        f"the same twice. Restore a step before that, or its base, and use strategy='full'"
-    )
+            raise OtherBytes(record.step, state.name, "a sample of its parameters")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from everstep.errors import KINDS, EverstepError, Unavailable
+from everstep.errors import KINDS, EverstepError, Unavailable, kind_of
 
 AGREE_S = 600.0
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.0005, 0.05
@@ -98,7 +98,7 @@ class World:
             result = work()
         except Exception as error:  # noqa: BLE001  the others are told, or would wait for long
             failure = error
-        kind = type(failure).__name__ if failure else ""
+        kind = kind_of(failure) if failure else ""
         message = str(failure or "")
         if failure and not isinstance(failure, EverstepError):
             message = f"{what}: {failure!r}"
@@ -107,7 +107,7 @@ class World:
             raise failure
         for rank, (theirs, message) in enumerate(outcomes):
             if theirs:
-                raise KINDS.get(theirs, Unavailable)(f"rank {rank}: {message}")
+                raise KINDS[theirs](f"rank {rank}: {message}")
         return result
 
     def tell(self, what: str, value: Any) -> None:
