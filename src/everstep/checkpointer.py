@@ -34,6 +34,7 @@ from everstep.state.ranked import ByRank
 from everstep.state.rules import Rule, Rules
 from everstep.state.view import State
 from everstep.state.world import World
+from everstep.store import catalog
 from everstep.store.commit import open_store, set_tag
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
@@ -140,6 +141,8 @@ class Checkpointer:
             every, strategy, base_every, window, recovery_budget, audit, catch_up, keep_exact,
             group_commit, keep, memory_budget, under_pressure,
         )  # fmt: skip
+        if not os.fspath(store):
+            raise ValueError("store must be a directory, not ''; for the current one say '.'")
         _check_kinds(derive=derive, by_rank=by_rank, layout=layout)
         self.state = state
         self.metrics = Metrics()
@@ -179,6 +182,8 @@ class Checkpointer:
             self._captures,
             self.metrics,
         )
+        self._left_behind = len(catalog.committed(self._disk))
+        """Checkpoints that were there, until one is restored."""
         self._begun: SaveHandle | None = None
         self._last_step: int | None = None
         self._is_closed = False
@@ -194,6 +199,7 @@ class Checkpointer:
         (`every`), and returns its handle; blocks only for what has to be copied at once. After a
         SIGTERM it saves, waits until all is durable and ends the process. Raises Unsupported, as
         save() does, and where "log" or "spread" turns out not to fit the run."""
+        self._check_open()
         _check_step(step)
         self._derive(step)
         self._last_step = step
@@ -248,6 +254,7 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self._check_open()
+        self._left_behind = 0
         with contextlib.suppress(EverstepError):  # told before, and no reason not to restore
             self.wait()
         if not (step is None or type(step) in (int, str)):
@@ -291,6 +298,9 @@ class Checkpointer:
                 self._captures.release()
             if self._saves.newest and isinstance(self._saves.newest.error, Skipped):
                 log.warning("closing: the newest is not saved: %s", self._saves.newest.error)
+            elif self.metrics.skips:
+                saves, skips = self.metrics.saves, self.metrics.skips
+                log.warning("closing: %s of %s saves were skipped", skips, saves)
             if self._preemption.ends_process:  # it was asked to, and no step came any more
                 self._preemption.end(wait=False)
 
@@ -329,6 +339,7 @@ class Checkpointer:
         where there was nothing to be captured."""
         began = time.perf_counter()
         self._check_open()
+        self._tell_left_behind(step)
         self._last_step = step
         try:
             handle = self._saved_already(step, tag, metrics or {})
@@ -363,6 +374,17 @@ class Checkpointer:
         return last
 
     # ---- small things ----------------------------------------------------------------------
+
+    def _tell_left_behind(self, step: int) -> None:
+        if self._left_behind and self._world.rank == 0:
+            log.warning(
+                "saving step %s: nothing was restored, and %s has %s checkpoints, which are left "
+                "behind as a branch. To go on from them call restore() before the first save",
+                step,
+                self._disk.root,
+                self._left_behind,
+            )
+        self._left_behind = 0
 
     def _is_saved(self) -> bool:
         """Whether the newest completed step is durable, or on its way."""

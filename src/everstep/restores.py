@@ -67,6 +67,14 @@ class Restores:
         found = self._common(lambda: candidates(disk, step, held))
         if from_store is not None and not found:
             raise Missing(f"restoring from {disk.root}: there is no checkpoint in it")
+        if from_store is not None and (own := catalog.committed(self._disk)):
+            log.warning(
+                "restoring from %s: %s has %s checkpoints of its own, which are left behind; "
+                "restore() without from_store= goes on from them",
+                disk.root,
+                self._disk.root,
+                len(own),
+            )
         return found
 
     def first_good(

@@ -67,6 +67,65 @@ def test_all_that_does_not_fit_is_listed_at_once_and_nothing_changes(store):
         restorer.save(2).wait("local")  # and it can be saved for all that
 
 
+def changed(change):
+    """A state that is saved once, and then `change(state)` is done to it."""
+    state = {**build(1), "more": {"loss": 1.0, "models": [nn.Linear(2, 2)]}}
+    supervised(state)
+    return state, lambda: change(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.update(model=build(2)["model"]), "'model' is another object"),
+        (lambda state: state.pop("optimizer"), "it had 'model', 'optimizer', 'note', 'more'"),
+        (lambda state: state.update(new=1), "has the parts 'model', .* 'new'"),
+        (lambda state: state["more"].update(new=1), r"'more' has the parts .* 'new'"),
+        (lambda state: state["more"]["models"].append(1), r"'more\.models' has the parts 0, 1, it"),
+        (
+            lambda state: state["more"]["models"].__setitem__(0, nn.Linear(2, 2)),
+            r"'more\.models\.0' is another object",
+        ),
+    ],
+)
+def test_a_state_that_has_other_parts_than_it_was_given_with(store, change, message):
+    """They would be saved as they were, or not at all."""
+    state, change = changed(change)
+    with pytest.raises(Unsupported, match=message), checkpointer(store, state) as saver:
+        saver.save(1).wait("local")
+        state["note"], state["more"]["loss"] = {"n": 2}, 0.5  # values may change
+        saver.save(2).wait("local")
+        change()
+        for call in (lambda: saver.save(3), lambda: saver.restore(1)):
+            with pytest.raises(Unsupported, match=message):
+                call()
+    assert Store(store).manifest(2).objects["note"] == {"n": 2}
+    assert Store(store).steps() == [1, 2]
+
+
+def test_what_an_optimizers_state_dict_returned(store, caplog):
+    state = build(1)
+    state["optimizer"] = state["optimizer"].state_dict()
+    save(store, state)
+    assert "'optimizer' is what state_dict() of an optimizer returned" in caplog.text
+
+
+def test_a_store_of_which_nothing_is_restored(store, other_store, caplog):
+    save(store, build(1))
+    save(other_store, build(1))
+    assert "left behind" not in caplog.text
+    with checkpointer(store, build(1)) as saver:
+        saver.restore()
+        saver.save(2).wait("local")
+    assert "left behind" not in caplog.text
+    with checkpointer(store, build(1)) as saver:
+        for step in (1, 2):
+            saver.save(step).wait("local")
+    assert caplog.text.count(f"nothing was restored, and {store} has 2 checkpoints, which are") == 1
+    restore(store, build(1), from_store=other_store)
+    assert f"{store} has 4 checkpoints of its own, which are left behind" in caplog.text
+
+
 def test_a_part_that_does_not_fit(store):
     save(store, {"model": nn.Linear(3, 3), "other": nn.Linear(2, 2)})
     with pytest.raises(Mismatch, match=r"extra: the state has no tensor 'model\.bias'"):
@@ -187,6 +246,11 @@ def test_wrong_arguments(store, options):
     with pytest.raises(ValueError, match="must be"):
         Checkpointer(store, {"x": 1}, **options)
     assert not store.exists()
+
+
+def test_the_store_has_a_name():
+    with pytest.raises(ValueError, match="store must be a directory"):
+        Checkpointer("", build(1))
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,7 @@ def test_a_run_that_is_ended_by_a_signal(store, name):
     ("value", "error"),
     [
         (7, TypeError),
-        ([1, 1], TypeError),
+        ([1, 1, 1], TypeError),
         ((1,), TypeError),
         ((1.5, 1), TypeError),
         ((True, 1), TypeError),

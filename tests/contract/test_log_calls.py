@@ -2,8 +2,10 @@
 recorded is saved whole, and that is told."""
 
 import random
+import types
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from logs import Plain, backward, build, check_run, durable, train, train_in_closure, write
@@ -11,7 +13,7 @@ from runs import check_same, check_steps, checkpointer, freeze, kinds, logged, r
 from torch import nn
 
 import everstep
-from everstep import Unsupported
+from everstep import Corrupt, Store, Unsupported
 
 # ---- hooks -----------------------------------------------------------------------------------
 
@@ -103,6 +105,26 @@ def test_a_function_around_step(store):
         return state
 
     check_run(store, make, lambda state, _: train(state), "brrrrrrr")
+
+
+def test_an_update_that_is_not_the_classes(store, caplog):
+    """It stands on the object, and torch's hooks are around it."""
+
+    def make(seed):
+        state = build(seed)
+        optimizer = state["optimizer"]
+
+        def update(optimizer, closure=None):
+            with torch.no_grad():
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.sub_(parameter.grad.sign(), alpha=0.1)
+
+        hooked = torch.optim.Optimizer.profile_hook_step(update)
+        optimizer.step = types.MethodType(hooked, optimizer)
+        return state
+
+    check_run(store, make, lambda state, _: train(state), "bbbbbbbb")
+    assert "has a step() of its own" in caplog.text
 
 
 def test_optimizers_in_backward(store):
@@ -386,3 +408,84 @@ def test_hooks_of_a_closed_checkpointer_are_gone(store, other_store):
     assert not state["optimizer"]._optimizer_step_pre_hooks
     assert kinds(store) == "brrr"
     check_steps(store, build(2), frozen)
+
+
+class Settings(Plain):
+    """What it does with its state depends on an attribute, which stays, or is set once."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.scale = 1.0
+
+    @torch.no_grad()
+    def update(self, scale=1.0):
+        super().update(scale)
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+            mean.lerp_(parameter.grad, 0.1 * self.scale)
+
+
+@pytest.mark.parametrize("strategy", ["log", "spread", "auto"])
+def test_an_attribute_that_is_set_once(store, strategy):
+    """All that comes after it depends on it."""
+    state, frozen = build(1, Settings), {}
+    options = {"every": 3, "window": 3} if strategy != "log" else {"base_every": 4}
+    with checkpointer(store, state, strategy=strategy, **options) as saver:
+        for step in range(1, 25):
+            if step == 8:
+                state["optimizer"].scale = 0.1
+            train(state)
+            if handle := saver.step(step):
+                handle.wait("local")
+                frozen[step] = snapshot(state)
+    check_steps(store, build(2, Settings), frozen)
+    assert set(kinds(store)[-5:]) == {"b"}
+    assert not any(Store(store).manifest(step).records for step in Store(store).steps()[-5:])
+
+
+def test_an_attribute_that_is_another_one_at_replay(store, caplog):
+    """The weights are equal all the same: a sample of the state tells."""
+    state = build(1, Settings)
+    state["optimizer"].scale = 0.5
+    run_logged(store, state, train, steps=6)
+    assert kinds(store) == "brrrrr"
+    fresh = build(2, Settings)
+    with checkpointer(store, fresh) as restorer:
+        with pytest.raises(Corrupt, match="a sample of its parameters and state"):
+            restorer.restore(6)
+        assert "'optimizer' has scale = 1.0 here, and had 0.5 at step 2" in caplog.text
+        fresh["optimizer"].scale = 0.5
+        assert restorer.restore() == 6
+        check_same(freeze(fresh), freeze(state))
+
+
+class Drawing(Plain):
+    """Draws from a generator that is no torch one."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.draws = np.random.default_rng(0)
+
+    @torch.no_grad()
+    def update(self, scale=1.0):
+        for parameter in self.param_groups[0]["params"]:
+            noise = self.state[parameter].setdefault("noise", torch.zeros_like(parameter))
+            noise.fill_(self.draws.random())
+        super().update(scale)
+
+
+class Half(Attribute):
+    """Its state_dict() has not all of it."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "how": self.how}
+
+    def load_state_dict(self, state):
+        self.how = state["how"]
+
+
+@pytest.mark.parametrize("kind", [Drawing, partial(Half, how="number")])
+def test_more_that_no_checkpoint_has(store, kind, caplog):
+    run_logged(store, build(1, kind), train, steps=5)
+    assert kinds(store) == "bbbbb"
+    assert "in an attribute, which is in no checkpoint" in caplog.text

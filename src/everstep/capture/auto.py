@@ -235,7 +235,10 @@ class Auto:
             self._balance.note_state(state + loose_bytes(met), gradients + loose)
         self._active.begun(captured, handle)
         if self._log and not self._log.is_on and self._balance.is_log:
-            self._leave_log(f"a log was wrong {BREAKS_MAX} times, as the warnings say")
+            lasting = self._log.lasting
+            self._leave_log(lasting or f"a log was wrong {BREAKS_MAX} times, as the warnings say")
+            if lasting:
+                self._spread.stay_whole(lasting)
 
     def note_whole(self, step: int) -> None:
         """See Log."""

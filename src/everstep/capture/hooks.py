@@ -99,9 +99,16 @@ class Hook:
             self._capture.await_copies()
             return None
         self._state.has_stepped = True
-        if self._log and self._log.is_recording and self._is_nested():
-            self._refuse_others(self._log)
-            return None  # the outer call is the one that is noted
+        if self._log and self._log.is_recording:
+            steps = self._steps()
+            if len(steps) > 1:
+                self._refuse_others(self._log)
+                return None  # the outer call is the one that is noted
+            if steps and not _is_of(type(self._optimizer), steps[0]):
+                self._log.refuse(
+                    f"{self._state.name!r} has a step() of its own, which is not its class's, and "
+                    f"that is what a replay would call"
+                )
         myself, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if not callable(closure):
@@ -149,22 +156,23 @@ class Hook:
 
     def _after_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._log
-        if not is_capturing() and self._log.is_recording and not self._is_nested():
+        if not is_capturing() and self._log.is_recording and len(self._steps()) < 2:
             self._log.after_step(self._state, time.perf_counter() - self._began)
 
-    def _is_nested(self) -> bool:
-        """Whether this step() is called from a step() of the same optimizer: torch runs the hooks
-        of a subclass that calls super().step() twice. The stack tells it even after an update that
-        raised, of which no post-hook tells."""
-        found, frame = 0, sys._getframe(1)
+    def _steps(self) -> list[Any]:
+        """The functions step() of this optimizer that are on the stack, the innermost first: torch
+        runs the hooks of a subclass that calls super().step() twice. The stack tells it even after
+        an update that raised, of which no post-hook tells."""
+        found: list[Any] = []
+        frame = sys._getframe(1)
         for _ in range(_FRAMES_MAX):
             # torch.optim.Optimizer.profile_hook_step
             if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is self._optimizer:
-                found += 1
-            if frame.f_back is None or found > 1:
+                found.append(frame.f_locals.get("func"))
+            if frame.f_back is None or len(found) > 1:
                 break
             frame = frame.f_back
-        return found > 1
+        return found
 
     def _refuse_others(self, log: Log | Spread | Auto) -> None:
         """What they do within the outer step() is in no record."""
@@ -179,6 +187,13 @@ class Hook:
                 f"hooks of {self._state.name!r} run twice in each step, as its step() calls that "
                 f"of its base class. Do what they do before you call step()"
             )
+
+
+def _is_of(kind: type, step: Any) -> bool:
+    """Whether it is the class's, inside of torch's wrapper."""
+    return any(
+        getattr(vars(each).get("step"), "__wrapped__", None) is step for each in kind.__mro__
+    )
 
 
 def _are_at_begin(ids: Iterable[int], own: int) -> bool:

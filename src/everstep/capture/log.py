@@ -24,7 +24,7 @@ from everstep.capture.pieces import Pieces, plain_numbers
 from everstep.capture.ranks import NextBase, Ranks
 from everstep.capture.raw import Raw
 from everstep.capture.recorder import Recorder
-from everstep.capture.refusals import Held, Refused, check_gradients, check_graphs
+from everstep.capture.refusals import Held, Lasting, Refused, check_gradients, check_graphs
 from everstep.errors import Mismatch, Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
@@ -52,6 +52,8 @@ READ_BYTES_PER_S = 1e9
 """Until a restore has measured it."""
 _UNSTORED_MAX = 8
 BASE_EVERY_MIN, BASE_EVERY_MAX = 10, 1000
+KEPT_STATES = 8
+"""Where checkpoints are deleted: records between two bases that cannot be, in bytes of a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +89,13 @@ class Log:
         derived: Derived | None = None,
         recovery_s: float = RECOVERY_S,
         ranks: Ranks | None = None,
+        *,
+        has_retention: bool = False,
     ) -> None:
         """`base_every`: steps from one base to the next; None: chosen, see `distance`. `audit`: see
         Recorder. `window`: steps over which a base is spread; None: chosen by `pace`.
         `derived`: what rules derive. `recovery_s`: what a recovery may take. `ranks`: of several.
+        `has_retention`: old checkpoints are deleted, but for those that later ones go on from.
         Raises Unsupported where there is no optimizer."""
         if not optimizers:
             raise Unsupported(
@@ -103,6 +108,7 @@ class Log:
         self._derived = derived
         self._recovery_s = recovery_s
         self._base_every = base_every
+        self._has_retention = has_retention
         self._base: Walk | None = None
         self._base_step = 0
         self._whole_step = 0
@@ -119,6 +125,8 @@ class Log:
         self._has_broken = False
         self._held = Held()
         self._refused: str | None = None
+        self.lasting: str | None = None
+        """Why no log of this run is exact from here on, nor any window."""
         self._pace = pace or Pace()
         self._window = window
         self._pieces: Pieces | None = None
@@ -167,7 +175,7 @@ class Log:
         """Steps from one base to the next.
 
         Chosen so that reading the base, and for each record reading it and one update, stay within
-        `recovery_s`; and at least so many that the records' bytes outweigh the base's.
+        `recovery_s`; and so that retention leaves no more than KEPT_STATES of them.
         """
         if self._base_every is not None:
             return self._base_every
@@ -175,6 +183,8 @@ class Log:
         per_record = self.record_bytes / rate + self._update_seconds
         left = self._recovery_s - self._base_bytes / rate
         affordable = int(left / per_record) if per_record else BASE_EVERY_MIN
+        if self._has_retention and self.record_bytes:
+            affordable = min(affordable, KEPT_STATES * self._base_bytes // self.record_bytes)
         return max(BASE_EVERY_MIN, min(BASE_EVERY_MAX, affordable))
 
     @property
@@ -403,7 +413,9 @@ class Log:
         if isinstance(error, Refused):
             self._refused = str(error)
             return
-        self._breaks += 1
+        self._breaks = BREAKS_MAX if isinstance(error, Lasting) else self._breaks + 1
+        if isinstance(error, Lasting):
+            self.lasting = str(error)
         self._has_broken = True
         self._recorded = 0
         log.warning(

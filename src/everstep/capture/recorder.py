@@ -22,14 +22,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.attributes import attributes
 from everstep.capture.hashes import Hashes
-from everstep.capture.refusals import Outside, check_gradient, check_graphs, check_placement
+from everstep.capture.refusals import (
+    Lasting,
+    Outside,
+    check_gradient,
+    check_graphs,
+    check_placement,
+)
 from everstep.capture.tripwire import Tripwire
 from everstep.capture.watched import Watched, first_that_differs
 from everstep.errors import Unsupported
 from everstep.format.tables import raw_name
 from everstep.state import clipping, compressed, forms, owners
+from everstep.state.attributes import attributes
 from everstep.state.autocast import autocast_now
 from everstep.state.layout import is_dtensor, local_of, part_of
 from everstep.state.leaves import fills_memory, sample
@@ -243,7 +249,7 @@ class Recorder:
         for optimizer in self._optimizers:
             if watched := self._watched.get(optimizer.index):
                 name = updated_name(optimizer.name, self._rank)
-                tensors[name] = updated_of(watched.parameters, step)
+                tensors[name] = updated_of(watched.parameters, watched.state, step)
         return tensors, [call.said for call in calls]
 
     def _close(self, call: Call) -> None:
@@ -316,9 +322,11 @@ class Recorder:
         self._attributes[optimizer.index] = now
         if changed := sorted(key for key in now | known if now.get(key) != known.get(key)):
             self.refuse(
-                f"{optimizer.name!r} keeps {', '.join(map(repr, changed))} in an attribute, which "
-                f"is in no checkpoint. Keep it in its `state` or its groups, or use "
-                f"strategy='full'"
+                Lasting(
+                    f"{optimizer.name!r} keeps {', '.join(map(repr, changed))} in an attribute, "
+                    f"which is in no checkpoint. Keep it in its `state` or its groups, or use "
+                    f"strategy='full'"
+                )
             )
 
     def _note_gradients(self, call: Call, must_copy: bool) -> None:

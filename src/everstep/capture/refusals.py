@@ -27,6 +27,11 @@ class Refused(Unsupported):
     """This run cannot be recorded, neither now nor later."""
 
 
+class Lasting(Unsupported):
+    """What updates depend on has changed where no record sees it: what comes after it depends on
+    it, too."""
+
+
 class Outside(Unsupported):
     """Something changed tensors outside of an optimizer's step(), or may have."""
 

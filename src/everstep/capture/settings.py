@@ -149,12 +149,13 @@ class Settings:
             derived,
             self.recovery_budget,
             ranks,
+            has_retention=self.keep is not None,
         )
 
 
 def _check_group(value: object) -> None:
-    if type(value) is not tuple or [type(part) for part in value] not in _GROUP:
-        raise TypeError(f"group_commit must be (bytes, milliseconds), not {value!r}")
+    if not isinstance(value, (tuple, list)) or [type(part) for part in value] not in _GROUP:
+        raise TypeError(f"group_commit must be two numbers, (bytes, milliseconds), not {value!r}")
     size, milliseconds = value
     if size < 1 or not 0 < milliseconds <= MILLISECONDS_MAX:
         raise ValueError(

@@ -25,7 +25,7 @@ from everstep.capture.pace import Pace, Piece, Schedule, schedule
 from everstep.capture.pieces import Pieces, measured, plain_numbers
 from everstep.capture.ranks import Figures, Ranks
 from everstep.capture.recorder import Recorder
-from everstep.capture.refusals import Held, Refused, check_gradients, check_graphs
+from everstep.capture.refusals import Held, Lasting, Refused, check_gradients, check_graphs
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
@@ -207,6 +207,8 @@ class Spread:
                 error,
             )
             self.end_chain()
+            if isinstance(error, Lasting):
+                self.stay_whole(str(error))
             return Captured(collected) if is_due else None
 
     def stay_whole(self, why: str) -> None:

@@ -24,7 +24,9 @@ class Watched:
     """Detached: they keep the memory that is looked at, whatever `.data` becomes."""
     places: list[tuple[int, int, int]]
     parameters: Sequence[torch.Tensor]
-    """Those of them that a replay has to come to, likewise."""
+    """Those of them that a replay has to come to, likewise; ..."""
+    state: Sequence[torch.Tensor]
+    """... and their state."""
     tripwire: Tripwire | None = None
     digests: Sequence[tuple[str, str]] = ()
     """Where all bytes are looked at."""
@@ -35,9 +37,9 @@ class Watched:
         """As they are now."""
         leaves = tuple(optimizer.tensors())
         tensors = tuple(leaf.tensor.detach() for leaf in leaves)
-        places, parameters = sample_places(leaves), optimizer.parameters_here()
-        live = tuple(leaf.tensor for leaf in leaves)
-        return cls(leaves, live, _addresses(live), tensors, places, parameters)
+        places, live = sample_places(leaves), tuple(leaf.tensor for leaf in leaves)
+        parameters, state = optimizer.parameters_here(), optimizer.state_here()
+        return cls(leaves, live, _addresses(live), tensors, places, parameters, state)
 
     def moved(self) -> list[str]:
         """The names of those that have other memory now (`.data = ...`)."""

@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 
+from everstep.cli import wording
 from everstep.cli.replays import replayed
 from everstep.cli.target import add_json, add_words, split_words
 from everstep.store import catalog
@@ -26,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
     disk = Disk(path)
     made = []
     for name in [catalog.find(disk, step) for step in steps]:  # all are there, before any is made
-        if catalog.read_manifest(disk, name).is_whole:
+        made_before = catalog.read_state(disk, name)
+        if any(each and each.is_whole for each in (catalog.read_manifest(disk, name), made_before)):
             if not args.json:
                 print(f"{name}: a whole state already")
             continue
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
                 "bit for bit" if manifest.exact else "but for last bits: made on another machine"
             )
             print(
-                f"{name}: a whole state of {manifest.size / 1e6:.1f} MB, {exact}, in "
+                f"{name}: a whole state of {wording.size(manifest.size)}, {exact}, in "
                 f"{made[-1]['seconds']:.1f} s"
             )
             for optimizer, result in tests.items():

@@ -10,7 +10,7 @@ from everstep.cli import wording
 def without_tests(topology: Mapping[str, Any]) -> dict[str, Any]:
     """The topology without what `test_pairs` and `replayed` tell, and what stands with each
     optimizer."""
-    elsewhere = ("selftest", "replayed", "optimizers")
+    elsewhere = ("selftest", "replayed", "optimizers", "attributes")
     return {key: value for key, value in topology.items() if key not in elsewhere}
 
 

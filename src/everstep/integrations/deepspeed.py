@@ -1,7 +1,9 @@
 """DeepSpeed's ZeRO 1, 2 and 3: the flat partitions of an engine as boxes of its model's parameters.
 
+    from everstep.integrations.deepspeed import parts
+
     engine, *_ = deepspeed.initialize(...)
-    state, layout = everstep.integrations.deepspeed.parts(engine)
+    state, layout = parts(engine)
     checkpointer = everstep.Checkpointer(store, state, layout=layout)
     checkpointer.restore()
 

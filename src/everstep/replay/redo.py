@@ -102,9 +102,9 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     for name, known in record.updated.items() if record.is_comparable else ():
         with as_stored(record.step):
             state = optimizers[name]
-            found = updated_of(state.parameters_here(), record.step)
-        if not found.cpu().equal(known.cpu()):
-            raise OtherBytes(record.step, state.name, "a sample of its parameters")
+            found = updated_of(state.parameters_here(), state.state_here(), record.step)
+        if not found.cpu()[: known.numel()].equal(known.cpu()):  # the first records had no more
+            raise OtherBytes(record.step, state.name, "a sample of its parameters and state")
 
 
 @contextlib.contextmanager
@@ -149,7 +149,10 @@ def find(
     """The optimizer of a call. Raises Mismatch where it is not there, or of another class."""
     state = optimizers.get(said["optimizer"])
     if state is None:
-        raise Mismatch(f"replaying step {step}: the state has no {said['optimizer']!r}")
+        raise Mismatch(
+            f"replaying step {step}: the state has no {said['optimizer']!r}, whose updates lead "
+            f"there. Give it, or restore parts of the step with only="
+        )
     kind = class_of(state.optimizer)
     if kind != said["class"]:
         raise Mismatch(

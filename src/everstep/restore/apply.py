@@ -89,15 +89,16 @@ def apply(
     placement = state.place(Saved.of(base.manifest, base.tables))
     state.prepare(placement, state.parts_of(optimized) if replayed else only)
     together = state.world.together
-    together("fitting", lambda: placement.check(base.manifest.step, candidate.disk.root))
+    together("fitting", lambda: placement.check(candidate.name.step, candidate.disk.root))
     candidate.is_shared = _is_shared(state.world, placement)
     _tell(candidate, base)
-    _tell_classes(candidate, base, state, only)
     if not replayed:
+        _tell_classes(candidate, base, state, only)
         wanted = placement.destinations.values()
         together("reading", lambda: _fill(candidate, base, wanted, loader))
         placement.finish()
         return base.manifest, differences(base.manifest.topology)
+    _tell_attributes(candidate, replayed, state)
     with contextlib.ExitStack() as stack:
         saved = _saved_after(base, replayed[-1], optimized)
         place_rest = partial(_place_rest, state, saved, optimized, derivation)
@@ -316,6 +317,27 @@ def _tell_classes(
                 then,
                 now,
             )
+
+
+def _tell_attributes(candidate: Candidate, replayed: Sequence[Described], state: State) -> None:
+    """What no checkpoint has, and a replay may depend on; where it does, samples tell."""
+    here = state.attributes()
+    now = {(name, key): value for name, own in here.items() for key, value in own.items()}
+    told = set[tuple[str, str]]()
+    for described in replayed:
+        for key, then in described.manifest.attributes.items():
+            if now.get(key, then) != then and key not in told:
+                told.add(key)
+                log.warning(
+                    "restoring step %s: %r has %s = %s here, and had %s at step %s: if its updates "
+                    "depend on that, set it before restore()",
+                    candidate.name.step,
+                    key[0],
+                    key[1],
+                    now[key],
+                    then,
+                    described.manifest.step,
+                )
 
 
 def _first_step(base: Described) -> int:

@@ -1,6 +1,8 @@
 """Entries: the named parts of a state, by what they are."""
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
@@ -8,6 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from everstep.errors import Unsupported
 from everstep.state.leaves import Guard, Leaf
 from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
 from everstep.state.modules import ModuleState
@@ -22,6 +25,8 @@ from everstep.state.stateful import (
     ValueState,
     is_generator,
 )
+
+log = logging.getLogger("everstep")
 
 
 class Entry(Protocol):
@@ -39,19 +44,69 @@ class Entry(Protocol):
         """Say where stored tensors go and what is to be done then; report what does not fit."""
 
 
-def entries_of(state: dict[str, Any]) -> Iterator[Entry]:
-    """The parts of a user's dict, nested ones under joined names."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part stands in the user's dict. `is_live`: it is an object that changes, no value.
+    `parts`: the keys of one that holds others, which is no part itself."""
+
+    name: str
+    holder: Any
+    key: Any
+    value: Any
+    is_live: bool = False
+    parts: tuple[Any, ...] | None = None
+
+    def check(self) -> None:
+        """Raises Unsupported where the dict has something else there by now: it would be saved as it
+        was, without a word. Values may change."""
+        where = f"the state has changed since this Checkpointer was made: {self.name!r}"
+        if self.parts is not None:
+            now = tuple(_keys(self.value))
+            if now != self.parts and set(now) != set(self.parts):
+                parts = f"has the parts {_named(now)}, it had {_named(self.parts)}"
+                raise Unsupported(f"{where} {parts}. Close this Checkpointer, and make another one")
+        elif self.is_live and self.holder[self.key] is not self.value:
+            raise Unsupported(
+                f"{where} is another object. Close this Checkpointer, and make one with the new "
+                f"object"
+            )
+
+
+def places_in(state: dict[str, Any]) -> list[Place]:
+    """The parts of a user's dict, nested ones under joined names, each after what holds it."""
+    own = Place("state", None, None, state, parts=tuple(state))
+    return [own, *(place for name in state for place in _places(name, state, name))]
+
+
+def _places(name: str, holder: Any, key: Any) -> Iterator[Place]:
+    value = holder[key]
+    if isinstance(value, (dict, list)) and _holds_live_parts(value):
+        yield Place(name, holder, key, value, parts=tuple(_keys(value)))
+        for part in _keys(value):
+            yield from _places(f"{name}.{part}", value, part)
+    else:
+        yield Place(name, holder, key, value, is_live=_is_live(value) or is_loader(value))
+
+
+def _keys(value: dict[Any, Any] | list[Any]) -> Iterable[Any]:
+    return value if isinstance(value, dict) else range(len(value))
+
+
+def _named(parts: Iterable[Any]) -> str:
+    return ", ".join(map(repr, parts)) or "none"
+
+
+def entries_of(places: Iterable[Place]) -> Iterator[Entry]:
+    """What is saved of each."""
     indices = count()
-    for name in state:
-        yield from _entry(name, state, name, indices)
+    for place in places:
+        if place.parts is None:
+            yield from _entry(place.name, place.holder, place.key, indices)
 
 
 def _entry(name: str, holder: Any, key: Any, indices: Iterator[int]) -> Iterator[Entry]:
     value = holder[key]
-    if isinstance(value, (dict, list)) and _holds_live_parts(value):
-        for part in value if isinstance(value, dict) else range(len(value)):
-            yield from _entry(f"{name}.{part}", value, part, indices)
-    elif isinstance(value, nn.Module):
+    if isinstance(value, nn.Module):
         yield ModuleState(name, value)
     elif isinstance(value, Optimizer):
         yield OptimizerState(name, value, next(indices))
@@ -66,13 +121,23 @@ def _entry(name: str, holder: Any, key: Any, indices: Iterator[int]) -> Iterator
     elif isinstance(value, Stateful) and not isinstance(value, type):
         yield StatefulState(name, value)
     else:
+        if isinstance(value, dict) and value.keys() == {"state", "param_groups"}:
+            log.warning(
+                "%r is what state_dict() of an optimizer returned: it is saved as it stands there, "
+                "and restore() gives it to no optimizer. Give the optimizer itself",
+                name,
+            )
         yield ValueState(name, holder, key)
+
+
+def _is_live(value: Any) -> bool:
+    return isinstance(value, (nn.Module, Optimizer, GradScaler, Stateful)) or is_generator(value)
 
 
 def _holds_live_parts(value: Mapping[Any, Any] | list[Any], depth: int = 0) -> bool:
     """Whether a model, optimizer or other stateful object stands anywhere in it."""
     for item in value.values() if isinstance(value, Mapping) else value:
-        if isinstance(item, (nn.Module, Optimizer, GradScaler, Stateful)) or is_generator(item):
+        if _is_live(item):
             return True
         # One that is nested in itself is refused when it is encoded.
         if isinstance(item, (dict, list)) and depth < 100 and _holds_live_parts(item, depth + 1):

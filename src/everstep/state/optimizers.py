@@ -5,7 +5,7 @@ torch's own load_state_dict casts (fp32 moments of a bf16 parameter become bf16)
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -121,6 +121,17 @@ class OptimizerState:
         }
         return [part for _, part in sorted(parts.items()) if part.numel()]
 
+    def state_here(self) -> list[torch.Tensor]:
+        """Likewise of the tensors of their state."""
+        parts = {
+            f"{name} {key} {number}": part.detach()
+            for name, parameter in self._here()
+            for key, value in self.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+            for number, part in enumerate(self._parts_of(parameter, value, str(key)))
+        }
+        return [part for _, part in sorted(parts.items()) if part.numel()]
+
     def _here(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters of which this rank updates something, each with its name."""
         for _, name, parameter, _ in self.parameters():
@@ -177,6 +188,14 @@ class OptimizerState:
         if self.has_own_methods:
             return None
         return repr([state[key] for _, state, key in self._plain if key in state])
+
+    @cached_property
+    def names_it_says(self) -> frozenset[str]:
+        """The keys of its state_dict(), of its groups' too; without underscores around them."""
+        found, said = set[str](), self.optimizer.state_dict()
+        for rows in (said, *said.get("param_groups", ())):
+            found |= {key.strip("_") for key in rows if isinstance(key, str)}
+        return frozenset(found)
 
     def leaves(self, guard: Guard) -> list[Leaf]:
         """State tensors, and parameters that no module holds."""

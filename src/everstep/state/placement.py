@@ -280,10 +280,11 @@ class Placement:
         self._report_absent()
         if self.problems:
             listed = "\n  ".join(self.problems[:100])
+            count = "1 place" if len(self.problems) == 1 else f"{len(self.problems)} places"
             more = f"\n  and {len(self.problems) - 100} more" if len(self.problems) > 100 else ""
             raise Mismatch(
                 f"restoring step {step} of {where}: state and checkpoint differ in "
-                f"{len(self.problems)} places, this checkpoint changed nothing:\n  {listed}{more}\n"
+                f"{count}, this checkpoint changed nothing:\n  {listed}{more}\n"
                 f"Build the state as it was when it was saved, or restore a part of it with "
                 "only=[...]"
             )

@@ -20,19 +20,27 @@ def sample_of(tensors: Mapping[str, torch.Tensor], step: int) -> torch.Tensor:
     """A few bytes of some of the tensors (of this rank's part of them), other ones at each step, as
     one tensor; does not synchronise. Equal for equal tensors and steps, wherever they lie."""
     rows = (local_of(tensors[name]) for name in sorted(tensors))
-    return _sample([local for local in rows if local.numel()], step, _SAMPLES_MAX)
+    found = [local for local in rows if local.numel()]
+    return _sample(_chosen(found, step, _SAMPLES_MAX), step)
 
 
-def updated_of(parameters: Sequence[torch.Tensor], step: int) -> torch.Tensor:
-    """That of an optimizer's parameters (its `parameters_here`) after its last update in a step."""
-    return _sample(parameters, step, _UPDATED_MAX)
+def updated_of(
+    parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor], step: int
+) -> torch.Tensor:
+    """That of an optimizer's parameters (its `parameters_here`), and behind it that of their state
+    (`state_here`), after its last update in a step."""
+    chosen = (*_chosen(parameters, step, _UPDATED_MAX), *_chosen(state, step, _UPDATED_MAX))
+    return _sample(chosen, step)
+
+
+def _chosen(tensors: Sequence[torch.Tensor], step: int, most: int) -> tuple[torch.Tensor, ...]:
+    first = step * most % max(1, len(tensors))
+    return (*tensors[first : first + most], *tensors[:first])[:most]
 
 
 @torch.inference_mode(False)  # what is made here is looked after by its version counter
-def _sample(tensors: Sequence[torch.Tensor], step: int, most: int) -> torch.Tensor:
+def _sample(chosen: Sequence[torch.Tensor], step: int) -> torch.Tensor:
     """Of plain tensors that have elements."""
-    first = step * most % max(1, len(tensors))
-    chosen = (*tensors[first : first + most], *tensors[:first])[:most]
     if not chosen:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     pieces = [

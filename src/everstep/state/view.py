@@ -14,7 +14,8 @@ from torch import nn
 
 from everstep.errors import Mismatch
 from everstep.format.document import digest_of
-from everstep.state.entries import Entry, entries_of
+from everstep.state.attributes import plain_attributes
+from everstep.state.entries import Entry, entries_of, places_in
 from everstep.state.fsdp1 import flat_parameters, units_of
 from everstep.state.leaves import Guard, Leaf, find_aliases
 from everstep.state.loaders import LoaderState
@@ -97,7 +98,8 @@ class State:
             raise ValueError(
                 'the name "rng" is taken by the random generators; rename it or pass rng=False'
             )
-        self._entries: list[Entry] = list(entries_of(state))
+        self._places = places_in(state)
+        self._entries: list[Entry] = list(entries_of(self._places))
         if rng:
             self._entries.append(GlobalGenerators())
         twice = [
@@ -199,7 +201,9 @@ class State:
         return any(_is_chosen(name, [part]) for name in self._shares)
 
     def collect(self) -> Collected:
-        """The state at this moment, by reference: tensors are not copied here, objects are."""
+        """The state at this moment, by reference: tensors are not copied here, objects are. Raises
+        Unsupported where it has other parts than it was given with."""
+        self._check_places()
         graphed = {optimizer.index for optimizer in self.optimizers if optimizer.is_graphed}
         if self._walk is None or graphed != self._graphed or not self._guard.holds():
             self._graphed = graphed
@@ -230,6 +234,10 @@ class State:
         loose = self._loose_shared_out(sink)
         digests = {} if self.world.is_alone else digests_of(sink.leaves.values())
         return Collected(walk, loose, aliases, objects, hyperparameters, own, digests)
+
+    def _check_places(self) -> None:
+        for place in self._places:
+            place.check()
 
     def _shares_of(self, said: Mapping[str, ByRank]) -> dict[str, Share]:
         """By part, of what each rank has its own."""
@@ -320,6 +328,11 @@ class State:
             if only is None or _is_chosen(each.name, only)
         }
 
+    def attributes(self) -> dict[str, dict[str, str]]:
+        """Those of the optimizers that updates may depend on, and no checkpoint has."""
+        found = {each.name: plain_attributes(each) for each in self.optimizers}
+        return {name: rows for name, rows in found.items() if rows}
+
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
         """Let each part say where its tensors go. `only`: names of parts; others are left alone."""
         self.world.together("matching", lambda: self._prepare(placement, only))
@@ -329,6 +342,7 @@ class State:
                 placement.problems.append(placement.offers[key][0])
 
     def _prepare(self, placement: Placement, only: list[str] | None) -> None:
+        self._check_places()
         self._name_parameters()
         chosen = [entry for entry in self._entries if only is None or _is_chosen(entry.name, only)]
         if only is not None:

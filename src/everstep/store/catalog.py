@@ -219,10 +219,11 @@ def find(disk: Disk, reference: int | str | None) -> CheckpointName:
         named = names.parse_checkpoint(reference) or read_tags(disk).get(reference)
         if named in everything:
             return named
-        raise Missing(
-            f"there is no checkpoint or tag {reference!r} in {disk.root}; its tags are "
-            f"{sorted(read_tags(disk))}"
-        )
+        there = [each for each in everything if named and each.step == named.step]
+        known = ", ".join(f"{each.step}-{each.epoch}" for each in there)
+        tags = sorted(read_tags(disk))
+        hint = f"of that step it has {known}" if there else f"its tags are {tags}"
+        raise Missing(f"there is no checkpoint or tag {reference!r} in {disk.root}; {hint}")
     run = current(read_epochs(disk), everything)
     if reference is None:
         if run:

@@ -95,9 +95,10 @@ def tag_path(tag: str) -> str:
         or not _TAG.fullmatch(tag)
         or tag.isdigit()
         or parse_checkpoint(tag)
+        or tag == "latest"
     ):
         raise ValueError(
             f"{tag!r} cannot be a tag: it needs a letter or digit first, then at most 99 letters, "
-            f"digits, '_', '.', '-', and must not look like a step"
+            f"digits, '_', '.', '-', and must not look like a step, nor be 'latest', which is none"
         )
     return f"{TAGS}/{tag}.json"

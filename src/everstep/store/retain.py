@@ -34,6 +34,9 @@ class Keep:
     tags: bool = True
 
     def __post_init__(self) -> None:
+        """Raises TypeError, ValueError."""
+        if [type(self.last), type(self.every), type(self.tags)] != [int, int, bool]:
+            raise TypeError(f"Keep needs numbers of checkpoints and steps, and a bool, not {self}")
         if self.last < 1 or self.every < 0:
             raise ValueError(
                 f"Keep needs last >= 1 and every >= 0, not last={self.last}, every={self.every}"

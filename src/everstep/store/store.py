@@ -136,6 +136,8 @@ class Store:
 
     def delete(self, step: int | str) -> int:
         """Delete a checkpoint and the data that only it needs. Returns the bytes freed."""
+        if step is None:
+            raise ValueError("delete needs a step, a tag or 'step-epoch': it takes none by itself")
         return retain.delete(self._disk, [catalog.find(self._disk, step)])
 
     def gc(self) -> tuple[int, int]:

@@ -1,0 +1,116 @@
+"""What an optimizer of the user's own keeps beside its state and its groups: attributes.
+
+No checkpoint has them. A whole state is exact all the same; a replay would begin with those of a
+new optimizer, and come to other weights. So an update that changes one is no record, nor is any
+after it; and a replay tells where they are others than they were.
+"""
+
+import random
+import sys
+from collections import deque
+from collections.abc import Set
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.state.optimizers import OptimizerState
+from everstep.state.redundancy import inner_of
+
+_NUMBERS = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
+_ITEMS_MAX = 256
+_TEXT_MAX = 100
+_ARRAY_BYTES_MAX = 1 << 16
+_DEPTH_MAX = 4
+_KNOWN = frozenset(
+    {
+        *vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.0)),
+        "grad_scale",  # a GradScaler's, which records have
+        "found_inf",
+        "_opt_called",  # a scheduler's
+    }
+)
+
+
+def attributes(optimizer: OptimizerState) -> dict[str, Any]:
+    """Its own attributes in a form that can be compared, as far as they are numbers, tensors,
+    random generators, collections of those, or optimizers."""
+    rows = _own(optimizer)
+    covered: set[int] = set()
+    if not all(isinstance(value, _NUMBERS) for value in rows.values()):
+        covered = _covered(inner_of(optimizer.optimizer))
+    return {key: _print(value, covered) for key, value in rows.items()}
+
+
+def plain_attributes(optimizer: OptimizerState) -> dict[str, str]:
+    """Those that another process can compare: numbers and the like."""
+    rows = list(_own(optimizer).items())[:_ITEMS_MAX]
+    found = {key: repr(value) for key, value in rows if isinstance(value, _NUMBERS)}
+    return {key: value for key, value in found.items() if len(value) <= _TEXT_MAX}
+
+
+def _own(optimizer: OptimizerState) -> dict[str, Any]:
+    """None of torch's classes. Of a class with a state_dict() of its own the numbers and generators
+    that this does not name."""
+    inner = inner_of(optimizer.optimizer)
+    if type(inner).__module__.startswith("torch.optim"):
+        return {}
+    rows = {k: v for k, v in vars(inner).items() if k not in _KNOWN}
+    if optimizer.has_own_methods:
+        kinds: tuple[type, ...] = (*_NUMBERS, *_generators())
+        said = optimizer.names_it_says
+        rows = {k: v for k, v in rows.items() if isinstance(v, kinds) and k.strip("_") not in said}
+    return rows
+
+
+def _generators() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    own = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+    return (torch.Generator, random.Random, *own)
+
+
+def _covered(optimizer: Optimizer) -> set[int]:
+    """By id() what a checkpoint has, wherever else it is named."""
+    entries = [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
+    found = [optimizer.state, optimizer.param_groups, *optimizer.param_groups, *entries]
+    found += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found += [value for entry in entries for value in entry.values()]
+    return set(map(id, found))
+
+
+def _print(value: Any, covered: Set[int], depth: int = 0) -> Any:
+    if isinstance(value, _NUMBERS):
+        return repr(value)
+    if id(value) in covered or depth == _DEPTH_MAX:
+        return None
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if isinstance(value, _generators()):
+        return _drawn(value)
+    if isinstance(value, Optimizer):
+        return _print({"state": value.state}, covered, depth)
+    if isinstance(value, dict):
+        rows = list(value.items())[:_ITEMS_MAX]
+        return len(value), [
+            (_print(key, covered, depth + 1), _print(item, covered, depth + 1))
+            for key, item in rows
+        ]
+    if isinstance(value, (list, tuple, deque)):
+        rows = list(islice(value, _ITEMS_MAX))
+        return len(value), [_print(item, covered, depth + 1) for item in rows]
+    if isinstance(value, (set, frozenset)):
+        return len(value), sorted(map(repr, islice(value, _ITEMS_MAX)))
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return value.tobytes() if value.nbytes <= _ARRAY_BYTES_MAX else None
+    return repr(value) if isinstance(value, count) else None
+
+
+def _drawn(generator: Any) -> Any:
+    """Its state, to see whether something was drawn from it."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    state = generator.get_state() if hasattr(generator, "get_state") else None
+    return repr(state or generator.bit_generator.state)
