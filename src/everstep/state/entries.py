@@ -57,8 +57,8 @@ class Place:
     parts: tuple[Any, ...] | None = None
 
     def check(self) -> None:
-        """Raises Unsupported where the dict has something else there by now: it would be saved as it
-        was, without a word. Values may change."""
+        """Raises Unsupported where the dict has something else there by now: what was there would
+        be saved, without a word. Values may change."""
         where = f"the state has changed since this Checkpointer was made: {self.name!r}"
         if self.parts is not None:
             now = tuple(_keys(self.value))
