@@ -2,10 +2,20 @@
 
 import pytest
 import torch
-from runs import bits, check_same, checkpointer, freeze, restore, round_trip, save, supervised
+from runs import (
+    bits,
+    check_same,
+    checkpointer,
+    freeze,
+    kinds,
+    restore,
+    round_trip,
+    save,
+    supervised,
+)
 from torch import nn
 
-from everstep import Mismatch
+from everstep import Checkpointer, Mismatch, Unsupported
 from everstep.format.packs import Spec
 from everstep.format.tables import TensorEntry
 from everstep.format.wholes import WholeTensor
@@ -326,6 +336,43 @@ def test_another_optimizer_does_not_fit(store):
         Mismatch, match=r"the state has no tensor 'optimizer\.model\.bias\.exp_avg'"
     ):
         restore(store, {"model": first["model"]})
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an Optimizer by its class alone."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("strategy", ["full", "log", "auto"])
+def test_a_wrapper_that_is_no_optimizer_by_itself(store, strategy):
+    def build(seed):
+        state = build_plain(seed)
+        return {**state, "optimizer": Wrapper(state["optimizer"])}
+
+    state, frozen = build(1), {}
+    with checkpointer(store, state, strategy=strategy) as saver:
+        for step in range(1, 6):
+            supervised(state)
+            saver.step(step)
+            frozen[step] = freeze({**state, "optimizer": state["optimizer"].optimizer})
+    assert ("r" in kinds(store)) == (strategy == "log")
+    for step, expected in frozen.items():
+        restore(store, fresh := build_plain(2), step=step)
+        check_same(freeze(fresh), expected)
+    with pytest.raises(Unsupported, match="Give the optimizer that it wraps"):
+        Checkpointer(store, {"optimizer": Wrapper(None)})
 
 
 def test_an_optimizer_of_another_class_is_told(store, caplog):

@@ -109,7 +109,7 @@ def _entry(name: str, holder: Any, key: Any, indices: Iterator[int]) -> Iterator
     if isinstance(value, nn.Module):
         yield ModuleState(name, value)
     elif isinstance(value, Optimizer):
-        yield OptimizerState(name, value, next(indices))
+        yield OptimizerState(name, _with_hooks(name, value), next(indices))
     elif isinstance(value, GradScaler):
         yield ScalerState(name, value)
     elif is_generator(value):
@@ -128,6 +128,21 @@ def _entry(name: str, holder: Any, key: Any, indices: Iterator[int]) -> Iterator
                 name,
             )
         yield ValueState(name, holder, key)
+
+
+def _with_hooks(name: str, optimizer: Optimizer) -> Optimizer:
+    """The optimizer, or of a wrapper that is none by itself (Accelerate's) what it wraps: that has
+    the state, and its step() calls hooks. Raises Unsupported."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        wrapped = getattr(optimizer, "optimizer", None)
+        if not isinstance(wrapped, Optimizer):
+            raise Unsupported(
+                f"capturing {name!r}: {type(optimizer).__name__} never called __init__ of "
+                f"torch.optim.Optimizer, so no update of it can be held. Give the optimizer that "
+                f"it wraps"
+            )
+        optimizer = wrapped
+    return optimizer
 
 
 def _is_live(value: Any) -> bool:
