@@ -474,6 +474,26 @@ class Drawing(Plain):
         super().update(scale)
 
 
+class Python(Plain):
+    """Draws from a generator of the whole process."""
+
+    draw = random.random
+
+    @torch.no_grad()
+    def update(self, scale=1.0):
+        super().update(scale * type(self).draw())
+
+
+class Numpy(Python):
+    draw = np.random.rand
+
+
+@pytest.mark.parametrize("kind", [Python, Numpy])
+def test_an_optimizer_that_draws_from_other_generators(store, kind, caplog):
+    check_run(store, partial(build, kind=kind), train, "bbbbbbbb")
+    assert "draws from python's or numpy's generator" in caplog.text
+
+
 class Half(Attribute):
     """Its state_dict() has not all of it."""
 

@@ -35,7 +35,7 @@ from everstep.capture.watched import Watched, first_that_differs
 from everstep.errors import Unsupported
 from everstep.format.tables import raw_name
 from everstep.state import clipping, compressed, forms, owners
-from everstep.state.attributes import attributes
+from everstep.state.attributes import attributes, other_generators
 from everstep.state.autocast import autocast_now
 from everstep.state.layout import is_dtensor, local_of, part_of
 from everstep.state.leaves import fills_memory, sample
@@ -89,6 +89,8 @@ class Call:
     said: dict[str, Any] = field(default_factory=dict)
     gradients: list[_Held] = field(default_factory=list)
     generators: dict[str, torch.Tensor] = field(default_factory=dict)
+    others: tuple[Any, ...] = ()
+    """Python's and numpy's, where the update may draw from them."""
     is_open: bool = True
     """Until the update is made."""
 
@@ -206,7 +208,7 @@ class Recorder:
         except torch.OutOfMemoryError:  # the run itself may have enough
             self.refuse(f"there is no device memory for copies of gradients of {optimizer.name!r}")
             return
-        call.generators = _generators()
+        call.generators, call.others = _generators(), other_generators(optimizer)
         self._calls.append(call)
         if sum(tensor.nbytes for call in self._calls for tensor in call.tensors.values()) > (
             self._bytes_max + _SLACK_BYTES
@@ -266,7 +268,12 @@ class Recorder:
         if drawn := [key for key, state in call.generators.items() if not state.equal(after[key])]:
             before = {key: call.generators[key] for key in drawn}
             call.said["generators"] = encode(before, "generators", call.sink)
-        call.generators = {}
+        if call.others != other_generators(optimizer):
+            self.refuse(
+                f"{optimizer.name!r} draws from python's or numpy's generator, which a replay does "
+                f"not. Draw from torch's, or use strategy='full'"
+            )
+        call.generators, call.others = {}, ()
         self._check_attributes(optimizer)
 
     def _look_again(self, call: Call) -> None:

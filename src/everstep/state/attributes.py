@@ -50,6 +50,18 @@ def plain_attributes(optimizer: OptimizerState) -> dict[str, str]:
     return {key: value for key, value in found.items() if len(value) <= _TEXT_MAX}
 
 
+def other_generators(optimizer: OptimizerState) -> tuple[Any, ...]:
+    """The states of python's and numpy's global generators, to see whether an update draws from
+    them, which no replay does; nothing for torch's optimizers, which do not."""
+    if type(inner_of(optimizer.optimizer)).__module__.startswith("torch.optim"):
+        return ()
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, keys, *rest = numpy.random.get_state()
+    return (random.getstate(), kind, keys.tobytes(), *rest)
+
+
 def _own(optimizer: OptimizerState) -> dict[str, Any]:
     """None of torch's classes. Of a class with a state_dict() of its own the numbers and generators
     that this does not name."""
