@@ -17,7 +17,8 @@ from runs import (
 )
 from torch import nn
 
-from everstep import Conflict, EverstepError, Mismatch, Store, Unavailable, Unsupported
+from everstep import Conflict, EverstepError, Keep, Mismatch, Store, Unavailable, Unsupported
+from everstep.capture.log import KEPT_STATES
 
 
 def test_several_updates_in_a_record_and_none(store):
@@ -157,6 +158,25 @@ def test_the_distance_goes_by_what_was_measured(store):
         train(state)
         saver.step(4).wait("local")
         assert saver._captures.strategy.distance() == 10
+
+
+def test_retention_bounds_what_a_log_takes(store):
+    """The newest goes on from all records since its base: so that comes before they are many."""
+    torch.manual_seed(1)
+    model = nn.Linear(200, 200)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with checkpointer(store, state, strategy="log", keep=Keep(last=1), rng=False) as saver:
+        for step in range(1, 81):
+            model(torch.ones(1, 200)).square().sum().backward()
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+            saver.step(step).wait("local")
+        whole = saver._captures.strategy._base_bytes
+        distance = saver._captures.strategy.distance()
+    assert 20 < distance < 30  # a record is a third
+    sizes = [path.stat().st_size for path in (store / "data").glob("*.safetensors")]
+    assert sum(sizes) < (KEPT_STATES + 3) * whole
+    assert len(kinds(store)) <= 2 * distance
 
 
 def test_parts_and_tensors_of_a_logged_step(store):
