@@ -122,7 +122,10 @@ class OptimizerState:
         return [part for _, part in sorted(parts.items()) if part.numel()]
 
     def state_here(self) -> list[torch.Tensor]:
-        """Likewise of the tensors of their state."""
+        """Likewise of the tensors of their state; none where its class says itself what that is,
+        and may bring it back in another form."""
+        if self.has_own_methods:
+            return []
         parts = {
             f"{name} {key} {number}": part.detach()
             for name, parameter in self._here()
