@@ -80,6 +80,7 @@ def changed(change):
         (lambda state: state.update(model=build(2)["model"]), "'model' is another object"),
         (lambda state: state.pop("optimizer"), "it had 'model', 'optimizer', 'note', 'more'"),
         (lambda state: state.update(new=1), "has the parts 'model', .* 'new'"),
+        (lambda state: state.update(more=dict(state["more"])), "'more' is another object"),
         (lambda state: state["more"].update(new=1), r"'more' has the parts .* 'new'"),
         (lambda state: state["more"]["models"].append(1), r"'more\.models' has the parts 0, 1, it"),
         (

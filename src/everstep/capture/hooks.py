@@ -190,10 +190,14 @@ class Hook:
 
 
 def _is_of(kind: type, step: Any) -> bool:
-    """Whether it is the class's, inside of torch's wrapper."""
-    return any(
-        getattr(vars(each).get("step"), "__wrapped__", None) is step for each in kind.__mro__
-    )
+    """Whether it is the class's, inside of torch's wrapper, and perhaps of others."""
+    for each in kind.__mro__:
+        found = vars(each).get("step")
+        while found is not None and found is not step:
+            found = getattr(found, "__wrapped__", None)
+        if found is step:
+            return True
+    return False
 
 
 def _are_at_begin(ids: Iterable[int], own: int) -> bool:

@@ -235,13 +235,17 @@ class Log:
             if problem := self._derived.watch(collected, step):
                 self._recorder.refuse(problem)
         self._note_parting()
+        if (
+            self._recorder.lasting and self.is_on
+        ):  # also where a base is due, and no record is taken
+            self._break(self._recorder.lasting, step)
         if self._refused or not self.is_on or not self._is_record(step, collected, tagged):
             self._check()
             return Captured(collected)
         try:
             tensors, calls = self._recorder.take(step)
         except Unsupported as error:
-            self._break(error)
+            self._break(error, step)
             self._check()
             return Captured(collected)
         pieces, compared, share = self._share(step, collected.walk)
@@ -405,7 +409,7 @@ class Log:
             return self._window
         return choose_window(self._base_bytes, self._pace, BASE_EVERY_MIN)
 
-    def _break(self, error: Unsupported) -> None:
+    def _break(self, error: Unsupported, step: int) -> None:
         try:
             self._held.note(error)
         except Refused as refusal:
@@ -420,7 +424,7 @@ class Log:
         self._recorded = 0
         log.warning(
             "the log ends before step %s: %s. A whole state is saved instead%s",
-            self._last_step + 1,
+            step,
             error,
             "" if self._breaks < BREAKS_MAX else ", and from now on",
         )

@@ -135,6 +135,8 @@ class Recorder:
         """The last of each parameter. torch keeps a storage's object while anything has that."""
         self._watched: dict[int, Watched] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
+        self.lasting: Lasting | None = None
+        """Likewise, of all that is noted from now on."""
         self._bytes_max = 0
         self._has_shared = False
 
@@ -148,7 +150,8 @@ class Recorder:
         self._bytes_max = _UPDATES_MAX * sum(parameter.nbytes for parameter in parameters)
         self._has_shared = len({id(parameter) for parameter in parameters}) < len(parameters)
         for optimizer in self._optimizers:
-            self._attributes[optimizer.index] = attributes(optimizer)
+            if optimizer.index not in self._attributes:  # else it was noted before, or is a change
+                self._attributes[optimizer.index] = attributes(optimizer)
             self._arm(optimizer)
             if not self._audit:
                 rows = (
@@ -271,7 +274,7 @@ class Recorder:
         if call.others != other_generators(optimizer):
             self.refuse(
                 f"{optimizer.name!r} draws from python's or numpy's generator, which a replay does "
-                f"not. Draw from torch's, or use strategy='full'"
+                f"not (or another thread does meanwhile). Draw from torch's, or use strategy='full'"
             )
         call.generators, call.others = {}, ()
         self._check_attributes(optimizer)
@@ -328,13 +331,12 @@ class Recorder:
         known = self._attributes.get(optimizer.index, now)
         self._attributes[optimizer.index] = now
         if changed := sorted(key for key in now | known if now.get(key) != known.get(key)):
-            self.refuse(
-                Lasting(
-                    f"{optimizer.name!r} keeps {', '.join(map(repr, changed))} in an attribute, "
-                    f"which is in no checkpoint. Keep it in its `state` or its groups, or use "
-                    f"strategy='full'"
-                )
+            self.lasting = Lasting(
+                f"{optimizer.name!r} keeps {', '.join(map(repr, changed))} in an attribute, which "
+                f"is in no checkpoint. Keep it in its `state` or its groups, or use "
+                f"strategy='full'"
             )
+            self.refuse(self.lasting)
 
     def _note_gradients(self, call: Call, must_copy: bool) -> None:
         clips: dict[tuple[int, bool], dict[str, Any]] = {}

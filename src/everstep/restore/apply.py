@@ -7,7 +7,7 @@ Nothing of the user's is changed before everything has been found to fit.
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache, partial
 
@@ -20,7 +20,7 @@ from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.format.wholes import WholeTensor, optimizers_of
 from everstep.replay import selftest
-from everstep.replay.redo import find, redo
+from everstep.replay.redo import OtherBytes, find, redo
 from everstep.restore.ahead import Queued
 from everstep.restore.choose import Candidate, Described, has_to_be_equal
 from everstep.restore.deliver import Staging, put
@@ -39,6 +39,8 @@ from everstep.state.view import State
 from everstep.state.world import World
 
 log = logging.getLogger("everstep")
+
+_ROWS_MAX = 8
 
 Wanted = tuple[WholeTensor, list[Destination]]
 """A stored tensor, and where its boxes are to go."""
@@ -98,8 +100,7 @@ def apply(
         together("reading", lambda: _fill(candidate, base, wanted, loader))
         placement.finish()
         return base.manifest, differences(base.manifest.topology)
-    _tell_attributes(candidate, replayed, state)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, _explained(replayed, state):
         saved = _saved_after(base, replayed[-1], optimized)
         place_rest = partial(_place_rest, state, saved, optimized, derivation)
         replay = partial(_replay, candidate, base, replayed, state, placement, loader)
@@ -319,25 +320,24 @@ def _tell_classes(
             )
 
 
-def _tell_attributes(candidate: Candidate, replayed: Sequence[Described], state: State) -> None:
-    """What no checkpoint has, and a replay may depend on; where it does, samples tell."""
-    here = state.attributes()
-    now = {(name, key): value for name, own in here.items() for key, value in own.items()}
-    told = set[tuple[str, str]]()
-    for described in replayed:
-        for key, then in described.manifest.attributes.items():
-            if now.get(key, then) != then and key not in told:
-                told.add(key)
-                log.warning(
-                    "restoring step %s: %r has %s = %s here, and had %s at step %s: if its updates "
-                    "depend on that, set it before restore()",
-                    candidate.name.step,
-                    key[0],
-                    key[1],
-                    now[key],
-                    then,
-                    described.manifest.step,
-                )
+@contextlib.contextmanager
+def _explained(replayed: Sequence[Described], state: State) -> Iterator[None]:
+    """OtherBytes tells what no checkpoint has, and is other here than it was then: perhaps why."""
+    try:
+        yield
+    except OtherBytes as error:
+        here = state.attributes()
+        now = {(name, key): value for name, own in here.items() for key, value in own.items()}
+        then = {key: value for each in replayed for key, value in each.manifest.attributes.items()}
+        rows = [
+            f"{name!r} has {key} = {now[name, key]} here, and had {value}"
+            for (name, key), value in then.items()
+            if now.get((name, key), value) != value
+        ]
+        if rows:
+            text = "; ".join(rows[:_ROWS_MAX])
+            error.args = (f"{error}. {text}: if updates depend on that, set it before restore()",)
+        raise
 
 
 def _first_step(base: Described) -> int:

@@ -46,7 +46,7 @@ def attributes(optimizer: OptimizerState) -> dict[str, Any]:
 def plain_attributes(optimizer: OptimizerState) -> dict[str, str]:
     """Those that another process can compare: numbers and the like."""
     rows = list(_own(optimizer).items())[:_ITEMS_MAX]
-    found = {key: repr(value) for key, value in rows if isinstance(value, _NUMBERS)}
+    found = {key: _text(value) for key, value in rows if isinstance(value, _NUMBERS)}
     return {key: value for key, value in found.items() if len(value) <= _TEXT_MAX}
 
 
@@ -58,22 +58,16 @@ def other_generators(optimizer: OptimizerState) -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
-    kind, keys, *rest = numpy.random.get_state()
-    return (random.getstate(), kind, keys.tobytes(), *rest)
+    return (random.getstate(), _plain(numpy.random.get_state(legacy=False)))
 
 
 def _own(optimizer: OptimizerState) -> dict[str, Any]:
-    """None of torch's classes. Of a class with a state_dict() of its own the numbers and generators
-    that this does not name."""
+    """None of torch's classes, nor of one that says by a state_dict() of its own what its state
+    is."""
     inner = inner_of(optimizer.optimizer)
-    if type(inner).__module__.startswith("torch.optim"):
+    if type(inner).__module__.startswith("torch.optim") or optimizer.has_own_methods:
         return {}
-    rows = {k: v for k, v in vars(inner).items() if k not in _KNOWN}
-    if optimizer.has_own_methods:
-        kinds: tuple[type, ...] = (*_NUMBERS, *_generators())
-        said = optimizer.names_it_says
-        rows = {k: v for k, v in rows.items() if isinstance(v, kinds) and k.strip("_") not in said}
-    return rows
+    return {k: v for k, v in vars(inner).items() if k not in _KNOWN}
 
 
 def _generators() -> tuple[type, ...]:
@@ -93,7 +87,7 @@ def _covered(optimizer: Optimizer) -> set[int]:
 
 def _print(value: Any, covered: Set[int], depth: int = 0) -> Any:
     if isinstance(value, _NUMBERS):
-        return repr(value)
+        return _text(value)
     if id(value) in covered or depth == _DEPTH_MAX:
         return None
     if isinstance(value, torch.Tensor):
@@ -112,10 +106,16 @@ def _print(value: Any, covered: Set[int], depth: int = 0) -> Any:
         rows = list(islice(value, _ITEMS_MAX))
         return len(value), [_print(item, covered, depth + 1) for item in rows]
     if isinstance(value, (set, frozenset)):
-        return len(value), sorted(map(repr, islice(value, _ITEMS_MAX)))
+        rows = list(islice(value, _ITEMS_MAX))
+        return len(value), sorted(repr(_print(item, covered, depth + 1)) for item in rows)
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return value.tobytes() if value.nbytes <= _ARRAY_BYTES_MAX else None
     return repr(value) if isinstance(value, count) else None
+
+
+def _text(value: Any) -> str:
+    """Python writes no integers of thousands of digits."""
+    return hex(value) if isinstance(value, int) and value.bit_length() > 64 else repr(value)
 
 
 def _drawn(generator: Any) -> Any:
@@ -124,5 +124,13 @@ def _drawn(generator: Any) -> Any:
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    state = generator.get_state() if hasattr(generator, "get_state") else None
-    return repr(state or generator.bit_generator.state)
+    if hasattr(generator, "get_state"):  # numpy's old kind
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.bit_generator.state)
+
+
+def _plain(state: Any) -> Any:
+    """A state of numpy's, to be compared."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state

@@ -5,7 +5,7 @@ torch's own load_state_dict casts (fp32 moments of a bf16 parameter become bf16)
 """
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,14 +191,6 @@ class OptimizerState:
         if self.has_own_methods:
             return None
         return repr([state[key] for _, state, key in self._plain if key in state])
-
-    @cached_property
-    def names_it_says(self) -> frozenset[str]:
-        """The keys of its state_dict(), of its groups' too; without underscores around them."""
-        found, said = set[str](), self.optimizer.state_dict()
-        for rows in (said, *said.get("param_groups", ())):
-            found |= {key.strip("_") for key in rows if isinstance(key, str)}
-        return frozenset(found)
 
     def leaves(self, guard: Guard) -> list[Leaf]:
         """State tensors, and parameters that no module holds."""
