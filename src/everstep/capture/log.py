@@ -235,9 +235,7 @@ class Log:
             if problem := self._derived.watch(collected, step):
                 self._recorder.refuse(problem)
         self._note_parting()
-        if (
-            self._recorder.lasting and self.is_on
-        ):  # also where a base is due, and no record is taken
+        if self._recorder.lasting and self.is_on:  # a base takes no record that would raise it
             self._break(self._recorder.lasting, step)
         if self._refused or not self.is_on or not self._is_record(step, collected, tagged):
             self._check()
