@@ -249,6 +249,12 @@ def test_wrong_arguments(store, options):
     assert not store.exists()
 
 
+@pytest.mark.parametrize("options", [{"last": 1.5}, {"last": "3"}, {"last": True}, {"tags": "x"}])
+def test_retention_of_a_wrong_kind(options):
+    with pytest.raises(TypeError, match="Keep needs"):
+        Keep(**options)
+
+
 def test_the_store_has_a_name():
     with pytest.raises(ValueError, match="store must be a directory"):
         Checkpointer("", build(1))
@@ -414,3 +420,17 @@ def test_saves_that_are_skipped_are_counted_and_said(store, caplog, monkeypatch)
         saver.wait("local")
     assert Store(store).steps() == [1, 2, 3]
     assert "closing: the newest is not saved: saving step 5: skipped" in caplog.text
+    caplog.clear()
+    gate.clear()
+    with checkpointer(store, {**state, "o": optimizer}, under_pressure="skip") as saver:
+        saver.restore()
+        seal = saver._captures._full._seal
+        monkeypatch.setattr(
+            saver._captures._full, "_seal", lambda capture: gate.wait(60) and seal(capture)
+        )
+        for step in range(4, 9):
+            saver.step(step)
+        gate.set()
+        saver.wait("local")
+        saver.step(9).wait("local")
+    assert "closing: 2 of 6 saves were skipped" in caplog.text

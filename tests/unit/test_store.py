@@ -268,11 +268,26 @@ def test_tags_move(tmp_path):
     assert not [path for path in files_of(tmp_path) if path.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("tag", ["", "7", "12-3", "../x", "a/b", ".x", "-x", "é", "x" * 101, "a b"])
+@pytest.mark.parametrize(
+    "tag", ["", "7", "12-3", "../x", "a/b", ".x", "-x", "é", "x" * 101, "a b", "latest"]
+)
 def test_tags_that_cannot_be(tmp_path, tag):
     trainer = make_store(tmp_path, [1])
     with pytest.raises(ValueError, match="cannot be a tag"):
         commit.set_tag(trainer.disk, tag, CheckpointName(1, 1))
+
+
+def test_what_is_deleted_is_named(tmp_path):
+    make_store(tmp_path, [1, 2])
+    with pytest.raises(ValueError, match="delete needs a step"):
+        Store(tmp_path).delete(None)
+    assert Store(tmp_path).steps() == [1, 2]
+
+
+def test_a_step_of_another_epoch_is_named(tmp_path):
+    make_store(tmp_path, [1, 2])
+    with pytest.raises(Missing, match=r"no checkpoint or tag '2-7' .*of that step it has 2-1"):
+        Store(tmp_path).manifest("2-7")
 
 
 def test_epochs_are_claimed_once_each(tmp_path):
