@@ -24,13 +24,16 @@ def sample_of(tensors: Mapping[str, torch.Tensor], step: int) -> torch.Tensor:
     return _sample(_chosen(found, step, _SAMPLES_MAX), step)
 
 
+@torch.inference_mode(False)
 def updated_of(
     parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor], step: int
 ) -> torch.Tensor:
     """That of an optimizer's parameters (its `parameters_here`), and behind it that of their state
-    (`state_here`), after its last update in a step."""
+    (`state_here`), after its last update in a step. Of one size: records whose tensors are alike
+    share a plan and a table."""
     chosen = (*_chosen(parameters, step, _UPDATED_MAX), *_chosen(state, step, _UPDATED_MAX))
-    return _sample(chosen, step)
+    found = _sample(chosen, step)
+    return torch.cat([found, found.new_zeros(2 * _UPDATED_MAX * _SAMPLE_BYTES - found.numel())])
 
 
 def _chosen(tensors: Sequence[torch.Tensor], step: int, most: int) -> tuple[torch.Tensor, ...]:
