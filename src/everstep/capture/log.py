@@ -415,9 +415,9 @@ class Log:
         if isinstance(error, Refused):
             self._refused = str(error)
             return
-        self._breaks = BREAKS_MAX if isinstance(error, Lasting) else self._breaks + 1
+        self._breaks += 1
         if isinstance(error, Lasting):
-            self.lasting = str(error)
+            self._breaks, self.lasting = BREAKS_MAX, str(error)
         self._has_broken = True
         self._recorded = 0
         log.warning(

@@ -53,7 +53,7 @@ def plain_attributes(optimizer: OptimizerState) -> dict[str, str]:
 def other_generators(optimizer: OptimizerState) -> tuple[Any, ...]:
     """The states of python's and numpy's global generators, to see whether an update draws from
     them, which no replay does; nothing for torch's optimizers, which do not."""
-    if type(inner_of(optimizer.optimizer)).__module__.startswith("torch.optim"):
+    if _is_torchs(optimizer):
         return ()
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -64,10 +64,13 @@ def other_generators(optimizer: OptimizerState) -> tuple[Any, ...]:
 def _own(optimizer: OptimizerState) -> dict[str, Any]:
     """None of torch's classes, nor of one that says by a state_dict() of its own what its state
     is."""
-    inner = inner_of(optimizer.optimizer)
-    if type(inner).__module__.startswith("torch.optim") or optimizer.has_own_methods:
+    if _is_torchs(optimizer) or optimizer.has_own_methods:
         return {}
-    return {k: v for k, v in vars(inner).items() if k not in _KNOWN}
+    return {k: v for k, v in vars(inner_of(optimizer.optimizer)).items() if k not in _KNOWN}
+
+
+def _is_torchs(optimizer: OptimizerState) -> bool:
+    return type(inner_of(optimizer.optimizer)).__module__.startswith("torch.optim")
 
 
 def _generators() -> tuple[type, ...]:

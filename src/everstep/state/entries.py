@@ -102,11 +102,11 @@ def entries_of(places: Iterable[Place]) -> Iterator[Entry]:
     indices = count()
     for place in places:
         if place.parts is None:
-            yield from _entry(place.name, place.holder, place.key, indices)
+            yield from _entry(place, indices)
 
 
-def _entry(name: str, holder: Any, key: Any, indices: Iterator[int]) -> Iterator[Entry]:
-    value = holder[key]
+def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:
+    name, value = place.name, place.value
     if isinstance(value, nn.Module):
         yield ModuleState(name, value)
     elif isinstance(value, Optimizer):
@@ -128,7 +128,7 @@ def _entry(name: str, holder: Any, key: Any, indices: Iterator[int]) -> Iterator
                 "and restore() gives it to no optimizer. Give the optimizer itself",
                 name,
             )
-        yield ValueState(name, holder, key)
+        yield ValueState(name, place.holder, place.key)
 
 
 def _with_hooks(name: str, optimizer: Optimizer) -> Optimizer:
