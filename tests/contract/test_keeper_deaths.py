@@ -55,6 +55,43 @@ def test_a_commit_that_nobody_heard_of_is_told_by_the_next_keeper(store):
         assert trainer.state_of(sequence) is SlotState.DONE
 
 
+BROKEN = """
+import os, sys
+if "everstep.keeper" in sys.orig_argv:
+    from everstep.keeper.session import Session
+
+    answer = Session.{name}
+
+    def once(self, *arguments):
+        try:
+            os.unlink({flag!r})
+        except FileNotFoundError:
+            return answer(self, *arguments)
+        raise RuntimeError("nobody thought of it")
+
+    Session.{name} = once
+"""
+
+
+@pytest.mark.parametrize("name", ["fail", "done"])
+def test_a_keeper_that_cannot_answer_leaves_it_to_the_next_one(store, tmp_path, monkeypatch, name):
+    """A trainer that has to wait (under_pressure="wait") would do so for ever."""
+    flag = tmp_path / "flag"
+    (tmp_path / "sitecustomize.py").write_text(BROKEN.format(name=name, flag=str(flag)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Trainer(store) as trainer:
+        trainer.start().save(1)
+        first = trainer.keeper
+        flag.touch()
+        sequence = trainer.seal(2) if name == "done" else trainer.record(7)
+        trainer.expect("local" if name == "done" else "failed", sequence)
+        assert not flag.exists()
+        assert trainer.keeper != first
+        assert ended(first)
+        assert trainer.save(3)
+    assert Store(store).steps() == ([1, 2, 3] if name == "done" else [1, 3])
+
+
 def test_a_torn_copy_stays_torn_for_the_next_keeper(store):
     with Trainer(store, confirms=False) as trainer:
         sequence = trainer.start().seal(1)

@@ -7,13 +7,17 @@ what others have of it is given up, as nobody could ever read it.
 Invariants:
 * Whatever happens to a rank, the others' jobs end: they are joined, or fail with the reason.
 * All ranks of a team have one epoch; the first that claims it does it for all.
+* Each job is answered: by another keeper, where an exception that nobody thought of keeps this one
+  from it.
 """
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -272,18 +276,20 @@ class Team:
                     kept = [each for each in self._queues[local] if each is not job]
                     self._queues[local] = deque(kept)
                 if is_there and (member := self._members.get(local)):
-                    member.done(job, found)
+                    with _answering():
+                        member.done(job, found)
 
     def _fail(self, local: int, job: Job, error: Exception) -> None:
         member = self._members.get(local)
         if member is None:
             return
-        # Its keeper may have died when it had committed the step, and told only some.
-        found = None if self.place.is_alone else was_committed(self.writer, job)
-        if found:
-            member.done(job, found)
-        else:
-            member.fail(job, error)
+        with _answering():
+            # Its keeper may have died when it had committed the step, and told only some.
+            found = None if self.place.is_alone else was_committed(self.writer, job)
+            if found:
+                member.done(job, found)
+            else:
+                member.fail(job, error)
 
     # ---- its thread ------------------------------------------------------------------------
 
@@ -358,7 +364,8 @@ class Team:
         while task := self._tasks.take():
             try:
                 if isinstance(task, Joint):
-                    self._persist(task)
+                    with _answering():
+                        self._persist(task)
                 else:
                     task()
             except Exception:
@@ -425,6 +432,18 @@ class Team:
     def _tell_all(self, message: wire.Message) -> None:
         for member in list(self._members.values()):
             member.tell(message)
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Around what a trainer waits for. After an exception that nobody thought of it would wait for
+    ever: so the keeper ends at once. Those who are attached start another one, which looks at what
+    is sealed; where that ends as well, and so on, they are told."""
+    try:
+        yield
+    except Exception:
+        log.exception("answering a trainer; this keeper ends, another one will be started")
+        os._exit(1)
 
 
 def _step(job: Job | Gap) -> int:

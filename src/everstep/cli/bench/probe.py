@@ -1,11 +1,16 @@
 """One restore in a process of its own, as after a crash: nothing was computed in it before, and its
 memory is touched for the first time. `recovery` starts one after the other.
 
+The memory was in use until shortly before, as that of a trainer that has died: a virtual machine's
+host takes back what is free for seconds, and a restore that needs more than the one before it would
+pay for that (docs/results.md).
+
 A probe either restores a step, or goes the same way with nothing at the same time as anything else:
 the base, and then, of record after record, a read and an update.
 """
 
 import json
+import mmap
 import subprocess
 import sys
 import time
@@ -34,6 +39,8 @@ from everstep.tiers.disk import Disk
 
 _RUN_STEPS = 1000
 _TIMEOUT_S = 300.0
+_IN_USE = 10
+"""Of the parameters' bytes: more than any of these restores takes at once."""
 T = TypeVar("T")
 
 
@@ -54,6 +61,7 @@ def ask(do: str, root: Path, size: workload.Size, text: bytes, **request: Any) -
 def restore(root: Path, run: workload.Run, step: int) -> dict[str, Any]:
     """What `Checkpointer.restore(step)` takes, the store's files not in the page cache."""
     with Checkpointer(root, run.state()) as checkpointer:
+        _use_memory(run)
         cache = forget(root)
         began = time.perf_counter()
         checkpointer.restore(step)
@@ -78,6 +86,7 @@ def apart(root: Path, run: workload.Run, base: int, last: int) -> dict[str, Any]
     kind = type(run.optimizer)
     step = kind.step
     kind.step = lambda optimizer: _timed(partial(step, optimizer), updates)  # type: ignore[method-assign, assignment]
+    _use_memory(run)
     forget(root)
     with Loader() as loader:
         apply(Candidate(catalog.find(disk, base), disk), state, None, loader)
@@ -107,6 +116,14 @@ def apart(root: Path, run: workload.Run, base: int, last: int) -> dict[str, Any]
 def weights(run: workload.Run) -> str:
     """A digest of what updates change."""
     return "".join(optimizer.digest() for optimizer in State(run.state(), rng=False).optimizers)
+
+
+def _use_memory(run: workload.Run) -> None:
+    """Touch as much as any restore takes, and give it back."""
+    size = _IN_USE * sum(parameter.nbytes for parameter in run.model.parameters())
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as region:
+        for start in range(0, size, mmap.PAGESIZE):
+            region[start] = 1
 
 
 def _timed(action: Callable[[], T], seconds: list[float]) -> T:
