@@ -153,6 +153,10 @@ def test_the_distance_goes_by_what_was_measured(store):
         strategy = saver._captures.strategy
         assert strategy.record_bytes == handle.bytes > 0
         assert strategy.distance() > 10
+        figures = strategy.describe()["distance"]
+        assert figures["record_bytes"] == strategy.record_bytes
+        assert figures["update_s"] > 0
+        assert Store(store).manifest(3).capture["distance"].keys() == figures.keys()
     with checkpointer(store, state, strategy="log", recovery_budget=1e-9) as saver:
         assert saver.restore() == 3
         train(state)

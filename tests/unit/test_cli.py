@@ -133,6 +133,16 @@ def test_show_prints_all_there_is(store: Path, capsys: CAPTURED) -> None:
         assert expected in text
 
 
+def test_settings_tell_their_units() -> None:
+    figures = {"is_log": False, "copy_bytes_per_s": 2 << 30, "read_bytes_per_s": 0}
+    figures |= {"call_s": 0.0013, "update_s": 3.4e-5, "recovery_s": 60}
+    figures |= {"refusal": None, "record_bytes": 1 << 20}
+    assert wording.settings(figures) == (
+        "log no · copy 2.0 GiB/s · read unknown · call 1.3 ms · update 34 µs · recovery 60 s · "
+        "record 1.0 MiB"
+    )
+
+
 def test_show_json_holds_the_digest_of_every_chunk(store: Path, capsys: CAPTURED) -> None:
     tensors = {row["name"]: row for row in run_json(capsys, "show", store)["tensors"]}
     moment = tensors["optimizer.state.model.wte.weight.exp_avg"]

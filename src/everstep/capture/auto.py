@@ -129,7 +129,7 @@ class Balance:
             "state_bytes": self._state_bytes,
             "record_bytes": round(self._record_bytes),
             **{
-                f"step_seconds_{name}": round(median(self._seconds[is_log]), 6)
+                f"step_{name}_s": round(median(self._seconds[is_log]), 6)
                 for name, is_log in (("full", False), ("log", True))
                 if self._seconds[is_log]
             },

@@ -179,13 +179,18 @@ class Log:
         """
         if self._base_every is not None:
             return self._base_every
-        rate = self._pace.read_bytes_per_s or READ_BYTES_PER_S
+        rate = self._read_rate
         per_record = self.record_bytes / rate + self._update_seconds
         left = self._recovery_s - self._base_bytes / rate
         affordable = int(left / per_record) if per_record else BASE_EVERY_MIN
         if self._has_retention and self.record_bytes:
             affordable = min(affordable, KEPT_STATES * self._base_bytes // self.record_bytes)
         return max(BASE_EVERY_MIN, min(BASE_EVERY_MAX, affordable))
+
+    @property
+    def _read_rate(self) -> float:
+        """Bytes per second, as a restore read them; until then as a plain disk does."""
+        return self._pace.read_bytes_per_s or READ_BYTES_PER_S
 
     @property
     def record_bytes(self) -> int:
@@ -317,6 +322,15 @@ class Log:
         chosen: dict[str, Any] = {"strategy": "log" if self.is_on else "full"}
         if self.is_on:
             chosen["base_every"] = self.distance()
+        if self.is_on and self._base_every is None:
+            known = "measured" if self._pace.read_bytes_per_s else "assumed"
+            chosen["distance"] = {
+                "recovery_budget_s": self._recovery_s,
+                "base_bytes": self._base_bytes,
+                "record_bytes": self.record_bytes,
+                "update_s": round(self._update_seconds, 6),
+                f"{known}_read_bytes_per_s": round(self._read_rate),
+            }
         return chosen
 
     def close(self) -> None:

@@ -249,23 +249,10 @@ def _setting_lines(label: str, values: dict[str, Any], screen: Screen) -> list[s
     """Settings on one line, and each group of them below on its own: "memory  slots 3 · …"."""
     groups = {key: value for key, value in values.items() if isinstance(value, dict)}
     plain = {key: value for key, value in values.items() if key not in groups}
-    lines = _section(label, [("", _settings(plain))], screen)
+    lines = _section(label, [("", wording.settings(plain))], screen)
     for key, group in groups.items():
-        lines += _section(wording.clean(key), [("", _settings(group))], screen)
+        lines += _section(wording.clean(key), [("", wording.settings(group))], screen)
     return lines
-
-
-def _settings(values: dict[str, Any]) -> str:
-    """As "slots 3 · budget 1.2 GiB" of {"slots": 3, "budget_bytes": …}."""
-    return " · ".join(_setting(key, value) for key, value in values.items() if value is not None)
-
-
-def _setting(key: str, value: Any) -> str:
-    name = wording.clean(key).removesuffix("_bytes")
-    is_size = name != key and type(value) is int
-    return (
-        f"{name.replace('_', ' ')} {wording.size(value) if is_size else wording.brief(value, 200)}"
-    )
 
 
 def _pack_pairs(manifest: Manifest) -> list[tuple[str, str]]:

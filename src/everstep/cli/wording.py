@@ -3,6 +3,7 @@
 Whatever comes out of a store goes through `clean` or `brief` before it reaches a terminal.
 """
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +25,14 @@ def size(size: int) -> str:
     while value >= 1023.95 and unit + 1 < len(_UNITS):
         value, unit = value / 1024, unit + 1
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{size} B"
+
+
+def seconds(seconds: float) -> str:
+    """In the unit that leaves a number before the point: "12 s", "61.7 ms", "340 µs"."""
+    for unit, scale in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
+        if abs(seconds) * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def plural(count: int, noun: str) -> str:
@@ -61,6 +70,36 @@ def brief(value: Any, limit: int = 60) -> str:
 def pairs(values: dict[str, Any], limit: int = 60) -> str:
     """ "loss 2.134 · accuracy 0.81"."""
     return " · ".join(f"{clean(key)} {brief(value, limit)}" for key, value in values.items())
+
+
+def settings(values: dict[str, Any]) -> str:
+    """As "slots 3 · budget 1.2 GiB · log no" of slots, budget_bytes and is_log."""
+    return " · ".join(_setting(key, value) for key, value in values.items() if value is not None)
+
+
+def _setting(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"{_spaced(key.removeprefix('is_'))} {'yes' if value else 'no'}"
+    for ending, text in _UNITS_OF_KEYS.items():
+        if key.endswith(ending) and isinstance(value, (int, float)):
+            return f"{_spaced(key.removesuffix(ending))} {text(value)}"
+    return f"{_spaced(key)} {brief(value, 200)}"
+
+
+def _spaced(key: str) -> str:
+    return clean(key).replace("_", " ")
+
+
+def _rate(value: float) -> str:
+    return f"{size(round(value))}/s" if value else "unknown"
+
+
+_UNITS_OF_KEYS: dict[str, Callable[[Any], str]] = {
+    "_bytes_per_s": _rate,
+    "_bytes": lambda value: size(round(value)),
+    "_s": seconds,
+}
+"""What the end of a key says of its value."""
 
 
 def _brief(value: Any, depth: int) -> str:
