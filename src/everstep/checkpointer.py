@@ -9,13 +9,14 @@ restore   let a surviving keeper finish → choose a checkpoint → match it wit
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from everstep.capture.derived import Derived
 from everstep.capture.pace import Pace
@@ -200,7 +201,7 @@ class Checkpointer:
         SIGTERM it saves, waits until all is durable and ends the process. Raises Unsupported, as
         save() does, and where "log" or "spread" turns out not to fit the run."""
         self._check_open()
-        _check_step(step)
+        step = _checked(step)
         self._derive(step)
         self._last_step = step
         is_last = self._ending.comes_with(step)
@@ -226,7 +227,7 @@ class Checkpointer:
         if metrics is not None and not isinstance(metrics, dict):
             raise ValueError(f"metrics must be a dict, not {metrics!r}")
         figures = plain_json(metrics or {}, "metrics")
-        _check_step(step)
+        step = _checked(step)
         self._derive(step)
         self._ending.comes_with(step)
         handle = self._save(step, tag, figures, asked=True)
@@ -405,9 +406,11 @@ class Checkpointer:
             raise ValueError("this Checkpointer is closed; make a new one")
 
 
-def _check_step(step: int) -> None:
-    if type(step) is not int or not 0 <= step < 10**18:
+def _checked(step: SupportsIndex) -> int:
+    """As an int; numpy's numbers are none."""
+    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= int(step) < 10**18:
         raise ValueError(f"step must be a number of completed updates, not {step!r}")
+    return operator.index(step)
 
 
 def _check_kinds(derive: object, by_rank: object, layout: object) -> None:

@@ -3,6 +3,7 @@
 import logging
 import threading
 
+import numpy as np
 import pytest
 import torch
 from runs import bits, check_same, checkpointer, freeze, restore, save, supervised
@@ -298,12 +299,16 @@ def test_wrong_states_and_steps(store):
             Checkpointer(store, state)
     with pytest.raises(ValueError, match='"rng" is taken'):
         Checkpointer(store, {"rng": 1})
+    for name in ("model", "optimizer"):
+        with pytest.raises(ValueError, match=f"by_rank: '{name}' is a model or an optimizer"):
+            Checkpointer(store, build(1), by_rank={name: "exact"})
     with pytest.raises(ValueError, match="several parts"):
         Checkpointer(store, {"a": {"b": nn.Linear(1, 1)}, "a.b": nn.Linear(1, 1)})
     with checkpointer(store, {"x": 1}) as saver:
         for step in (-1, 1.0, "1", True, None):
             with pytest.raises(ValueError, match="step must be"):
                 saver.step(step)
+        saver.step(np.int64(0)).wait("local")
         for tag in ("", "12", "a/b", "../x", 12):
             with pytest.raises(ValueError, match="cannot be a tag"):
                 saver.save(1, tag=tag)

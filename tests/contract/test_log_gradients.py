@@ -7,7 +7,7 @@ import pytest
 import torch
 from keepers import until
 from logs import backward, build, check_run, durable, train
-from runs import check_steps, checkpointer, kinds, logged, snapshot
+from runs import check_same, check_steps, checkpointer, kinds, logged, snapshot
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -96,6 +96,40 @@ def test_gradients_that_are_views_of_one_buffer(store, detached):
         state["optimizer"].step()
 
     check_run(store, build, step, "brrrrrrr")
+
+
+@pytest.mark.parametrize("strategy", ["full", "log"])
+def test_gradients_are_the_same_tensors_after_a_restore(store, strategy):
+    """Views of one buffer, which the loop zeroes: cut off from it they would go on adding up."""
+
+    def flat(state):
+        parameters = list(state["model"].parameters())
+        buffer = torch.zeros(sum(p.numel() for p in parameters))
+        for parameter, part in zip(
+            parameters, buffer.split([p.numel() for p in parameters]), strict=True
+        ):
+            parameter.grad = part.view_as(parameter)
+        return buffer
+
+    def step(state, buffer):
+        buffer.zero_()
+        backward(state)
+        state["optimizer"].step()
+
+    state, frozen = build(1), {}
+    buffer = flat(state)
+    with (logged if strategy == "log" else checkpointer)(store, state, strategy=strategy) as saver:
+        for number in range(1, 9):
+            step(state, buffer)
+            saver.step(number)
+            frozen[number] = snapshot(state)
+    fresh = build(2)
+    buffer = flat(fresh)
+    with checkpointer(store, fresh) as restorer:
+        assert restorer.restore(5) == 5
+    for _ in range(6, 9):
+        step(fresh, buffer)
+    check_same(snapshot(fresh), frozen[8])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])

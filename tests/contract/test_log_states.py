@@ -50,6 +50,52 @@ def test_a_name_that_begins_with_the_records_prefix(store):
     check_run(store, make, step)
 
 
+def test_a_name_that_a_records_tensors_have(store):
+    """Its parts could not be told from the record's, nor restored alone."""
+    state = build(1)
+    named = {"model": state["model"], "@0": state["optimizer"]}
+    with logged(store, named) as saver:
+        train(state)
+        saver.step(1)
+        train(state)
+        with pytest.raises(Unsupported, match="a name that records use"):
+            saver.step(2)
+    assert restore(store, named, 1, only="@0") == 1
+
+
+def test_a_class_of_the_program_that_was_started_and_is_imported_now(store, monkeypatch):
+    class Own(Plain):
+        pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Own, "__module__", "__main__")
+        frozen = run_logged(store, build(1, Own), train, steps=4)
+    check_steps(store, build(2, Own), frozen)
+    Own.__qualname__ = "Other"
+    with (
+        checkpointer(store, build(2, Own)) as restorer,
+        pytest.raises(Mismatch, match=r"is a test_log_states\.Other now"),
+    ):
+        restorer.restore(4)
+
+
+def test_names_of_a_layout_that_are_in_no_part(store):
+    def layout(name, _):
+        return f"gpt.{name.partition('.')[2]}" if name.startswith("model.") else name
+
+    state, frozen = build(1), {}
+    with logged(store, state, layout=layout) as saver:
+        for step in range(1, 5):
+            train(state)
+            saver.step(step)
+            frozen[step] = snapshot(state)
+    fresh = build(2)
+    with checkpointer(store, fresh, layout=layout) as restorer:
+        for step in (4, 2):
+            assert restorer.restore(step) == step
+            check_same(snapshot(fresh), frozen[step])
+
+
 class Holder:
     """Its state_dict names a parameter of somebody else."""
 
@@ -285,7 +331,18 @@ class TurnedShape(Momentum):
         return both[0].t().view(parameter.shape)
 
 
-@pytest.mark.parametrize("kind", [InLists, Numbered, Turned, TurnedShape])
+class Shared(Momentum):
+    """A counter that all parameters have in common, so that it goes up for each of them."""
+
+    def kept(self, parameter):
+        state = self.state[parameter]
+        first = next(iter(self.state.values()))
+        state.setdefault("mean", torch.zeros_like(parameter))
+        state.setdefault("count", first.get("count", torch.zeros(()))).add_(1)
+        return state["mean"].mul_(1 - 1 / float(state["count"] + 1))
+
+
+@pytest.mark.parametrize("kind", [InLists, Numbered, Turned, TurnedShape, Shared])
 @pytest.mark.parametrize("strategy", ["full", "log"])
 def test_state_of_unusual_forms(store, kind, strategy):
     """Restored as it was, and so that it goes on as it did."""

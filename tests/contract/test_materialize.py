@@ -160,6 +160,20 @@ def test_a_damaged_state_is_found_and_the_log_serves(store, caplog):
     )
 
 
+def test_gradients_of_another_dtype(store):
+    torch.manual_seed(1)
+    weight = nn.Parameter(torch.randn(40, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    state = {"weight": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
+    with Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+        for step in range(1, 5):
+            weight.grad = torch.randn(40)
+            state["optimizer"].step()
+            checkpointer.step(step)
+    assert materialize(Disk(store), CheckpointName(4, 1)).exact
+    assert torch.equal(Store(store).read(4)["weight"], weight.detach())
+
+
 class Own(torch.optim.SGD):
     pass
 

@@ -281,3 +281,14 @@ def test_raw_gradients_in_windows(gang, store, foreach):
         outcomes = gang.run(trains, layout, store, 0, foreach, None, settings, size=size)
         assert outcomes[0][0] == 8
         check_equal(outcomes[0][1], ended)
+
+
+def test_digests_of_each_rank_beside_raw_gradients(gang, store):
+    """Where ranks say other things of a call, each finds its own; what all have clipped is one."""
+    settings = {"strategy": "log", "base_every": 20, "audit": "full"}
+    size = SIZES["fsdp2"]
+    ended = gang.run(trains, "fsdp2", store, 3, None, None, settings, size=size)[0][2]
+    assert gradients_of(store, 3)[0] == {"!": 25}
+    first, found, _ = gang.run(trains, "fsdp2", store, 0, None, None, settings, size=size)[0]
+    assert first == 3
+    check_equal(found, ended)

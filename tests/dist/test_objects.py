@@ -114,6 +114,62 @@ def test_other_ranks_go_by_a_rule(gang, store):
     assert [rank[0] for rank in made] == [(60, rank[0][1]) for rank in saved[:2]]
 
 
+def trains_with_a_generator(store, last):
+    """Its dropout's generator is a part of the state: what it draws after `last`."""
+    torch.manual_seed(0)
+    model, generator = torch.nn.Linear(2, 2), torch.Generator().manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "generator": generator}
+    with Checkpointer(store, state, strategy="full", under_pressure="wait") as checkpointer:
+        for step in range(checkpointer.restore() + 1, last + 1):
+            model(torch.rand(3, 2, generator=generator)).sum().backward()
+            optimizer.step()
+            checkpointer.step(step)
+    return torch.rand(3, generator=generator).tolist()
+
+
+def test_one_processs_generator_is_derived_anew_on_two(gang, store):
+    alone = gang.run(trains_with_a_generator, store, 2, size=1)
+    both = gang.run(trains_with_a_generator, store, 2, size=2)
+    assert both[0] != both[1]
+    assert alone[0] not in both
+    assert gang.run(trains_with_a_generator, store, 2, size=2) == both
+    assert gang.run(trains_with_a_generator, store, 2, size=1) == alone
+
+
+def statistics_of(store, last):
+    """Of a BatchNorm under DDP, as they were when it began, and at the end."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1)
+    )
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    state = {"model": wrapped, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def found():
+        return {name: buffer.tolist() for name, buffer in model[1].named_buffers()}
+
+    with Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+        first = checkpointer.restore()
+        begun = found()
+        for step in range(first + 1, last + 1):
+            state["optimizer"].zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            wrapped(torch.randn(5, 4, generator=generator)).square().mean().backward()
+            state["optimizer"].step()
+            checkpointer.step(step)
+    return begun, found()
+
+
+def test_buffers_that_differ_are_those_of_the_first_rank(gang, store):
+    """And not each from another rank: DDP broadcasts the first one's before the next step."""
+    (_, first), (_, second) = gang.run(statistics_of, store, 4, size=2)
+    assert first["running_mean"] != second["running_mean"]
+    assert first["running_var"] != second["running_var"]
+    for begun, _ in gang.run(statistics_of, store, 4, size=2):
+        assert begun == first
+
+
 def shares(store, count, at):
     """Two ranks that have one sampler between them."""
     sampler = Position(at)

@@ -20,7 +20,7 @@ from typing import Any
 
 from everstep.capture.derived import Derived
 from everstep.capture.pace import Pace, choose_window
-from everstep.capture.pieces import Pieces, plain_numbers
+from everstep.capture.pieces import Pieces, why_undivided
 from everstep.capture.ranks import NextBase, Ranks
 from everstep.capture.raw import Raw
 from everstep.capture.recorder import Recorder
@@ -413,7 +413,7 @@ class Log:
         return self._origin() + distance, min(self._window_size(), distance)
 
     def _window_size(self) -> int:
-        if self._is_whole_only or plain_numbers(self._optimizers):
+        if self._is_whole_only or why_undivided(self._optimizers):
             return 1
         if self._ranks and self._ranks.why_whole():
             return 1
@@ -459,7 +459,7 @@ class Log:
         met = tuple(
             leaf for leaf in collected.loose if leaf.owner is None and id(leaf) not in derived
         )
-        if taken := [leaf.name for leaf in (*others, *met) if is_own(leaf.name)]:
+        if taken := [leaf.name for leaf in (*collected.walk.leaves, *met) if is_own(leaf.name)]:
             raise Refused(f"recording: {taken[0]!r} is a name that records use. Rename it")
         loose, whole = sum(leaf.tensor.nbytes for leaf in others), self._base_bytes
         loose += loose_bytes(met)

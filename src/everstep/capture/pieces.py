@@ -104,11 +104,14 @@ def _gradient_item(parameter: torch.Tensor) -> int:
     return int((dtype or parameter.dtype).itemsize)
 
 
-def plain_numbers(optimizers: list[OptimizerState]) -> str | None:
-    """Why not now: numbers in an optimizer's state are stored once, with the last piece."""
+def why_undivided(optimizers: list[OptimizerState]) -> str | None:
+    """Why not now. Numbers in an optimizer's state are stored once, with the last piece; and a
+    tensor that parameters share would be of one step, and they of others."""
     for optimizer in optimizers:
         if optimizer.plain() != "[]":
             return f"{optimizer.name!r} keeps numbers that are no tensors in its state"
+        if optimizer.shares_state():
+            return f"{optimizer.name!r} keeps one tensor for several parameters in its state"
     return None
 
 

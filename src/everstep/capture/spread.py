@@ -22,7 +22,7 @@ import torch
 
 from everstep.capture.log import RECORD_OWNER, Captured
 from everstep.capture.pace import Pace, Piece, Schedule, schedule
-from everstep.capture.pieces import Pieces, measured, plain_numbers
+from everstep.capture.pieces import Pieces, measured, why_undivided
 from everstep.capture.ranks import Figures, Ranks
 from everstep.capture.recorder import Recorder
 from everstep.capture.refusals import Held, Lasting, Refused, check_gradients, check_graphs
@@ -331,7 +331,7 @@ class Spread:
     def _open(self, step: int, collected: Collected) -> _Window:
         if taken := [leaf.name for leaf in collected.walk.leaves if is_own(leaf.name)]:
             raise Unsupported(f"{taken[0]!r} is a name that records use")
-        if problem := plain_numbers(self._optimizers):
+        if problem := why_undivided(self._optimizers):
             raise Unsupported(problem)
         due, walk = self._due, collected.walk
         steps = due - step + 1

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import everstep
 from everstep.cli.render import columns_of
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, kind_of
 
 COMMANDS = {
     "ls": "list checkpoints, branches, tags and metrics",
@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _INTERRUPTED
     except (EverstepError, ValueError, OSError) as error:
         message = " ".join(str(error).split())
-        print(f"everstep: {type(error).__name__}: {message}", file=sys.stderr)
+        kind = kind_of(error) if isinstance(error, EverstepError) else type(error).__name__
+        print(f"everstep: {kind}: {message}", file=sys.stderr)
         return 1
 
 

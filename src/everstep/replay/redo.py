@@ -22,7 +22,13 @@ from everstep.state import clipping, forms
 from everstep.state.autocast import autocast_as, autocast_of
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
-from everstep.state.redundancy import class_of, is_here, spread_hyperparameters, updating
+from everstep.state.redundancy import (
+    class_of,
+    is_here,
+    is_same_class,
+    spread_hyperparameters,
+    updating,
+)
 from everstep.state.samples import updated_of
 
 _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -154,7 +160,7 @@ def find(
             f"there. Give it, or restore parts of the step with only="
         )
     kind = class_of(state.optimizer)
-    if kind != said["class"]:
+    if not is_same_class(kind, said["class"]):
         raise Mismatch(
             f"replaying step {step}: {state.name!r} is a {kind} now, it was a {said['class']}. "
             f"Build the state as it was"

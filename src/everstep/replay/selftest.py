@@ -5,18 +5,17 @@ the run. Elsewhere nobody knows beforehand, so each optimizer's implementation i
 updates of small tensors, of the parameters' dtypes and dims, with the run's settings. The run keeps
 what was tried and the digest of what came of it; who replays elsewhere tries it again. Equal bytes
 are no proof, since sums of larger tensors may be split in other ways; different ones are.
+
+Torch's own classes only: what else the step() of another does (count in a global, write a file) it
+would do in the midst of the run.
 """
 
-import contextlib
-import copy
 import json
 import math
-import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -37,7 +36,6 @@ _GROUPS_MAX, _TENSORS_MAX, _DIMS_MAX = 4, 6, 16
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (1031,), 2: (67, 33), 3: (17, 13, 9)}
 _BITS = {torch.bfloat16: 7, torch.float16: 10}
 """Of a value, so that it is the same number in each dtype."""
-_PLAIN = (bool, int, float, str, type(None))
 
 Recipe = dict[str, Any]
 """JSON: `class`; `groups`, each with its `set` of hyperparameters and the dtypes and dims of its
@@ -52,9 +50,10 @@ def record(optimizers: Iterable[OptimizerState]) -> dict[str, Recipe]:
         live = inner_of(state.optimizer)
         recipe: Recipe = {"class": class_of(state.optimizer)}
         try:
+            _check_is_torchs(type(live))
             recipe["groups"] = _groups_of(live, state.optimizer.param_groups)
             recipe["digest"] = _try(recipe, live, _device_of(state.optimizer))
-        except Exception as error:  # noqa: BLE001 - whatever a user's class does: it was not run
+        except Exception as error:  # noqa: BLE001 - whatever their settings do: it was not run
             recipe["problem"] = _reason(error)
         found[state.name] = recipe
     return found
@@ -94,7 +93,6 @@ def describe(found: Mapping[str, str]) -> str:
 
 def _groups_of(live: Optimizer, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The different kinds of groups: settings, and which tensors."""
-    is_known = is_torchs(type(live))
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         kinds = {
@@ -105,7 +103,7 @@ def _groups_of(live: Optimizer, groups: Iterable[Mapping[str, Any]]) -> list[dic
         values = {
             key: value
             for key, value in group.items()
-            if key not in ("params", "param_names") and (not is_known or key in live.defaults)
+            if key not in ("params", "param_names") and key in live.defaults
         }
         if "lr" in values:
             values["lr"] = _RATE
@@ -136,7 +134,7 @@ def _try(recipe: Recipe, live: Optimizer | None, device: torch.device) -> str:
         ]
         parameters += [tensor.requires_grad_() for tensor in made]
         groups.append({**values, "params": made})
-    with _leaving_generators(device), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = _build(recipe["class"], groups, live)
         with _without_hooks(optimizer):
@@ -150,58 +148,23 @@ def _try(recipe: Recipe, live: Optimizer | None, device: torch.device) -> str:
 
 
 def _build(kind: str, groups: list[dict[str, Any]], live: Optimizer | None) -> Optimizer:
-    """An optimizer over these groups. Of torch's own anew; of another class one that has copies of
-    the live one's own attributes. Raises Unsupported where that cannot be had."""
-    cls = type(live) if live is not None else _find(kind)
+    """An optimizer over these groups. Raises Unsupported where that cannot be had."""
+    cls: Any = getattr(torch.optim, kind.rpartition(".")[2], None) if live is None else type(live)
+    _check_is_torchs(cls)
     if f"{cls.__module__}.{cls.__qualname__}" != kind:
         raise Unsupported(f"it was a {kind}")
-    if is_torchs(cls):
-        return cls(groups)  # type: ignore[call-arg] # every one of torch's takes groups alone
-    if live is None:
-        raise Unsupported("only torch's own optimizers can be built without the program")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise Unsupported("its step may talk to other ranks")
-    known = vars(Optimizer([torch.zeros(1)], {})).keys() | {"step", "_opt_called"}
-    own = {key: value for key, value in vars(live).items() if key not in known}
-    if other := [key for key, value in own.items() if not _is_plain(value)]:
-        raise Unsupported(f"its attribute {other[0]!r} cannot be copied")
-    made = cls.__new__(cls)
-    Optimizer.__init__(made, groups, dict(live.defaults))
-    vars(made).update(copy.deepcopy(own))
+    made: Optimizer = cls(groups)  # every one of torch's takes groups alone
     return made
 
 
-def _find(kind: str) -> type[Optimizer]:
-    cls = getattr(torch.optim, kind.rpartition(".")[2], None)
-    if not isinstance(cls, type) or not issubclass(cls, Optimizer) or not is_torchs(cls):
-        raise Unsupported("only torch's own optimizers can be built without the program")
-    return cls
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether a copy of it has nothing in common with it."""
-    if isinstance(value, (list, tuple)):
-        return depth < 10 and all(_is_plain(item, depth + 1) for item in value)
-    if isinstance(value, dict):
-        return depth < 10 and all(_is_plain(item, depth + 1) for item in (*value, *value.values()))
-    return isinstance(value, _PLAIN)
+def _check_is_torchs(cls: Any) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer) and is_torchs(cls)):
+        raise Unsupported("only torch's own optimizers are tried")
 
 
 def _device_of(live: Optimizer | None) -> torch.device:
     parameters = [p for group in (live.param_groups if live else ()) for p in group["params"]]
     return parameters[0].device if parameters else torch.device("cpu")
-
-
-@contextlib.contextmanager
-def _leaving_generators(device: torch.device) -> Iterator[None]:
-    """Whatever draws from random generators within: they are as they were after it."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _shape(dim: int) -> tuple[int, ...]:

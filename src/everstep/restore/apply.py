@@ -32,7 +32,7 @@ from everstep.state.layout import shards_of
 from everstep.state.optimizers import OptimizerState, owned_names, owners
 from everstep.state.placement import Destination, Placement, Saved
 from everstep.state.ranked import unowned
-from everstep.state.redundancy import is_dealt_out, send_around
+from everstep.state.redundancy import is_dealt_out, is_same_class, send_around
 from everstep.state.rules import Rules, is_in
 from everstep.state.topology import ALONE, adopted, differences
 from everstep.state.view import State
@@ -100,7 +100,7 @@ def apply(
         together("reading", lambda: _fill(candidate, base, wanted, loader))
         placement.finish()
         return base.manifest, differences(base.manifest.topology)
-    with contextlib.ExitStack() as stack, _explained(replayed, state):
+    with contextlib.ExitStack() as stack, _explained(replayed, state), _keeping_gradients(state):
         saved = _saved_after(base, replayed[-1], optimized)
         place_rest = partial(_place_rest, state, saved, optimized, derivation)
         replay = partial(_replay, candidate, base, replayed, state, placement, loader)
@@ -309,7 +309,7 @@ def _tell_classes(
     """A replay refuses another class; a whole state fits into it, whatever that makes of it."""
     for name, then in base.manifest.classes.items():
         now = state.classes(only).get(name, then)
-        if now != then:
+        if not is_same_class(now, then):
             log.warning(
                 "restoring step %s: %r was a %s, and is a %s now, which has its state and its "
                 "hyperparameters from here on. To restore the weights alone: only=",
@@ -318,6 +318,19 @@ def _tell_classes(
                 then,
                 now,
             )
+
+
+@contextlib.contextmanager
+def _keeping_gradients(state: State) -> Iterator[None]:
+    """What a parameter has as its gradient is the same tensor after it: the loop may have views of
+    one buffer there."""
+    parameters = [row[2] for optimizer in state.optimizers for row in optimizer.parameters()]
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager

@@ -153,7 +153,10 @@ def _optimizer(
     members: dict[int, list[str]] = {number: [] for number in range(len(sets))}
     for parameter, number in table["groups"].items():
         members[number].append(parameter)
-        tensors[parameter].requires_grad_(tensors[parameter].is_floating_point())
+        leaf = tensors[parameter]
+        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+        if leaf.requires_grad and hasattr(leaf, "grad_dtype"):
+            leaf.grad_dtype = None  # whatever the record has
     optimizer = cls([{"params": [tensors[key] for key in keys]} for keys in members.values()])
 
     def tensor(key: str, _: str) -> torch.Tensor:

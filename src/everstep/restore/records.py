@@ -264,7 +264,8 @@ def _needed(
             continue
         if is_gradient(name) and not (taken is None or rest in taken or name in taken):
             continue
-        is_common = unowned(name) == name or "!clip." in head  # others have clipped what is needed
+        # Other ranks have clipped what is needed here.
+        is_common = unowned(name) == name or head.endswith("!clip")
         if not is_common and size == world.size and name != own_name(unowned(name), world.rank):
             continue
         yield name, whole

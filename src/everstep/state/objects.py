@@ -237,3 +237,14 @@ _DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
     "torch.device": lambda tag, tensors: torch.device(tag["v"]),
     "tensor": lambda tag, tensors: tensors(tag["v"], tag["device"]),
 }
+
+
+def references(value: Any) -> list[str]:
+    """The names of the tensors that tagged JSON refers to."""
+    if isinstance(value, list):
+        return [name for item in value for name in references(item)]
+    if not isinstance(value, dict):
+        return []
+    if value.get("$") == "tensor":
+        return [value["v"]]
+    return [name for item in value.values() for name in references(item)]

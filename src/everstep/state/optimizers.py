@@ -185,6 +185,16 @@ class OptimizerState:
                 if isinstance(value, torch.Tensor):
                     yield Leaf(f"{self.name}.{name}.{key}", local_of(value), self.index)
 
+    def shares_state(self) -> bool:
+        """Whether a tensor is kept for several parameters."""
+        tensors = [
+            id(value)
+            for _, _, parameter, _ in self.parameters()
+            for value in self.state.get(parameter, {}).values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return len(set(tensors)) < len(tensors)
+
     def plain(self) -> Any:
         """What its state holds beside tensors, to be compared; None where its class has methods of
         its own for that."""
@@ -421,6 +431,8 @@ class OptimizerState:
         entry = placement.saved.tensors.get(name)
         if entry is None:
             return placement.new(name)
+        if (shared := placement.made(name)) is not None:
+            return shared
         fits = (
             isinstance(live, torch.Tensor)
             and tuple(live.shape) == entry.spec.shape
@@ -432,6 +444,7 @@ class OptimizerState:
             return placement.new(name, device, like=like)
         assert isinstance(live, torch.Tensor)
         placement.into(name, live)
+        placement.note_made(name, live)
         return live
 
 

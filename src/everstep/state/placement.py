@@ -16,7 +16,7 @@ from everstep.format.wholes import WholeTensor, groups, optimizers_of, whole_ten
 from everstep.state.layout import is_dtensor, shards_of
 from everstep.state.leaves import dtype_name
 from everstep.state.mapped import Mapped
-from everstep.state.objects import decode
+from everstep.state.objects import decode, references
 from everstep.state.ranked import Adapt, Share, seed_of, values_by_index
 
 log = logging.getLogger("everstep")
@@ -121,6 +121,7 @@ class Placement:
     """Whether nothing that is done at the end looks at what a tensor of an optimizer has come to:
     it may be filled later then."""
     _absent: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    _made: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     _sources: dict[int, tuple[torch.Tensor, list[str]]] = field(default_factory=dict)
     _actions: list[Callable[[], None]] = field(default_factory=list)
     _last_actions: list[Callable[[], None]] = field(default_factory=list)
@@ -174,6 +175,8 @@ class Placement:
         if entry is None:
             self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
             return torch.empty(0)
+        if (made := self.made(name)) is not None:
+            return made
         self.used.add(name)
         place = torch.device(device if device is not None else entry.device)
         if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
@@ -188,7 +191,21 @@ class Placement:
             if entry.strides is not None:
                 tensor = tensor.as_strided(entry.spec.shape, entry.strides)  # they fill memory
         self._add(entry, tensor, shards_of(tensor)[1])
+        self.note_made(name, tensor)
         return tensor
+
+    def made(self, name: str) -> torch.Tensor | None:
+        """What was made for the stored tensor `name` under another name of it: what was one tensor
+        is one again. (Under the same name parameters that are parts of one have each their own.)"""
+        known, found = self._made.get(self.saved.tensors[name].spec.name, (name, None))
+        if known == name:
+            return None
+        self.used.add(name)
+        return found
+
+    def note_made(self, name: str, tensor: torch.Tensor) -> None:
+        """Where the stored tensor `name` is from now on, in what is no module's."""
+        self._made.setdefault(self.saved.tensors[name].spec.name, (name, tensor))
 
     def object_of(
         self,
@@ -220,6 +237,7 @@ class Placement:
         values = values_by_index(self.saved.ranks, name) or [self.saved.objects.get(name)]
         if len(values) == share.count:
             return None
+        self.used.update(name for each in values for name in references(each))
         log.warning(
             "%s: saved by %s ranks, here are %s: each rank's random numbers are derived anew from "
             "them, and are not those of the run before",

@@ -94,6 +94,16 @@ def class_of(optimizer: Optimizer) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def is_same_class(now: str, then: str) -> bool:
+    """Whether these are the same class. A program's own module is __main__ where it was started as
+    a script, and has its name where it was imported."""
+    for one, other in ((now, then), (then, now)):
+        module, _, name = one.partition(".")
+        if module == "__main__" and other.endswith(f".{name}"):
+            return True
+    return now == then
+
+
 def is_torchs(kind: type[Optimizer]) -> bool:
     """Whether it is a class of torch's own. Not by its module, which torch names in two ways."""
     return kind is not Optimizer and getattr(torch.optim, kind.__name__, None) is kind

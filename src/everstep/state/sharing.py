@@ -79,13 +79,25 @@ def shared_out(
 ) -> tuple[list[Leaf], list[Leaf]]:
     """What of them this rank writes, and what others do. Raises Unsupported."""
     held = []
+    first: tuple[list[Leaf], list[Leaf]] = [], []
     for place, state in places:
         name, box = place.parameter, place.leaf.box
         ranks = holders.of(name, box) if place.alike else holders.of_any(name)
         if state and (owner := ranks_of(state.optimizer.optimizer, state.parameter)):
             ranks = redundancy_free(place.leaf.name, ranks, *owner)
-        held.append(Held(place.leaf, ranks))
-    return chosen(held, rank)
+        if state is None and _is_buffer(place.leaf):
+            first[rank != min(ranks)].append(place.leaf)
+        else:
+            held.append(Held(place.leaf, ranks))
+    own, others = chosen(held, rank)
+    return [*own, *first[0]], [*others, *first[1]]
+
+
+def _is_buffer(leaf: Leaf) -> bool:
+    """Whether it may be another on each rank, as BatchNorm's statistics: the first rank's count, as
+    DDP has it, and all of them, so that what comes back is what one rank had."""
+    is_parameter = leaf.owner is not None or isinstance(leaf.tensor, torch.nn.Parameter)
+    return leaf.box is None and not is_parameter
 
 
 def shapes_of(leaves: Iterable[Leaf], mapped: Mapped) -> dict[str, Shape]:

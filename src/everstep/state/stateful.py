@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from everstep.state.layout import is_dtensor
 from everstep.state.leaves import Guard, Leaf
-from everstep.state.objects import TensorSink, encode
+from everstep.state.objects import TensorSink, encode, references
 from everstep.state.placement import Placement
 from everstep.state.ranked import unowned
 
@@ -157,7 +157,7 @@ class ValueState:
         """Dicts, lists, tensors and arrays keep their identity; the rest is replaced."""
         live = {}
         if (stored := placement.stored(self.name)) is not None:
-            live = self._match(placement, _references(stored))
+            live = self._match(placement, references(stored))
         if value := placement.object_of(self.name, live):
             placement.then(lambda: self._install(value()))
 
@@ -312,17 +312,6 @@ def is_generator(value: object) -> bool:
     """Whether GeneratorState can take it."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     return isinstance(value, kinds)
-
-
-def _references(value: Any) -> list[str]:
-    """The names of the tensors that tagged JSON refers to."""
-    if isinstance(value, list):
-        return [name for item in value for name in _references(item)]
-    if not isinstance(value, dict):
-        return []
-    if value.get("$") == "tensor":
-        return [value["v"]]
-    return [name for item in value.values() for name in _references(item)]
 
 
 def _merge(live: Any, value: Any) -> Any:

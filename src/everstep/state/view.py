@@ -117,6 +117,8 @@ class State:
         self._records: RecordShares | None = None
         self._compares = check_replicas
         self.mapped = Mapped(layout)
+        self._is_renamed = layout is not None
+        """Whether what is in a model may have any name."""
         for entry in self._entries:
             if isinstance(entry, ModuleState | OptimizerState):
                 entry.mapped = self.mapped
@@ -154,6 +156,7 @@ class State:
             entry.name
             for entry in self._entries
             if isinstance(entry, OptimizerState)
+            or (isinstance(entry, ModuleState) and self._is_renamed)
             or any(name == entry.name or name.startswith(f"{entry.name}.") for name in heads)
         ]
 
@@ -243,6 +246,14 @@ class State:
         """By part, of what each rank has its own."""
         if unknown := sorted(said.keys() - {entry.name for entry in self._entries}):
             raise ValueError(f"by_rank: the state has no parts {unknown}, but {self.parts}")
+        whole = (ModuleState, OptimizerState)
+        for name in (each.name for each in self._entries if isinstance(each, whole)):
+            if name in said:
+                raise ValueError(
+                    f"by_rank: {name!r} is a model or an optimizer, whose tensors all ranks have "
+                    f"in common. Where each rank trains its own, give each a store of its own, and "
+                    f"alone=True"
+                )
         rank, size = self.world.rank, self.world.size
         kinds = (GeneratorState, GlobalGenerators, LoaderState)
         shares = {
