@@ -1,5 +1,8 @@
 """Ranks that are not alike, and tensors of which there is nothing to write."""
 
+import contextlib
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep import Checkpointer, Store, Unavailable, Unsupported
+from everstep.state import world
 from everstep.state.world import World
 
 
@@ -32,6 +36,36 @@ def says(store, state, settings):
 def test_what_could_not_be_restored_is_an_error_at_once(gang, store, state, settings, said):
     for found in gang.run(says, store, state, settings, size=2):
         assert said in found
+
+
+def waits_for_another(store):
+    """Rank 1 makes its Checkpointer only when rank 0 has said for whom it waits."""
+    group = dist.distributed_c10d._get_default_store()
+    said = []
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+            group.set("told", "yes")
+
+    world.TELL_S = 0.01
+    try:
+        with contextlib.ExitStack() as stack:
+            if dist.get_rank():
+                group.wait(["told"])
+            else:
+                logging.getLogger("everstep").addHandler(handler := Told(logging.WARNING))
+                stack.callback(logging.getLogger("everstep").removeHandler, handler)
+            Checkpointer(store, {"x": 1}).close()
+    finally:
+        world.TELL_S = 10.0
+    return said
+
+
+def test_who_is_waited_for_is_told(gang, store):
+    said = gang.run(waits_for_another, store, size=2)[0]
+    assert "rank 0 waits for ranks [1]" in said[0]
+    assert "alone=True" in said[0]
 
 
 def records_on_one_rank(store):

@@ -7,6 +7,7 @@ told which, after a while; nobody waits for ever.
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,7 +16,11 @@ import torch.distributed as dist
 
 from everstep.errors import KINDS, EverstepError, Unavailable, kind_of
 
+log = logging.getLogger("everstep")
+
 AGREE_S = 600.0
+TELL_S = 10.0
+"""After that long a wait the ranks that have not come are told."""
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.0005, 0.05
 
 T = TypeVar("T")
@@ -155,12 +160,23 @@ class World:
     def _await(self, what: str, keys: list[str], timeout: float) -> None:
         """By polling: a blocking get would hold a lock that others of this process need."""
         assert self._store is not None
-        deadline, pause = time.monotonic() + timeout, _PAUSE_S_MIN
+        began, pause, is_told = time.monotonic(), _PAUSE_S_MIN, False
         while not self._store.check(keys):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > timeout or (waited > TELL_S and not is_told):
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise Unavailable(
-                    f"{what}: of {self.size} ranks {missing} did not come within {timeout:.0f} s"
+                if waited > timeout:
+                    raise Unavailable(
+                        f"{what}: of {self.size} ranks {missing} did not come within "
+                        f"{timeout:.0f} s"
+                    )
+                is_told = True
+                log.warning(
+                    "%s: rank %s waits for ranks %s. All ranks of a process group make a "
+                    "Checkpointer, and the same calls of it; one rank for itself takes alone=True",
+                    what,
+                    self.rank,
+                    missing,
                 )
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_S_MAX)
