@@ -188,7 +188,7 @@ def test_in_the_background(store, keep_exact):
     options = {"catch_up": 5, "keep_exact": keep_exact, "keep": Keep(last=2)}
     try:
         state = build(1)
-        with logged(store, state, base_every=None, **options) as saver:
+        with logged(store, state, **options) as saver:
             for step in range(1, 13):
                 train(state)
                 saver.step(step).wait("local")

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from runs import logged, restore
 from wholes import advance, begun, build, fill, whole_steps, workers_of
 
 import forked
-from everstep import Store
+from everstep import Keep, Store
 from everstep.keeper.catch_up import CatchUp
 from everstep.restore import worker
 from everstep.store import commit, retain
@@ -78,6 +79,25 @@ def test_workers_that_always_die_are_not_started_for_ever(store):
         assert not workers_of(keeper)
         assert "the worker died 3 times" in saver.metrics.last_error
     assert restore(store, build(2)) == step
+
+
+def test_a_step_that_retention_took_before_the_worker_came_to_it(store):
+    """Quick steps, and bases close to each other: no failure, and the next one is tried."""
+    state = build(1)
+    with logged(store, state, catch_up=2, base_every=4, keep=Keep(last=1)) as saver:
+        advance(saver, state, range(1, 4))
+        _, worker = begun(saver)
+        said = Path(f"/proc/{worker}/cmdline")  # before that its keeper waits for it
+        until(lambda: b"everstep.restore.worker" in said.read_bytes(), "the worker's program")
+        os.kill(worker, signal.SIGSTOP)
+        advance(saver, state, range(4, 10))
+        until(lambda: min(Store(store).steps()) > 3, "retention")
+        os.kill(worker, signal.SIGCONT)
+        assert ended(worker)
+        advance(saver, state, range(10, 12))
+        until(lambda: saver.metrics.catch_ups, "a step that is there")
+        assert saver.metrics.catch_up_failures == 0
+        assert whole_steps(store) == [11]
 
 
 def test_a_worker_ends_with_its_keeper(store):

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, Missing
 from everstep.keeper.wire import Message
 from everstep.store import claims, commit, names
 from everstep.store.names import CheckpointName
@@ -133,6 +133,9 @@ class CatchUp:
             if not self._may_begin(name):
                 return None
             answer = self._work(name)
+            if answer and answer.get("kind") == Missing.__name__:
+                log.info("no catch-up: retention was quicker: %s", answer["message"])
+                return None
             if answer or self._is_closed:
                 return answer
             log.warning("the worker that made %s of %s whole has died", name, self._disk.root)
