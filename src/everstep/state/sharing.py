@@ -12,7 +12,7 @@ from everstep.state.leaves import Leaf, dtype_name, has_elements
 from everstep.state.mapped import Mapped, Place
 from everstep.state.optimizers import OptimizerState
 from everstep.state.redundancy import ranks_of, redundancy_free
-from everstep.state.writers import Held, Holders, Shape, chosen
+from everstep.state.writers import LARGE_BYTES, Held, Holders, Shape, chosen
 
 
 class Of(NamedTuple):
@@ -97,7 +97,8 @@ def _is_buffer(leaf: Leaf) -> bool:
     """Whether it may be another on each rank, as BatchNorm's statistics: the first rank's count, as
     DDP has it, and all of them, so that what comes back is what one rank had."""
     is_parameter = leaf.owner is not None or isinstance(leaf.tensor, torch.nn.Parameter)
-    return leaf.box is None and not is_parameter
+    is_small = leaf.tensor.nbytes < LARGE_BYTES  # else it is some value, which all write together
+    return is_small and leaf.box is None and not is_parameter
 
 
 def shapes_of(leaves: Iterable[Leaf], mapped: Mapped) -> dict[str, Shape]:

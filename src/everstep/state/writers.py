@@ -17,7 +17,7 @@ from everstep.state.topology import PADDED
 from everstep.state.world import World
 
 _BOXES, _GROUPING = "boxes", "grouping"
-_LARGE_BYTES = 1 << 20
+LARGE_BYTES = 1 << 20
 """A rank's share of a tensor that is split: what is smaller costs more to place than it evens."""
 
 _EXCHANGE_S = 60.0
@@ -223,7 +223,7 @@ def _digest(rows: Sequence[Any], shapes: Mapping[str, Shape]) -> str:
 
 def _rows(leaf: Leaf, count: int) -> list[tuple[int, int]] | None:
     """The rows of each of so many ranks; None where it is not worth it."""
-    if leaf.tensor.ndim == 0 or leaf.tensor.nbytes < count * _LARGE_BYTES:
+    if leaf.tensor.ndim == 0 or leaf.tensor.nbytes < count * LARGE_BYTES:
         return None
     length = leaf.tensor.shape[0]
     if length < count or not leaf.tensor.is_contiguous():
