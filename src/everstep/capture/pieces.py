@@ -110,9 +110,20 @@ def why_undivided(optimizers: list[OptimizerState]) -> str | None:
     for optimizer in optimizers:
         if optimizer.plain() != "[]":
             return f"{optimizer.name!r} keeps numbers that are no tensors in its state"
-        if optimizer.shares_state():
+        if _shares_state(optimizer):
             return f"{optimizer.name!r} keeps one tensor for several parameters in its state"
     return None
+
+
+def _shares_state(optimizer: OptimizerState) -> bool:
+    """Whether a tensor is kept for several parameters."""
+    tensors = [
+        id(value)
+        for _, _, parameter, _ in optimizer.parameters()
+        for value in optimizer.state.get(parameter, {}).values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return len(set(tensors)) < len(tensors)
 
 
 def _units(optimizers: list[OptimizerState], walk: Walk) -> dict[str, Unit]:

@@ -185,16 +185,6 @@ class OptimizerState:
                 if isinstance(value, torch.Tensor):
                     yield Leaf(f"{self.name}.{name}.{key}", local_of(value), self.index)
 
-    def shares_state(self) -> bool:
-        """Whether a tensor is kept for several parameters."""
-        tensors = [
-            id(value)
-            for _, _, parameter, _ in self.parameters()
-            for value in self.state.get(parameter, {}).values()
-            if isinstance(value, torch.Tensor)
-        ]
-        return len(set(tensors)) < len(tensors)
-
     def plain(self) -> Any:
         """What its state holds beside tensors, to be compared; None where its class has methods of
         its own for that."""
