@@ -408,9 +408,10 @@ class Checkpointer:
 
 def _checked(step: SupportsIndex) -> int:
     """As an int; numpy's numbers are none."""
-    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= int(step) < 10**18:
-        raise ValueError(f"step must be a number of completed updates, not {step!r}")
-    return operator.index(step)
+    with contextlib.suppress(TypeError):
+        if not isinstance(step, bool) and 0 <= (number := operator.index(step)) < 10**18:
+            return number
+    raise ValueError(f"step must be a number of completed updates, not {step!r}")
 
 
 def _check_kinds(derive: object, by_rank: object, layout: object) -> None:

@@ -133,7 +133,7 @@ class CatchUp:
             if not self._may_begin(name):
                 return None
             answer = self._work(name)
-            if answer and answer.get("kind") == Missing.__name__:
+            if answer and answer.get("kind") == Missing.__name__ and not self._is_there(name):
                 log.info("no catch-up: retention was quicker: %s", answer["message"])
                 return None
             if answer or self._is_closed:
@@ -147,7 +147,7 @@ class CatchUp:
         first."""
         try:
             commit.check_epoch(self._disk, name.epoch, name.step)
-            if self._disk.size(names.manifest_path(name)) is None:
+            if not self._is_there(name):
                 return False
             if self._disk.size(names.state_path(name)) is not None:
                 return False  # a base ends there, which is as good
@@ -158,6 +158,9 @@ class CatchUp:
             log.info("no catch-up: %s", error)
             return False
         return True
+
+    def _is_there(self, name: CheckpointName) -> bool:
+        return self._disk.size(names.manifest_path(name)) is not None
 
     def _work(self, name: CheckpointName) -> Answer | None:
         """Run a worker; what it said, or None where it died."""

@@ -79,18 +79,15 @@ def shared_out(
 ) -> tuple[list[Leaf], list[Leaf]]:
     """What of them this rank writes, and what others do. Raises Unsupported."""
     held = []
-    first: tuple[list[Leaf], list[Leaf]] = [], []
     for place, state in places:
         name, box = place.parameter, place.leaf.box
         ranks = holders.of(name, box) if place.alike else holders.of_any(name)
         if state and (owner := ranks_of(state.optimizer.optimizer, state.parameter)):
             ranks = redundancy_free(place.leaf.name, ranks, *owner)
         if state is None and _is_buffer(place.leaf):
-            first[rank != min(ranks)].append(place.leaf)
-        else:
-            held.append(Held(place.leaf, ranks))
-    own, others = chosen(held, rank)
-    return [*own, *first[0]], [*others, *first[1]]
+            ranks = ranks[:1]
+        held.append(Held(place.leaf, ranks))
+    return chosen(held, rank)
 
 
 def _is_buffer(leaf: Leaf) -> bool:
