@@ -69,6 +69,8 @@ class Captures:
         self.pool = Pool(client, settings.memory_budget, slots)
         saves.attach(client, self.pool)
         self._losses = client.losses
+        self._commits_waited = -1
+        """Where it was waited for memory in vain."""
         self._planners: dict[object, Planner] = {}
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
@@ -77,6 +79,8 @@ class Captures:
         self.pool.on_release = self._full.devices.unpin
         saves.in_order = self._full.in_order
         saves.on_whole = self._on_whole
+        if isinstance(strategy, (Log, Auto)):
+            saves.on_failure = strategy.note_failure
         self._hooks = [
             Hook(optimizer, self._full, self.strategy, metrics) for optimizer in state.optimizers
         ]
@@ -116,8 +120,8 @@ class Captures:
             self._saves.forget_newest()
             raise
         except BaseException as error:
-            handle.fail(error if isinstance(error, EverstepError) else Unsupported(repr(error)))
-            self._saves.leave_out(handle, repr(error))
+            known = error if isinstance(error, EverstepError) else Unsupported(repr(error))
+            self._saves.drop(handle, known, repr(error))
             raise
         else:
             if not commits:
@@ -180,7 +184,7 @@ class Captures:
             return False
         try:
             patience_s = math.inf if must_wait else self._patience_s
-            if captured.continues:  # else all that led here is of less use: a base is larger
+            if self._is_worth_waiting(captured, handle.call):
                 patience_s = max(patience_s, RECORD_PATIENCE_S)
             self._capture(handle, captured, tag, metrics, patience_s)
         except BaseException:
@@ -216,6 +220,8 @@ class Captures:
         self._full.settle()
         slot = self.pool.acquire(plan, self._descriptor_size, patience_s)
         if slot is None:
+            if patience_s:
+                self._commits_waited = self._metrics.commits
             self._saves.skip(handle, patience_s)
             if self.strategy:
                 self.strategy.end_chain()
@@ -271,6 +277,15 @@ class Captures:
             "record": captured.record,
             "share": captured.share,
         }
+
+    def _is_worth_waiting(self, captured: Captured, call: int) -> bool:
+        """Whether a log would end, or a window be in vain, without this. But who has waited in vain
+        waits no more before anything was saved: training must not go at the pace of a disk that
+        hangs."""
+        if self._commits_waited == self._metrics.commits:
+            return False
+        is_awaited = isinstance(self.strategy, (Log, Auto)) and self.strategy.awaits(call)
+        return captured.continues or is_awaited
 
     def _on_whole(self, step: int, epoch: int) -> None:
         """A step was made whole in the background, perhaps of what was left behind since. Client's

@@ -112,7 +112,7 @@ class Checkpointer:
             where they fit into half of the available memory, else two.
         under_pressure: what a save does when no memory is free: be skipped, or wait. What goes on
             from the step before (a record of a log, a window's next share) waits up to 30 s first
-            in any case: without it a whole state is due, which is larger.
+            in any case, and so does a log's next base: without it whole states are due.
         rng: capture python's, numpy's and torch's generators.
         derive: names of parts of the state to functions of the step that bring them forward
             ({"ema": lambda step: ema.update_parameters(model)}): step() calls each once for its

@@ -48,6 +48,9 @@ class Saves:
         self.on_whole: Callable[[int, int], None] = lambda step, epoch: None
         """Called when a step of the log was made whole, and stands for it. Client's thread."""
 
+        self.on_failure: Callable[[int, EverstepError], None] = lambda call, error: None
+        """Called with the number of each call that comes to nothing. Any thread."""
+
     def attach(self, client: Client, pool: Pool) -> None:
         """Whom to answer, and whom to tell of free memory; before the first save."""
         self._client, self._pool = client, pool
@@ -227,8 +230,12 @@ class Saves:
         )
         if self._metrics.skips == 1 or self._metrics.skips % 100 == 0:
             log.warning("%s. Skipped so far: %s", text, self._metrics.skips)
-        handle.fail(Skipped(text))
-        self.leave_out(handle, "it had no memory for it")
+        self.drop(handle, Skipped(text), "it had no memory for it")
+
+    def drop(self, handle: SaveHandle, error: EverstepError, reason: str) -> None:
+        """It failed before anything was captured; `reason`: for the other ranks."""
+        self._fail(handle, error)
+        self.leave_out(handle, reason)
 
     def leave_out(self, handle: SaveHandle, reason: str) -> None:
         """Nothing of this step comes from this rank: no other waits for it."""
@@ -245,4 +252,8 @@ class Saves:
             self._metrics.failures += 1
             self._metrics.last_error = str(error)
             log.error("step %s was not saved: %s: %s", handle.step, kind_of(error), error)
-            handle.fail(error)  # last: who waits for it may look at all else
+            self._fail(handle, error)
+
+    def _fail(self, handle: SaveHandle, error: EverstepError) -> None:
+        self.on_failure(handle.call, error)
+        handle.fail(error)  # last: who waits for it may look at all else

@@ -1,5 +1,6 @@
 """under_pressure="skip" with a keeper that stands still: what goes on from the step before waits a
-while, since a whole state is larger; whole states are skipped at once."""
+while, since a whole state is larger, and so does a log's next base; other whole states are skipped
+at once."""
 
 import contextlib
 import os
@@ -80,6 +81,22 @@ def test_records_wait(store):
         saver.wait()
         assert (saver.metrics.skips, saver.metrics.failures) == (0, 0)
     assert kinds(store) == "b" + "r" * 13
+    check_steps(store, build(2), frozen)
+
+
+@pytest.mark.parametrize("base", [10, 11, 12, 13])
+def test_a_base_that_is_due_waits(store, base):
+    """Whichever step it is that finds no memory: where the base is skipped, the next step is one,
+    too, and is skipped again."""
+    state, frozen = build(1), {}
+    with logged(store, state, under_pressure="skip", base_every=base - 1, window=1) as saver:
+        advance(saver, state, range(1, 9), frozen)
+        saver.wait()
+        with stopped_until_somebody_waits(saver):
+            advance(saver, state, range(9, 18), frozen)
+        saver.wait()
+        assert saver.metrics.skips == 0
+    assert kinds(store) == "b" + "r" * (base - 2) + "b" + "r" * (17 - base)
     check_steps(store, build(2), frozen)
 
 

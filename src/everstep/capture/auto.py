@@ -18,7 +18,7 @@ from everstep.capture.log import BREAKS_MAX, Captured, Log, loose_bytes
 from everstep.capture.ranks import Ranks
 from everstep.capture.refusals import Refused
 from everstep.capture.spread import Spread
-from everstep.errors import Unsupported
+from everstep.errors import EverstepError, Unsupported
 from everstep.handle import SaveHandle
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected
@@ -244,6 +244,15 @@ class Auto:
         """See Log."""
         if self._log:
             self._log.note_whole(step)
+
+    def note_failure(self, call: int, error: EverstepError) -> None:
+        """See Log."""
+        if self._log:
+            self._log.note_failure(call, error)
+
+    def awaits(self, call: int) -> bool:
+        """See Log."""
+        return self._active is self._log and self._log.awaits(call)
 
     def describe(self) -> dict[str, Any]:
         """What `everstep show` prints of the choice."""

@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.capture.derived import Derived
+from everstep.capture.failures import Failures
 from everstep.capture.pace import Pace, choose_window
 from everstep.capture.pieces import Pieces, why_undivided
 from everstep.capture.ranks import NextBase, Ranks
 from everstep.capture.raw import Raw
 from everstep.capture.recorder import Recorder
 from everstep.capture.refusals import Held, Lasting, Refused, check_gradients, check_graphs
-from everstep.errors import Mismatch, Unsupported
+from everstep.errors import EverstepError, Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
 from everstep.state.apart import why_not
@@ -110,7 +111,7 @@ class Log:
         self._base_every = base_every
         self._has_retention = has_retention
         self._base: Walk | None = None
-        self._base_step = 0
+        self._base_step = self._base_call = 0
         self._whole_step = 0
         self._base_bytes = 0
         self._record_bytes = 0
@@ -123,6 +124,7 @@ class Log:
         self._said: tuple[Any, Any] = (None, None)
         self._breaks = self._recorded = 0
         self._has_broken = False
+        self._failures = Failures(is_alone=ranks is None)
         self._held = Held()
         self._refused: str | None = None
         self.lasting: str | None = None
@@ -202,6 +204,17 @@ class Log:
         """The state at this step is whole by now: no recovery goes back farther. Any thread."""
         self._whole_step = max(self._whole_step, step)
 
+    def note_failure(self, call: int, error: EverstepError) -> None:
+        """What was to be saved at this call was not. Any thread."""
+        self._failures.note(call, error)
+
+    def awaits(self, call: int) -> bool:
+        """Whether a whole state of this call is worth waiting for memory, as a record is: all
+        that came before is there, and records follow it; or other ranks count on it."""
+        is_whole = self._last is not None and self._failures.may_follow(self._base_call)
+        is_followed = self.is_on and self.distance() > 1
+        return is_followed and (is_whole or self._failures.joins_at(call))
+
     def _origin(self) -> int:
         """From where the distance to the next base counts: the last, or a later step that was made
         whole. But a base comes at least every BASE_EVERY_MAX steps: it does not depend on what the
@@ -239,7 +252,7 @@ class Log:
             self._base = self._derived.follow(self._base, collected.walk)
             if problem := self._derived.watch(collected, step):
                 self._recorder.refuse(problem)
-        self._note_parting()
+        self._note_partings(step)
         if self._recorder.lasting and self.is_on:  # a base takes no record that would raise it
             self._break(self._recorder.lasting, step)
         if self._refused or not self.is_on or not self._is_record(step, collected, tagged):
@@ -278,6 +291,7 @@ class Log:
                 self._tell_base()
             self._interest.set(self.is_on, self._wants_raw())
             self._recorded += 1
+            self._has_broken = False
             self._held.note_success()
             if self._recorded >= FORGIVEN_AFTER:
                 self._breaks = 0
@@ -289,6 +303,7 @@ class Log:
             self._interest.set(False)
             return
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
+        self._base_call = handle.call
         self._base_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
         self._base_bytes += loose_bytes(captured.collected.loose)
         self._base_aliases = _owned_aliases(captured.collected)
@@ -359,20 +374,29 @@ class Log:
         assert self._last is not None
         return self._last.step
 
-    def _note_parting(self) -> None:
-        """Whether the ranks came apart at the last step: one of them had a surprise. It counts once
-        on each, also on that one: else they would give up at different steps."""
-        has_broken, self._has_broken = self._has_broken, False
-        if self._ranks and self._last and isinstance(self._last.error, Mismatch):
-            self._breaks += not has_broken
-            self.end_chain()
+    def _note_partings(self, step: int) -> None:
+        """Whether the ranks came apart: one of them had a surprise. It counts once on each, also on
+        that one; and where one has given up, all do."""
+        partings = self._failures.take_partings()
+        if not (self._ranks and partings and self.is_on):
+            return
+        self._breaks += partings - self._has_broken
+        self._has_broken = False
+        if self._ranks.has_ended() or not self.is_on:
+            self._breaks = BREAKS_MAX
+            self._ranks.end()
+            log.warning(
+                "the log ends before step %s: the ranks had different things to save, again and "
+                "again. Whole states are saved from now on",
+                step,
+            )
 
     def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
         last = self._last
         return (
             not wants_base
             and last is not None
-            and last.error is None
+            and self._failures.may_follow(self._base_call)
             and step > last.step
             and self._base is collected.walk
             and self._base_aliases == _owned_aliases(collected)
@@ -434,6 +458,8 @@ class Log:
             self._breaks, self.lasting = BREAKS_MAX, str(error)
         self._has_broken = True
         self._recorded = 0
+        if self._ranks and not self.is_on:
+            self._ranks.end()
         log.warning(
             "the log ends before step %s: %s. A whole state is saved instead%s",
             step,

@@ -3,7 +3,7 @@
 A step is a record on all ranks or on none. What is decided by what was measured, the first rank
 decides, and tells the others in good time: through the torch.distributed.Store, which is looked at
 now and then and never waited for. Where ranks come apart all the same (a surprise on one of them),
-the keeper refuses the step, and whole states follow until they are together again.
+the keeper refuses the step, and whole states follow until they are together again (failures.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -145,6 +145,14 @@ class Ranks:
         base: so ranks that have heard different things soon agree again."""
         following = self.next_base()
         return following is None or step < self._base[0] + RAW_FROM or following.wants_raw
+
+    def end(self) -> None:
+        """This rank records nothing any more."""
+        self._world.tell("no log", True)
+
+    def has_ended(self) -> bool:
+        """Whether one of them has said so. A round trip to the store."""
+        return bool(self._world.heard("no log"))
 
     def tell_window(self, number: int, figures: "Figures") -> None:
         """What the first rank has measured is what all go by, in the window of that number."""

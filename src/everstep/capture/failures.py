@@ -1,0 +1,55 @@
+"""Saves that came to nothing, and from where a log goes on after them.
+
+What follows a step that was not saved is worth nothing, so a log goes on from a whole state that
+came later. Several ranks have to take the same one, and each hears of a failure at another call: so
+all save whole states up to a call by which they will have heard, and go on from that one. Nobody
+asks anybody: they count the calls alike. Where one has not heard by then, the next such call is
+tried.
+"""
+
+import threading
+
+from everstep.errors import EverstepError, Mismatch
+
+JOIN_EVERY = 8
+"""Calls that save, from one of those where ranks may go on together to the next; ..."""
+HEARD_WITHIN = 4
+"""... so many lie between a failure and the first of them, at least."""
+
+
+class Failures:
+    """What a log hears of its saves. Thread-safe."""
+
+    def __init__(self, *, is_alone: bool) -> None:
+        """`is_alone`: of one process, not of several ranks."""
+        self._is_alone = is_alone
+        self._join = 0
+        self._partings = 0
+        self._changed = threading.Lock()
+
+    def note(self, call: int, error: EverstepError) -> None:
+        """The save of this call failed (SaveHandle.call). What fails before the next common call
+        belongs to what failed first."""
+        with self._changed:
+            if call < self._join:
+                return
+            self._join = call + 1 if self._is_alone else _join_after(call)
+            self._partings += isinstance(error, Mismatch)
+
+    def joins_at(self, call: int) -> bool:
+        """Whether all ranks count on a whole state of just this call, to go on from."""
+        return not self._is_alone and call == self._join
+
+    def may_follow(self, call: int) -> bool:
+        """Whether records may go on from the whole state of that call."""
+        return call >= self._join
+
+    def take_partings(self) -> int:
+        """How often, since this was asked last, the ranks had different things to save."""
+        with self._changed:
+            partings, self._partings = self._partings, 0
+        return partings
+
+
+def _join_after(call: int) -> int:
+    return -(-(call + HEARD_WITHIN) // JOIN_EVERY) * JOIN_EVERY

@@ -1,0 +1,90 @@
+"""Ranks that come apart are together again, whenever each of them hears of it."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.capture.failures import HEARD_WITHIN, JOIN_EVERY, Failures
+from everstep.errors import Mismatch, Unavailable
+
+
+@dataclass
+class Rank:
+    """One that saves a whole state where it may not go on from the last one."""
+
+    delays: list[int]
+    """Calls until it hears of what fails, for one call after the other, over and over."""
+    failures: Failures = field(default_factory=lambda: Failures(is_alone=False))
+    base: int = 0
+    partings: int = 0
+    _to_come: list = field(default_factory=list)
+
+    def save(self, call, *, slips):
+        """What it has for this call: the whole state that it goes on from, or its own."""
+        for heard in [told for told in self._to_come if told[0] <= call]:
+            self._to_come.remove(heard)
+            self.failures.note(*heard[1:])
+        self.partings += self.failures.take_partings()
+        if slips or not self.failures.may_follow(self.base):
+            self.base = call
+        return "whole" if self.base == call else "record"
+
+    def will_hear(self, call, error):
+        """In its order: after what it hears of before."""
+        due = call + 1 + self.delays[call % len(self.delays)]
+        self._to_come.append((max([due, *(told[0] for told in self._to_come)]), call, error))
+
+
+def run(ranks, slips, calls):
+    """What becomes of each call."""
+    outcomes = ["whole"]
+    for call in range(1, calls):
+        kinds = {
+            rank.save(call, slips=(call, number) in slips) for number, rank in enumerate(ranks)
+        }
+        error = None
+        if len(kinds) > 1:
+            error = Mismatch("some a record, some a whole state")
+        elif kinds == {"record"} and outcomes[-1] == "failed":
+            error = Unavailable("what goes before it was not saved")
+        if error:
+            for rank in ranks:
+                rank.will_hear(call, error)
+        outcomes.append("failed" if error else kinds.pop())
+    return outcomes
+
+
+def delays(most):
+    return st.lists(st.lists(st.integers(0, most), min_size=1, max_size=7), min_size=2, max_size=4)
+
+
+@given(delays(HEARD_WITHIN - 2), st.integers(1, 20), st.data())
+def test_who_hears_in_time_loses_few_steps(delays, slip, data):
+    ranks = [Rank(each) for each in delays]
+    by = data.draw(st.integers(0, len(ranks) - 1))
+    outcomes = run(ranks, {(slip, by)}, 60)
+    lost = [call for call, outcome in enumerate(outcomes) if outcome == "failed"]
+    assert lost == list(range(slip, slip + len(lost)))
+    assert len(lost) <= 1 + max(max(each) for each in delays)
+    again = slip + HEARD_WITHIN + JOIN_EVERY
+    assert set(outcomes[again:]) == {"record"}
+    assert {rank.partings for rank in ranks} == {1}
+
+
+@given(delays(JOIN_EVERY - 2), st.sets(st.tuples(st.integers(1, 50), st.integers(0, 1))))
+def test_who_hears_late_comes_together_all_the_same(delays, slips):
+    ranks = [Rank(each) for each in delays]
+    outcomes = run(ranks, slips, 1000)
+    assert set(outcomes[-500:]) == {"record"}
+
+
+@given(st.integers(1, 100), st.booleans())
+def test_alone_what_comes_next_can_be_followed(call, is_late):
+    failures = Failures(is_alone=True)
+    failures.note(call, Unavailable("disk full"))
+    if is_late:  # of an earlier one, of which one hears later
+        failures.note(call - 1, Unavailable("disk full"))
+    assert not failures.may_follow(call)
+    assert failures.may_follow(call + 1)
+    assert not failures.joins_at(call + 1)
