@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 from everstep.capture.auto import Auto
+from everstep.capture.captured import Captured
 from everstep.capture.derived import Derived
 from everstep.capture.full import Full
 from everstep.capture.hooks import Hook
-from everstep.capture.log import Captured, Log
+from everstep.capture.log import Log
 from everstep.capture.pace import Pace
 from everstep.capture.plan import Planner
 from everstep.capture.pool import SLOTS, SLOTS_OF_GROUPS, Pool

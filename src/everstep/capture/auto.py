@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from everstep.capture.log import BREAKS_MAX, Captured, Log, loose_bytes
+from everstep.capture.captured import Captured, loose_bytes
+from everstep.capture.log import BREAKS_MAX, Log
 from everstep.capture.ranks import Ranks
 from everstep.capture.refusals import Refused
 from everstep.capture.spread import Spread

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from everstep.capture.captured import RECORD_OWNER
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
-from everstep.capture.log import RECORD_OWNER
 from everstep.capture.pace import Pace
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot

@@ -14,10 +14,10 @@ Source: LowDiff (SC 2025); the redo log of ARIES.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any
 
+from everstep.capture.captured import RECORD_OWNER, Captured, loose_bytes, others_of, part_of
 from everstep.capture.derived import Derived
 from everstep.capture.failures import Failures
 from everstep.capture.pace import Pace, choose_window
@@ -27,7 +27,6 @@ from everstep.capture.raw import Raw
 from everstep.capture.recorder import Recorder
 from everstep.capture.refusals import Held, Lasting, Refused, check_gradients, check_graphs
 from everstep.errors import EverstepError, Unsupported
-from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
 from everstep.state.apart import why_not
 from everstep.state.kept import Interest
@@ -38,16 +37,10 @@ from everstep.state.view import Collected, Walk
 
 log = logging.getLogger("everstep")
 
-RECORD_OWNER = -1
-"""No optimizer: its tensors are copied lazily, and no update is held for them."""
-
 BREAKS_MAX = 3
 """Surprises, after which whole states are saved for good; ..."""
 FORGIVEN_AFTER = 100
 """... unless so many records came between them."""
-LOOSE_PART = 0.5
-_FREE_BYTES = 64 << 10
-"""Of tensors in objects: generators have some in each state."""
 RECOVERY_S = 10.0
 READ_BYTES_PER_S = 1e9
 """Until a restore has measured it."""
@@ -55,26 +48,6 @@ _UNSTORED_MAX = 8
 BASE_EVERY_MIN, BASE_EVERY_MAX = 10, 1000
 KEPT_STATES = 8
 """Where checkpoints are deleted: records between two bases that cannot be, in bytes of a state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """What is to be captured for a step: a whole state; or the record that leads to it; or a share
-    of a window (keeper/window.py), which is some pieces and the record for those before."""
-
-    collected: Collected
-    record: dict[str, Any] | None = None
-    share: dict[str, Any] | None = None
-
-    @property
-    def continues(self) -> bool:
-        """Whether it goes on from what was captured before, which would be in vain without it."""
-        return self.record is not None or bool(self.share and self.share["calls"] is not None)
-
-    @property
-    def commits(self) -> bool:
-        """Whether it is a checkpoint, and not only a share of a later one."""
-        return self.record is not None or self.share is None or self.share["ends"]
 
 
 class Log:
@@ -273,9 +246,13 @@ class Log:
             recorded, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
         else:
             recorded = leaves_of(tensors, self._optimizers, RECORD_OWNER)
-        record = self._record(
-            collected, recorded, pieces, compared, ends_base=bool(share and share["ends"])
-        )
+        known = self._derived.leaves(collected) if self._derived else ()
+        others, met = others_of(collected, known, self._base_bytes)
+        if share and share["ends"]:  # a base has what is derived, too
+            others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
+            met = collected.loose
+        leaves = (*pieces, *recorded, *others)  # updates wait for pieces, not for records
+        record = part_of(collected, leaves, compared, met)
         said = {"previous": self._last_step, "calls": calls, "derived": derived}
         return Captured(record, said, share)
 
@@ -466,50 +443,6 @@ class Log:
             error,
             "" if self._breaks < BREAKS_MAX else ", and from now on",
         )
-
-    def _record(
-        self,
-        collected: Collected,
-        recorded: tuple[Leaf, ...],
-        pieces: list[Leaf],
-        compared: list[Leaf],
-        ends_base: bool,
-    ) -> Collected:
-        """The record as a state of its own: gradients, and what no optimizer changes; and pieces of
-        the next base, with the last of which comes what is derived (`ends_base`). `compared`: of
-        these pieces what other ranks write."""
-        derived = {id(leaf) for leaf in self._derived.leaves(collected)} if self._derived else set()
-        others = tuple(
-            leaf for leaf in collected.walk.leaves if leaf.owner is None and id(leaf) not in derived
-        )
-        met = tuple(
-            leaf for leaf in collected.loose if leaf.owner is None and id(leaf) not in derived
-        )
-        if taken := [leaf.name for leaf in (*collected.walk.leaves, *met) if is_own(leaf.name)]:
-            raise Refused(f"recording: {taken[0]!r} is a name that records use. Rename it")
-        loose, whole = sum(leaf.tensor.nbytes for leaf in others), self._base_bytes
-        loose += loose_bytes(met)
-        if loose > LOOSE_PART * whole:
-            raise Refused(
-                f"recording: {loose} of the state's {whole} bytes belong to no optimizer (frozen "
-                f"weights, an average of the weights), and a record would hold them all. Use "
-                f"strategy='full', or say with derive= how they come about"
-            )
-        if ends_base:
-            others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
-            met = collected.loose
-        leaves = (*pieces, *recorded, *others)  # updates wait for pieces, not for records
-        names = {id(leaf.tensor): leaf.name for leaf in leaves}
-        kept = {leaf.name for leaf in (*pieces, *others, *met)}
-        aliases = {name: found for name, found in collected.aliases.items() if name in kept}
-        walk = Walk(leaves, names, {}, collected.walk.optimizers, tuple(compared))
-        return replace(collected, walk=walk, loose=met, aliases=aliases)
-
-
-def loose_bytes(leaves: Iterable[Leaf]) -> int:
-    """Of tensors met in objects (a state_dict(), a value), which no walk has, where they are
-    many."""
-    return max(0, sum(leaf.tensor.nbytes for leaf in leaves) - _FREE_BYTES)
 
 
 def _owned_aliases(collected: Collected) -> dict[str, list[str]]:

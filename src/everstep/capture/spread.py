@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from everstep.capture.log import RECORD_OWNER, Captured
+from everstep.capture.captured import RECORD_OWNER, Captured, part_of
 from everstep.capture.pace import Pace, Piece, Schedule, schedule
 from everstep.capture.pieces import Pieces, measured, why_undivided
 from everstep.capture.ranks import Figures, Ranks
@@ -325,7 +325,9 @@ class Spread:
             self._recorder.watch()
             self._interest.set(True)
         self._recorder.only = pieces.copied
-        part = _part_of(collected, (*leaves, *record), tuple(compared), is_due)
+        part = part_of(collected, (*leaves, *record), compared, collected.loose if is_due else ())
+        if not is_due:  # ranks number hyperparameters together, in each
+            part = Collected(part.walk, (), part.aliases, {}, part.hyperparameters)
         return Captured(part, share=share)
 
     def _open(self, step: int, collected: Collected) -> _Window:
@@ -348,18 +350,3 @@ class Spread:
             raise Unsupported("the state has other tensors than at the window's begin")
         if step <= window.pieces.steps[-1] or step > window.due:
             raise Unsupported(f"step {step} came after step {window.pieces.steps[-1]}")
-
-
-def _part_of(
-    collected: Collected, leaves: tuple[Leaf, ...], replicas: tuple[Leaf, ...], is_last: bool
-) -> Collected:
-    """Those leaves as a state of their own; with all that is no leaf, if it is the last. Ranks
-    number hyperparameters together, in each."""
-    names = {id(leaf.tensor): leaf.name for leaf in leaves}
-    loose = collected.loose if is_last else ()
-    kept = {leaf.name for leaf in (*leaves, *loose)}
-    aliases = {name: found for name, found in collected.aliases.items() if name in kept}
-    walk = Walk(leaves, names, {}, collected.walk.optimizers, replicas)
-    if not is_last:
-        return Collected(walk, (), aliases, {}, collected.hyperparameters)
-    return replace(collected, walk=walk, loose=loose, aliases=aliases)

@@ -1,0 +1,81 @@
+"""What is captured for a step: a whole state, or a part of one, as a state of its own."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from everstep.capture.refusals import Refused
+from everstep.format.tables import is_own
+from everstep.state.leaves import Leaf
+from everstep.state.view import Collected, Walk
+
+RECORD_OWNER = -1
+"""No optimizer: its tensors are copied lazily, and no update is held for them."""
+
+_LOOSE_PART = 0.5
+_FREE_BYTES = 64 << 10
+"""Of tensors in objects: generators have some in each state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What is to be captured for a step: a whole state; or the record that leads to it; or a share
+    of a window (keeper/window.py), which is some pieces and the record for those before."""
+
+    collected: Collected
+    record: dict[str, Any] | None = None
+    share: dict[str, Any] | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether it goes on from what was captured before, which would be in vain without it."""
+        return self.record is not None or bool(self.share and self.share["calls"] is not None)
+
+    @property
+    def commits(self) -> bool:
+        """Whether it is a checkpoint, and not only a share of a later one."""
+        return self.record is not None or self.share is None or self.share["ends"]
+
+
+def part_of(
+    collected: Collected,
+    leaves: tuple[Leaf, ...],
+    compared: Iterable[Leaf],
+    loose: tuple[Leaf, ...],
+) -> Collected:
+    """Those leaves as a state of their own, and of those in objects these. `compared`: what other
+    ranks write of it."""
+    names = {id(leaf.tensor): leaf.name for leaf in leaves}
+    kept = {leaf.name for leaf in (*leaves, *loose)}
+    aliases = {name: found for name, found in collected.aliases.items() if name in kept}
+    walk = Walk(leaves, names, {}, collected.walk.optimizers, tuple(compared))
+    return replace(collected, walk=walk, loose=loose, aliases=aliases)
+
+
+def others_of(
+    collected: Collected, derived: Iterable[Leaf], size: int
+) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """What a record holds beside what optimizers consume: the leaves that none of them changes, and
+    those in objects; without the `derived` ones. `size`: bytes of a whole state. Raises Refused
+    where that is too much."""
+    known = {id(leaf) for leaf in derived}
+    others, met = (
+        tuple(leaf for leaf in leaves if leaf.owner is None and id(leaf) not in known)
+        for leaves in (collected.walk.leaves, collected.loose)
+    )
+    if taken := [leaf.name for leaf in (*collected.walk.leaves, *met) if is_own(leaf.name)]:
+        raise Refused(f"recording: {taken[0]!r} is a name that records use. Rename it")
+    loose = sum(leaf.tensor.nbytes for leaf in others) + loose_bytes(met)
+    if loose > _LOOSE_PART * size:
+        raise Refused(
+            f"recording: {loose} of the state's {size} bytes belong to no optimizer (frozen "
+            f"weights, an average of the weights), and a record would hold them all. Use "
+            f"strategy='full', or say with derive= how they come about"
+        )
+    return others, met
+
+
+def loose_bytes(leaves: Iterable[Leaf]) -> int:
+    """Of tensors met in objects (a state_dict(), a value), which no walk has, where they are
+    many."""
+    return max(0, sum(leaf.tensor.nbytes for leaf in leaves) - _FREE_BYTES)
