@@ -187,6 +187,7 @@ class Checkpointer:
         """Checkpoints that were there, until one is restored."""
         self._begun: SaveHandle | None = None
         self._last_step: int | None = None
+        self._has_gone_back = False
         self._is_closed = False
         may_end_at_once = self._is_saved if self._world.is_alone else lambda: False
         self._preemption = Preemption(may_end_at_once, lambda: self.wait("local", _CLOSE_S))
@@ -203,7 +204,7 @@ class Checkpointer:
         self._check_open()
         step = _checked(step)
         self._derive(step)
-        self._last_step = step
+        self._note(step)
         is_last = self._ending.comes_with(step)
         due = step % self._every == 0 or is_last
         strategy = self._captures.strategy
@@ -341,7 +342,7 @@ class Checkpointer:
         began = time.perf_counter()
         self._check_open()
         self._tell_left_behind(step)
-        self._last_step = step
+        self._note(step)
         try:
             handle = self._saved_already(step, tag, metrics or {})
             if handle is None:
@@ -375,6 +376,19 @@ class Checkpointer:
         return last
 
     # ---- small things ----------------------------------------------------------------------
+
+    def _note(self, step: int) -> None:
+        """The newest completed step."""
+        if self._last_step is not None and step < self._last_step and not self._has_gone_back:
+            self._has_gone_back = True
+            log.warning(
+                "step %s comes after step %s: restore() takes the highest number for the newest. "
+                "Count all steps of a run, also over epochs of its data; to go back to an earlier "
+                "one restore it",
+                step,
+                self._last_step,
+            )
+        self._last_step = step
 
     def _tell_left_behind(self, step: int) -> None:
         if self._left_behind and self._world.rank == 0:

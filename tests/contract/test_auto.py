@@ -118,6 +118,17 @@ def test_it_compares_bytes_per_step(every, state, record, is_log):
     assert chosen.decide(100) is is_log
 
 
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [(3_000_000, "MB a step: 1.0 in records"), (3000, "kB a step: 1.0 in records")],
+)
+def test_its_figures_are_not_all_zero(size, said):
+    chosen = Balance(1)
+    for _ in range(auto.SAVES_MIN):
+        chosen.note_state(size, size // 3)
+    assert said in chosen.weigh(100)[1]
+
+
 def test_it_goes_back_only_when_the_log_is_clearly_dearer():
     chosen = Balance(1)
     for _ in range(auto.SAVES_MIN):

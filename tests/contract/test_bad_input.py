@@ -128,6 +128,18 @@ def test_a_store_of_which_nothing_is_restored(store, other_store, caplog):
     assert f"{store} has 4 checkpoints of its own, which are left behind" in caplog.text
 
 
+@pytest.mark.parametrize("call", ["step", "save"])
+def test_steps_that_go_back(store, caplog, call):
+    with checkpointer(store, build(1)) as saver:
+        for step in (1, 2, 10, 3, 4):
+            getattr(saver, call)(step).wait("local")
+        assert caplog.text.count("step 3 comes after step 10") == 1
+        caplog.clear()
+        assert saver.restore(2) == 2
+        saver.save(3).wait("local")
+    assert "comes after" not in caplog.text
+
+
 def test_a_part_that_does_not_fit(store):
     save(store, {"model": nn.Linear(3, 3), "other": nn.Linear(2, 2)})
     with pytest.raises(Mismatch, match=r"extra: the state has no tensor 'model\.bias'"):

@@ -380,3 +380,10 @@ def test_what_was_taken_for_a_record_that_is_refused_is_in_none(store):
             saver.step(step)
             frozen[step] = snapshot(state)
     check_steps(store, {**build(2), "rows": torch.zeros(0)}, frozen)
+
+
+@EXPLICIT
+def test_one_optimizer_under_two_names(store, options):
+    state = build(1)
+    with pytest.raises(Unsupported, match="'twin': it is the same optimizer as 'optimizer'"):
+        Checkpointer(store, {**state, "twin": state["optimizer"]}, **options)

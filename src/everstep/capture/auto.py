@@ -106,9 +106,10 @@ class Balance:
         full = self._state_bytes / self.every
         bases = self._state_bytes / distance
         part = (self._record_bytes + bases) / full
+        unit, name = (1e6, "MB") if full >= 1e6 else (1e3, "kB")
         figures = (
-            f"MB a step: {self._record_bytes / 1e6:.1f} in records and {bases / 1e6:.1f} in bases, "
-            f"or {full / 1e6:.1f} in whole states"
+            f"{name} a step: {self._record_bytes / unit:.1f} in records and {bases / unit:.1f} in "
+            f"bases, or {full / unit:.1f} in whole states"
         )
         if not self.is_log:
             is_log = part < CHEAPER

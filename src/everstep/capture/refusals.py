@@ -64,8 +64,14 @@ def check(
 ) -> None:
     """Raises Refused, naming optimizer or parameter. `modules`: of the state, by name. `is_alone`:
     whether what other ranks do is saved by nobody here."""
-    owned = set()
+    owned, seen = set(), dict[int, str]()
     for state in optimizers:
+        if twin := seen.get(id(state.optimizer)):
+            raise Refused(
+                f"recording {state.name!r}: it is the same optimizer as {twin!r}. Leave one of "
+                f"these out of the state"
+            )
+        seen[id(state.optimizer)] = state.name
         if problem := _why_not(state, is_alone):
             raise Refused(f"recording {state.name!r}: {problem}. {WAY_OUT}")
         owned |= {id(parameter) for _, _, parameter, _ in state.parameters()}

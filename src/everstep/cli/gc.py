@@ -31,7 +31,10 @@ def run(args: argparse.Namespace) -> int:
     if files:
         print(f"deleted {wording.plural(files, 'file')}, {wording.size(freed)} freed")
     else:
-        print("nothing to delete: every file is needed, or may still be")
+        print(
+            "nothing to delete: every file is needed, or its writer may still be there (what the "
+            "newest epoch wrote is left alone, and tables of less than an hour)"
+        )
     if orphans:
         logs = wording.plural(len(orphans), "log")
         first = f"{orphans[0].step}-{orphans[0].epoch}"
