@@ -159,7 +159,7 @@ def test_where_no_log_is_possible_it_stays_full(store):
     assert Store(store).manifest(1).previous is None
 
 
-def test_frozen_weights_keep_it_full(store, monkeypatch):
+def test_frozen_weights_keep_it_full(store, monkeypatch, caplog):
     monkeypatch.setattr(auto, "SAVES_MIN", 2)
     model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 2))
     state = {"model": model, "optimizer": torch.optim.SGD(model[1].parameters(), lr=0.1)}
@@ -171,6 +171,7 @@ def test_frozen_weights_keep_it_full(store, monkeypatch):
     opened = Store(store)
     assert not any(opened.manifest(step).previous for step in opened.steps())
     assert "belong to no optimizer" in opened.manifest(7).capture["auto"]["reason"]
+    assert "goes to log" not in caplog.text
 
 
 class Memory:

@@ -211,7 +211,7 @@ class Auto:
         """What to capture for `step`; None where it is nothing."""
         if not asked and step % self._balance.every == 0:
             self._note_call()
-        self._decide(step)
+        self._decide(step, collected)
         try:
             return self._active.choose(step, collected, asked=asked, tagged=tagged)
         except Unsupported as error:
@@ -278,11 +278,17 @@ class Auto:
             if strategy:
                 strategy.close()
 
-    def _decide(self, step: int) -> None:
+    def _decide(self, step: int, collected: Collected) -> None:
         was_log = self._balance.is_log
         if self._log is None:
             return
         distance = self._log.distance()
+        if not was_log and self._balance.weigh(distance)[0]:
+            try:
+                self._log.check(collected)
+            except Refused as error:
+                log.info(_STAYS, error)
+                self._balance.refuse(str(error))
         if self._ranks is None:
             self._balance.decide(distance)
         else:

@@ -75,6 +75,11 @@ def others_of(
     return others, met
 
 
+def size_of(collected: Collected) -> int:
+    """Bytes of a whole state."""
+    return sum(leaf.tensor.nbytes for leaf in collected.walk.leaves) + loose_bytes(collected.loose)
+
+
 def loose_bytes(leaves: Iterable[Leaf]) -> int:
     """Of tensors met in objects (a state_dict(), a value), which no walk has, where they are
     many."""

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from everstep.capture.captured import RECORD_OWNER, Captured, loose_bytes, others_of, part_of
+from everstep.capture.captured import RECORD_OWNER, Captured, others_of, part_of, size_of
 from everstep.capture.derived import Derived
 from everstep.capture.failures import Failures
 from everstep.capture.pace import Pace, choose_window
@@ -135,6 +135,14 @@ class Log:
         """See Recorder."""
         self._recorder.refuse(problem)
 
+    def check(self, collected: Collected) -> None:
+        """Raises Refused where records of this state would hold too much."""
+        self._others(collected, size_of(collected))
+
+    def _others(self, collected: Collected, size: int) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+        derived = self._derived.leaves(collected) if self._derived else ()
+        return others_of(collected, derived, size)
+
     def _check(self) -> None:
         """Before a base. Raises Refused where nothing can follow it."""
         if self._refused is None and self.is_on:
@@ -246,8 +254,7 @@ class Log:
             recorded, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
         else:
             recorded = leaves_of(tensors, self._optimizers, RECORD_OWNER)
-        known = self._derived.leaves(collected) if self._derived else ()
-        others, met = others_of(collected, known, self._base_bytes)
+        others, met = self._others(collected, self._base_bytes)
         if share and share["ends"]:  # a base has what is derived, too
             others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
             met = collected.loose
@@ -258,7 +265,6 @@ class Log:
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """This is being captured."""
-        leaves = captured.collected.walk.leaves
         self._last = handle
         self._said = captured.collected.objects, captured.collected.hyperparameters
         if captured.record is not None:
@@ -281,8 +287,7 @@ class Log:
             return
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
         self._base_call = handle.call
-        self._base_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
-        self._base_bytes += loose_bytes(captured.collected.loose)
+        self._base_bytes = size_of(captured.collected)
         self._base_aliases = _owned_aliases(captured.collected)
         self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
