@@ -128,6 +128,13 @@ def test_a_store_of_which_nothing_is_restored(store, other_store, caplog):
     assert f"{store} has 4 checkpoints of its own, which are left behind" in caplog.text
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_rank_without_a_process_group(store, monkeypatch, caplog, alone):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    checkpointer(store, build(1), alone=alone).close()
+    assert ("Make it after torch.distributed.init_process_group()" in caplog.text) is not alone
+
+
 @pytest.mark.parametrize("call", ["step", "save"])
 def test_steps_that_go_back(store, caplog, call):
     with checkpointer(store, build(1)) as saver:

@@ -8,6 +8,7 @@ told which, after a while; nobody waits for ever.
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -44,7 +45,16 @@ class World:
     @classmethod
     def current(cls) -> "World":
         """That of the default process group; alone where there is none."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):  # torchrun's
+                log.warning(
+                    "WORLD_SIZE is %s, but there is no process group yet: this Checkpointer is that "
+                    "of a run of one process. Make it after torch.distributed.init_process_group(), "
+                    "or with alone=True and a store of its own",
+                    os.environ["WORLD_SIZE"],
+                )
+            return cls(0, 1)
+        if dist.get_world_size() == 1:
             return cls(0, 1)
         # Its own connection to what torchrun or init_process_group set up; torch has no public way.
         store = dist.distributed_c10d._get_default_store()
