@@ -37,6 +37,8 @@ from everstep.store.names import CheckpointName
 
 RECORD_PATIENCE_S = 30.0
 """How long a record waits for memory, also where whole states are skipped at once."""
+_PASSES_TOLD = 64
+"""After the last record: the other ranks will have heard by then."""
 
 
 class Captures:
@@ -71,7 +73,9 @@ class Captures:
         saves.attach(client, self.pool)
         self._losses = client.losses
         self._commits_waited = -1
-        """Where it was waited for memory in vain."""
+        """When it was waited for memory in vain."""
+        self._passes = 0
+        """So many more steps are told that are not saved here."""
         self._planners: dict[object, Planner] = {}
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
@@ -118,6 +122,7 @@ class Captures:
             self._saves.fail(handle, error)
             self._saves.leave_out(handle, str(error))
         except Refused:  # told here and now: close() need not say it again
+            self._saves.leave_out(handle, "it is refused there")
             self._saves.forget_newest()
             raise
         except BaseException as error:
@@ -129,6 +134,13 @@ class Captures:
                 self._saves.forget_newest()
                 return None
         return handle
+
+    def pass_by(self, step: int) -> None:
+        """Capture nothing of this step. A rank that has not heard yet that there is no log any more
+        would wait for it."""
+        if self._passes:
+            self._passes -= 1
+            self._saves.pass_by(step)
 
     def restored(
         self, origin: CheckpointName | None, chosen: Mapping[str, Any], size: int, seconds: float
@@ -219,10 +231,11 @@ class Captures:
         collected = captured.collected
         plan = self._planner(captured).plan(collected)
         self._full.settle()
+        commits = self._metrics.commits
         slot = self.pool.acquire(plan, self._descriptor_size, patience_s)
         if slot is None:
             if patience_s:
-                self._commits_waited = self._metrics.commits
+                self._commits_waited = commits
             self._saves.skip(handle, patience_s)
             if self.strategy:
                 self.strategy.end_chain()
@@ -238,6 +251,8 @@ class Captures:
             raise
         if self.strategy:
             self.strategy.begun(captured, handle)
+        if captured.record is not None and not self._state.world.is_alone:
+            self._passes = _PASSES_TOLD
         self._saves.begin(capture, handle)
         self._full.go_on(capture)
 

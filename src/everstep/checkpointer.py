@@ -203,12 +203,14 @@ class Checkpointer:
         save() does, and where "log" or "spread" turns out not to fit the run."""
         self._check_open()
         step = _checked(step)
+        self._saves.note_call()
         self._derive(step)
         self._note(step)
         is_last = self._ending.comes_with(step)
         due = step % self._every == 0 or is_last
         strategy = self._captures.strategy
         if not due and not (strategy and strategy.wants(step)):
+            self._captures.pass_by(step)
             return None
         handle = self._save(step, asked=is_last)
         return handle if due else None
@@ -229,6 +231,7 @@ class Checkpointer:
             raise ValueError(f"metrics must be a dict, not {metrics!r}")
         figures = plain_json(metrics or {}, "metrics")
         step = _checked(step)
+        self._saves.note_call()
         self._derive(step)
         self._ending.comes_with(step)
         handle = self._save(step, tag, figures, asked=True)

@@ -20,7 +20,7 @@ class SaveHandle:
     def __init__(self, step: int, call: int = 0) -> None:
         self.step = step
         self.call = call
-        """Of the calls that save: which one; the same on all ranks."""
+        """Of the calls of step() and save(): which one; the same on all ranks."""
         self.level: str | None = None
         self.error: EverstepError | None = None
         self.times: dict[str, float] = {}

@@ -56,9 +56,17 @@ class Saves:
         self._client, self._pool = client, pool
         threading.Thread(target=self._answer_all, name="everstep-answer", daemon=True).start()
 
+    def note_call(self) -> None:
+        """The user has called step() or save(). All calls are counted, whatever comes of them: ranks
+        know by the number which of their saves belong together."""
+        self._calls += 1
+
+    def pass_by(self, step: int) -> None:
+        """Nothing of this step is saved here, and no handle is made."""
+        self._leave_out(step, self._calls, "it records nothing any more")
+
     def new(self, step: int) -> SaveHandle:
         """A handle, which is the newest from now on."""
-        self._calls += 1
         self._before, self.newest = self.newest, SaveHandle(step, self._calls)
         self._metrics.saves += 1
         return self.newest

@@ -25,7 +25,7 @@ class Rank:
         for heard in [told for told in self._to_come if told[0] <= call]:
             self._to_come.remove(heard)
             self.failures.note(*heard[1:])
-        self.partings += self.failures.take_partings()
+        self.partings += self.failures.take()[1]
         if slips or not self.failures.may_follow(self.base):
             self.base = call
         return "whole" if self.base == call else "record"

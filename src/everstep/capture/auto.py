@@ -288,6 +288,7 @@ class Auto:
                 self._log.check(collected)
             except Refused as error:
                 log.info(_STAYS, error)
+                self._log.end()
                 self._balance.refuse(str(error))
         if self._ranks is None:
             self._balance.decide(distance)
@@ -300,6 +301,7 @@ class Auto:
 
     def _leave_log(self, why: str, error: Unsupported | None = None) -> None:
         assert self._log
+        self._log.end()
         self._log.pause()
         self._balance.refuse(why)
         if isinstance(error, Refused):

@@ -24,7 +24,7 @@ class Failures:
         """`is_alone`: of one process, not of several ranks."""
         self._is_alone = is_alone
         self._join = 0
-        self._partings = 0
+        self._setbacks = self._partings = 0
         self._changed = threading.Lock()
 
     def note(self, call: int, error: EverstepError) -> None:
@@ -34,6 +34,7 @@ class Failures:
             if call < self._join:
                 return
             self._join = call + 1 if self._is_alone else _join_after(call)
+            self._setbacks += 1
             self._partings += isinstance(error, Mismatch)
 
     def joins_at(self, call: int) -> bool:
@@ -44,11 +45,13 @@ class Failures:
         """Whether records may go on from the whole state of that call."""
         return call >= self._join
 
-    def take_partings(self) -> int:
-        """How often, since this was asked last, the ranks had different things to save."""
+    def take(self) -> tuple[int, int]:
+        """How often, since this was asked last, a log had to begin anew; and how often of these
+        because the ranks had different things to save."""
         with self._changed:
-            partings, self._partings = self._partings, 0
-        return partings
+            taken = self._setbacks, self._partings
+            self._setbacks = self._partings = 0
+        return taken
 
 
 def _join_after(call: int) -> int:

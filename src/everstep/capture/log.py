@@ -38,9 +38,11 @@ from everstep.state.view import Collected, Walk
 log = logging.getLogger("everstep")
 
 BREAKS_MAX = 3
-"""Surprises, after which whole states are saved for good; ..."""
+"""Surprises, after which whole states are saved for good."""
+PARTINGS_MAX = 8
+"""So often several ranks may come apart; ..."""
 FORGIVEN_AFTER = 100
-"""... unless so many records came between them."""
+"""... unless so many records came between."""
 RECOVERY_S = 10.0
 READ_BYTES_PER_S = 1e9
 """Until a restore has measured it."""
@@ -96,7 +98,7 @@ class Log:
         self._last: SaveHandle | None = None
         self._said: tuple[Any, Any] = (None, None)
         self._breaks = self._recorded = 0
-        self._has_broken = False
+        self._partings = self._together = 0
         self._failures = Failures(is_alone=ranks is None)
         self._held = Held()
         self._refused: str | None = None
@@ -233,7 +235,7 @@ class Log:
             self._base = self._derived.follow(self._base, collected.walk)
             if problem := self._derived.watch(collected, step):
                 self._recorder.refuse(problem)
-        self._note_partings(step)
+        self._note_setbacks(step)
         if self._recorder.lasting and self.is_on:  # a base takes no record that would raise it
             self._break(self._recorder.lasting, step)
         if self._refused or not self.is_on or not self._is_record(step, collected, tagged):
@@ -274,7 +276,7 @@ class Log:
                 self._tell_base()
             self._interest.set(self.is_on, self._wants_raw())
             self._recorded += 1
-            self._has_broken = False
+            self._together += 1
             self._held.note_success()
             if self._recorded >= FORGIVEN_AFTER:
                 self._breaks = 0
@@ -330,6 +332,12 @@ class Log:
             }
         return chosen
 
+    def end(self) -> None:
+        """Record nothing any more, on any rank: the others hear of it where they come apart."""
+        self._breaks = BREAKS_MAX
+        if self._ranks:
+            self._ranks.end()
+
     def close(self) -> None:
         """Record nothing any more."""
         self._breaks = BREAKS_MAX
@@ -356,20 +364,21 @@ class Log:
         assert self._last is not None
         return self._last.step
 
-    def _note_partings(self, step: int) -> None:
-        """Whether the ranks came apart: one of them had a surprise. It counts once on each, also on
-        that one; and where one has given up, all do."""
-        partings = self._failures.take_partings()
-        if not (self._ranks and partings and self.is_on):
+    def _note_setbacks(self, step: int) -> None:
+        """Whether the ranks came apart. Each counts its own surprises, as one alone does; where one
+        has given up all do, and where they do not come together."""
+        setbacks, partings = self._failures.take()
+        if not (self._ranks and setbacks and self._base and self.is_on):
             return
-        self._breaks += partings - self._has_broken
-        self._has_broken = False
-        if self._ranks.has_ended() or not self.is_on:
-            self._breaks = BREAKS_MAX
-            self._ranks.end()
+        if self._together >= FORGIVEN_AFTER:
+            self._partings = 0
+        self._together = 0
+        self._partings += partings
+        if self._ranks.has_ended() or self._partings >= PARTINGS_MAX:
+            self.end()
             log.warning(
-                "the log ends before step %s: the ranks had different things to save, again and "
-                "again. Whole states are saved from now on",
+                "the log ends before step %s: another rank records nothing any more, or has other "
+                "things to save again and again. Whole states are saved from now on",
                 step,
             )
 
@@ -438,10 +447,9 @@ class Log:
         self._breaks += 1
         if isinstance(error, Lasting):
             self._breaks, self.lasting = BREAKS_MAX, str(error)
-        self._has_broken = True
         self._recorded = 0
-        if self._ranks and not self.is_on:
-            self._ranks.end()
+        if not self.is_on:
+            self.end()
         log.warning(
             "the log ends before step %s: %s. A whole state is saved instead%s",
             step,
