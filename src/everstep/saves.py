@@ -57,8 +57,8 @@ class Saves:
         threading.Thread(target=self._answer_all, name="everstep-answer", daemon=True).start()
 
     def note_call(self) -> None:
-        """The user has called step() or save(). All calls are counted, whatever comes of them: ranks
-        know by the number which of their saves belong together."""
+        """The user has called step() or save(). All calls count, whatever comes of them: by their
+        numbers ranks know which of their saves belong together."""
         self._calls += 1
 
     def pass_by(self, step: int) -> None:

@@ -1,6 +1,8 @@
 """strategy="log" and states that change their form: other parameters, tensors, hyperparameters and
 names. What cannot be logged at all is refused with advice."""
 
+import copy
+
 import pytest
 import torch
 from logs import Plain, build, check_run, train
@@ -14,6 +16,7 @@ from runs import (
     restore,
     run_logged,
     snapshot,
+    supervised,
 )
 from torch import nn
 
@@ -231,6 +234,8 @@ def test_new_parameters_and_new_state_are_a_base(store):
             state["model"].append(extra)
             state["optimizer"].add_param_group({"params": extra.parameters(), "lr": 0.1})
         if number == 6:
+            state["optimizer"].load_state_dict(copy.deepcopy(state["optimizer"].state_dict()))
+        if number == 8:  # the same tensors, in other dicts
             state["optimizer"].load_state_dict(state["optimizer"].state_dict())
         train(state)
 
@@ -389,3 +394,64 @@ def test_state_of_unusual_forms(store, kind, strategy):
 def states(state):
     """Of an optimizer, by parameter."""
     return state["optimizer"].state.values()
+
+
+class Averages(nn.Module):
+    """Makes its buffer anew in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, rows):
+        self.mean = self.mean * 0.9 + rows.detach().mean(0)
+        return self.inner(rows - self.mean)
+
+
+def averages(seed):
+    torch.manual_seed(seed)
+    model = Averages()
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+@pytest.mark.parametrize("audit", ["sample", "full"])
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (
+            {"strategy": "log", "base_every": 5, "window": 3},
+            [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12],
+        ),
+        ({"strategy": "spread", "every": 4, "window": 3}, [4, 8, 12]),
+    ],
+)
+def test_buffers_that_are_made_anew(store, options, steps, audit):
+    """A record has what no optimizer changes, wherever it lies. Two updates a step: a piece that is
+    copied at a step has both."""
+    state, frozen = averages(1), {}
+    with checkpointer(store, state, under_pressure="wait", audit=audit, **options) as saver:
+        for step in range(1, 13):
+            supervised(state)
+            supervised(state)
+            saver.step(step)
+            frozen[step] = snapshot(state)
+    assert check_steps(store, averages(2), frozen) == steps
+    spread = [step for step in steps if Store(store).manifest(step).is_spread]
+    bases = [int(path.parent.name[:8]) for path in (store / "checkpoints").glob("*/state.json")]
+    assert spread + sorted(bases) == ([8, 12] if "every" in options else [6, 11])
+
+
+def test_parameters_that_are_made_anew_at_each_step(store, monkeypatch, caplog):
+    """Nothing can be recorded: that is told, and auto goes back."""
+    monkeypatch.setattr("everstep.capture.log.RENEWALS_MAX", 4)
+
+    def step(state, number):
+        train(state)
+        weight = state["model"][0].weight
+        weight.data = weight.data.clone()
+
+    run_logged(store, build(1), step, steps=12)
+    assert kinds(store) == "b" * 12
+    assert caplog.text.count("the state had other tensors at each of the last 4 steps") == 1
+    assert Store(store).manifest(12).capture["strategy"] == "full"

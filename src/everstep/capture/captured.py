@@ -6,6 +6,7 @@ from typing import Any
 
 from everstep.capture.refusals import Refused
 from everstep.format.tables import is_own
+from everstep.state.layout import local_of
 from everstep.state.leaves import Leaf
 from everstep.state.view import Collected, Walk
 
@@ -37,6 +38,23 @@ class Captured:
         return self.record is not None or self.share is None or self.share["ends"]
 
 
+def shape_of(walk: Walk) -> tuple[Any, ...]:
+    """What has to be as it was for records to go on from a base, to be compared: which tensors, and
+    where those of optimizers lie. The others may be made anew at each step (`self.mean = ...`):
+    records hold them whole, or rules derive them."""
+    leaves = [
+        (
+            leaf.spec,
+            leaf.strides,
+            leaf.tensor.device,
+            leaf.owner,
+            None if leaf.owner is None else (id(leaf.tensor), local_of(leaf.tensor).data_ptr()),
+        )
+        for leaf in walk.leaves
+    ]
+    return leaves, walk.aliases, walk.optimizers
+
+
 def part_of(
     collected: Collected,
     leaves: tuple[Leaf, ...],
@@ -60,7 +78,7 @@ def others_of(
     where that is too much."""
     known = {id(leaf) for leaf in derived}
     others, met = (
-        tuple(leaf for leaf in leaves if leaf.owner is None and id(leaf) not in known)
+        tuple(leaf for leaf in unowned(leaves) if id(leaf) not in known)
         for leaves in (collected.walk.leaves, collected.loose)
     )
     if taken := [leaf.name for leaf in (*collected.walk.leaves, *met) if is_own(leaf.name)]:
@@ -73,6 +91,11 @@ def others_of(
             f"strategy='full', or say with derive= how they come about"
         )
     return others, met
+
+
+def unowned(leaves: Iterable[Leaf]) -> list[Leaf]:
+    """What no optimizer owns."""
+    return [leaf for leaf in leaves if leaf.owner is None]
 
 
 def size_of(collected: Collected) -> int:

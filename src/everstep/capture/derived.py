@@ -91,23 +91,6 @@ class Derived:
         """What is derived of this state."""
         return (*self._bind(collected.walk).leaves, *self._loose(collected))
 
-    def follow(self, base: Walk | None, walk: Walk) -> Walk | None:
-        """`walk` where it differs from the `base`'s in nothing but the memory of its tensors: rules
-        may write `p.data = ...`. Else `base`."""
-        known = self._bound
-        if base is walk or base is None or known is None or known.walk is not base:
-            return base
-        is_same = (
-            len(base.leaves) == len(walk.leaves)
-            and all(
-                old.name == new.name and old.tensor is new.tensor and old.owner == new.owner
-                for old, new in zip(base.leaves, walk.leaves, strict=True)
-            )
-            and known.specs == specs_of(walk.leaves)
-            and (base.aliases, base.optimizers) == (walk.aliases, walk.optimizers)
-        )
-        return walk if is_same else base
-
     def shape(self, collected: Collected) -> Any:
         """What must be as it is in the base, beside the walk: the tensors in objects, other
         names."""

@@ -17,7 +17,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from everstep.capture.captured import RECORD_OWNER, Captured, others_of, part_of, size_of
+from everstep.capture.captured import (
+    RECORD_OWNER,
+    Captured,
+    others_of,
+    part_of,
+    shape_of,
+    size_of,
+    unowned,
+)
 from everstep.capture.derived import Derived
 from everstep.capture.failures import Failures
 from everstep.capture.pace import Pace, choose_window
@@ -39,6 +47,8 @@ log = logging.getLogger("everstep")
 
 BREAKS_MAX = 3
 """Surprises, after which whole states are saved for good."""
+RENEWALS_MAX = 50
+"""Steps in a row at which a state has other tensors than at the last: that goes by, or never."""
 PARTINGS_MAX = 8
 """So often several ranks may come apart; ..."""
 FORGIVEN_AFTER = 100
@@ -86,6 +96,7 @@ class Log:
         self._base_every = base_every
         self._has_retention = has_retention
         self._base: Walk | None = None
+        self._shape: tuple[Any, ...] = ()
         self._base_step = self._base_call = 0
         self._whole_step = 0
         self._base_bytes = 0
@@ -99,6 +110,8 @@ class Log:
         self._said: tuple[Any, Any] = (None, None)
         self._breaks = self._recorded = 0
         self._partings = self._together = 0
+        self._renewals = 0
+        """Bases, one after the other, that had other tensors than the one before."""
         self._failures = Failures(is_alone=ranks is None)
         self._held = Held()
         self._refused: str | None = None
@@ -231,11 +244,10 @@ class Log:
         is a whole state. Raises Unsupported where a log does not fit the state, Refused where it
         does not fit the run: then at each call."""
         del asked
-        if self._derived and self.is_on:
-            self._base = self._derived.follow(self._base, collected.walk)
-            if problem := self._derived.watch(collected, step):
-                self._recorder.refuse(problem)
+        if self._derived and self.is_on and (problem := self._derived.watch(collected, step)):
+            self._recorder.refuse(problem)
         self._note_setbacks(step)
+        self._note_walk(collected.walk, step)
         if self._recorder.lasting and self.is_on:  # a base takes no record that would raise it
             self._break(self._recorder.lasting, step)
         if self._refused or not self.is_on or not self._is_record(step, collected, tagged):
@@ -258,7 +270,7 @@ class Log:
             recorded = leaves_of(tensors, self._optimizers, RECORD_OWNER)
         others, met = self._others(collected, self._base_bytes)
         if share and share["ends"]:  # a base has what is derived, too
-            others = tuple(leaf for leaf in collected.walk.leaves if leaf.owner is None)
+            others = tuple(unowned(collected.walk.leaves))
             met = collected.loose
         leaves = (*pieces, *recorded, *others)  # updates wait for pieces, not for records
         record = part_of(collected, leaves, compared, met)
@@ -277,6 +289,7 @@ class Log:
             self._interest.set(self.is_on, self._wants_raw())
             self._recorded += 1
             self._together += 1
+            self._renewals = 0
             self._held.note_success()
             if self._recorded >= FORGIVEN_AFTER:
                 self._breaks = 0
@@ -288,7 +301,7 @@ class Log:
             self._interest.set(False)
             return
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
-        self._base_call = handle.call
+        self._base_call, self._shape = handle.call, shape_of(walk)
         self._base_bytes = size_of(captured.collected)
         self._base_aliases = _owned_aliases(captured.collected)
         self._base_derived = self._derived and self._derived.shape(captured.collected)
@@ -382,6 +395,26 @@ class Log:
                 step,
             )
 
+    def _note_walk(self, walk: Walk, step: int) -> None:
+        """Whether the state has the tensors that it had at the base, as far as records go."""
+        if self._base is None or self._base is walk or not self.is_on:
+            return
+        if (shape := shape_of(walk)) == self._shape:
+            self._base = walk
+            return
+        self._renewals += 1
+        if self._renewals == RENEWALS_MAX:
+            before = self._shape[0]
+            names = [leaf[0].name for leaf in shape[0] if leaf not in before]
+            self._break(
+                Lasting(
+                    f"the state had other tensors at each of the last {RENEWALS_MAX} steps (now "
+                    f"{', '.join(map(repr, names[:3])) or 'fewer'}), and nothing can be recorded. "
+                    f"Write into those that are there"
+                ),
+                step,
+            )
+
     def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
         last = self._last
         return (
@@ -412,10 +445,7 @@ class Log:
             self._base_due, size = known
             self._pieces = Pieces.of(self._optimizers, walk, size)
         ends = step >= self._base_due
-        own, others = (
-            [leaf for leaf in leaves if leaf.owner is not None]
-            for leaves in self._pieces.take(step, ends)
-        )
+        own, others = self._pieces.take(step, ends)
         share = {"steps": list(self._pieces.steps), "calls": None, "ends": ends}
         return own, others, share
 

@@ -46,7 +46,8 @@ class Pieces:
         found = cls(walk, units, _groups(units, steps) if planned is None else planned)
         for leaves, by_name in ((walk.leaves, found._own), (walk.replicas, found._others)):
             for leaf in leaves:
-                by_name.setdefault(leaf.name, []).append(leaf)
+                if leaf.owner is not None:  # the others may be other tensors by then
+                    by_name.setdefault(leaf.name, []).append(leaf)
         return found
 
     def take(self, step: int, is_last: bool) -> tuple[list[Leaf], list[Leaf]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from everstep.capture.captured import RECORD_OWNER, Captured, part_of
+from everstep.capture.captured import RECORD_OWNER, Captured, part_of, shape_of, unowned
 from everstep.capture.pace import Pace, Piece, Schedule, schedule
 from everstep.capture.pieces import Pieces, measured, why_undivided
 from everstep.capture.ranks import Figures, Ranks
@@ -46,6 +46,8 @@ class _Window:
     """One checkpoint on its way."""
 
     due: int
+    walk: Walk
+    shape: tuple[Any, ...]
     pieces: Pieces
     handles: list[SaveHandle] = field(default_factory=list)
 
@@ -316,6 +318,9 @@ class Spread:
                 call.pop("after", None)  # it is of all parameters, some of which come later
         self._window = window
         leaves, compared = pieces.take(step, is_due)
+        if is_due:
+            leaves += unowned(collected.walk.leaves)
+            compared += unowned(collected.walk.replicas)
         record = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
         if self._ranks and calls is not None:
             record, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
@@ -340,13 +345,13 @@ class Spread:
         known = self._planned
         is_planned = known and known[0] is walk and self._schedule.steps == steps
         planned = self._schedule.groups if is_planned and self._fixed is None else None
-        return _Window(due, Pieces.of(self._optimizers, walk, steps, planned))
+        return _Window(due, walk, shape_of(walk), Pieces.of(self._optimizers, walk, steps, planned))
 
     def _check(self, window: _Window, step: int, collected: Collected) -> None:
         for handle in window.handles:
             if handle.error is not None:
                 raise Unsupported(f"what was copied at step {handle.step} was not saved")
-        if collected.walk is not window.pieces.walk:
+        if collected.walk is not window.walk and shape_of(collected.walk) != window.shape:
             raise Unsupported("the state has other tensors than at the window's begin")
         if step <= window.pieces.steps[-1] or step > window.due:
             raise Unsupported(f"step {step} came after step {window.pieces.steps[-1]}")

@@ -48,9 +48,9 @@ class World:
         if not (dist.is_available() and dist.is_initialized()):
             if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):  # torchrun's
                 log.warning(
-                    "WORLD_SIZE is %s, but there is no process group yet: this Checkpointer is that "
-                    "of a run of one process. Make it after torch.distributed.init_process_group(), "
-                    "or with alone=True and a store of its own",
+                    "WORLD_SIZE is %s, but there is no process group yet: this Checkpointer takes "
+                    "its process for a run of its own. Make it after "
+                    "torch.distributed.init_process_group(), or with alone=True",
                     os.environ["WORLD_SIZE"],
                 )
             return cls(0, 1)
