@@ -150,6 +150,13 @@ def test_epochs_and_the_stores_own_file(copied):
     whole = epoch.read_bytes()
     flip(epoch, 20)
     assert restore(copied, build(5)) == 3  # told from the manifests
+    epoch.unlink()
+    assert "epochs" in Store(copied).verify().problems
+    assert restore(copied, build(5)) == 3
+    with checkpointer(copied, build(5)) as saver:
+        saver.save(9).wait("local")
+        assert Store(copied).manifest(9).epoch == 2  # not that number again
+    (copied / "epochs" / "0002.json").unlink()
     epoch.write_bytes(whole)
     flip(copied / "everstep.json", 20)
     with pytest.raises(Corrupt, match=r"everstep\.json"):

@@ -66,6 +66,19 @@ def test_a_name_that_a_records_tensors_have(store):
     assert restore(store, named, 1, only="@0") == 1
 
 
+def test_a_parameter_without_a_name(store):
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    with logged(store, {"": parameter, "optimizer": optimizer}) as saver:
+        for step in (1, 2):
+            parameter.square().sum().backward()
+            optimizer.step()
+            if step == 1:
+                saver.step(step)
+        with pytest.raises(Unsupported, match="'' is a name that records use"):
+            saver.step(2)
+
+
 def test_a_class_of_the_program_that_was_started_and_is_imported_now(store, monkeypatch):
     class Own(Plain):
         pass

@@ -81,7 +81,7 @@ def others_of(
         tuple(leaf for leaf in unowned(leaves) if id(leaf) not in known)
         for leaves in (collected.walk.leaves, collected.loose)
     )
-    if taken := [leaf.name for leaf in (*collected.walk.leaves, *met) if is_own(leaf.name)]:
+    if taken := reserved((*collected.walk.leaves, *collected.loose)):
         raise Refused(f"recording: {taken[0]!r} is a name that records use. Rename it")
     loose = sum(leaf.tensor.nbytes for leaf in others) + loose_bytes(met)
     if loose > _LOOSE_PART * size:
@@ -91,6 +91,11 @@ def others_of(
             f"strategy='full', or say with derive= how they come about"
         )
     return others, met
+
+
+def reserved(leaves: Iterable[Leaf]) -> list[str]:
+    """Names that a record could not tell from its own."""
+    return [leaf.name for leaf in leaves if not leaf.name or is_own(leaf.name)]
 
 
 def unowned(leaves: Iterable[Leaf]) -> list[Leaf]:

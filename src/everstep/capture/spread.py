@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-from everstep.capture.captured import RECORD_OWNER, Captured, part_of, shape_of, unowned
+from everstep.capture.captured import RECORD_OWNER, Captured, part_of, reserved, shape_of, unowned
 from everstep.capture.pace import Pace, Piece, Schedule, schedule
 from everstep.capture.pieces import Pieces, measured, why_undivided
 from everstep.capture.ranks import Figures, Ranks
 from everstep.capture.recorder import Recorder
 from everstep.capture.refusals import Held, Lasting, Refused, check_gradients, check_graphs
 from everstep.errors import Unsupported
-from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
 from everstep.state.apart import why_not
 from everstep.state.kept import Interest
@@ -336,7 +335,7 @@ class Spread:
         return Captured(part, share=share)
 
     def _open(self, step: int, collected: Collected) -> _Window:
-        if taken := [leaf.name for leaf in collected.walk.leaves if is_own(leaf.name)]:
+        if taken := reserved((*collected.walk.leaves, *collected.loose)):
             raise Unsupported(f"{taken[0]!r} is a name that records use")
         if problem := why_undivided(self._optimizers):
             raise Unsupported(problem)

@@ -30,6 +30,12 @@ def newest_epoch(disk: Disk) -> int:
     return max(claimed(disk), default=0)
 
 
+def known_epochs(disk: Disk) -> list[int]:
+    """The numbers of the claimed epochs and of those that have checkpoints, rising: a claim may be
+    lost."""
+    return sorted({*claimed(disk), *(name.epoch for name in committed(disk))})
+
+
 def read_epoch(disk: Disk, number: int) -> Epoch:
     """The claim of an epoch. Raises Missing, Corrupt."""
     path = names.epoch_path(number)
@@ -54,13 +60,13 @@ def find_attachment(disk: Disk, attachment: str, seen: set[int] | None = None) -
 
 
 def read_epochs(disk: Disk) -> dict[int, Epoch]:
-    """All epochs by number. One whose claim is damaged is told from its oldest manifest, which
-    names the checkpoint that it goes on from, and the log says so."""
+    """All epochs by number. One whose claim is damaged or gone is told from its oldest manifest,
+    which names the checkpoint that it goes on from, and the log says so."""
     epochs: dict[int, Epoch] = {}
-    for number in claimed(disk):
+    for number in known_epochs(disk):
         try:
             epochs[number] = read_epoch(disk, number)
-        except Corrupt as error:
+        except (Corrupt, Missing) as error:
             log.warning("%s. It is told from the manifests of the epoch instead", error)
             epochs[number] = _epoch_from_manifests(disk, number)
     return epochs

@@ -50,7 +50,7 @@ def claim_epoch(disk: Disk, parent: int | None, fork: int, attachment: str | Non
     """
     open_store(disk)
     while True:
-        number = catalog.newest_epoch(disk) + 1
+        number = max(catalog.known_epochs(disk), default=0) + 1
         claim = {
             "format": FORMAT_VERSION,
             "parent": parent,

@@ -187,7 +187,7 @@ class Store:
 
     def _verify_documents(self) -> dict[str, list[str]]:
         problems: dict[str, list[str]] = {}
-        for number in catalog.claimed(self._disk):
+        for number in catalog.known_epochs(self._disk):
             try:
                 catalog.read_epoch(self._disk, number)
             except EverstepError as error:
