@@ -13,6 +13,8 @@ from torch import nn
 
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store, captures
+from everstep.capture import auto
+from examples import slow
 
 RANKS = 3
 LAST, AT = 160, 40
@@ -36,25 +38,33 @@ def tensors(model, optimizer):
 class Run:
     """No collective holds the ranks together; equal seeds keep them alike."""
 
-    def __init__(self, store):
+    def __init__(self, store, more=None, **options):
         self.model, self.optimizer = build(1)
-        state = {"model": self.model, "optimizer": self.optimizer}
-        self.saver = Checkpointer(store, state, strategy="log", base_every=50)
+        state = {"model": self.model, "optimizer": self.optimizer, **(more or {})}
+        self.saver = Checkpointer(
+            store, state, **{"strategy": "log", "base_every": 50, "rng": False, **options}
+        )
         self.handles, self.states = {}, {}
 
     def train(self, last):
         """Up to this step."""
-        for step in range(len(self.handles) + 1, last + 1):
+        for step in range(len(self.states) + 1, last + 1):
             self.model(torch.randn(4, 65)).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.handles[step] = self.saver.step(step)
             self.states[step] = tensors(self.model, self.optimizer)
 
+    def touch(self):
+        """On rank 1: write to a weight what is there."""
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                self.model[0].weight.mul_(1.0)
+
     def errors(self):
         """By step, when all is saved or has failed."""
         self.saver.close()
-        return {step: str(handle.error) for step, handle in self.handles.items() if handle.error}
+        return {step: str(made.error) for step, made in self.handles.items() if made and made.error}
 
 
 @contextlib.contextmanager
@@ -67,16 +77,65 @@ def unheard():
         logging.disable(logging.NOTSET)
 
 
-def is_surprised(store):
-    """After a step somebody on rank 1 writes to a weight what is there."""
-    with unheard():
-        run = Run(store)
-        run.train(AT)
-        if dist.get_rank() == 1:
-            with torch.no_grad():
-                run.model[0].weight.mul_(1.0)
+def is_surprised(store, steps, options, nodes=""):
+    """After these steps somebody on rank 1 writes to a weight. `nodes`: of each rank."""
+    with unheard(), pytest.MonkeyPatch.context() as patch:
+        if nodes:
+            patch.setenv("EVERSTEP_NODE", nodes[dist.get_rank()])
+        run = Run(store, **options)
+        for step in steps:
+            run.train(step)
+            run.touch()
         run.train(LAST)
         return run.states, run.errors()
+
+
+class Failing:
+    """Its state cannot be had once."""
+
+    is_off = False
+
+    def state_dict(self):
+        if self.is_off:
+            self.is_off = False
+            raise RuntimeError("its state cannot be had")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def fails_at_one_call(store):
+    """On rank 1; the step is saved again then, which is a new save only there."""
+    with unheard():
+        part = Failing()
+        run = Run(store, {"part": part}, under_pressure="wait")
+        run.train(AT - 1)
+        part.is_off = dist.get_rank() == 1
+        with contextlib.suppress(RuntimeError):
+            run.train(AT)
+        with contextlib.suppress(EverstepError):
+            run.saver.save(AT, tag="again")
+        run.states.setdefault(AT, tensors(run.model, run.optimizer))
+        run.train(LAST)
+        return run.states, run.errors()
+
+
+def outgrows(store):
+    """With `auto`, after a step rank 1 alone has more than a record may hold."""
+    saves, auto.SAVES_MIN = auto.SAVES_MIN, 10
+    try:
+        with unheard():
+            part = {"rows": torch.zeros(1)}
+            options = {"strategy": "auto", "by_rank": {"part": "exact"}, "under_pressure": "wait"}
+            run = Run(store, {"part": part}, **options)
+            run.train(AT)
+            if dist.get_rank() == 1:
+                part["rows"] = torch.zeros(1_000_000)
+            run.train(LAST)
+            return run.states, run.errors()
+    finally:
+        auto.SAVES_MIN = saves
 
 
 def hangs(store):
@@ -103,13 +162,14 @@ def hangs(store):
         captures.RECORD_PATIENCE_S = before
 
 
-def restores(store, steps):
+def restores(store, steps, more):
     model, optimizer = build(2)
-    with Checkpointer(store, {"model": model, "optimizer": optimizer}) as saver:
+    state = {"model": model, "optimizer": optimizer, **(more or {})}
+    with Checkpointer(store, state, rng=False) as saver:
         return [(saver.restore(step), tensors(model, optimizer)) for step in steps]
 
 
-def check(gang, store, states, lost, since):
+def check(gang, store, states, lost, since, more=None):
     """All steps that are there can be restored, and from `since` on there is a log again."""
     known = Store(store)
     assert known.steps() == [step for step in states if step not in lost]
@@ -117,17 +177,52 @@ def check(gang, store, states, lost, since):
     assert len(later) == LAST - since + 1
     bases = [step for step in later if known.manifest(step).previous is None]
     assert len(bases) <= 1 + (LAST - since) // 50
-    steps = [AT, *later[-20:]]
-    for step, found in gang.run(restores, store, steps, size=2)[0]:
+    steps = [AT - 1, *later[-20:]]
+    for step, found in gang.run(restores, store, steps, more, size=2)[0]:
         check_equal(found, states[step])
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_log_goes_on_after_a_surprise_on_one_rank(gang, store, size):
-    (states, lost), *_ = gang.run(is_surprised, store, size=size)
+    (states, lost), *_ = gang.run(is_surprised, store, [AT], {}, size=size)
     assert min(lost) == AT + 1
     assert max(lost) < AT + WITHIN
     check(gang, store, states, lost, AT + WITHIN)
+
+
+def test_each_surprise_counts_once(gang, store):
+    """Two of them, of the three that end a log."""
+    (states, lost), *_ = gang.run(is_surprised, store, [AT, AT + WITHIN], {}, size=2)
+    check(gang, store, states, lost, AT + 2 * WITHIN)
+
+
+@pytest.mark.parametrize("nodes", ["", *slow("ab")])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_log_that_ends_on_one_rank_ends_on_all(gang, store, nodes, every):
+    """And what is due from then on is saved: ranks that have ended save at fewer steps than those
+    that have not heard."""
+    options = {"every": every, "under_pressure": "wait"}
+    gang.run(is_surprised, store, [20, 40, 60], options, nodes, size=2, timeout=100)
+    due = {step for step in range(60 + WITHIN, LAST + 1) if step % every == 0}
+    known = Store(store)
+    assert {step for step in known.steps() if step >= 60 + WITHIN} == due
+    assert all(known.manifest(step).previous is None for step in due)
+
+
+def test_calls_are_the_same_where_one_rank_saves_once_more(gang, store):
+    (states, _), *_ = gang.run(fails_at_one_call, store, size=2)
+    lost = states.keys() - Store(store).steps()
+    assert lost <= set(range(AT, AT + WITHIN))
+    check(gang, store, states, lost, AT + WITHIN, more={"part": Failing()})
+
+
+def test_a_rank_that_goes_back_to_whole_states_tells_the_others(gang, store):
+    gang.run(outgrows, store, size=2)
+    known = Store(store)
+    assert known.manifest(AT).previous
+    later = [step for step in known.steps() if step > AT + WITHIN]
+    assert later == list(range(AT + WITHIN + 1, LAST + 1))
+    assert not any(known.manifest(step).previous for step in later)
 
 
 def test_a_disk_that_hangs_holds_each_rank_up_once(gang, store):
