@@ -45,7 +45,6 @@ class _Window:
     """One checkpoint on its way."""
 
     due: int
-    walk: Walk
     shape: tuple[Any, ...]
     pieces: Pieces
     handles: list[SaveHandle] = field(default_factory=list)
@@ -344,13 +343,14 @@ class Spread:
         known = self._planned
         is_planned = known and known[0] is walk and self._schedule.steps == steps
         planned = self._schedule.groups if is_planned and self._fixed is None else None
-        return _Window(due, walk, shape_of(walk), Pieces.of(self._optimizers, walk, steps, planned))
+        return _Window(due, shape_of(walk), Pieces.of(self._optimizers, walk, steps, planned))
 
     def _check(self, window: _Window, step: int, collected: Collected) -> None:
         for handle in window.handles:
             if handle.error is not None:
                 raise Unsupported(f"what was copied at step {handle.step} was not saved")
-        if collected.walk is not window.walk and shape_of(collected.walk) != window.shape:
+        walk = collected.walk
+        if walk is not window.pieces.walk and shape_of(walk) != window.shape:
             raise Unsupported("the state has other tensors than at the window's begin")
         if step <= window.pieces.steps[-1] or step > window.due:
             raise Unsupported(f"step {step} came after step {window.pieces.steps[-1]}")
