@@ -25,8 +25,6 @@ class _Bound:
     """What is derived of one walk."""
 
     walk: Walk
-    specs: tuple[Any, ...]
-    """Of all its leaves, as they were."""
     leaves: tuple[Leaf, ...]
     watched: tuple[Leaf, ...]
     places: list[tuple[int, int, int]]
@@ -169,7 +167,7 @@ class Derived:
             )
             watched = _watchable(found)
             places = sample_places(watched)
-            self._bound = _Bound(walk, specs_of(walk.leaves), found, watched, places)
+            self._bound = _Bound(walk, found, watched, places)
         return self._bound
 
     def _loose(self, collected: Collected) -> tuple[Leaf, ...]:
