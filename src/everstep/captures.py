@@ -84,8 +84,9 @@ class Captures:
         self.pool.on_release = self._full.devices.unpin
         saves.in_order = self._full.in_order
         saves.on_whole = self._on_whole
-        if isinstance(strategy, (Log, Auto)):
-            saves.on_failure = strategy.note_failure
+        self._log = strategy if isinstance(strategy, (Log, Auto)) else None
+        if self._log:
+            saves.on_failure = self._log.note_failure
         self._hooks = [
             Hook(optimizer, self._full, self.strategy, metrics) for optimizer in state.optimizers
         ]
@@ -300,14 +301,13 @@ class Captures:
         hangs."""
         if self._commits_waited == self._metrics.commits:
             return False
-        is_awaited = isinstance(self.strategy, (Log, Auto)) and self.strategy.awaits(call)
-        return captured.continues or is_awaited
+        return captured.continues or (self._log is not None and self._log.awaits(call))
 
     def _on_whole(self, step: int, epoch: int) -> None:
         """A step was made whole in the background, perhaps of what was left behind since. Client's
         thread."""
-        if isinstance(self.strategy, (Log, Auto)) and epoch == self.epoch:
-            self.strategy.note_whole(step)
+        if self._log and epoch == self.epoch:
+            self._log.note_whole(step)
 
     def _announce(self, capture: Capture) -> Callable[[int], None] | None:
         """Let the keeper work on what is copied already. Copying thread, which must not wait: so

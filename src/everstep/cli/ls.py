@@ -48,7 +48,8 @@ class Listing:
     def of(cls, path: str) -> "Listing":
         """Raises Missing, Corrupt, Unsupported."""
         store, disk = Store(path), Disk(path)
-        epochs, found = catalog.read_epochs(disk), catalog.committed(disk)
+        found = catalog.committed(disk)
+        epochs = catalog.read_epochs(disk, found)
         return cls(
             disk, store.run, epochs, found, current(epochs, found), tags_of(disk), Chains(disk)
         )

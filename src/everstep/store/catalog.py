@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from everstep.errors import Corrupt, EverstepError, Missing
@@ -30,10 +30,11 @@ def newest_epoch(disk: Disk) -> int:
     return max(claimed(disk), default=0)
 
 
-def known_epochs(disk: Disk) -> list[int]:
+def known_epochs(disk: Disk, checkpoints: Iterable[CheckpointName] | None = None) -> list[int]:
     """The numbers of the claimed epochs and of those that have checkpoints, rising: a claim may be
-    lost."""
-    return sorted({*claimed(disk), *(name.epoch for name in committed(disk))})
+    lost. `checkpoints`: all of the store, where they are known."""
+    checkpoints = committed(disk) if checkpoints is None else checkpoints
+    return sorted({*claimed(disk), *(name.epoch for name in checkpoints)})
 
 
 def read_epoch(disk: Disk, number: int) -> Epoch:
@@ -59,11 +60,14 @@ def find_attachment(disk: Disk, attachment: str, seen: set[int] | None = None) -
     return None
 
 
-def read_epochs(disk: Disk) -> dict[int, Epoch]:
-    """All epochs by number. One whose claim is damaged or gone is told from its oldest manifest,
-    which names the checkpoint that it goes on from, and the log says so."""
+def read_epochs(
+    disk: Disk, checkpoints: Iterable[CheckpointName] | None = None
+) -> dict[int, Epoch]:
+    """All epochs by number; `checkpoints`: see known_epochs. One whose claim is damaged or gone is
+    told from its oldest manifest, which names the checkpoint that it goes on from, and the log says
+    so."""
     epochs: dict[int, Epoch] = {}
-    for number in known_epochs(disk):
+    for number in known_epochs(disk, checkpoints):
         try:
             epochs[number] = read_epoch(disk, number)
         except (Corrupt, Missing) as error:
@@ -94,7 +98,8 @@ def committed(disk: Disk) -> list[CheckpointName]:
 
 def lineage(disk: Disk) -> list[CheckpointName]:
     """The checkpoints of the run as it is now, by rising step."""
-    return current(read_epochs(disk), committed(disk))
+    checkpoints = committed(disk)
+    return current(read_epochs(disk, checkpoints), checkpoints)
 
 
 def read_manifest(disk: Disk, name: CheckpointName) -> Manifest:
@@ -230,7 +235,7 @@ def find(disk: Disk, reference: int | str | None) -> CheckpointName:
         tags = sorted(read_tags(disk))
         hint = f"of that step it has {known}" if there else f"its tags are {tags}"
         raise Missing(f"there is no checkpoint or tag {reference!r} in {disk.root}; {hint}")
-    run = current(read_epochs(disk), everything)
+    run = current(read_epochs(disk, everything), everything)
     if reference is None:
         if run:
             return run[-1]

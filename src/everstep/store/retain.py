@@ -50,7 +50,7 @@ class Keep:
 def superfluous(disk: Disk, keep: Keep) -> list[CheckpointName]:
     """The checkpoints that `keep` does not cover, oldest first."""
     checkpoints = catalog.committed(disk)
-    epochs = catalog.read_epochs(disk)
+    epochs = catalog.read_epochs(disk, checkpoints)
     lines = [current(epochs, checkpoints), *branches(epochs, checkpoints).values()]
     kept = {name for line in lines for name in line[-keep.last :]}
     if keep.every:
