@@ -170,7 +170,7 @@ def test_what_a_recovery_should_cost_at_most() -> None:
     measured |= {"update_s": [[0.75, 0.5, 0.25]] * 3, "restores": restores}
     measured |= {"bytes_s": [[0.25, 0.125, 0.125]] * 3}
     measured |= {"cache": "posix_fadvise", "base_bytes": 3, "record_bytes": 1}
-    recovery = report._recovery(measured)
+    recovery = report.recovery_of(measured)
     assert recovery["first_record_s"]["median"] == 1.25
     assert recovery["record_s"]["median"] == 0.625
     one, three = recovery["restores"]
@@ -179,12 +179,47 @@ def test_what_a_recovery_should_cost_at_most() -> None:
     assert one["over_bytes"] == pytest.approx(2.5 / 2)
     assert three["over_bytes"] == pytest.approx(2.5 / 3)
     assert one["over_rounds"]["max"] == pytest.approx(9 / 3.25)
+    low, high = one["over_interval"]  # of three rounds the median may be any
+    assert (low, high) == pytest.approx((1 / 2.25, 9 / 3.25))
     (said,) = tables._log_remarks({"spread_recovery": None, "contenders": {}, "recovery": recovery})
     assert "1000 ms for the base" in said
     assert "1250 ms for the first" in said
-    assert report._recovery(None) is None
-    alone = report._recovery({**measured, "record_s": [[0.5]] * 3, "update_s": [[0.75]] * 3})
+    alone = report.recovery_of({**measured, "record_s": [[0.5]] * 3, "update_s": [[0.75]] * 3})
     assert alone["record_s"] == alone["first_record_s"]  # no later ones are known
+
+
+def test_more_rounds_make_the_interval_narrower() -> None:
+    def interval(rounds: int) -> tuple[float, float]:
+        seconds = [2.0 + 0.1 * (number % 3 - 1) for number in range(rounds)]
+        parts = {"base_s": [1.0] * rounds, "record_s": [[0.5]] * rounds}
+        parts |= {"update_s": [[0.5]] * rounds, "bytes_s": [[0.5]] * rounds}
+        restores = [{"records": 1, "seconds": seconds, "equal": True}]
+        measured = {**parts, "restores": restores, "cache": "", "base_bytes": 2, "record_bytes": 1}
+        low, high = report.recovery_of(measured)["restores"][0]["over_interval"]
+        return low, high
+
+    assert interval(3) == pytest.approx((0.95, 1.05))
+    assert interval(60) == pytest.approx((1.0, 1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_recovery_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "_RECOVERIES", 2)
+    words = ("--recovery", "--size", "tiny", "--records", "1,3", "--rounds", "1")
+    args = arguments(*words, "--json", str(tmp_path / "report.json"))
+    args.store_root = tmp_path / "stores"
+    assert command.run(args) == 0
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["section"] == "recovery"
+    assert [(row["records"], row["equal"]) for row in found["restores"]] == [(1, True), (3, True)]
+    for row in found["restores"]:
+        low, high = row["over_interval"]
+        assert 0 < low <= high
+    assert "3 records after the base" in capsys.readouterr().out
+    assert not list((tmp_path / "stores").iterdir())
 
 
 def test_a_base_is_spread_over_the_steps_between() -> None:

@@ -157,7 +157,7 @@ def _failure(text: str, said: NodePart) -> EverstepError:
     return (Mismatch if said.kind == Mismatch.__name__ else Unavailable)(text)
 
 
-class Failures:
+class Absences:
     """What this node has nothing of: told to the others, which wait for it. For the team's
     thread."""
 

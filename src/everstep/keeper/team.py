@@ -84,7 +84,7 @@ class Team:
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
         self.writer = Writer(disk, keep if self.place.commits else None)
         self.writer.place, self.writer.is_awaited = self.place, self._is_awaited
-        self._failures = nodes.Failures(self.writer)
+        self._absences = nodes.Absences(self.writer)
         self.committed = 0
         bounds = Bounds.of(hello.get("group_commit"))
         seconds = min(bounds.seconds, nodes.GATHER_S) if self.place.nodes > 1 else bounds.seconds
@@ -257,7 +257,7 @@ class Team:
             (_step(head), head.call if isinstance(head, Gap) else call_of(head)) for head in ended
         }
         for step, call in sorted(said):
-            self._failures.tell(step, call, reason)
+            self._absences.tell(step, call, reason)
 
     def _end_committed(self, step: int) -> None:
         """What a former keeper has committed need not wait for other ranks."""
@@ -315,7 +315,7 @@ class Team:
                 writer.unclaimed = None
                 self._claimed = {number: writer.epoch}
                 self._settled.clear()
-                self._failures.claimed()
+                self._absences.claimed()
             reply["epoch"] = self._claimed[number]
         except EverstepError as error:
             text = str(error)[:TEXT_MAX]
@@ -394,9 +394,9 @@ class Team:
     def _end_joint(self, joint: Joint, outcome: Outcome | Exception) -> None:
         if self.place.nodes > 1 and isinstance(outcome, Exception):
             step = _step(joint.jobs[0])
-            self._failures.tell(step, joint.call, str(outcome), kind_of(outcome))
+            self._absences.tell(step, joint.call, str(outcome), kind_of(outcome))
         elif self.place.nodes > 1 and isinstance(outcome, Outcome):
-            self._failures.clear(outcome.name)
+            self._absences.clear(outcome.name)
         for local, job in enumerate(joint.jobs):
             member = self._members.get(local)
             if member is None:

@@ -14,10 +14,12 @@ from rich.console import Console
 
 from everstep.cli import workload
 from everstep.cli.bench import picture, ranks, report, simulated, tables
+from everstep.cli.bench.driver import WorkerFailed
 from everstep.cli.bench.machine import describe
-from everstep.cli.bench.measuring import Bench
+from everstep.cli.bench.measuring import Bench, recover
 from everstep.cli.bench.plan import OURS, PEERS, chosen
 from everstep.cli.strategies import STRATEGIES, Strategy
+from everstep.errors import Unavailable
 
 _PLAIN_WIDTH = 136
 
@@ -34,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--base-every", type=int, default=50, help="steps that share a base's cost (%(default)s)")
     far = "records after a base, of which restores are timed (1,5,10,20)"
     add("--records", type=_intervals, default=[1, 5, 10, 20], help=far)
+    recovery = "only the section about restores of a log (more --rounds: a narrower interval)"
+    add("--recovery", action="store_true", help=recovery)
     simulate = "only the section about a simulated accelerator: full beside spread"
     add("--simulate", action="store_true", help=simulate)
     many = "only the section about several ranks of one FSDP2 run, and loads on others"
@@ -49,8 +53,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure, show, and write what was asked for."""
     if args.steps < 1 or args.rounds < 1 or args.base_every < 1:
         raise ValueError("--steps, --rounds and --base-every must be positive")
-    if args.ranks < 1 or (args.ranks > 1 and (args.simulate or args.picture)):
-        raise ValueError("--ranks must be positive, and has neither --simulate nor --picture")
+    if args.ranks < 1 or (args.ranks > 1 and (args.simulate or args.recovery or args.picture)):
+        raise ValueError(
+            "--ranks must be positive, and goes with none of --simulate, --recovery, --picture"
+        )
+    if args.recovery and (args.simulate or args.picture):
+        raise ValueError("--recovery goes with neither --simulate nor --picture")
     names = chosen(args.only, args.strategy) if args.ranks == 1 else ranks.chosen(args.only)
     workload.load_text(args.text)  # while nothing is begun
     args.store_root.mkdir(parents=True, exist_ok=True)
@@ -58,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     if args.simulate:
         return _simulate(args, root, console)
+    if args.recovery:
+        return _recover(args, root, console)
     kind = Bench if args.ranks == 1 else ranks.RanksBench
     try:
         raw = kind(args, names, root, _teller()).measure()
@@ -79,6 +89,28 @@ def _ranks(args: argparse.Namespace, raw: dict[str, Any], console: Console) -> i
     _write_json(args, {**summary, "raw": raw})
     ranks.show(summary, console)
     return 0 if all(row["equal"] for row in summary["loads"].get(OURS, {}).values()) else 1
+
+
+def _recover(args: argparse.Namespace, root: Path, console: Console) -> int:
+    """The section about restores of a log. Returns 1 where a restored byte differs."""
+    began, machine = time.monotonic(), describe(root)
+    try:
+        raw = recover(args, root, _teller())
+    except WorkerFailed as error:
+        raise Unavailable(f"bench: restoring a log failed at {error}") from error
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    settings = {"size": args.size, "records": args.records, "rounds": args.rounds}
+    summary = {
+        "section": "recovery",
+        "machine": machine,
+        "settings": settings,
+        "seconds": time.monotonic() - began,
+        **report.recovery_of(raw),
+    }
+    _write_json(args, {**summary, "raw": raw})
+    tables.show_recovery(summary, console)
+    return 0 if all(row["equal"] for row in summary["restores"]) else 1
 
 
 def _simulate(args: argparse.Namespace, root: Path, console: Console) -> int:

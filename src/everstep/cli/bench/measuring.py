@@ -113,7 +113,6 @@ class Bench:
             self._try(OURS, self._tensors)
         self._stop()  # after a crash nobody else holds memory, see recovery.py
         if LOG in self._names:
-            self._tell(f"recovery after {', '.join(map(str, self._args.records))} records")
             self._try(LOG, self._recovery)
         if SPREAD in self._names:
             self._tell(f"restores after windows of {', '.join(map(str, WINDOWS))} steps")
@@ -186,20 +185,13 @@ class Bench:
         self.raw["tensors"] = self._driver(name).ask("tensors", TIMEOUT_S, **request)
 
     def _recovery(self, name: str) -> None:
-        rounds = max(self._args.rounds, _RECOVERIES)
-        self.raw["recovery"] = self._recovered("log", rounds, records=self._args.records)
+        self.raw["recovery"] = recover(self._args, self._root, self._tell)
 
     def _spread_recovery(self, name: str) -> None:
         rounds = max(self._args.rounds, _SPREAD_RECOVERIES)
-        self.raw["spread_recovery"] = self._recovered("spread", rounds, windows=WINDOWS)
-
-    def _recovered(self, do: str, rounds: int, **request: Any) -> dict[str, Any]:
-        told = {"size": self._args.size, "text": self._args.text}
-        driver = Driver(self._root / "recovery", told, module="recovery")
-        try:
-            return driver.ask(do, rounds * TIMEOUT_S, rounds=rounds, **request)
-        finally:
-            driver.stop()
+        self.raw["spread_recovery"] = _recovered(
+            self._args, self._root, "spread", rounds, windows=WINDOWS
+        )
 
     def _driver(self, name: str, every: int = 0) -> Asked:
         """The process of a contender; for what is done once, that of its first interval."""
@@ -221,3 +213,21 @@ class Bench:
             self.raw["failed"][name] = str(error)
             self._tell(f"{CONTENDERS[name].label} failed at {error}")
         time.sleep(_SETTLE_S)
+
+
+def recover(args: argparse.Namespace, root: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Restores of a log, and what they are made of. Raises WorkerFailed."""
+    rounds, records = max(args.rounds, _RECOVERIES), ", ".join(map(str, args.records))
+    tell(f"recovery after {records} records, {rounds} rounds")
+    return _recovered(args, root, "log", rounds, records=args.records)
+
+
+def _recovered(
+    args: argparse.Namespace, root: Path, do: str, rounds: int, **request: Any
+) -> dict[str, Any]:
+    told = {"size": args.size, "text": args.text}
+    driver = Driver(root / "recovery", told, module="recovery")
+    try:
+        return driver.ask(do, rounds * TIMEOUT_S, rounds=rounds, **request)
+    finally:
+        driver.stop()

@@ -56,6 +56,19 @@ def heading(report: Report) -> str:
     )
 
 
+def show_recovery(report: Report, console: Console) -> None:
+    """Print the section about restores of a log by itself."""
+    machine, count = report["machine"], report["base_s"]["count"]
+    words = ", ".join(f"{key} {value}" for key, value in machine.items() if key != "processor")
+    console.print(
+        f"\n[bold]everstep bench --recovery[/]  model {report['settings']['size']}, {count} "
+        f"restores of each, {report['seconds'] / 60:.1f} min\n"
+        f"[dim]{machine['processor']}; {words}[/]\n"
+    )
+    console.print(_recovery_table(report))
+    console.print(_recovery_remark(report), style="dim")
+
+
 def training_table(report: Report, every: int) -> Table:
     """What saves at every so many steps cost the loop."""
     title = "a save at every step" if every == 1 else f"a save at every {every}th step"
@@ -105,7 +118,9 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
         f"{recovery['record_bytes'] / 1e6:.1f} MB"
     )
     table = new_table(title)
-    columns = ("restore\nmedian, s", "min … max", "at most\ns", "/ at most", "in each round")
+    columns = (
+        "restore\nmedian, s", "min … max", "at most\ns", "/ at most", "95%", "in each round"
+    )  # fmt: skip
     for column in (*columns, "/ bytes and\nupdates alone"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in recovery["restores"]:
@@ -117,6 +132,7 @@ def _recovery_table(recovery: dict[str, Any]) -> Table:
             f"{seconds['min']:.3f} … {seconds['max']:.3f}",
             f"{row['at_most_s']:.3f}",
             f"{row['over']:.2f}",
+            "{:.2f} … {:.2f}".format(*row["over_interval"]),
             "{median:.2f} ({min:.2f} … {max:.2f})".format(**row["over_rounds"]),
             f"{row['over_bytes']:.2f}",
         )
@@ -231,18 +247,22 @@ def _log_remarks(report: Report) -> list[str]:
         mean, apart = log["bases"]["slowdown_with_bases"], log["bases"]["apart"]
         lines.append(f"{log['label']}: {100 * mean:+.1f} % with a base at every {apart}th step")
     if recovery := report["recovery"]:
-        base, first, later = (
-            1000 * recovery[key]["median"] for key in ("base_s", "first_record_s", "record_s")
-        )
-        lines.append(
-            f"recovery, at most: {base:.0f} ms for the base, and to read a record (its manifest, "
-            f"its bytes, verified, and clipped as in training) and update once {first:.0f} ms for "
-            f"the first, whose memory is new, and {later:.0f} ms for each after it, each measured "
-            f"by itself; {recovery['cache']} before each"
-        )
+        lines.append(_recovery_remark(recovery))
         if not all(row["equal"] for row in recovery["restores"]):
             lines.append(f"{LOG}: what was replayed DIFFERS from what was saved")
     return lines
+
+
+def _recovery_remark(recovery: dict[str, Any]) -> str:
+    base, first, later = (
+        1000 * recovery[key]["median"] for key in ("base_s", "first_record_s", "record_s")
+    )
+    return (
+        f"recovery, at most: {base:.0f} ms for the base, and to read a record (its manifest, "
+        f"its bytes, verified, and clipped as in training) and update once {first:.0f} ms for "
+        f"the first, whose memory is new, and {later:.0f} ms for each after it, each measured "
+        f"by itself; 95%: of such benches (bootstrap); {recovery['cache']} before each"
+    )
 
 
 def new_table(title: str) -> Table:
