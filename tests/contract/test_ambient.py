@@ -5,7 +5,17 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from runs import check_same, checkpointer, freeze, kinds, supervised, tensor_bits, threads
+from runs import (
+    check_same,
+    checkpointer,
+    freeze,
+    kinds,
+    run_logged,
+    snapshot,
+    supervised,
+    tensor_bits,
+    threads,
+)
 from torch import nn
 
 from everstep import Store, Unsupported
@@ -203,3 +213,20 @@ def test_an_update_that_is_compiled(store, strategy, caplog):
         for _ in range(2):
             train(second, step)
         check_same(freeze(second), final)
+
+
+def test_how_exact_matrix_products_are_belongs_to_a_replay(store):
+    """As Muon's and PowerSGD's depend on it. A worker takes it over."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        frozen = run_logged(store, build(1), lambda state, _: supervised(state), 3)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    state = build(2)
+    with checkpointer(store, state) as saver:
+        with pytest.raises(Unsupported, match="matmul high, here highest"):
+            saver.restore(3, exact="require")
+        assert saver.restore(3) == 3
+    assert snapshot(state) == frozen[3]
+    assert materialize(Disk(store), CheckpointName(3, 1)).exact
+    assert torch.get_float32_matmul_precision() == "highest"

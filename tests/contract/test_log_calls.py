@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 from logs import Plain, backward, build, check_run, durable, train, train_in_closure, write
-from runs import check_steps, checkpointer, kinds, logged, snapshot
+from runs import check_steps, checkpointer, kinds, logged, run_logged, snapshot
 from torch import nn
 
 import everstep
-from everstep import Unsupported
+from everstep import Corrupt, Unsupported
 
 # ---- hooks -----------------------------------------------------------------------------------
 
@@ -327,3 +327,44 @@ def test_hooks_of_a_closed_checkpointer_are_gone(store, other_store):
     assert not state["optimizer"]._optimizer_step_pre_hooks
     assert kinds(store) == "brrr"
     check_steps(store, build(2), frozen)
+
+
+class LetsGo(Plain):
+    """Drops the gradients that are there before it calls its closure."""
+
+    def step(self, closure):
+        self.zero_grad()
+        super().step(closure)
+
+
+def test_an_optimizer_that_lets_go_of_gradients_before_its_closure(store):
+    check_run(store, lambda seed: build(seed, LetsGo), train_in_closure, "brrrrrrr")
+
+
+class Elsewhere(Plain):
+    """Takes gradients from an attribute of parameters, as Megatron's do."""
+
+    def update(self, scale=1.0):
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(parameter.main_grad, alpha=-0.01)
+
+
+def train_elsewhere(state, step):
+    backward(state)
+    for parameter in state["model"].parameters():
+        parameter.main_grad, parameter.grad = parameter.grad, None
+    state["optimizer"].step()
+
+
+def test_a_replay_that_raises_goes_back_to_what_can_be_restored(store):
+    """With base_every=4 steps 1, 5 and 9 are whole states."""
+    make = partial(build, kind=Elsewhere)
+    frozen = run_logged(store, make(1), train_elsewhere, 7, base_every=4)
+    assert kinds(store) == "brrrbrr"
+    state = make(2)
+    with checkpointer(store, state) as saver:
+        with pytest.raises(Corrupt, match=r"step 6.* raised .*main_grad"):
+            saver.restore(7)
+        assert saver.restore() == 5
+        assert snapshot(state) == frozen[5]

@@ -13,7 +13,6 @@ tripwire is armed after each call, and looked at before the next.
 Source: LowDiff (SC 2025), which copies eagerly and does not look.
 """
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
@@ -37,10 +36,11 @@ from everstep.format.tables import raw_name
 from everstep.state import clipping, compressed, forms, owners
 from everstep.state.attributes import attributes, other_generators
 from everstep.state.autocast import autocast_now
+from everstep.state.graphs import Pools
 from everstep.state.layout import is_dtensor, local_of, part_of
 from everstep.state.leaves import fills_memory, sample
 from everstep.state.mapped import Mapped
-from everstep.state.objects import encode
+from everstep.state.objects import encode, place_of
 from everstep.state.optimizers import OptimizerState
 from everstep.state.ranked import own_name
 from everstep.state.recorded import check_parts
@@ -52,10 +52,6 @@ EAGER_TIMES = 3
 
 PREFIX = "@"
 """Of the names of a record's own tensors: see format.manifest.is_own."""
-
-_GRAPHS = "torch._inductor.cudagraph_trees"
-"""Loaded where torch.compile makes CUDA graphs. Their gradients lie in the same memory at each
-step, in storages that look fresh."""
 
 _UPDATES_MAX = 8
 _SLACK_BYTES = 64 << 10
@@ -126,6 +122,7 @@ class Recorder:
         self._noted: Counter[int] = Counter()
         """How often each parameter had a gradient."""
         self._turn = 0
+        self._pools = Pools()
         self._writers: set[str] = set()
         """Optimizers that were seen to write to gradients."""
         self._reused: set[int] = set()
@@ -345,6 +342,8 @@ class Recorder:
         rows = _rows(call.optimizer, parameters)
         known = _forms(rows, call.optimizer.mapped)
         must_copy |= call.optimizer.name in self._writers
+        on_cuda = {row.gradient.device for row in rows if row.gradient.is_cuda}
+        must_copy |= self._pools.are_apart(on_cuda)  # a graph's replay writes there, unseen
         in_buffers = set() if must_copy else self._unshared(rows)
         for name, parameter, gradient, clipped in rows:
             check_gradient(name, gradient)
@@ -391,8 +390,6 @@ class Recorder:
             self._reused.add(id(parameter))  # also when a restore, say, has let go of that memory
         is_all = not gradient._is_view() and storage.nbytes() == gradient.nbytes
         if not is_all and storage._cdata not in in_buffers:
-            return False
-        if gradient.is_cuda and _GRAPHS in sys.modules:
             return False
         if id(parameter) in self._reused or self._noted[id(parameter)] <= EAGER_TIMES:
             return False
@@ -446,9 +443,8 @@ def _generators() -> dict[str, torch.Tensor]:
     """The states of torch's generators, to see whether an update draws from them."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        states |= {
-            f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())
-        }
+        on_gpus = enumerate(torch.cuda.get_rng_state_all())
+        states |= {place_of(torch.device("cuda", index)): state for index, state in on_gpus}
     return states
 
 

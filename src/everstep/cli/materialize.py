@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         )
         if not args.json:
             exact = (
-                "bit for bit" if manifest.exact else "but for last bits: made on another machine"
+                "bit for bit"
+                if manifest.exact
+                else "but for last bits: made on another machine or device"
             )
             print(
                 f"{name}: a whole state of {wording.size(manifest.size)}, {exact}, in "

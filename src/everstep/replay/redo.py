@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from everstep.errors import Corrupt, Mismatch
+from everstep.errors import Corrupt, EverstepError, Mismatch
 from everstep.replay.gathered import Views, gradient_of
 from everstep.state import clipping, forms
 from everstep.state.autocast import autocast_as, autocast_of
@@ -50,6 +50,18 @@ class OtherBytes(Corrupt):
             f"the same twice. Restore a step before that, or its base, and use strategy='full'"
         )
         self.step = step
+
+
+class Raised(OtherBytes):
+    """An optimizer raised at a replay, which it did not while training."""
+
+    def __init__(self, step: int, optimizer: str, error: Exception) -> None:
+        super().__init__(step, optimizer, "")
+        self.args = (
+            f"replaying step {step}: {optimizer!r} raised {error!r}. Its update depends on "
+            f"something that no record holds, and that is not here. Restore a step before that, "
+            f"or its base, and use strategy='full'",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +107,7 @@ def clip(record: Loaded) -> Loaded:
 def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     """Bring parameters and optimizer state from before this record to after it; blocks as long as
     the optimizers do. Gradients are None afterwards, and torch's generators as some update left
-    them. Raises Corrupt, Mismatch, and what the optimizers raise."""
+    them. Raises Corrupt, Mismatch."""
     record = clip(record)
     # Pieces of this very step are as its last update left them, also before the first one is made.
     with as_stored(record.step):
@@ -105,7 +117,12 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
             state = find(record.step, said, optimizers)
             call = _prepare(record, f"@{number}", said, state)
             after = said.get("after") if last[state.name] == number else None
-        _step(state, call)
+        try:
+            _step(state, call)
+        except (EverstepError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise Raised(record.step, state.name, error) from error
         if record.is_comparable and after is not None and after != state.digest():
             raise OtherBytes(record.step, state.name, "audit='full'")
     for name, known in record.updated.items() if record.is_comparable else ():
@@ -200,20 +217,28 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
         raw = [view for name in row["names"] if name in compressed for view in views.of(name)]
         clipping.scale_in_place(raw, record.tensors[row["coefficient"]], row["foreach"])
     args, kwargs = decode(said.get("arguments", [[], {}]), tensor)
+    gradients = [(parameter, parameter.grad) for _, _, parameter, _ in state.parameters()]
     return _Call(
-        [_closure(value) for value in args],
-        {key: _closure(value) for key, value in kwargs.items()},
+        [_closure(value, gradients) for value in args],
+        {key: _closure(value, gradients) for key, value in kwargs.items()},
         decode(said.get("scaler", {}), tensor),
         decode(said.get("generators", {}), tensor),
         autocast_of(said.get("autocast", {})),
     )
 
 
-def _closure(value: Any) -> Any:
-    """An argument of step(); a closure that returns what the one of then did."""
-    if isinstance(value, dict) and value.keys() == {"closure"}:
-        return lambda: value["closure"]
-    return value
+def _closure(value: Any, gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> Any:
+    """An argument of step(); a closure that returns what the one of then did, and leaves the same
+    gradients: an optimizer may let go of those before it calls it."""
+    if not (isinstance(value, dict) and value.keys() == {"closure"}):
+        return value
+
+    def closure() -> Any:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        return value["closure"]
+
+    return closure
 
 
 def _step(state: OptimizerState, call: _Call) -> None:

@@ -22,7 +22,7 @@ from everstep.format.wholes import WholeTensor, optimizers_of
 from everstep.replay import selftest
 from everstep.replay.redo import OtherBytes, find, redo
 from everstep.restore.ahead import Queued
-from everstep.restore.choose import Candidate, Described, has_to_be_equal
+from everstep.restore.choose import Candidate, Described, has_to_be_equal, moved
 from everstep.restore.deliver import Staging, put
 from everstep.restore.derived import Derivation, derived_names, derived_parts
 from everstep.restore.load import Loader
@@ -67,6 +67,8 @@ def apply(
     # parts are replayed beside the state, on nobody's layout
     layout = state.layout() if replayed and only is None else ALONE
     differing = sorted({text for each in replayed for text in each.differences(layout)})
+    if replayed and only is None:
+        differing += moved(base, _kinds(state))
     if must_be_exact and differing:
         optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
         found = selftest.describe(selftest.compare(replayed[-1].manifest.topology, optimizers))
@@ -116,6 +118,17 @@ def apply(
         together("reading what came after", fill)
         rest.finish()
     return replayed[-1].manifest, differing
+
+
+def _kinds(state: State) -> dict[str, str]:
+    """On which kind of device the parameters are that are not on the CPU."""
+    return {
+        each: parameter.device.type
+        for optimizer in state.optimizers
+        for _, name, parameter, _ in optimizer.parameters()
+        for each in optimizer.mapped.names(name, parameter)
+        if parameter.device.type != "cpu"
+    }
 
 
 def _is_beside(base: Described, state: State, logs: Sequence[Described]) -> bool:
@@ -229,7 +242,7 @@ def _replay(
         with candidate.sources(record.part) as sources:
             loader.load(record.part, sources, here, table)
 
-    is_comparable = has_to_be_equal(base, logs, state.layout())
+    is_comparable = has_to_be_equal(base, logs, state.layout(), _kinds(state))
     records = stack.enter_context(
         Records(candidate, logs, optimizers.values(), loader, is_comparable, state.world)
     )

@@ -4,7 +4,7 @@ and from where."""
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.errors import EverstepError, Missing
@@ -72,11 +72,28 @@ class Described:
         return tables_of_records(self.manifest, self.tables)
 
 
-def has_to_be_equal(base: Described, logs: Sequence[Described], layout: str) -> bool:
-    """Whether a replay on this machine, by ranks of this layout, comes to the run's own bytes on
-    each of them; or else something is wrong."""
+def moved(base: Described, kinds: Mapping[str, str]) -> list[str]:
+    """That it is replayed on another kind of device than the run's, which comes to other last bits.
+    `kinds`: of the parameters by name, as far as they are not on the CPU."""
+    found = set()
+    for table in base.tables:
+        for optimizer in table.optimizers.values():
+            for name in optimizer["groups"].keys() & table.tensors.keys():
+                then, _, _ = table.tensors[name].device.partition(":")
+                now = kinds.get(name, "cpu")
+                found |= {f"parameters on {then}, here on {now}"} if then != now else set()
+    return sorted(found)
+
+
+def has_to_be_equal(
+    base: Described, logs: Sequence[Described], layout: str, kinds: Mapping[str, str]
+) -> bool:
+    """Whether a replay on this machine, by ranks of this layout, with parameters on devices of
+    these kinds (see `moved`), comes to the run's own bytes on each of them; or else something is
+    wrong."""
     is_same = all(each.manifest.topology.get("layout", ALONE) == layout for each in logs)
-    return base.manifest.exact and is_same and not any(each.differences(layout) for each in logs)
+    is_same &= base.manifest.exact and not moved(base, kinds)
+    return is_same and not any(each.differences(layout) for each in logs)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import decode_table, encode_table, extents
 from everstep.format.wholes import WholeTensor, groups, optimizers_of, whole_tensors
 from everstep.replay import selftest
-from everstep.restore.choose import Candidate, Described
+from everstep.restore.choose import Candidate, Described, moved
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.state.topology import ALONE, adopted
@@ -52,6 +52,7 @@ def materialize(disk: Disk, name: CheckpointName, keep_exact: bool = True) -> Ma
         with adopted(then), Loader() as loader:
             tensors = rebuilt(candidate, base, logs, loader)
             differing = differing_from(logs)
+            differing |= set(moved(base, {}))
             if not base.manifest.exact:
                 differing.add(f"step {base.manifest.step}, where it begins, is not exact")
             replayed = {"differs": sorted(differing), "selftest": selftest.compare(then)}
@@ -121,7 +122,7 @@ def _write(
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
     links = commit.write_packs(disk, name, packs, token=to.token)
     part = Part(0, commit.table_link(table), links, _digests(table, packs), name.step)
-    exact = not replayed["differs"] and all(device == "cpu" for device in on.values())
+    exact = not replayed["differs"]
     here = commit.find_state(disk, name)
     if here and here.exact and not exact:  # what the log goes on from may be gone
         commit.discard_packs(disk, name, links)

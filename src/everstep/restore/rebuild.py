@@ -54,7 +54,7 @@ def _replayed(
     candidate: Candidate, base: Described, logs: Sequence[Described], loader: Loader
 ) -> dict[str, torch.Tensor]:
     constant = _constant(base, logs)
-    is_comparable = has_to_be_equal(base, logs, ALONE)
+    is_comparable = has_to_be_equal(base, logs, ALONE, {})
     with Records(candidate, logs, None, loader, is_comparable, World(0, 1)) as records:
         tensors = _tensors_of(candidate, base, loader)
         optimizers = _rebuild(base, logs, tensors, candidate.disk)

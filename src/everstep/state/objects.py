@@ -45,7 +45,7 @@ def encode(value: object, path: str, sink: TensorSink, depth: int = 0) -> Json:
     if encoder is not None:
         return encoder(value, path, sink, depth + 1)
     if isinstance(value, torch.Tensor):
-        return _tag("tensor", sink(path, value), device=str(value.device))
+        return _tag("tensor", sink(path, value), device=place_of(value.device))
     if isinstance(value, np.generic):
         return _tag("numpy.scalar", _bytes(value.tobytes()), dtype=_dtype(value.dtype, path))
     raise Unsupported(
@@ -56,6 +56,14 @@ def encode(value: object, path: str, sink: TensorSink, depth: int = 0) -> Json:
         f"give the object state_dict() and load_state_dict() methods that use those"
         f"{_LOADER_ADVICE if isinstance(value, DataLoader) else ''}"
     )
+
+
+def place_of(device: torch.device) -> str:
+    """A device's name, without its number where it is the process's own GPU (the current one): of
+    each rank it is another."""
+    if device.type == "cuda" and device.index == torch.cuda.current_device():
+        return device.type
+    return str(device)
 
 
 def decode(value: Json, tensors: Callable[[str, str], torch.Tensor]) -> Any:
@@ -72,6 +80,17 @@ def decode(value: Json, tensors: Callable[[str, str], torch.Tensor]) -> Any:
         raise Corrupt(
             f"decoding an object: {str(value)[:200]} is no tagged JSON: {error!r}"
         ) from error
+
+
+def text_of(value: Any, depth: int = 0) -> str:
+    """To compare a value with what it is later. Tensors go by identity and version, as to print
+    them would wait for a device."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor {id(value)} {None if value.is_inference() else value._version}"
+    if isinstance(value, (list, tuple, deque, dict)) and depth < _DEPTH_MAX:
+        items = value.items() if isinstance(value, dict) else value
+        return f"[{', '.join(text_of(item, depth + 1) for item in items)}]"
+    return repr(value)
 
 
 def plain_json(value: Any, path: str) -> Json:

@@ -16,7 +16,7 @@ from everstep.errors import Corrupt, Unsupported
 from everstep.state.layout import is_dtensor, local_of, shards_of
 from everstep.state.leaves import Guard, Leaf, check_tensor
 from everstep.state.mapped import Mapped, has_shape_of
-from everstep.state.objects import TensorSink, encode
+from everstep.state.objects import TensorSink, encode, text_of
 from everstep.state.placement import Placement, Saved
 from everstep.state.redundancy import (
     fetch_hyperparameters,
@@ -190,7 +190,7 @@ class OptimizerState:
         its own for that."""
         if self.has_own_methods:
             return None
-        return repr([state[key] for _, state, key in self._plain if key in state])
+        return text_of([state[key] for _, state, key in self._plain if key in state])
 
     def leaves(self, guard: Guard) -> list[Leaf]:
         """State tensors, and parameters that no module holds."""
@@ -254,7 +254,8 @@ class OptimizerState:
             return {"state_dict": encode(state, f"{self.name}.state_dict", sink)}
         plain: dict[str, dict[Any, Any]] = {}
         for name, state, key in self._plain:
-            if repr(plain.setdefault(name, {}).setdefault(key, state[key])) != repr(state[key]):
+            known = plain.setdefault(name, {}).setdefault(key, state[key])
+            if known is not state[key] and repr(known) != repr(state[key]):
                 raise Unsupported(
                     f"capturing {self.name!r}: the {key!r} of {name!r} is {plain[name][key]!r} and "
                     f"{state[key]!r}, in different parameters that are parts of it"

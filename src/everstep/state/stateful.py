@@ -4,7 +4,7 @@ generators."""
 import random
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -263,6 +263,7 @@ class GlobalGenerators:
             state["numpy"] = self._numpy_state(sink)
         if torch.cuda.is_initialized():
             state["cuda"] = encode(torch.cuda.get_rng_state_all(), f"{self.name}.cuda", sink)
+            state["cuda_current"] = torch.cuda.current_device()
         return state
 
     def _python_state(self, sink: TensorSink) -> Any:
@@ -303,9 +304,17 @@ class GlobalGenerators:
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             np.random.set_state(state["numpy"])
-        for index, device_state in enumerate(state.get("cuda", ())):
-            if torch.cuda.is_available() and index < torch.cuda.device_count():
-                torch.cuda.set_rng_state(device_state, index)
+        if torch.cuda.is_available() and "cuda" in state:
+            set_on_gpus(state["cuda"], state.get("cuda_current"))
+
+
+def set_on_gpus(states: Sequence[torch.Tensor], current: int | None) -> None:
+    """The generators' states of all GPUs that the process saw. `current`: which was its own (that
+    of its tensors); its state is for the one that is so now, also where others are to be seen."""
+    for index, state in enumerate(states[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, index)
+    if current is not None:
+        torch.cuda.set_rng_state(states[current])
 
 
 def is_generator(value: object) -> bool:

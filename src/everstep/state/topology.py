@@ -10,7 +10,7 @@ import torch
 
 from everstep import __version__
 
-EXACT_KEYS = ("torch", "machine", "capability", "threads", "default_dtype", "denormals")
+EXACT_KEYS = ("torch", "machine", "capability", "threads", "default_dtype", "matmul", "denormals")
 """Where these differ, results may differ in last bits."""
 
 ALONE = "alone"
@@ -35,6 +35,7 @@ _ELEMENTWISE = [
 """torch's optimizers that come to the same bits however tensors are cut."""
 
 _THREADS_MAX = 1024
+_PRECISIONS = ("highest", "high", "medium")
 _SMALL, _HALF = 1e-310, 0.5
 
 
@@ -50,6 +51,7 @@ def topology(world_size: int = 1, layout: str = ALONE) -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "matmul": _matmul(),
         "denormals": "kept" if _keeps_denormals() else "flushed",
         # Asking would initialise CUDA, after which no process may be forked that uses it.
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
@@ -100,7 +102,10 @@ def adopted(then: Mapping[str, Any]) -> Iterator[None]:
     """Let torch have, for a while, the settings of then that a process can choose: what an update
     comes to in its last bits depends on them."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    precision = torch.get_float32_matmul_precision()
     try:
+        if (then_precision := str(then.get("matmul")).partition(",")[0]) in _PRECISIONS:
+            torch.set_float32_matmul_precision(then_precision)
         if then.get("threads") in range(1, _THREADS_MAX):
             torch.set_num_threads(then["threads"])
         wanted = getattr(torch, str(then.get("default_dtype")), None)
@@ -110,6 +115,18 @@ def adopted(then: Mapping[str, Any]) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+
+
+def _matmul() -> str:
+    """How exact torch's matrix products are: Muon's updates depend on it, and PowerSGD's."""
+    on_gpu = torch.backends.cuda.matmul
+    flags = {
+        "bf16": on_gpu.allow_bf16_reduced_precision_reduction,
+        "fp16": on_gpu.allow_fp16_reduced_precision_reduction,
+    }
+    whole = [f", {name} sums in float32" for name, is_reduced in flags.items() if not is_reduced]
+    return torch.get_float32_matmul_precision() + "".join(whole)
 
 
 def _keeps_denormals() -> bool:
