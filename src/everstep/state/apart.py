@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from everstep.state.layout import local_of
 from everstep.state.mapped import reach
@@ -32,7 +33,8 @@ def why_not(optimizers: list[OptimizerState]) -> str | None:
             if optimizer.mapped.split(parameter) is not None:
                 return f"{name!r} is boxes of other tensors"
             seen.add(id(parameter))
-    if _share_memory(p for each in optimizers for _, _, p, _ in each.parameters()):
+    parameters = (p for each in optimizers for _, _, p, _ in each.parameters())
+    if _share_memory(p for p in parameters if not is_lazy(p)):
         return "parameters share memory"
     return None
 

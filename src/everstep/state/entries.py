@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -103,6 +103,14 @@ def entries_of(places: Iterable[Place]) -> Iterator[Entry]:
     for place in places:
         if place.parts is None:
             yield from _entry(place, indices)
+
+
+def filled_in_place(entries: Iterable[Entry]) -> Iterator[Tensor]:
+    """All tensors into which a restore writes."""
+    for entry in entries:
+        yield from (leaf.tensor for leaf in entry.leaves(Guard()))
+        if isinstance(entry, ValueState):
+            yield from entry.tensors().values()
 
 
 def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:

@@ -1,6 +1,8 @@
 """Loose tensors: those met in objects, which are copied at the call."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -9,10 +11,13 @@ from everstep.format.document import digest_of
 from everstep.state.layout import is_dtensor
 from everstep.state.leaves import Leaf, check_tensor, has_elements
 from everstep.state.mapped import Mapped
-from everstep.state.ranked import unowned
+from everstep.state.objects import tensor_tags
+from everstep.state.overlaps import Memory, memory_of
+from everstep.state.ranked import own_name, unowned
 from everstep.state.sharing import pieces_of
 
 _COMPARED_BYTES_MAX = 1 << 20
+_SHARED = "shared"
 
 
 class Loose:
@@ -32,6 +37,7 @@ class Loose:
         self._seen: dict[
             int, tuple[str, torch.Tensor]
         ] = {}  # keeps them alive, so that ids stay theirs
+        self._values: list[tuple[dict[str, Any], Memory | None]] = []
 
     def __call__(self, name: str, tensor: torch.Tensor) -> str:
         """Take it; raises Unsupported for one that cannot be stored."""
@@ -59,6 +65,41 @@ class Loose:
             if has_elements(leaf):
                 self.leaves[leaf.entry] = leaf
         return name
+
+    def note_values(self, found: Iterable[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        """Tags of tensors in values of the user's own."""
+        self._values += ((tag, memory_of(tensor)) for tag, tensor in found)
+
+    def mark_shared(self, memories: Container[Memory | None]) -> None:
+        """Say of the values which lie in one of these memories, or in another value's."""
+        counts = Counter(memory for _, memory in self._values)
+        for tag, memory in self._values:
+            if memory is not None and (memory in memories or counts[memory] > 1):
+                tag[_SHARED] = True
+
+    def all_aliases(self, others: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
+        """More names of tensors, and these."""
+        names = dict.fromkeys((*others, *self.aliases))
+        found = {name: [*others.get(name, ()), *self.aliases.get(name, ())] for name in names}
+        return found if self.aliases else others
+
+
+class OfRank:
+    """The same, where tensors are one rank's own, and named so."""
+
+    def __init__(self, loose: Loose, rank: int) -> None:
+        self._loose = loose
+        self._rank = rank
+        self.note_values = loose.note_values
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> str:
+        """Take it."""
+        return self._loose(own_name(name, self._rank), tensor)
+
+
+def shared_in(value: Any) -> set[str]:
+    """Of the tensors to which tagged JSON refers, the names of those that shared memory."""
+    return {tag["v"] for tag in tensor_tags(value) if tag.get(_SHARED)}
 
 
 def digests_of(leaves: Iterable[Leaf]) -> dict[str, str]:

@@ -8,7 +8,7 @@ is refused, with its path.
 import base64
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import Any
 
@@ -258,12 +258,15 @@ _DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
 }
 
 
-def references(value: Any) -> list[str]:
+def tensor_tags(value: Json) -> Iterator[dict[str, Json]]:
+    """Those that stand for tensors in tagged JSON."""
+    if isinstance(value, dict) and value.get("$") == "tensor":
+        yield value
+    elif isinstance(value, (list, dict)):
+        for item in value if isinstance(value, list) else value.values():
+            yield from tensor_tags(item)
+
+
+def references(value: Json) -> list[str]:
     """The names of the tensors that tagged JSON refers to."""
-    if isinstance(value, list):
-        return [name for item in value for name in references(item)]
-    if not isinstance(value, dict):
-        return []
-    if value.get("$") == "tensor":
-        return [value["v"]]
-    return [name for item in value.values() for name in references(item)]
+    return [tag["v"] for tag in tensor_tags(value)]

@@ -17,6 +17,7 @@ from everstep.state.layout import is_dtensor, shards_of
 from everstep.state.leaves import dtype_name
 from everstep.state.mapped import Mapped
 from everstep.state.objects import decode, references
+from everstep.state.overlaps import Memory, memory_of
 from everstep.state.ranked import Adapt, Share, seed_of, values_by_index
 
 log = logging.getLogger("everstep")
@@ -111,6 +112,8 @@ class Placement:
     """This rank, for what differed between ranks though nobody had said that it would."""
     mapped: Mapped = field(default_factory=Mapped)
     """What the state's parameters are globally."""
+    shared: Container[Memory] = frozenset()
+    """Memory of the state in which several of its tensors lie."""
     settled: Container[int] = frozenset()
     """The tensors, by id(), that a replay brings to where they are to be."""
     settled_names: Set[str] = frozenset()
@@ -144,6 +147,16 @@ class Placement:
         shape, boxes = shards_of(tensor)
         if self._is_alike(entry, name, shape, tensor.dtype):
             self._add(entry, tensor, boxes)
+
+    def has_shared(self, tensor: torch.Tensor) -> bool:
+        """Whether others of the state lie in its memory, and nobody trains it."""
+        return not tensor.requires_grad and memory_of(tensor) in self.shared
+
+    def beside(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """As `into`, but into a new tensor like this one, which is returned."""
+        made = torch.empty_like(like)
+        self.into(name, made)
+        return made
 
     def into_box(self, name: str, shape: tuple[int, ...], box: Box, memory: torch.Tensor) -> None:
         """Restore a box of the stored tensor `name`, of that shape, into plain memory."""

@@ -14,7 +14,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from everstep.state.layout import is_dtensor
 from everstep.state.leaves import Guard, Leaf
-from everstep.state.objects import TensorSink, encode, references
+from everstep.state.loose import Loose, OfRank, shared_in
+from everstep.state.objects import TensorSink, encode, references, tensor_tags
 from everstep.state.placement import Placement
 from everstep.state.ranked import unowned
 
@@ -139,8 +140,19 @@ class ValueState:
         return []
 
     def objects(self, sink: TensorSink) -> Any:
-        """The value as it is now."""
-        return encode(self._holder[self._key], self.name, sink)
+        """The value as it is now. In a state's own sink it is noted which tensors share memory with
+        others."""
+        found: dict[str, torch.Tensor] = {}
+
+        def noting(name: str, tensor: torch.Tensor) -> str:
+            stored = sink(name, tensor)
+            found[stored] = tensor
+            return stored
+
+        value = encode(self._holder[self._key], self.name, noting)
+        if found and isinstance(sink, Loose | OfRank):
+            sink.note_values((tag, found[tag["v"]]) for tag in tensor_tags(value))
+        return value
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors in it, by the names under which they are stored."""
@@ -154,24 +166,28 @@ class ValueState:
         return found
 
     def prepare(self, placement: Placement) -> None:
-        """Dicts, lists, tensors and arrays keep their identity; the rest is replaced."""
-        live = {}
+        """Dicts, lists, tensors and arrays keep their identity; the rest is replaced, and tensors
+        that share memory here, and did not when they were saved."""
+        live: dict[str, torch.Tensor] = {}
         if (stored := placement.stored(self.name)) is not None:
             live = self._match(placement, references(stored))
+        shared = shared_in(stored)
+        for name, tensor in live.items():
+            if name in shared or not placement.has_shared(tensor):
+                placement.into(name, tensor)
+            else:
+                live[name] = placement.beside(name, tensor)
         if value := placement.object_of(self.name, live):
             placement.then(lambda: self._install(value()))
 
     def _match(self, placement: Placement, references: list[str]) -> dict[str, torch.Tensor]:
-        """The tensors that are here, by the names under which they are stored: each is filled in
-        place. One that each rank has for itself is called after the rank that wrote it."""
+        """The tensors that are here, by the names under which they are stored. One that each rank
+        has for itself is called after the rank that wrote it."""
         stored = {unowned(name): name for name in references}
         here = self.tensors()
         for name in sorted(here.keys() - stored.keys()):
             placement.problems.append(f"missing: the checkpoint has no tensor {name!r}")
-        live = {stored[name]: tensor for name, tensor in here.items() if name in stored}
-        for name, tensor in live.items():
-            placement.into(name, tensor)
-        return live
+        return {stored[name]: tensor for name, tensor in here.items() if name in stored}
 
     def _install(self, value: Any) -> None:
         self._holder[self._key] = _merge(self._holder[self._key], value)

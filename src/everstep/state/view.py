@@ -15,15 +15,15 @@ from torch import nn
 from everstep.errors import Mismatch
 from everstep.format.document import digest_of
 from everstep.state.attributes import plain_attributes
-from everstep.state.entries import Entry, entries_of, places_in
+from everstep.state.entries import Entry, entries_of, filled_in_place, places_in
 from everstep.state.fsdp1 import flat_parameters, units_of
 from everstep.state.leaves import Guard, Leaf, find_aliases
 from everstep.state.loaders import LoaderState
-from everstep.state.loose import Loose, digests_of
+from everstep.state.loose import Loose, OfRank, digests_of
 from everstep.state.mapped import Layout, Mapped, described
 from everstep.state.modules import ModuleState
-from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
+from everstep.state.overlaps import memory_of, shared
 from everstep.state.placement import Placement, Saved
 from everstep.state.ranked import ByRank, Share, own_name, unowned
 from everstep.state.recorded import RecordShares
@@ -219,7 +219,7 @@ class State:
         for entry in self._entries:
             began = time.perf_counter()
             share = None if self.world.is_alone else self._shares.get(entry.name)
-            value = entry.objects(self._own_sink(sink) if share else sink)
+            value = entry.objects(OfRank(sink, self.world.rank) if share else sink)
             if value is not None or isinstance(entry, ValueState | StatefulState):  # theirs is None
                 if share:
                     own[entry.name] = share.to_json(value)
@@ -228,12 +228,8 @@ class State:
             if isinstance(entry, StatefulState):
                 self.user_seconds += time.perf_counter() - began
         hyperparameters = {entry.name: entry.hyperparameters(sink) for entry in self.optimizers}
-        aliases = walk.aliases
-        if sink.aliases:
-            aliases = {
-                name: [*walk.aliases.get(name, ()), *sink.aliases.get(name, ())]
-                for name in (*walk.aliases, *(sink.aliases.keys() - walk.aliases.keys()))
-            }
+        sink.mark_shared(self._memories)
+        aliases = sink.all_aliases(walk.aliases)
         loose = self._loose_shared_out(sink)
         digests = {} if self.world.is_alone else digests_of(sink.leaves.values())
         return Collected(walk, loose, aliases, objects, hyperparameters, own, digests)
@@ -263,10 +259,6 @@ class State:
         }
         shares |= {name: Share.of(rule, rank, size) for name, rule in said.items()}
         return shares
-
-    def _own_sink(self, sink: TensorSink) -> TensorSink:
-        """Names tensors as this rank's."""
-        return lambda name, tensor: sink(own_name(name, self.world.rank), tensor)
 
     def _loose_shared_out(self, sink: Loose) -> tuple[Leaf, ...]:
         """What this rank writes of the tensors that were met in objects: what is no rank's own is
@@ -361,6 +353,7 @@ class State:
             if not chosen or (unknown and self.world.is_alone):  # another rank may have it
                 names = [entry.name for entry in self._entries]
                 raise Mismatch(f"restoring only={unknown}: the state has no such part, but {names}")
+        placement.shared = shared(filled_in_place(self._entries))
         for entry in chosen:
             entry.prepare(placement)
         self._offer_all(placement, only)
@@ -393,6 +386,7 @@ class State:
         self._name_parameters()
         found = [leaf for entry in self._entries for leaf in entry.leaves(self._guard)]
         self._owners = owners = self._find_owners()
+        self._memories = {memory_of(leaf.tensor) for leaf in found}
         leaves, aliases = find_aliases(
             Leaf(leaf.name, leaf.tensor, owners.get(id(leaf.tensor), leaf.owner)) for leaf in found
         )
