@@ -480,3 +480,54 @@ def test_no_tensor_is_printed_to_compare_it(store, monkeypatch, strategy, kind):
     again = logs.build(2, kind)
     assert restore(store, again) == 4
     assert snapshot(again) == saved
+
+
+class Around(torch.optim.Optimizer):
+    """Its groups and its state are those of the optimizer that it wraps."""
+
+    param_groups = property(lambda self: self.optimizer.param_groups, lambda self, value: None)
+    state = property(lambda self: self.optimizer.state, lambda self, value: None)
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups[0]["params"], {})
+
+    def add_param_group(self, group):
+        pass
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.sign_()
+        self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("strategy", ["full", "log"])
+def test_an_optimizer_that_wraps_another(store, strategy):
+    def build_wrapped(seed):
+        state = logs.build(seed)
+        return {**state, "optimizer": Around(state["optimizer"])}
+
+    logs.check_run(store, build_wrapped, logs.train, strategy=strategy)
+
+
+def build_lazy(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.LazyLinear(6))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01 * seed)}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("strategy", ["full", "log", "spread", "auto"])
+def test_parameters_that_are_not_initialised_yet(store, strategy):
+    state, frozen = build_lazy(1), {}
+    with checkpointer(store, state, strategy=strategy) as saver:
+        for step in range(1, 5):
+            supervised(state)
+            saver.save(step)
+            frozen[step] = snapshot(state)
+    fresh = build_lazy(2)
+    fresh["model"](torch.zeros(1, 6))
+    for step, expected in frozen.items():
+        assert restore(store, fresh, step) == step
+        assert snapshot(fresh) == expected

@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from everstep.capture.refusals import Refused
 from everstep.format.tables import is_own
 from everstep.state.layout import local_of
-from everstep.state.leaves import Leaf
+from everstep.state.leaves import Leaf, version_of
 from everstep.state.view import Collected, Walk
 
 RECORD_OWNER = -1
@@ -36,6 +38,40 @@ class Captured:
     def commits(self) -> bool:
         """Whether it is a checkpoint, and not only a share of a later one."""
         return self.record is not None or self.share is None or self.share["ends"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a capture had beside what optimizers own, to tell later whether it is still so."""
+
+    objects: dict[str, Any]
+    hyperparameters: dict[str, Any]
+    tensors: dict[str, tuple[torch.Tensor, int]]
+    """By name, and their versions then."""
+
+    @classmethod
+    def of(cls, collected: Collected) -> "Seen":
+        """Of a state, or of a part of one."""
+        leaves = (*unowned(collected.walk.leaves), *collected.loose)
+        tensors = {leaf.entry: (leaf.tensor, version_of(leaf.tensor)) for leaf in leaves}
+        return cls(collected.objects, collected.hyperparameters, tensors)
+
+    def is_still(self, collected: Collected) -> bool:
+        """Whether the state has all of that as it was. May wait for a device."""
+        said = self.objects, self.hyperparameters
+        if said != (collected.objects, collected.hyperparameters):
+            return False
+        now = Seen.of(collected).tensors
+        return all(
+            version_of(tensor) == version and name in now and _are_equal(tensor, now[name][0])
+            for name, (tensor, version) in self.tensors.items()
+        )
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether it is the same memory, or has the same values."""
+    same = local_of(one).data_ptr() == local_of(other).data_ptr()
+    return same or torch.equal(local_of(one), local_of(other))
 
 
 def shape_of(walk: Walk) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from typing import Any
 from everstep.capture.captured import (
     RECORD_OWNER,
     Captured,
+    Seen,
     others_of,
     part_of,
     shape_of,
@@ -107,7 +108,7 @@ class Log:
         self._base_aliases: dict[str, list[str]] = {}
         self._base_derived: Any = None
         self._last: SaveHandle | None = None
-        self._said: tuple[Any, Any] = (None, None)
+        self._seen: Seen | None = None
         self._breaks = self._recorded = 0
         self._partings = self._together = 0
         self._renewals = 0
@@ -226,11 +227,10 @@ class Log:
         if not self.is_recording or last is None or last.step != step or last.error is not None:
             return None
         collected = collect()
-        said = collected.objects, collected.hyperparameters
-        is_same = self._base is collected.walk and self._said == said and self._recorder.is_quiet
+        is_same = self._base is collected.walk and self._recorder.is_quiet
         if self._derived and self._derived.changed():
             return None
-        return last if is_same else None
+        return last if is_same and self._seen and self._seen.is_still(collected) else None
 
     def wants(self, step: int) -> bool:
         """Whether this step, which is not due, is recorded all the same."""
@@ -280,7 +280,7 @@ class Log:
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """This is being captured."""
         self._last = handle
-        self._said = captured.collected.objects, captured.collected.hyperparameters
+        self._seen = Seen.of(captured.collected)
         if captured.record is not None:
             self._note_record(captured, handle)
             if captured.share and captured.share["ends"]:

@@ -20,7 +20,15 @@ from typing import Any
 
 import torch
 
-from everstep.capture.captured import RECORD_OWNER, Captured, part_of, reserved, shape_of, unowned
+from everstep.capture.captured import (
+    RECORD_OWNER,
+    Captured,
+    Seen,
+    part_of,
+    reserved,
+    shape_of,
+    unowned,
+)
 from everstep.capture.pace import Pace, Piece, Schedule, schedule
 from everstep.capture.pieces import Pieces, measured, why_undivided
 from everstep.capture.ranks import Figures, Ranks
@@ -72,7 +80,7 @@ class Spread:
         self._window: _Window | None = None
         self._last: SaveHandle | None = None
         self._last_walk: Walk | None = None
-        self._said: tuple[Any, Any] = (None, None)
+        self._seen: Seen | None = None
         self._sizes: tuple[Walk, int, int] | None = None
         self._measured: list[Piece] = []
         self._schedule = Schedule()
@@ -170,9 +178,8 @@ class Spread:
         if self._window or last is None or last.step != step or last.error is not None:
             return None
         collected = collect()
-        said = collected.objects, collected.hyperparameters
-        is_same = self._last_walk is collected.walk and self._said == said
-        return last if is_same and self._recorder.is_quiet else None
+        is_same = self._last_walk is collected.walk and self._recorder.is_quiet
+        return last if is_same and self._seen and self._seen.is_still(collected) else None
 
     def choose(
         self, step: int, collected: Collected, *, asked: bool = False, tagged: bool = False
@@ -246,7 +253,7 @@ class Spread:
         self._forget()
         self._last = handle if captured.share else None
         self._last_walk = self._sizes[0] if self._sizes else None
-        self._said = captured.collected.objects, captured.collected.hyperparameters
+        self._seen = Seen.of(captured.collected)
         if captured.share:
             self._recorder.watch()
 

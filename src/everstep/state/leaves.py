@@ -105,6 +105,22 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was written to, as far as torch counts; 0 for inference tensors."""
+    local = local_of(tensor)
+    return 0 if local.is_inference() else local._version
+
+
+class _Attributes:
+    """Of an object, to be looked up as items."""
+
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._holder, name, None)
+
+
 @dataclass(slots=True)
 class Guard:
     """Tells cheaply whether the tensors found in a walk are still the ones that a walk would find.
@@ -140,6 +156,11 @@ class Guard:
         self._containers.append(container)
         self._keys.append(key)
         self._parts.append(container[key])
+
+    def watch_attribute(self, holder: Any, name: str) -> None:
+        """Likewise holder.name, which may be a property (of optimizers that wrap others)."""
+        own = vars(holder)
+        self.watch_part(own if name in own else _Attributes(holder), name)
 
     def watch_item(self, container: Any, key: Any, tensor: torch.Tensor) -> None:
         """container[key] is this tensor, in this memory, of this shape, strides and dtype."""

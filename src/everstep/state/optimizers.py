@@ -196,8 +196,8 @@ class OptimizerState:
         """State tensors, and parameters that no module holds."""
         found: list[Leaf] = []
         self._keys, self._plain = {}, []
-        guard.watch_part(vars(inner_of(self.optimizer)), "state")  # load_state_dict makes new ones
-        guard.watch_part(vars(self.optimizer), "param_groups")
+        guard.watch_attribute(inner_of(self.optimizer), "state")  # load_state_dict makes new ones
+        guard.watch_attribute(self.optimizer, "param_groups")
         guard.watch_size(self.state)
         guard.watch_size(self.optimizer.param_groups)
         for index, group in enumerate(self.optimizer.param_groups):
