@@ -24,7 +24,7 @@ from everstep.capture.ranks import Ranks
 from everstep.capture.refusals import Refused
 from everstep.capture.settings import Settings, Strategy
 from everstep.capture.underway import Capture, row_of
-from everstep.errors import EverstepError, Unavailable, Unsupported
+from everstep.errors import EverstepError, Unavailable
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import SlotState
 from everstep.keeper.client import Client
@@ -127,7 +127,11 @@ class Captures:
             self._saves.forget_newest()
             raise
         except BaseException as error:
-            known = error if isinstance(error, EverstepError) else Unsupported(repr(error))
+            known = (
+                error
+                if isinstance(error, EverstepError)
+                else Unavailable(_interrupted(handle.step, error))
+            )
             self._saves.drop(handle, known, repr(error))
             raise
         else:
@@ -232,6 +236,9 @@ class Captures:
         collected = captured.collected
         plan = self._planner(captured).plan(collected)
         self._full.settle()
+        if (lent := self.pool.lent) and not self._full.was_given(lent):
+            self._full.devices.synchronize()
+            self.pool.take_back(lent)
         commits = self._metrics.commits
         slot = self.pool.acquire(plan, self._descriptor_size, patience_s)
         if slot is None:
@@ -250,12 +257,16 @@ class Captures:
             self._full.devices.synchronize()  # nothing may arrive in a slot that is free
             slot.arena.set_state(slot.index, SlotState.FREE)
             raise
-        if self.strategy:
-            self.strategy.begun(captured, handle)
-        if captured.record is not None and not self._state.world.is_alone:
-            self._passes = _PASSES_TOLD
-        self._saves.begin(capture, handle)
-        self._full.go_on(capture)
+        try:
+            if self.strategy:
+                self.strategy.begun(captured, handle)
+            if captured.record is not None and not self._state.world.is_alone:
+                self._passes = _PASSES_TOLD
+            self._saves.begin(capture, handle)
+            self._full.go_on(capture)
+        except BaseException as error:
+            self._full.give_up(capture, _interrupted(handle.step, error))
+            raise
 
     def _planner(self, captured: Captured) -> Planner:
         """One for each thing that comes again: states, records, the n-th shares of windows."""
@@ -346,6 +357,10 @@ class Captures:
             self.epoch = self._client.claim(self.parent)
         except Unavailable:
             self._client.ensure()
+
+
+def _interrupted(step: int, error: BaseException) -> str:
+    return f"saving step {step}: interrupted by {error!r}; nothing of it was kept. Save it again"
 
 
 def chosen_strategy(

@@ -48,7 +48,7 @@ class SaveHandle:
         deadline = None if timeout is None else time.monotonic() + timeout
         is_captured = self._await("captured", deadline)
         confirm = self._confirm  # others may let go of it
-        problem = confirm() if is_captured and confirm else None
+        problem = confirm() if is_captured and confirm and self.error is None else None
         if not is_captured or not self._await(level, deadline):
             raise TimeoutError(
                 f"waiting for step {self.step} to be {level}: it is "

@@ -240,3 +240,23 @@ def test_the_keeper_dies_in_the_middle_of_a_chain(store, waits):
     assert Store(store).latest() == 20
     assert Store(store).verify().ok
     check_steps(store, build(2), frozen)
+
+
+def test_a_log_whose_newest_step_is_deleted_begins_anew(store):
+    """Nothing followed it when it was deleted; what comes next must not go on from it."""
+    state, frozen = build(1), {}
+    with logged(store, state) as saver:
+        for step in range(1, 10):
+            train(state)
+            handle = saver.step(step)
+            if step == 5:
+                with pytest.raises(Unavailable, match="00000004-0001.*was deleted meanwhile"):
+                    handle.wait()
+            else:
+                handle.wait()
+            frozen[step] = snapshot(state)
+            if step == 4:
+                Store(store).delete(4)
+    assert Store(store).steps() == [1, 2, 3, 6, 7, 8, 9]
+    assert kinds(store) == "brrbrrr"
+    check_steps(store, build(2), frozen)

@@ -150,6 +150,16 @@ class Full:
         self._open.append(capture)
         self._queue.put(capture)
 
+    def was_given(self, slot: Slot) -> bool:
+        """Whether the capture in this slot came so far as `go_on`."""
+        return self._last is not None and self._last.slot is slot
+
+    def give_up(self, capture: Capture, problem: str) -> None:
+        """An interrupt (Ctrl-C) came, perhaps in `go_on`: nothing is to come of this one."""
+        capture.problem = capture.problem or problem
+        self._last = capture
+        self._queue.put(capture)  # again, perhaps
+
     def hold(self, owner: int) -> bool:
         """Before an optimizer's update: wait for the copies of its tensors, and check that they are
         clean; whether they are, whoever found it out.
@@ -230,6 +240,8 @@ class Full:
         while capture := self._queue.get():
             if not isinstance(capture, Capture):
                 self._copied.put(capture)
+                continue
+            if capture.copied.is_set():  # see give_up
                 continue
             try:
                 self._copy_one(capture)

@@ -53,6 +53,8 @@ class Pool:
         self._sequence = 0
         self._own_from = 0
         """The first job of this process: those before it are a dead trainer's."""
+        self.lent: Slot | None = None
+        """The last that `acquire` gave."""
         self.failure: str | None = None
         self.on_release: Callable[[Arena], None] = lambda arena: None
 
@@ -112,13 +114,19 @@ class Pool:
                 if not self._wait(deadline):
                     return None
                 self._check_failure()
+            slot = self.lent = Slot(key, arena, index)
             arena.set_state(index, SlotState.CAPTURING)
         if self._plans.get((key, index)) is not plan:
             for offset, header in plan.headers():
                 arena.image(index)[offset : offset + len(header)] = header
             _clear_gaps(arena, index, plan)
             self._plans[key, index] = plan
-        return Slot(key, arena, index)
+        return slot
+
+    def take_back(self, slot: Slot) -> None:
+        """Nobody writes to it, or will: an interrupt came before it was used."""
+        if slot.arena.state(slot.index) is SlotState.CAPTURING:
+            slot.arena.set_state(slot.index, SlotState.FREE)
 
     def reserve(self, plan: Plan, descriptor_size: int, deadline: float) -> bool:
         """Make sure that there is an arena for this plan: one that is outgrown is retired.

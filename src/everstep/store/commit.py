@@ -217,6 +217,7 @@ def publish(
     name = CheckpointName(manifest.step, manifest.epoch)
     with disk.locked(exclusive=False):
         check_epoch(disk, manifest.epoch, manifest.step)
+        _check_previous(disk, manifest)
         for table in tables:
             write_table(disk, table)
         if disk.size(names.state_path(name)) is not None:  # of one of this name that was deleted
@@ -286,6 +287,19 @@ def set_tag(disk: Disk, tag: str, name: CheckpointName) -> None:
 def now() -> str:
     """The time as the format writes it: UTC, ISO 8601, milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _check_previous(disk: Disk, manifest: Manifest) -> None:
+    """What a log goes on from may have been deleted since, as nothing followed it. Raises
+    Unavailable."""
+    if manifest.previous is None:
+        return
+    name = CheckpointName(manifest.previous.step, manifest.previous.epoch)
+    if disk.size(names.manifest_path(name)) is None:
+        raise Unavailable(
+            f"saving step {manifest.step} to {disk.root}: {name}, which its record goes on from, "
+            f"was deleted meanwhile. A whole state is saved next"
+        )
 
 
 def _run_of(disk: Disk) -> str:

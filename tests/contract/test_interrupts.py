@@ -1,0 +1,97 @@
+"""Ctrl-C within step(), wherever it comes: that step is not saved, and all goes on."""
+
+import pytest
+from logs import build, train
+from runs import check_steps, checkpointer, snapshot
+
+from everstep import Unavailable
+from everstep.capture.auto import Auto
+from everstep.capture.full import Full
+from everstep.capture.log import Log
+from everstep.capture.plan import Planner
+from everstep.capture.pool import Pool
+from everstep.captures import Captures
+from everstep.saves import Saves
+
+LAST, EVERY = 19, 4
+POINTS = [
+    (Planner, "plan"),
+    (Pool, "acquire"),
+    (Captures, "_describe"),
+    (Full, "begin"),
+    (Log, "begun"),
+    (Saves, "begin"),
+    (Full, "go_on"),
+]
+
+
+def interrupt(patch, kind, name, when):
+    """After what this method does, where `when` says so. Before the call is over."""
+    method = getattr(kind, name)
+
+    def interrupted(self, *args, **options):
+        found = method(self, *args, **options)
+        if when():
+            raise KeyboardInterrupt
+        return found
+
+    patch.setattr(kind, name, interrupted)
+
+
+@pytest.mark.parametrize("strategy", ["full", "log"])
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point[0].__name__}.{point[1]}")
+def test_one_step_is_lost_and_no_memory(store, monkeypatch, strategy, point):
+    if point[0] is Log and strategy == "full":
+        return
+    state, frozen, due = build(1), {}, []
+    interrupt(monkeypatch, *point, lambda: due and due.pop())
+    with checkpointer(store, state, strategy=strategy) as saver:
+        for step in range(1, LAST + 1):
+            train(state)
+            if step % EVERY == 0:
+                due.append(step)
+                with pytest.raises(KeyboardInterrupt):
+                    saver.step(step)
+                handle = saver._saves.newest
+                if point != (Full, "go_on"):  # it was as good as over
+                    with pytest.raises(Unavailable, match="interrupted by KeyboardInterrupt"):
+                        handle.wait()
+            else:
+                saver.step(step).wait()
+            frozen[step] = snapshot(state)
+    found = check_steps(store, build(2), frozen)
+    assert {step for step in range(1, LAST) if step % EVERY} <= set(found)
+
+
+def test_restoring_after_it(store, monkeypatch):
+    state, due = build(1), []
+    interrupt(monkeypatch, Saves, "begin", lambda: due and due.pop())
+    saver = checkpointer(store, state)
+    train(state)
+    saver.step(1)
+    saved = snapshot(state)
+    train(state)
+    due.append(2)
+    with pytest.raises(KeyboardInterrupt):
+        saver.step(2)
+    assert saver.restore() == 1
+    assert snapshot(state) == saved
+    train(state)
+    saver.step(2).wait()
+    saver.close()
+
+
+def test_the_strategy_is_let_alone(store, monkeypatch):
+    """`auto` goes on with its log."""
+    monkeypatch.setattr("everstep.capture.auto.SAVES_MIN", 2)
+    state, due = build(1), []
+    interrupt(monkeypatch, Auto, "begun", lambda: due and due.pop())
+    with checkpointer(store, state, strategy="auto") as saver:
+        for step in range(1, LAST + 1):
+            train(state)
+            if step == 10:
+                due.append(step)
+                with pytest.raises(KeyboardInterrupt):
+                    saver.step(step)
+            else:
+                saver.step(step).wait()
