@@ -267,12 +267,17 @@ class Checkpointer:
         if exact not in ("allow", "require"):
             raise ValueError(f"exact must be 'allow' or 'require', not {exact!r}")
         chosen = _names(only)
-        found = self._restores.find(step, from_store)
-        if not found:
+        must_be_exact = exact == "require"
+        restored: CheckpointName | None
+        if step is None:
+            restored = self._restores.newest(from_store, chosen, must_be_exact=must_be_exact)
+        else:
+            found = self._restores.find(step, from_store)
+            restored = self._restores.first_good(
+                found, chosen, must_be_exact=must_be_exact, is_asked=True
+            )
+        if restored is None:
             return 0
-        restored = self._restores.first_good(
-            found, chosen, must_be_exact=exact == "require", is_asked=step is not None
-        )
         self._last_step = restored.step
         self.metrics.restore_seconds = time.perf_counter() - began
         return restored.step

@@ -6,6 +6,7 @@ let a surviving keeper finish → choose a checkpoint, with all ranks → match 
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from everstep.store.store import Store
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")
+
+_ATTEMPTS = 20
 
 
 class Restores:
@@ -77,21 +80,52 @@ class Restores:
             )
         return found
 
+    def newest(
+        self,
+        from_store: str | os.PathLike[str] | None,
+        only: list[str] | None,
+        *,
+        must_be_exact: bool,
+    ) -> CheckpointName | None:
+        """Put the newest that verifies into the state, and return which it was; None where there is
+        none. See `find` and `first_good`. Where a trainer deletes checkpoints meanwhile it has
+        written newer ones, which are looked for again."""
+        for attempt in range(_ATTEMPTS):
+            if not (found := self.find(None, from_store)):
+                break
+            try:
+                return self.first_good(found, only, must_be_exact=must_be_exact, is_asked=False)
+            except Missing:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        return None
+
     def first_good(
         self, found: list[Candidate], only: list[str] | None, *, must_be_exact: bool, is_asked: bool
     ) -> CheckpointName:
         """Put the first of them that verifies into the state, and return which it was.
 
         `is_asked`: it is the one that was asked for, and nothing else will do. Raises Corrupt where
-        none verifies, and what restore.apply raises."""
+        none verifies, Missing where they were deleted meanwhile, and what restore.apply raises."""
         failure: EverstepError | None = None
         cut_off: set[CheckpointName] = set()
-        for candidate in found:
+        waiting = deque(found)
+        while waiting:
+            candidate = waiting.popleft()
             if candidate.name in cut_off:
                 continue
             try:
                 self._restore(candidate, only, must_be_exact)
             except (Corrupt, Missing) as error:
+                if self._is_gone(candidate):
+                    raise Missing(
+                        f"restoring step {candidate.name.step} of {candidate.disk.root}: it was "
+                        f"deleted while it was read (by retention, keep=?). Restore another one"
+                    ) from error
+                if other := self._by_its_log(candidate):
+                    log.warning("%s. Its log is tried, from before that", error)
+                    waiting.appendleft(other)
+                    continue
                 if is_asked:
                     raise KINDS[kind_of(error)](
                         f"restoring step {candidate.name.step} of {candidate.disk.root}: {error}. "
@@ -108,6 +142,17 @@ class Restores:
             f"restoring from {found[0].disk.root}: none of its checkpoints verifies; of the "
             f"oldest: {failure}"
         )
+
+    def _is_gone(self, candidate: Candidate) -> bool:
+        """Whether what was read was deleted meanwhile; on all ranks the same."""
+        is_gone = candidate.held is None and not catalog.is_there(candidate.disk, candidate.name)
+        return any(self._state.world.gather("looking for what was deleted", is_gone))
+
+    def _by_its_log(self, candidate: Candidate) -> Candidate | None:
+        """See Candidate.by_its_log; on all ranks the same."""
+        other = candidate.by_its_log()
+        are_there = self._state.world.gather("looking for its log", other is not None)
+        return other if all(are_there) else None
 
     def _cut_off(self, candidate: Candidate, error: EverstepError) -> set[CheckpointName]:
         """What goes on from what is wrong with this one: none of it need be tried. On all ranks the
@@ -189,7 +234,7 @@ def _chain(candidate: Candidate) -> tuple[list[CheckpointName], bool]:
     """The candidate and what it goes on from, the oldest first; whether all of that is there."""
     chain: list[CheckpointName] = []
     try:
-        for manifest in catalog.followed(candidate.disk, candidate.name):
+        for manifest in catalog.followed(candidate.disk, candidate.name, candidate.damaged):
             chain.insert(0, CheckpointName(manifest.step, manifest.epoch))
     except EverstepError:
         return chain, False

@@ -250,7 +250,7 @@ def test_a_log_whose_newest_step_is_deleted_begins_anew(store):
             train(state)
             handle = saver.step(step)
             if step == 5:
-                with pytest.raises(Unavailable, match="00000004-0001.*was deleted meanwhile"):
+                with pytest.raises(Unavailable, match=r"00000004-0001.*was deleted meanwhile"):
                     handle.wait()
             else:
                 handle.wait()

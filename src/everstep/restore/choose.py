@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.errors import EverstepError, Missing
 from everstep.format.document import digest_of
@@ -103,6 +103,8 @@ class Candidate:
     name: CheckpointName
     disk: Disk
     held: Held | None = None
+    damaged: frozenset[CheckpointName] = frozenset()
+    """Log steps whose state that was made of them is not to be used."""
     is_shared: bool = False
     """Whether other ranks of this node read the same: then the page cache does it once for all."""
 
@@ -133,7 +135,25 @@ class Candidate:
             check_whole(manifest, tables, self.disk.root, checked)
             return Described(manifest, tables)
 
-        return [described(manifest) for manifest in catalog.read_chain(self.disk, self.name)]
+        return [
+            described(manifest)
+            for manifest in catalog.read_chain(self.disk, self.name, self.damaged)
+        ]
+
+    def by_its_log(self) -> "Candidate | None":
+        """The same without the state that it goes on from, where that was made of a log step (or
+        ended there, as a log's base): the log may be whole. None where it goes on from no such
+        one, or from nothing that is there."""
+        if self.held:
+            return None
+        with contextlib.suppress(EverstepError):
+            *_, base = catalog.followed(self.disk, self.name, self.damaged)
+            name = CheckpointName(base.step, base.epoch)
+            other = replace(self, damaged=self.damaged | {name})
+            if catalog.read_manifest(self.disk, name).records:
+                catalog.read_chain(self.disk, self.name, other.damaged)
+                return other
+        return None
 
     @contextlib.contextmanager
     def sources(self, part: Part) -> Iterator[Sequence[Sequence[Source]]]:

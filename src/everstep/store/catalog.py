@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from everstep.errors import Corrupt, EverstepError, Missing
@@ -102,27 +102,39 @@ def lineage(disk: Disk) -> list[CheckpointName]:
     return current(read_epochs(disk, checkpoints), checkpoints)
 
 
+def is_there(disk: Disk, name: CheckpointName) -> bool:
+    """Whether there is, at this moment, a checkpoint of this name."""
+    return disk.size(names.manifest_path(name)) is not None
+
+
 def read_manifest(disk: Disk, name: CheckpointName) -> Manifest:
     """Raises Missing, Corrupt, Unsupported."""
     return _read_manifest(disk, name)[0]
 
 
-def read_chain(disk: Disk, name: CheckpointName) -> list[Manifest]:
+def read_chain(
+    disk: Disk, name: CheckpointName, damaged: Container[CheckpointName] = ()
+) -> list[Manifest]:
     """A checkpoint and what it follows: a state first, then the logs that go on from it, and the
-    one asked for last. Raises Missing where that one is not there, Corrupt where another is not,
+    one asked for last. `damaged`: log steps whose state that was made of them does not count.
+    Raises Missing where that one is not there, Corrupt where another is not,
     or is not the one that was followed."""
-    return list(followed(disk, name))[::-1]
+    return list(followed(disk, name, damaged))[::-1]
 
 
-def followed(disk: Disk, name: CheckpointName) -> Iterator[Manifest]:
+def followed(
+    disk: Disk, name: CheckpointName, damaged: Container[CheckpointName] = ()
+) -> Iterator[Manifest]:
     """The same from the last to the first; raises what there is to raise when it comes to it."""
-    manifest: Manifest | None = _whole(disk, read_manifest(disk, name))
+    manifest: Manifest | None = _whole(disk, read_manifest(disk, name), damaged)
     while manifest is not None:
         yield manifest
-        manifest = check_previous(disk, manifest)
+        manifest = check_previous(disk, manifest, damaged)
 
 
-def check_previous(disk: Disk, manifest: Manifest) -> Manifest | None:
+def check_previous(
+    disk: Disk, manifest: Manifest, damaged: Container[CheckpointName] = ()
+) -> Manifest | None:
     """What a log goes on from; None for a state. Raises Corrupt where it is not there, or not what
     it was."""
     name = CheckpointName(manifest.step, manifest.epoch)
@@ -136,7 +148,7 @@ def check_previous(disk: Disk, manifest: Manifest) -> Manifest | None:
         raise Corrupt(f"{error}, but the log {name} goes on from it") from error
     if digest != manifest.previous.digest:
         raise Corrupt(f"reading {disk.root}: {behind} is not the checkpoint that {name} follows")
-    return _whole(disk, found)
+    return _whole(disk, found, damaged)
 
 
 def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
@@ -153,13 +165,14 @@ def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
     return found
 
 
-def _whole(disk: Disk, manifest: Manifest) -> Manifest:
+def _whole(disk: Disk, manifest: Manifest, damaged: Container[CheckpointName]) -> Manifest:
     """A step that takes a replay as the state that was made of it, where one stands for it: nothing
     is before it."""
-    if not manifest.records:
+    name = CheckpointName(manifest.step, manifest.epoch)
+    if not manifest.records or name in damaged:
         return manifest
     try:
-        found = read_state(disk, CheckpointName(manifest.step, manifest.epoch))
+        found = read_state(disk, name)
     except EverstepError as error:
         log.warning("%s. The log serves", error)
         return manifest

@@ -101,13 +101,13 @@ class Store:
             try:
                 manifests.append((name, catalog.read_manifest(self._disk, name)))
             except EverstepError as error:
-                if step is not None or self._is_there(name):  # else it was deleted meanwhile
+                if step is not None or catalog.is_there(self._disk, name):  # else deleted since
                     problems[str(name)] = [str(error)]
         total, done = sum(manifest.size for _, manifest in manifests), 0
         for name, manifest in manifests:
             for size, problem in self._verify(manifest):
                 done += size
-                if problem and self._is_there(name):  # else it was deleted meanwhile
+                if problem and catalog.is_there(self._disk, name):  # else it was deleted meanwhile
                     problems.setdefault(str(name), []).append(problem)
                 if progress:
                     progress(done, total)
@@ -132,7 +132,12 @@ class Store:
             if state is None or state.records:
                 raise Unsupported(self._no_state(manifest))
             manifest = state
-        return read_tensors(self._disk, manifest, self.tables(manifest), names)
+        try:
+            return read_tensors(self._disk, manifest, self.tables(manifest), names)
+        except Corrupt as error:
+            if catalog.is_there(self._disk, name):
+                raise
+            raise Missing(f"reading {name} of {self._disk.root}: deleted meanwhile") from error
 
     def delete(self, step: int | str) -> int:
         """Delete a checkpoint and the data that only it needs. Returns the bytes freed."""
@@ -143,9 +148,6 @@ class Store:
     def gc(self) -> tuple[int, int]:
         """Delete files that no checkpoint reaches: what failed left. Returns (files, bytes)."""
         return retain.sweep(self._disk)
-
-    def _is_there(self, name: CheckpointName) -> bool:
-        return self._disk.size(names.manifest_path(name)) is not None
 
     def _no_state(self, manifest: Manifest) -> str:
         """Why a log cannot be read, and what can."""
@@ -165,7 +167,7 @@ class Store:
         here = catalog.read_manifest(self._disk, name)
         while here.previous:
             behind = CheckpointName(here.previous.step, here.previous.epoch)
-            if not self._is_there(behind):  # since a base, or an exact state, came after it
+            if not catalog.is_there(self._disk, behind):  # an exact state, or a base, came after
                 break
             if self._is_whole(behind):
                 return behind.step
