@@ -25,6 +25,7 @@ from everstep.capture.refusals import Refused
 from everstep.capture.settings import Settings, Strategy
 from everstep.capture.underway import Capture, row_of
 from everstep.errors import EverstepError, Unavailable
+from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import SlotState
 from everstep.keeper.client import Client
@@ -95,7 +96,10 @@ class Captures:
         """The state as it is now, by reference."""
         for hook in self._hooks:
             hook.put_in_order()
-        self._state.suspect(self._full.take_torn())
+        torn = self._full.take_torn()
+        self._state.suspect(name for name in torn if not is_own(name))
+        if self.strategy:
+            self.strategy.distrust([name for name in torn if is_own(name)])
         collected = self._state.collect()
         self._metrics.user_seconds = self._state.user_seconds
         return collected

@@ -1,8 +1,10 @@
 """strategy="log" and gradients that are shared, reused, changed late, or of unusual kinds: a record
 holds what the optimizer consumed."""
 
+import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from keepers import until
@@ -12,7 +14,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import everstep
-from everstep import Store
+from everstep import Store, Unsupported
+from everstep.capture.full import Full
 from everstep.capture.recorder import Recorder
 
 
@@ -293,3 +296,43 @@ def test_no_device_memory_for_copies(store, monkeypatch, caplog):
     monkeypatch.setattr(Recorder, "_note_gradients", note_or_fail)
     check_run(store, build, train, "brrrbrrr", each=durable)
     assert "no device memory for copies of gradients of 'optimizer'" in caplog.text
+
+
+def test_gradients_in_foreign_memory_that_is_filled_again(store, monkeypatch, caplog):
+    """Each step's are new tensors, in NumPy's arrays, which are written to before the record is
+    copied. The first such record is lost; from then on they are copied at once."""
+    written = threading.Event()
+    copy_one = Full._copy_one
+
+    def copied_late(self, capture):
+        assert written.wait(30)
+        copy_one(self, capture)
+
+    monkeypatch.setattr(Full, "_copy_one", copied_late)
+    state, frozen, failed = build(1, torch.optim.SGD), {}, []
+    buffers = [np.zeros(p.shape, np.float32) for p in state["model"].parameters()]
+
+    def fill():
+        for buffer, parameter in zip(buffers, state["model"].parameters(), strict=True):
+            buffer[...] = np.random.randn(*buffer.shape)
+            parameter.grad = torch.from_numpy(buffer)
+
+    fill()
+    with logged(store, state) as saver:
+        for step in range(1, 16):
+            state["optimizer"].step()
+            written.clear()
+            handle = saver.step(step)
+            frozen[step] = snapshot(state)
+            state["optimizer"].zero_grad()
+            fill()
+            written.set()
+            try:
+                handle.wait()
+            except Unsupported as error:
+                failed.append(str(error))
+    (problem,) = failed
+    assert "'@0.model" in problem
+    assert kinds(store)[-8:] == "r" * 8
+    assert "copied at the call" not in caplog.text  # these are no tensors of the state
+    check_steps(store, build(2, torch.optim.SGD), frozen)

@@ -9,7 +9,7 @@ come true, and where steps turned out to take longer than they did with whole st
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -263,6 +263,10 @@ class Auto:
     def resume(self, chosen: Mapping[str, Any]) -> None:
         """A step is restored, with which describe() said this."""
         self._balance.resume(chosen.get("auto"))
+
+    def distrust(self, names: Collection[str]) -> None:
+        """See Recorder."""
+        self._active.distrust(names)
 
     def change_keeper(self) -> None:
         """The last one died."""

@@ -14,7 +14,7 @@ Source: LowDiff (SC 2025); the redo log of ARIES.
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from everstep.capture.captured import (
@@ -360,6 +360,10 @@ class Log:
         """Another strategy takes over for a while."""
         self.end_chain()
         self._interest.set(False)
+
+    def distrust(self, names: Collection[str]) -> None:
+        """See Recorder."""
+        self._recorder.distrust(names)
 
     def change_keeper(self) -> None:
         """The one that had the pieces of the next base is gone: they are copied again. Of several

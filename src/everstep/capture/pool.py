@@ -22,7 +22,7 @@ from everstep.keeper.ended import place_of
 SLOTS = 3
 SLOTS_OF_GROUPS = 16
 """At most, where records are held back to be committed in groups, and the budget has room."""
-BUDGET_FORMULA = "3 slots where they fit into half of the available memory, else 2"
+BUDGET_FORMULA = "3 slots where they fit into half of the available memory (of all ranks), else 2"
 _DOCUMENT_SLACK_BYTES = 1 << 20
 
 
@@ -224,7 +224,8 @@ class Pool:
         slot_bytes = round_up(image) + round_up(documents)
         budget = self._budget
         if budget is None:
-            budget = max(2 * slot_bytes, min(SLOTS * slot_bytes, available_memory() // 2))
+            half = available_memory() // 2 // max(1, self._client.place[1])  # all take some now
+            budget = max(2 * slot_bytes, min(SLOTS * slot_bytes, half))
         self._chosen_budget = budget
         if budget < 2 * slot_bytes:
             raise Unavailable(

@@ -15,7 +15,7 @@ Source: LowDiff (SC 2025), which copies eagerly and does not look.
 
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ from everstep.capture.refusals import (
     Outside,
     check_gradient,
     check_graphs,
-    check_placement,
+    local_gradient,
+    part_here,
 )
 from everstep.capture.tripwire import Tripwire
 from everstep.capture.watched import Watched, first_that_differs
@@ -37,8 +38,8 @@ from everstep.state import clipping, compressed, forms, owners
 from everstep.state.attributes import attributes, other_generators
 from everstep.state.autocast import autocast_now
 from everstep.state.graphs import Pools
-from everstep.state.layout import is_dtensor, local_of, part_of
-from everstep.state.leaves import fills_memory, sample
+from everstep.state.layout import is_dtensor, local_of
+from everstep.state.leaves import sample
 from everstep.state.mapped import Mapped
 from everstep.state.objects import encode, place_of
 from everstep.state.optimizers import OptimizerState
@@ -254,6 +255,15 @@ class Recorder:
                 tensors[name] = updated_of(watched.parameters, watched.state, step)
         return tensors, [call.said for call in calls]
 
+    def distrust(self, names: Collection[str]) -> None:
+        """These gradients, by their names in a record, were written to while that was copied, by
+        somebody of whom nothing tells: they are copied from now on."""
+        wanted = {name.partition(".")[2] for name in names}
+        for optimizer in self._optimizers:
+            for _, name, parameter, _ in optimizer.parameters() if wanted else ():
+                if name in wanted:
+                    self._reused.add(id(parameter))
+
     def _close(self, call: Call) -> None:
         """What the update did beside updating."""
         call.is_open = False
@@ -349,7 +359,7 @@ class Recorder:
             check_gradient(name, gradient)
             if self.only is not None and name not in self.only:
                 continue
-            part = _part(name, parameter, gradient, call.said["class"])
+            part = part_here(name, parameter, gradient, call.said["class"])
             self._noted[id(parameter)] += 1
             if clipped:
                 _note_clip(clips, clipped, name, call)
@@ -359,7 +369,7 @@ class Recorder:
             elif clipped:  # nobody else writes to the raw one
                 raw = clipped.raw
                 key = raw_name(call.at, name) if is_dtensor(raw) else f"{call.at}.{name}"
-                call.tensors[key] = _local(name, parameter, raw)
+                call.tensors[key] = local_gradient(name, parameter, raw)
             else:
                 copies = must_copy or not self._is_fresh(parameter, part, in_buffers)
                 _hold(call, name, parameter, part, copies)
@@ -468,29 +478,3 @@ def _scaler_of(optimizer: OptimizerState) -> dict[str, torch.Tensor] | None:
     found = {key: getattr(inner, key, None) for key in ("grad_scale", "found_inf")}
     known = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
     return known or None
-
-
-def _local(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient. Raises Unsupported where that is not here."""
-    if (part := part_of(gradient, parameter)) is None:
-        raise Unsupported(
-            f"the gradient of {name!r} is placed otherwise than the parameter. Use strategy='full'"
-        )
-    return part
-
-
-def _part(name: str, parameter: torch.Tensor, gradient: torch.Tensor, kind: str) -> torch.Tensor:
-    """This rank's part of a gradient that an optimizer of class `kind` consumes. Raises Unsupported
-    where that is not here, or no replay could have it as it is."""
-    check_placement(name, parameter, gradient, kind)
-    gradient = _local(name, parameter, gradient)
-    if not fills_memory(gradient):
-        raise Unsupported(
-            f"the gradient of {name!r} has gaps or overlaps in memory (an expanded tensor?), on "
-            f"which sums depend"
-        )
-    if type(gradient) is not torch.Tensor:
-        raise Unsupported(
-            f"the gradient of {name!r} is a {type(gradient).__name__}. Use strategy='full'"
-        )
-    return gradient

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from everstep.errors import Unsupported
-from everstep.state.layout import is_dtensor, spread_of
+from everstep.state.layout import is_dtensor, part_of, spread_of
+from everstep.state.leaves import fills_memory
 from everstep.state.optimizers import OptimizerState
 from everstep.state.redundancy import inner_of, is_dealt_out, updates_elsewhere
 from everstep.state.topology import goes_by_elements
@@ -150,3 +151,31 @@ def _why_not(state: OptimizerState, is_alone: bool) -> str | None:
 
 def _lower(text: str) -> str:
     return text[0].lower() + text[1:]
+
+
+def local_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient. Raises Unsupported where that is not here."""
+    if (part := part_of(gradient, parameter)) is None:
+        raise Unsupported(
+            f"the gradient of {name!r} is placed otherwise than the parameter. Use strategy='full'"
+        )
+    return part
+
+
+def part_here(
+    name: str, parameter: torch.Tensor, gradient: torch.Tensor, kind: str
+) -> torch.Tensor:
+    """This rank's part of a gradient that an optimizer of class `kind` consumes. Raises Unsupported
+    where that is not here, or no replay could have it as it is."""
+    check_placement(name, parameter, gradient, kind)
+    gradient = local_gradient(name, parameter, gradient)
+    if not fills_memory(gradient):
+        raise Unsupported(
+            f"the gradient of {name!r} has gaps or overlaps in memory (an expanded tensor?), on "
+            f"which sums depend"
+        )
+    if type(gradient) is not torch.Tensor:
+        raise Unsupported(
+            f"the gradient of {name!r} is a {type(gradient).__name__}. Use strategy='full'"
+        )
+    return gradient

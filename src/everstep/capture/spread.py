@@ -14,7 +14,7 @@ Source: GoCkpt (multi-step overlapped checkpoints); fuzzy checkpoints of ARIES.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -275,6 +275,10 @@ class Spread:
         self._forget()
 
     pause = close
+
+    def distrust(self, names: Collection[str]) -> None:
+        """See Recorder."""
+        self._recorder.distrust(names)
 
     def change_keeper(self) -> None:
         """The one that had the parts of the window under way is gone."""

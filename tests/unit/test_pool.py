@@ -1,0 +1,27 @@
+"""How much memory captures take by themselves."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from everstep.capture import pool
+from everstep.format.packs import round_up
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [(1, 3), (2, 3), (4, 2), (8, 2)])
+def test_all_ranks_of_a_node_share_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, slots: int
+) -> None:
+    """Each is asked before any has taken its part."""
+    size = 1 << 20
+    client = SimpleNamespace(
+        place=(0, ranks), add_arena=lambda key, arena: None, release_arena=lambda key: None
+    )
+    of_slot = 2 * round_up(size)
+    monkeypatch.setattr(pool, "available_memory", lambda: 2 * 2 * 3 * of_slot)
+    found = pool.Pool(cast(Any, client), None)
+    _, arena = found._create(size, size)
+    assert arena.slot_count == slots
+    assert ranks * slots * of_slot <= 2 * 3 * of_slot or slots == 2
+    arena.close()
