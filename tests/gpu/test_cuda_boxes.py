@@ -15,17 +15,18 @@ from written import Written
 
 def state(seed):
     torch.manual_seed(seed)
-    plain = {
-        "large": torch.randn(3000, 1111),
-        "column": torch.randn(2000, 900).t(),
-        "half": torch.randn(77, 33).bfloat16(),
-        "image": torch.randn(8, 3, 5, 5).contiguous(memory_format=torch.channels_last),
-        "gaps": torch.randn(400, 600)[::2, 1:500],
-        "expanded": torch.full((3, 1), 1.0 * seed).expand(3, 50),
-        "complex": torch.randn(9, 7, dtype=torch.complex128),
-        "scalar": torch.tensor(2.5 * seed),
-    }
-    return {"value": {name: tensor.cuda() for name, tensor in plain.items()}}
+    with torch.device("cuda"):  # there: .cuda() would make those with gaps dense
+        value = {
+            "large": torch.randn(3000, 1111),
+            "column": torch.randn(2000, 900).t(),
+            "half": torch.randn(77, 33).bfloat16(),
+            "image": torch.randn(8, 3, 5, 5).contiguous(memory_format=torch.channels_last),
+            "gaps": torch.randn(400, 600)[::2, 1:500],
+            "expanded": torch.full((3, 1), 1.0 * seed).expand(3, 50),
+            "complex": torch.randn(9, 7, dtype=torch.complex128),
+            "scalar": torch.tensor(2.5 * seed),
+        }
+    return {"value": value}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

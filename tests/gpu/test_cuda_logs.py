@@ -5,7 +5,10 @@ import torch
 from test_cuda import build, check_steps, state_bytes
 
 import everstep
+from everstep.restore.materialize import materialize
 from everstep.state import room
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 
 DATA = (64, 512)
 
@@ -146,3 +149,26 @@ def test_without_room_the_clipped_gradients_are_recorded(store, monkeypatch):
             saver.step(step)
             expected[step] = state_bytes(state)
     check_steps(store, make(2, clipped, {"fused": True}), expected)
+
+
+def test_a_replay_on_the_cpu_is_not_exact_and_no_damage(store):
+    """As `materialize`, host catch-up and restore(only=) make them."""
+    state = build(1, width=DATA[1], layers=2)
+    with everstep.Checkpointer(
+        store, state, strategy="log", base_every=100, under_pressure="wait", audit="full"
+    ) as saver:
+        for step in range(1, 6):
+            plain(state)
+            saver.step(step)
+    weight = state["model"][0].weight.detach()
+    made = materialize(Disk(store), CheckpointName(5, 1))
+    assert not made.exact
+    assert "parameters on cuda, here on cpu" in made.topology["replayed"]["differs"]
+    fresh = build(2, width=DATA[1], layers=2)
+    with everstep.Checkpointer(store, fresh) as restorer:
+        with pytest.raises(everstep.Unsupported, match="trained on a GPU"):
+            restorer.restore(5, only="model", exact="require")
+        assert restorer.restore(5, only="model") == 5
+        torch.testing.assert_close(fresh["model"][0].weight.detach(), weight)
+        assert restorer.restore(5, exact="require") == 5
+    assert state_bytes(fresh) == state_bytes(state)
