@@ -9,6 +9,7 @@ from logs import build, train
 from runs import checkpointer, run_logged, snapshot
 
 from everstep import Checkpointer, Corrupt, Keep, Missing, Store
+from everstep.cli.main import main
 from everstep.restore import load
 from everstep.restore.materialize import materialize
 from everstep.store import catalog
@@ -62,12 +63,27 @@ def test_a_damaged_state_that_was_made_of_a_log(store, caplog, window):
             assert snapshot(fresh) == frozen[step or 9]
 
 
-def test_both_are_damaged(store):
+def verified(store, capsys):
+    """What `everstep verify` says."""
+    assert main(["verify", str(store), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert main(["verify", str(store)]) == 1
+    return found["problems"].keys(), found["cut_off"], capsys.readouterr().out
+
+
+def test_both_are_damaged(store, capsys):
     frozen = run_logged(store, build(1), train, 9)
     materialize(Disk(store), CheckpointName(6, 1))
     damage(store, state_of(store, 6).all_parts[0].packs[0], is_of_state)
+    problems, cut_off, said = verified(store, capsys)
+    assert (problems, cut_off) == ({"00000006-0001"}, [])
+    assert "a restore goes by its log instead" in said
     (record,) = Store(store).manifest(4).records
     damage(store, record.parts[0].packs[0], is_gradient)
+    problems, cut_off, said = verified(store, capsys)
+    assert problems == {"00000004-0001", "00000006-0001"}
+    assert cut_off == [f"{step:08}-0001" for step in range(5, 10)]
+    assert "goes by its log" not in said
     fresh = build(2)
     with checkpointer(store, fresh) as saver:
         with pytest.raises(Corrupt, match="restoring step 8"):
