@@ -271,6 +271,7 @@ class Captures:
         except BaseException as error:
             self._full.give_up(capture, _interrupted(handle.step, error))
             raise
+        self.pool.lent = None
 
     def _planner(self, captured: Captured) -> Planner:
         """One for each thing that comes again: states, records, the n-th shares of windows."""

@@ -54,7 +54,7 @@ class Pool:
         self._own_from = 0
         """The first job of this process: those before it are a dead trainer's."""
         self.lent: Slot | None = None
-        """The last that `acquire` gave."""
+        """The last that `acquire` gave, until it is in other hands."""
         self.failure: str | None = None
         self.on_release: Callable[[Arena], None] = lambda arena: None
 
@@ -87,7 +87,7 @@ class Pool:
         self.inherit([])
         for _, arena in [*self._retired, *([self._current] if self._current else [])]:
             self.on_release(arena)
-        self._current, self._retired = None, []
+        self._current, self._retired, self.lent = None, [], None
         self._plans.clear()
 
     def next_sequence(self) -> int:
