@@ -365,7 +365,7 @@ class Captures:
 
 
 def _interrupted(step: int, error: BaseException) -> str:
-    return f"saving step {step}: interrupted by {error!r}; nothing of it was kept. Save it again"
+    return f"saving step {step}: interrupted by {error!r}. Go on with the next step"
 
 
 def chosen_strategy(

@@ -122,7 +122,8 @@ class Restores:
                         f"restoring step {candidate.name.step} of {candidate.disk.root}: it was "
                         f"deleted while it was read (by retention, keep=?). Restore another one"
                     ) from error
-                if other := self._by_its_log(candidate):
+                is_lost = isinstance(error, OtherBytes)  # the same records would follow
+                if not is_lost and (other := self._by_its_log(candidate)):
                     log.warning("%s. Its log is tried, from before that", error)
                     waiting.appendleft(other)
                     continue
@@ -247,9 +248,10 @@ def _following_damage(candidate: Candidate) -> list[CheckpointName]:
     if not is_complete:
         return chain  # what is before them is not there
     try:
-        problems = Store(candidate.disk.root).verify(str(candidate.name)).problems
+        verdict = Store(candidate.disk.root).verify(str(candidate.name))
     except EverstepError:  # deleted meanwhile
         return []
+    problems = verdict.problems.keys() - verdict.by_log
     damaged = (at for at, name in enumerate(chain) if str(name) in problems)
     return chain[next(damaged, len(chain)) :]
 

@@ -9,7 +9,7 @@ import torch
 from everstep.capture.refusals import Refused
 from everstep.format.tables import is_own
 from everstep.state.layout import local_of
-from everstep.state.leaves import Leaf, version_of
+from everstep.state.leaves import Leaf, sample, version_of
 from everstep.state.view import Collected, Walk
 
 RECORD_OWNER = -1
@@ -46,32 +46,48 @@ class Seen:
 
     objects: dict[str, Any]
     hyperparameters: dict[str, Any]
-    tensors: dict[str, tuple[torch.Tensor, int]]
-    """By name, and their versions then."""
+    tensors: dict[str, tuple[torch.Tensor, int, bytes]]
+    """By name, with their versions and a sample of their bytes (none on a device) then."""
 
     @classmethod
     def of(cls, collected: Collected) -> "Seen":
         """Of a state, or of a part of one."""
         leaves = (*unowned(collected.walk.leaves), *collected.loose)
-        tensors = {leaf.entry: (leaf.tensor, version_of(leaf.tensor)) for leaf in leaves}
+        tensors = {
+            leaf.entry: (leaf.tensor, version_of(leaf.tensor), _sample(leaf.tensor))
+            for leaf in leaves
+        }
         return cls(collected.objects, collected.hyperparameters, tensors)
 
-    def is_still(self, collected: Collected) -> bool:
-        """Whether the state has all of that as it was. May wait for a device."""
+    def is_still(self, collected: Collected, *, is_alone: bool) -> bool:
+        """Whether the state has all of that as it was. May wait for a device. Of several ranks each
+        has other tensors of these, and they would not agree: there they are not looked at."""
         said = self.objects, self.hyperparameters
         if said != (collected.objects, collected.hyperparameters):
             return False
-        now = Seen.of(collected).tensors
+        now = Seen.of(collected).tensors if is_alone else {}
         return all(
-            version_of(tensor) == version and name in now and _are_equal(tensor, now[name][0])
-            for name, (tensor, version) in self.tensors.items()
+            version_of(tensor) == version
+            and _sample(tensor) == seen
+            and name in now
+            and _are_equal(tensor, now[name][0])
+            for name, (tensor, version, seen) in (self.tensors.items() if is_alone else ())
         )
 
 
+def _sample(tensor: torch.Tensor) -> bytes:
+    return sample(tensor) if tensor.is_contiguous() else b""
+
+
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether it is the same memory, or has the same values."""
-    same = local_of(one).data_ptr() == local_of(other).data_ptr()
-    return same or torch.equal(local_of(one), local_of(other))
+    """Whether it is the same memory, or has the same bytes."""
+    if (one.dtype, one.shape, one.stride()) != (other.dtype, other.shape, other.stride()):
+        return False
+    rows = [
+        tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        for tensor in (local_of(one), local_of(other))
+    ]
+    return rows[0].data_ptr() == rows[1].data_ptr() or torch.equal(*rows)
 
 
 def shape_of(walk: Walk) -> tuple[Any, ...]:

@@ -227,10 +227,10 @@ class Log:
         if not self.is_recording or last is None or last.step != step or last.error is not None:
             return None
         collected = collect()
-        is_same = self._base is collected.walk and self._recorder.is_quiet
         if self._derived and self._derived.changed():
             return None
-        return last if is_same and self._seen and self._seen.is_still(collected) else None
+        is_same = self._base is collected.walk and self._recorder.is_quiet and self._seen
+        return last if is_same and is_same.is_still(collected, is_alone=not self._ranks) else None
 
     def wants(self, step: int) -> bool:
         """Whether this step, which is not due, is recorded all the same."""

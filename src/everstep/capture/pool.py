@@ -117,6 +117,7 @@ class Pool:
             slot = self.lent = Slot(key, arena, index)
             arena.set_state(index, SlotState.CAPTURING)
         if self._plans.get((key, index)) is not plan:
+            self._plans.pop((key, index), None)  # should an interrupt come in the midst of it
             for offset, header in plan.headers():
                 arena.image(index)[offset : offset + len(header)] = header
             _clear_gaps(arena, index, plan)
@@ -127,6 +128,7 @@ class Pool:
         """Nobody writes to it, or will: an interrupt came before it was used."""
         if slot.arena.state(slot.index) is SlotState.CAPTURING:
             slot.arena.set_state(slot.index, SlotState.FREE)
+        self.lent = None
 
     def reserve(self, plan: Plan, descriptor_size: int, deadline: float) -> bool:
         """Make sure that there is an arena for this plan: one that is outgrown is retired.

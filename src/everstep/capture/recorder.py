@@ -276,7 +276,7 @@ class Recorder:
                 held.version, held.sample = held.gradient._version, sample(held.gradient)
         after = _generators()
         if drawn := [key for key, state in call.generators.items() if not state.equal(after[key])]:
-            before = {key: call.generators[key] for key in drawn}
+            before = {place_of(torch.device(key)): call.generators[key] for key in drawn}
             call.said["generators"] = encode(before, "generators", call.sink)
         if call.others != other_generators(optimizer):
             self.refuse(
@@ -454,7 +454,7 @@ def _generators() -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         on_gpus = enumerate(torch.cuda.get_rng_state_all())
-        states |= {place_of(torch.device("cuda", index)): state for index, state in on_gpus}
+        states |= {f"cuda:{index}": state for index, state in on_gpus}
     return states
 
 

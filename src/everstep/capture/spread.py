@@ -179,7 +179,13 @@ class Spread:
             return None
         collected = collect()
         is_same = self._last_walk is collected.walk and self._recorder.is_quiet
-        return last if is_same and self._seen and self._seen.is_still(collected) else None
+        return (
+            last
+            if is_same
+            and self._seen
+            and self._seen.is_still(collected, is_alone=self._ranks is None)
+            else None
+        )
 
     def choose(
         self, step: int, collected: Collected, *, asked: bool = False, tagged: bool = False

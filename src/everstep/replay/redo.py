@@ -35,6 +35,9 @@ _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
+_PASSING = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+"""What says nothing of a record."""
+
 _NONSENSE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 """What comes of documents that say something else than a record does; torch raises RuntimeError for
 a gradient that does not fit its parameter."""
@@ -119,7 +122,7 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
             after = said.get("after") if last[state.name] == number else None
         try:
             _step(state, call)
-        except (EverstepError, MemoryError, torch.OutOfMemoryError):
+        except (EverstepError, MemoryError, *_PASSING):
             raise
         except Exception as error:
             raise Raised(record.step, state.name, error) from error

@@ -67,8 +67,11 @@ def apply(
     # parts are replayed beside the state, on nobody's layout
     layout = state.layout() if replayed and only is None else ALONE
     differing = sorted({text for each in replayed for text in each.differences(layout)})
+    is_moved = False
     if replayed and only is None:
-        differing += moved(base, _kinds(state))
+        each = state.world.gather("comparing devices", moved(base, _kinds(state)))
+        differing += sorted({text for found in each for text in found})
+        is_moved = any(each)
     if must_be_exact and differing:
         optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
         found = selftest.describe(selftest.compare(replayed[-1].manifest.topology, optimizers))
@@ -106,7 +109,7 @@ def apply(
         saved = _saved_after(base, replayed[-1], optimized)
         place_rest = partial(_place_rest, state, saved, optimized, derivation)
         replay = partial(_replay, candidate, base, replayed, state, placement, loader)
-        together("replaying", lambda: replay(derivation, place_rest, stack))
+        together("replaying", lambda: replay(derivation, place_rest, stack, is_moved=is_moved))
         for optimizer in state.optimizers:
             send_around(optimizer.optimizer)  # all ranks have come to the end of it
         rest = place_rest()
@@ -121,13 +124,13 @@ def apply(
 
 
 def _kinds(state: State) -> dict[str, str]:
-    """On which kind of device the parameters are that are not on the CPU."""
+    """On which kind of device the parameters are that are here."""
+    state.name_parameters()
     return {
         each: parameter.device.type
         for optimizer in state.optimizers
         for _, name, parameter, _ in optimizer.parameters()
-        for each in optimizer.mapped.names(name, parameter)
-        if parameter.device.type != "cpu"
+        for each in optimizer.mapped.names_here(name, parameter)
     }
 
 
@@ -228,6 +231,8 @@ def _replay(
     derivation: Derivation,
     place_rest: Callable[[], Placement],
     stack: contextlib.ExitStack,
+    *,
+    is_moved: bool,
 ) -> None:
     """The base first, for which `placement` is ready, then the records: its own, where it is spread
     over several steps, and its log's. `place_rest`: what comes after them has to fit, too. `stack`:
@@ -242,7 +247,7 @@ def _replay(
         with candidate.sources(record.part) as sources:
             loader.load(record.part, sources, here, table)
 
-    is_comparable = has_to_be_equal(base, logs, state.layout(), _kinds(state))
+    is_comparable = has_to_be_equal(base, logs, state.layout(), is_moved=is_moved)
     records = stack.enter_context(
         Records(candidate, logs, optimizers.values(), loader, is_comparable, state.world)
     )

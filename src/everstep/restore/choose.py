@@ -72,27 +72,26 @@ class Described:
         return tables_of_records(self.manifest, self.tables)
 
 
-def moved(base: Described, kinds: Mapping[str, str]) -> list[str]:
+def moved(base: Described, kinds: Mapping[str, str] | None = None) -> list[str]:
     """That it is replayed on another kind of device than the run's, which comes to other last bits.
-    `kinds`: of the parameters by name, as far as they are not on the CPU."""
+    `kinds`: of the parameters that are here, by name; None: all are, on the CPU."""
     found = set()
     for table in base.tables:
         for optimizer in table.optimizers.values():
             for name in optimizer["groups"].keys() & table.tensors.keys():
                 then, _, _ = table.tensors[name].device.partition(":")
-                now = kinds.get(name, "cpu")
+                now = "cpu" if kinds is None else kinds.get(name, then)
                 found |= {f"parameters on {then}, here on {now}"} if then != now else set()
     return sorted(found)
 
 
 def has_to_be_equal(
-    base: Described, logs: Sequence[Described], layout: str, kinds: Mapping[str, str]
+    base: Described, logs: Sequence[Described], layout: str, *, is_moved: bool
 ) -> bool:
-    """Whether a replay on this machine, by ranks of this layout, with parameters on devices of
-    these kinds (see `moved`), comes to the run's own bytes on each of them; or else something is
-    wrong."""
+    """Whether a replay on this machine, by ranks of this layout, comes to the run's own bytes on
+    each of them; or else something is wrong. `is_moved`: on another kind of device."""
     is_same = all(each.manifest.topology.get("layout", ALONE) == layout for each in logs)
-    is_same &= base.manifest.exact and not moved(base, kinds)
+    is_same &= base.manifest.exact and not is_moved
     return is_same and not any(each.differences(layout) for each in logs)
 
 
@@ -150,7 +149,7 @@ class Candidate:
             *_, base = catalog.followed(self.disk, self.name, self.damaged)
             name = CheckpointName(base.step, base.epoch)
             other = replace(self, damaged=self.damaged | {name})
-            if catalog.read_manifest(self.disk, name).records:
+            if catalog.read_manifest(self.disk, name).previous and name not in self.damaged:
                 catalog.read_chain(self.disk, self.name, other.damaged)
                 return other
         return None

@@ -52,7 +52,7 @@ def materialize(disk: Disk, name: CheckpointName, keep_exact: bool = True) -> Ma
         with adopted(then), Loader() as loader:
             tensors = rebuilt(candidate, base, logs, loader)
             differing = differing_from(logs)
-            differing |= set(moved(base, {}))
+            differing |= set(moved(base))
             if not base.manifest.exact:
                 differing.add(f"step {base.manifest.step}, where it begins, is not exact")
             replayed = {"differs": sorted(differing), "selftest": selftest.compare(then)}

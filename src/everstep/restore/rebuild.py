@@ -12,7 +12,7 @@ from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import is_own
 from everstep.format.wholes import optimizers_of
 from everstep.replay.redo import redo
-from everstep.restore.choose import Candidate, Described, has_to_be_equal
+from everstep.restore.choose import Candidate, Described, has_to_be_equal, moved
 from everstep.restore.derived import compare, derived_names
 from everstep.restore.load import Loader
 from everstep.restore.records import Records, empty
@@ -54,7 +54,7 @@ def _replayed(
     candidate: Candidate, base: Described, logs: Sequence[Described], loader: Loader
 ) -> dict[str, torch.Tensor]:
     constant = _constant(base, logs)
-    is_comparable = has_to_be_equal(base, logs, ALONE, {})
+    is_comparable = has_to_be_equal(base, logs, ALONE, is_moved=bool(moved(base)))
     with Records(candidate, logs, None, loader, is_comparable, World(0, 1)) as records:
         tensors = _tensors_of(candidate, base, loader)
         optimizers = _rebuild(base, logs, tensors, candidate.disk)

@@ -1,7 +1,8 @@
 """Entries: the named parts of a state, by what they are."""
 
+import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -105,12 +106,15 @@ def entries_of(places: Iterable[Place]) -> Iterator[Entry]:
             yield from _entry(place, indices)
 
 
-def filled_in_place(entries: Iterable[Entry]) -> Iterator[Tensor]:
-    """All tensors into which a restore writes."""
+def filled_in_place(entries: Sequence[Entry]) -> Iterator[tuple[str | None, Tensor]]:
+    """All tensors into which a restore writes; those in values last, without a name."""
     for entry in entries:
-        yield from (leaf.tensor for leaf in entry.leaves(Guard()))
+        with contextlib.suppress(Unsupported):  # of a part that perhaps nobody wants
+            yield from ((leaf.name, leaf.tensor) for leaf in entry.leaves(Guard()))
+    for entry in entries:
         if isinstance(entry, ValueState):
-            yield from entry.tensors().values()
+            with contextlib.suppress(Unsupported):
+                yield from ((None, tensor) for tensor in entry.tensors().values())
 
 
 def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:

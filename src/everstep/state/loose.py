@@ -1,7 +1,7 @@
 """Loose tensors: those met in objects, which are copied at the call."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -70,12 +70,14 @@ class Loose:
         """Tags of tensors in values of the user's own."""
         self._values += ((tag, memory_of(tensor)) for tag, tensor in found)
 
-    def mark_shared(self, memories: Container[Memory | None]) -> None:
-        """Say of the values which lie in one of these memories, or in another value's."""
+    def mark_shared(self, memories: Mapping[Memory, str]) -> None:
+        """Say of the values which lie in one of these memories, by what that is called, or in
+        another value's, by the first one's name."""
         counts = Counter(memory for _, memory in self._values)
+        names: dict[Memory, str] = dict(memories)
         for tag, memory in self._values:
             if memory is not None and (memory in memories or counts[memory] > 1):
-                tag[_SHARED] = True
+                tag[_SHARED] = names.setdefault(memory, tag["v"])
 
     def all_aliases(self, others: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
         """More names of tensors, and these."""
@@ -97,9 +99,10 @@ class OfRank:
         return self._loose(own_name(name, self._rank), tensor)
 
 
-def shared_in(value: Any) -> set[str]:
-    """Of the tensors to which tagged JSON refers, the names of those that shared memory."""
-    return {tag["v"] for tag in tensor_tags(value) if tag.get(_SHARED)}
+def shared_in(value: Any) -> dict[str, str]:
+    """Of the tensors to which tagged JSON refers, by name, those that shared memory: the name of
+    the first in it."""
+    return {tag["v"]: tag[_SHARED] for tag in tensor_tags(value) if _SHARED in tag}
 
 
 def digests_of(leaves: Iterable[Leaf]) -> dict[str, str]:

@@ -24,8 +24,13 @@ def memory_of(tensor: Tensor) -> Memory | None:
     return (local.device, start) if start else None
 
 
-def shared(tensors: Iterable[Tensor]) -> set[Memory]:
-    """The storages in which several of these lie."""
-    different = {id(tensor): tensor for tensor in tensors}
-    counts = Counter(memory_of(tensor) for tensor in different.values())
-    return {memory for memory, count in counts.items() if count > 1 and memory is not None}
+def shared(tensors: Iterable[tuple[str | None, Tensor]]) -> dict[Memory, str | None]:
+    """The storages in which several of these lie, and the name of the first in each."""
+    different = {id(tensor): (name, tensor) for name, tensor in reversed(list(tensors))}
+    rows = [(memory_of(tensor), name) for name, tensor in reversed(different.values())]
+    counts = Counter(memory for memory, _ in rows)
+    return {
+        memory: name
+        for memory, name in reversed(rows)  # the first stays
+        if counts[memory] > 1 and memory is not None
+    }

@@ -112,8 +112,9 @@ class Placement:
     """This rank, for what differed between ranks though nobody had said that it would."""
     mapped: Mapped = field(default_factory=Mapped)
     """What the state's parameters are globally."""
-    shared: Container[Memory] = frozenset()
-    """Memory of the state in which several of its tensors lie."""
+    shared: Mapping[Memory, str | None] = field(default_factory=dict)
+    """Memory of the state in which several of its tensors lie, and the name of the first that is
+    in no value."""
     settled: Container[int] = frozenset()
     """The tensors, by id(), that a replay brings to where they are to be."""
     settled_names: Set[str] = frozenset()
@@ -149,8 +150,10 @@ class Placement:
             self._add(entry, tensor, boxes)
 
     def has_shared(self, tensor: torch.Tensor) -> bool:
-        """Whether others of the state lie in its memory, and nobody trains it."""
-        return not tensor.requires_grad and memory_of(tensor) in self.shared
+        """Whether others of the state lie in its memory, and it is nothing that is trained."""
+        is_trained = isinstance(tensor, torch.nn.Parameter) or id(tensor) in self.settled
+        is_free = not (is_trained or tensor.requires_grad)
+        return is_free and memory_of(tensor) in self.shared
 
     def beside(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """As `into`, but into a new tensor like this one, which is returned."""

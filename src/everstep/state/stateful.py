@@ -16,6 +16,7 @@ from everstep.state.layout import is_dtensor
 from everstep.state.leaves import Guard, Leaf
 from everstep.state.loose import Loose, OfRank, shared_in
 from everstep.state.objects import TensorSink, encode, references, tensor_tags
+from everstep.state.overlaps import memory_of
 from everstep.state.placement import Placement
 from everstep.state.ranked import unowned
 
@@ -167,13 +168,22 @@ class ValueState:
 
     def prepare(self, placement: Placement) -> None:
         """Dicts, lists, tensors and arrays keep their identity; the rest is replaced, and tensors
-        that share memory here, and did not when they were saved."""
+        that share memory here, and shared other memory, or none, when they were saved."""
         live: dict[str, torch.Tensor] = {}
         if (stored := placement.stored(self.name)) is not None:
             live = self._match(placement, references(stored))
-        shared = shared_in(stored)
+        groups = shared_in(stored)
+        mates: dict[Any, set[str | None]] = {}
         for name, tensor in live.items():
-            if name in shared or not placement.has_shared(tensor):
+            mates.setdefault(memory_of(tensor), set()).add(groups.get(name))
+        for name, tensor in list(live.items()):
+            memory, group = memory_of(tensor), groups.get(name)
+            is_as_then = group is not None and (
+                group == first
+                if memory and (first := placement.shared.get(memory)) is not None
+                else mates[memory] == {group}
+            )
+            if is_as_then or not placement.has_shared(tensor):
                 placement.into(name, tensor)
             else:
                 live[name] = placement.beside(name, tensor)

@@ -102,10 +102,11 @@ def adopted(then: Mapping[str, Any]) -> Iterator[None]:
     """Let torch have, for a while, the settings of then that a process can choose: what an update
     comes to in its last bits depends on them."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-    precision = torch.get_float32_matmul_precision()
+    precision, wanted_precision = _precision(), str(then.get("matmul")).partition(",")[0]
+    is_settable = {precision, wanted_precision} <= set(_PRECISIONS)
     try:
-        if (then_precision := str(then.get("matmul")).partition(",")[0]) in _PRECISIONS:
-            torch.set_float32_matmul_precision(then_precision)
+        if is_settable:
+            torch.set_float32_matmul_precision(wanted_precision)
         if then.get("threads") in range(1, _THREADS_MAX):
             torch.set_num_threads(then["threads"])
         wanted = getattr(torch, str(then.get("default_dtype")), None)
@@ -115,7 +116,17 @@ def adopted(then: Mapping[str, Any]) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
-        torch.set_float32_matmul_precision(precision)
+        if is_settable:
+            torch.set_float32_matmul_precision(precision)
+
+
+def _precision() -> str:
+    """Of float32 matrix products: torch's name; where a program has chosen it by backend, both."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to tell in one word what was said in two
+        backends: Any = torch.backends
+        return f"{backends.cuda.matmul.fp32_precision}/{backends.mkldnn.matmul.fp32_precision}"
 
 
 def _matmul() -> str:
@@ -126,7 +137,7 @@ def _matmul() -> str:
         "fp16": on_gpu.allow_fp16_reduced_precision_reduction,
     }
     whole = [f", {name} sums in float32" for name, is_reduced in flags.items() if not is_reduced]
-    return torch.get_float32_matmul_precision() + "".join(whole)
+    return _precision() + "".join(whole)
 
 
 def _keeps_denormals() -> bool:

@@ -123,7 +123,7 @@ class State:
             if isinstance(entry, ModuleState | OptimizerState):
                 entry.mapped = self.mapped
         if layout or any(units_of(module) for module in self.modules.values()):
-            self._name_parameters()  # whoever looks at parameters before the first walk
+            self.name_parameters()  # whoever looks at parameters before the first walk
         self._walk: Walk | None = None
         self._common = Parts()
         self._guard = Guard()
@@ -191,7 +191,7 @@ class State:
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """The state's own tensors, by all their names; of several ranks as they are here."""
-        self._name_parameters()
+        self.name_parameters()
         each = (leaf for entry in self._entries for leaf in entry.leaves(Guard()))
         leaves, aliases = find_aliases(each)
         found = {leaf.name: leaf.tensor for leaf in leaves}
@@ -346,7 +346,7 @@ class State:
 
     def _prepare(self, placement: Placement, only: list[str] | None) -> None:
         self._check_places()
-        self._name_parameters()
+        self.name_parameters()
         chosen = [entry for entry in self._entries if only is None or _is_chosen(entry.name, only)]
         if only is not None:
             unknown = [part for part in only if not any(_is_chosen(e.name, [part]) for e in chosen)]
@@ -383,10 +383,11 @@ class State:
 
     def _walk_anew(self) -> Walk:
         self._guard = Guard()
-        self._name_parameters()
+        self.name_parameters()
         found = [leaf for entry in self._entries for leaf in entry.leaves(self._guard)]
         self._owners = owners = self._find_owners()
-        self._memories = {memory_of(leaf.tensor) for leaf in found}
+        memories = ((memory_of(leaf.tensor), leaf.name) for leaf in reversed(found))
+        self._memories = {memory: name for memory, name in memories if memory}  # the first's name
         leaves, aliases = find_aliases(
             Leaf(leaf.name, leaf.tensor, owners.get(id(leaf.tensor), leaf.owner)) for leaf in found
         )
@@ -440,7 +441,7 @@ class State:
         """Whether nobody can hold what writes to it: it is copied at the call."""
         return self._torn[leaf.name] >= _TORN_MAX or leaf.owner in self._graphed
 
-    def _name_parameters(self) -> None:
+    def name_parameters(self) -> None:
         names: dict[int, str] = {}
         self.mapped.forget()
         for entry in self._entries:
