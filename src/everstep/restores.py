@@ -109,7 +109,7 @@ class Restores:
         none verifies, Missing where they were deleted meanwhile, and what restore.apply raises."""
         failure: EverstepError | None = None
         cut_off: set[CheckpointName] = set()
-        waiting = deque(found)
+        waiting, changes = deque(found), 0
         while waiting:
             candidate = waiting.popleft()
             if candidate.name in cut_off:
@@ -122,6 +122,10 @@ class Restores:
                         f"restoring step {candidate.name.step} of {candidate.disk.root}: it was "
                         f"deleted while it was read (by retention, keep=?). Restore another one"
                     ) from error
+                if changes < _ATTEMPTS and self._has_changed(candidate):
+                    changes += 1
+                    waiting.appendleft(candidate)
+                    continue
                 is_lost = isinstance(error, OtherBytes)  # the same records would follow
                 if not is_lost and (other := self._by_its_log(candidate)):
                     log.warning("%s. Its log is tried, from before that", error)
@@ -148,6 +152,11 @@ class Restores:
         """Whether what was read was deleted meanwhile; on all ranks the same."""
         is_gone = candidate.held is None and not catalog.is_there(candidate.disk, candidate.name)
         return any(self._state.world.gather("looking for what was deleted", is_gone))
+
+    def _has_changed(self, candidate: Candidate) -> bool:
+        """See Candidate.has_changed; on all ranks the same."""
+        is_other = candidate.has_changed()
+        return any(self._state.world.gather("looking for what has changed", is_other))
 
     def _by_its_log(self, candidate: Candidate) -> Candidate | None:
         """See Candidate.by_its_log; on all ranks the same."""

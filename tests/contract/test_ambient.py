@@ -22,6 +22,7 @@ from everstep import Store, Unsupported
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from forked import run
 
 
 @contextlib.contextmanager
@@ -230,3 +231,25 @@ def test_how_exact_matrix_products_are_belongs_to_a_replay(store):
     assert snapshot(state) == frozen[3]
     assert materialize(Disk(store), CheckpointName(3, 1)).exact
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def save_with_precision_by_backend(store):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    run_logged(store, build(1), lambda state, _: supervised(state), 3)
+
+
+def restore_with_precision_by_backend(store):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with checkpointer(store, build(2)) as saver:
+        assert saver.restore(3, exact="require") == 3
+    materialize(Disk(store), CheckpointName(2, 1))
+
+
+def test_precision_that_is_chosen_by_backend(store):
+    """torch does not tell it in one word then, and raises where it is asked to."""
+    for each in (save_with_precision_by_backend, restore_with_precision_by_backend):
+        assert run(each, store).returncode == 0
+    with checkpointer(store, build(2)) as saver:
+        with pytest.raises(Unsupported, match="matmul tf32"):
+            saver.restore(3, exact="require")
+        assert saver.restore(3) == 3

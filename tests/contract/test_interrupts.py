@@ -1,10 +1,14 @@
 """Ctrl-C within step(), wherever it comes: that step is not saved, and all goes on."""
 
+import contextlib
+import json
+
 import pytest
 from logs import build, train
 from runs import check_steps, checkpointer, snapshot
 
-from everstep import Unavailable
+from everstep import Store, Unavailable
+from everstep.capture import pool
 from everstep.capture.auto import Auto
 from everstep.capture.full import Full
 from everstep.capture.log import Log
@@ -95,3 +99,37 @@ def test_the_strategy_is_let_alone(store, monkeypatch):
                     saver.step(step)
             else:
                 saver.step(step).wait()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_next_one_in_a_slot_has_headers_of_its_own(store, monkeypatch, when):
+    """A file is what its header says, also where an interrupt came while headers were written."""
+    clear, due = pool._clear_gaps, []
+
+    def interrupted(*args):
+        if when == "after":
+            clear(*args)
+        if due and due.pop():
+            raise KeyboardInterrupt
+        clear(*args)
+
+    monkeypatch.setattr(pool, "_clear_gaps", interrupted)
+    state = build(1)
+    with checkpointer(store, state, strategy="log", base_every=3) as saver:
+        for step in range(1, 14):
+            train(state)
+            due.append(step % 2 == 0)
+            with contextlib.suppress(KeyboardInterrupt):
+                saver.step(step).wait()
+            due.clear()
+    known = Store(store)
+    assert len(known.steps()) >= 6
+    for step in known.steps():
+        manifest = known.manifest(step)
+        for part, table in zip(manifest.all_parts, known.tables(manifest), strict=True):
+            names = set()
+            for link in part.packs:
+                data = (store / link.path).read_bytes()
+                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+                names |= {n for n in header if n != "__metadata__" and not n.startswith("__pad__")}
+            assert names == set(table.tensors)

@@ -12,7 +12,7 @@ from everstep import Checkpointer, Corrupt, Keep, Missing, Store
 from everstep.cli.main import main
 from everstep.restore import load
 from everstep.restore.materialize import materialize
-from everstep.store import catalog
+from everstep.store import catalog, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import packs_of
@@ -61,6 +61,36 @@ def test_a_damaged_state_that_was_made_of_a_log(store, caplog, window):
             assert ("Its log is tried" in caplog.text) is (step != 5)
             caplog.clear()
             assert snapshot(fresh) == frozen[step or 9]
+
+
+def test_a_damaged_spread_checkpoint_has_no_log(store):
+    state, frozen = build(1), {}
+    with checkpointer(store, state, strategy="spread", every=4, window=3) as saver:
+        for step in range(1, 13):
+            train(state)
+            saver.step(step)
+            frozen[step] = snapshot(state)
+    assert Store(store).manifest(12).is_spread
+    damage(store, Store(store).manifest(12).all_parts[0].packs[0], is_of_state)
+    fresh = build(2)
+    with checkpointer(store, fresh) as saver:
+        with pytest.raises(Corrupt, match="restoring step 12"):
+            saver.restore(12)
+        assert saver.restore() == 8
+        assert snapshot(fresh) == frozen[8]
+
+
+def test_the_newest_that_can_be_restored(store):
+    """A made state and a later record are damaged: what lies between is whole."""
+    frozen = run_logged(store, build(1), train, 9)
+    materialize(Disk(store), CheckpointName(6, 1))
+    damage(store, state_of(store, 6).all_parts[0].packs[0], is_of_state)
+    (record,) = Store(store).manifest(8).records
+    damage(store, record.parts[0].packs[0], is_gradient)
+    fresh = build(2)
+    with checkpointer(store, fresh) as saver:
+        assert saver.restore() == 7
+        assert snapshot(fresh) == frozen[7]
 
 
 def verified(store, capsys):
@@ -133,3 +163,23 @@ def test_a_step_that_is_deleted_while_it_is_read(store, tmp_path, beside):
     saver = Checkpointer(tmp_path / "own", build(2))
     with saver, pytest.raises(Missing, match="deleted while it was read"):
         saver.restore(1, from_store=store)
+
+
+def test_a_step_that_is_made_whole_while_its_log_is_read(store, tmp_path, monkeypatch):
+    """And what was before it is deleted."""
+    frozen = run_logged(store, build(1), train, 6)
+    read, due = load.Loader.load, [1]
+
+    def loaded(*args, **options):
+        if due:
+            due.pop()
+            materialize(Disk(store), CheckpointName(6, 1))
+            retain.apply(Disk(store), Keep(last=1))
+        return read(*args, **options)
+
+    monkeypatch.setattr(load.Loader, "load", loaded)
+    fresh = build(2)
+    with Checkpointer(tmp_path / "own", fresh) as saver:
+        assert saver.restore(6, from_store=store) == 6
+    assert Store(store).steps() == [6]
+    assert snapshot(fresh) == frozen[6]

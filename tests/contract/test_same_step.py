@@ -12,6 +12,8 @@ CHANGES = {
     "a buffer": lambda state: state["model"](torch.ones(4, 6)),
     "a value": lambda state: state["values"]["count"].add_(1),
     "another value": lambda state: state["values"].update(count=torch.ones(3)),
+    "another dtype": lambda state: state["values"].update(count=torch.zeros(3).double()),
+    "through NumPy": lambda state: state["values"]["count"].numpy().__iadd__(1),
     "a tensor": lambda state: state["ema"].add_(1),
     "a generator": lambda state: torch.rand(1),
 }
@@ -43,15 +45,18 @@ def test_a_change_between_is_told(store, state, strategy, change):
     with checkpointer(store, state) as saver:
         with pytest.raises(Missing):
             saver.restore("best")
+        state["values"]["count"] = torch.zeros(3)
         assert saver.restore(4) == 4
     assert snapshot(state) == saved
 
 
 @pytest.mark.parametrize("strategy", ["full", "log"])
-def test_nothing_between(store, state, strategy):
+@pytest.mark.parametrize("number", [0.0, float("nan")])
+def test_nothing_between(store, state, strategy, number):
+    state["values"]["count"] = torch.full((3,), number)
     with checkpointer(store, state, strategy=strategy) as saver:
         train_to_four(saver, state)
-        state["values"]["count"] = torch.zeros(3)  # another tensor with the same values
+        state["values"]["count"] = torch.full((3,), number)  # another tensor, the same values
         saver.save(4, tag="best").wait("local")
         saved = snapshot(state)
     with checkpointer(store, state) as saver:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from logs import build, train
 from runs import checkpointer, kinds, snapshot
+from torch import nn
 
 from everstep import Checkpointer
 
@@ -76,3 +77,38 @@ def test_values(store, strategy, name, are_apart):
     if not are_apart and name != "nan":  # what is written to one is seen in the other
         one, other = fresh["values"]["a"], fresh["values"]["b"]
         assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, inputs):
+        return self.head(self.embedding(inputs))
+
+
+@pytest.mark.parametrize("strategy", ["full", "log"])
+def test_a_copy_whose_tensors_share_memory_with_each_other(store, strategy):
+    """As a copy of a tied model's weights does: with others than at the begin."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = Tied()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return {"model": model, "optimizer": optimizer, "best": model.state_dict()}
+
+    state, frozen = make(1), {}
+    with checkpointer(store, state, strategy=strategy) as saver:
+        for step in range(1, 5):
+            train(state)
+            if step == 2:
+                state["best"] = copy.deepcopy(state["model"].state_dict())
+            saver.save(step)
+            frozen[step] = snapshot(state)
+    for step, expected in frozen.items():
+        fresh = make(2)
+        with Checkpointer(store, fresh) as saver:
+            assert saver.restore(step) == step
+        assert snapshot(fresh) == expected

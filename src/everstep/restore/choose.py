@@ -4,7 +4,7 @@ and from where."""
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.errors import EverstepError, Missing
@@ -104,6 +104,8 @@ class Candidate:
     held: Held | None = None
     damaged: frozenset[CheckpointName] = frozenset()
     """Log steps whose state that was made of them is not to be used."""
+    chain: tuple[CheckpointName, ...] = ()
+    """What it was rebuilt from when that was looked at last."""
     is_shared: bool = False
     """Whether other ranks of this node read the same: then the page cache does it once for all."""
 
@@ -134,10 +136,19 @@ class Candidate:
             check_whole(manifest, tables, self.disk.root, checked)
             return Described(manifest, tables)
 
-        return [
-            described(manifest)
-            for manifest in catalog.read_chain(self.disk, self.name, self.damaged)
-        ]
+        chain = catalog.read_chain(self.disk, self.name, self.damaged)
+        self.chain = _names_of(chain)
+        return [described(manifest) for manifest in chain]
+
+    def has_changed(self) -> bool:
+        """Whether it is rebuilt from something else by now: host catch-up has made a step whole
+        meanwhile, and what was before that may be deleted."""
+        if self.held or not self.chain:
+            return False
+        with contextlib.suppress(EverstepError):
+            now = catalog.read_chain(self.disk, self.name, self.damaged)
+            return self.chain != _names_of(now)
+        return False
 
     def by_its_log(self) -> "Candidate | None":
         """The same without the state that it goes on from, where that was made of a log step (or
@@ -186,6 +197,10 @@ class _Lazy:
                 file = open_pack(self._disk, self._link, direct=self._direct)
                 self._reader = self._stack.enter_context(contextlib.closing(file))
         self._reader.read_into(offset, view)
+
+
+def _names_of(chain: Iterable[Manifest]) -> tuple[CheckpointName, ...]:
+    return tuple(CheckpointName(manifest.step, manifest.epoch) for manifest in chain)
 
 
 def is_of(disk: Disk, held: Held) -> bool:

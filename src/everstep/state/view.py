@@ -442,6 +442,7 @@ class State:
         return self._torn[leaf.name] >= _TORN_MAX or leaf.owner in self._graphed
 
     def name_parameters(self) -> None:
+        """Tell optimizers and layouts what their parameters are called now."""
         names: dict[int, str] = {}
         self.mapped.forget()
         for entry in self._entries:
