@@ -267,15 +267,9 @@ class Checkpointer:
         if exact not in ("allow", "require"):
             raise ValueError(f"exact must be 'allow' or 'require', not {exact!r}")
         chosen = _names(only)
-        must_be_exact = exact == "require"
-        restored: CheckpointName | None
-        if step is None:
-            restored = self._restores.newest(from_store, chosen, must_be_exact=must_be_exact)
-        else:
-            found = self._restores.find(step, from_store)
-            restored = self._restores.first_good(
-                found, chosen, must_be_exact=must_be_exact, is_asked=True
-            )
+        restored = self._restores.restore(
+            step, from_store, chosen, must_be_exact=exact == "require"
+        )
         if restored is None:
             return 0
         self._last_step = restored.step

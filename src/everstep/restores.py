@@ -58,7 +58,29 @@ class Restores:
         self._captures = captures
         self._metrics = metrics
 
-    def find(
+    def restore(
+        self,
+        step: int | str | None,
+        from_store: str | os.PathLike[str] | None,
+        only: list[str] | None,
+        *,
+        must_be_exact: bool,
+    ) -> CheckpointName | None:
+        """See Checkpointer.restore; which it was, None where there is none. Where somebody deletes
+        the newest while it is read, he has written newer ones, which are looked for again."""
+        for attempt in range(_ATTEMPTS):
+            if not (found := self._find(step, from_store)):
+                break
+            try:
+                return self._first_good(
+                    found, only, must_be_exact=must_be_exact, is_asked=step is not None
+                )
+            except Missing:
+                if step is not None or attempt == _ATTEMPTS - 1:
+                    raise
+        return None
+
+    def _find(
         self, step: int | str | None, from_store: str | os.PathLike[str] | None
     ) -> list[Candidate]:
         """What to try, best first; on all ranks the same. See Checkpointer.restore. Memory of dead
@@ -80,27 +102,7 @@ class Restores:
             )
         return found
 
-    def newest(
-        self,
-        from_store: str | os.PathLike[str] | None,
-        only: list[str] | None,
-        *,
-        must_be_exact: bool,
-    ) -> CheckpointName | None:
-        """Put the newest that verifies into the state, and return which it was; None where there is
-        none. See `find` and `first_good`. Where a trainer deletes checkpoints meanwhile it has
-        written newer ones, which are looked for again."""
-        for attempt in range(_ATTEMPTS):
-            if not (found := self.find(None, from_store)):
-                break
-            try:
-                return self.first_good(found, only, must_be_exact=must_be_exact, is_asked=False)
-            except Missing:
-                if attempt == _ATTEMPTS - 1:
-                    raise
-        return None
-
-    def first_good(
+    def _first_good(
         self, found: list[Candidate], only: list[str] | None, *, must_be_exact: bool, is_asked: bool
     ) -> CheckpointName:
         """Put the first of them that verifies into the state, and return which it was.
@@ -117,18 +119,9 @@ class Restores:
             try:
                 self._restore(candidate, only, must_be_exact)
             except (Corrupt, Missing) as error:
-                if self._is_gone(candidate):
-                    raise Missing(
-                        f"restoring step {candidate.name.step} of {candidate.disk.root}: it was "
-                        f"deleted while it was read (by retention, keep=?). Restore another one"
-                    ) from error
-                if changes < _ATTEMPTS and self._has_changed(candidate):
-                    changes += 1
-                    waiting.appendleft(candidate)
-                    continue
-                is_lost = isinstance(error, OtherBytes)  # the same records would follow
-                if not is_lost and (other := self._by_its_log(candidate)):
-                    log.warning("%s. Its log is tried, from before that", error)
+                other = self._instead(candidate, error)
+                changes += other is candidate
+                if other and changes <= _ATTEMPTS:
                     waiting.appendleft(other)
                     continue
                 if is_asked:
@@ -148,21 +141,26 @@ class Restores:
             f"oldest: {failure}"
         )
 
-    def _is_gone(self, candidate: Candidate) -> bool:
-        """Whether what was read was deleted meanwhile; on all ranks the same."""
+    def _instead(self, candidate: Candidate, error: EverstepError) -> Candidate | None:
+        """What to try at once in its place, on all ranks the same: itself, where it is rebuilt from
+        something else by now; or its log, without a state in it that may be what is damaged. Raises
+        Missing where it was deleted meanwhile."""
+        gather = self._state.world.gather
         is_gone = candidate.held is None and not catalog.is_there(candidate.disk, candidate.name)
-        return any(self._state.world.gather("looking for what was deleted", is_gone))
-
-    def _has_changed(self, candidate: Candidate) -> bool:
-        """See Candidate.has_changed; on all ranks the same."""
-        is_other = candidate.has_changed()
-        return any(self._state.world.gather("looking for what has changed", is_other))
-
-    def _by_its_log(self, candidate: Candidate) -> Candidate | None:
-        """See Candidate.by_its_log; on all ranks the same."""
+        if any(gather("looking for what was deleted", is_gone)):
+            raise Missing(
+                f"restoring step {candidate.name.step} of {candidate.disk.root}: it was deleted "
+                f"while it was read (by retention, keep=?). Restore another one"
+            ) from error
+        if any(gather("looking for what has changed", candidate.has_changed())):
+            return candidate
+        if isinstance(error, OtherBytes):  # the same records would follow
+            return None
         other = candidate.by_its_log()
-        are_there = self._state.world.gather("looking for its log", other is not None)
-        return other if all(are_there) else None
+        if not all(gather("looking for its log", other is not None)):
+            return None
+        log.warning("%s. Its log is tried, from before that", error)
+        return other
 
     def _cut_off(self, candidate: Candidate, error: EverstepError) -> set[CheckpointName]:
         """What goes on from what is wrong with this one: none of it need be tried. On all ranks the

@@ -152,6 +152,12 @@ def round_trip(store, build, train, steps=3, more=3, fresh=None):
     return second
 
 
+def build_plain(seed, kind=torch.optim.AdamW, **options):
+    torch.manual_seed(seed)
+    model = nn.Linear(6, 6)
+    return {"model": model, "optimizer": kind(model.parameters(), **options)}
+
+
 def supervised(state, loss=None):
     """One update of {"model", "optimizer"} (and "scheduler") on random data."""
     model, optimizer = state["model"], state["optimizer"]

@@ -1,23 +1,21 @@
-"""Every optimizer of torch, and odd ones, come back bit for bit, and go on with equal bits."""
+"""Every optimizer of torch comes back bit for bit, and goes on with equal bits."""
 
-import logs
 import pytest
 import torch
 from runs import (
     bits,
+    build_plain,
     check_same,
     checkpointer,
     freeze,
-    kinds,
     restore,
     round_trip,
     save,
-    snapshot,
     supervised,
 )
 from torch import nn
 
-from everstep import Checkpointer, Mismatch, Unsupported
+from everstep import Mismatch
 from everstep.format.packs import Spec
 from everstep.format.tables import TensorEntry
 from everstep.format.wholes import WholeTensor
@@ -220,70 +218,6 @@ def test_moments_of_bfloat16_parameters_stay_float32(store, options):
         round_trip(store, build_native, train_native)
 
 
-class Odd(torch.optim.Optimizer):
-    """State as users have it: counters, None, lists, keys that are no strings, and its own."""
-
-    def __init__(self, parameters, lr=0.1):
-        super().__init__(parameters, {"lr": lr, "limits": (None, 1e9)})
-        self.state["calls"] = 0
-        self.state["history"] = {"losses": [], 3: torch.zeros(2)}
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.state["calls"] += 1
-        self.state["history"]["losses"].append(float(self.state["calls"]))
-        self.state["history"][3] += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                entry = self.state[parameter]
-                entry["count"] = entry.get("count", 0) + 1
-                entry["none"] = None
-                entry["$"] = "dollar"
-                entry[7] = (entry["count"], torch.full((2,), entry["count"]))
-                entry["old"] = [*entry.get("old", []), parameter.grad.clone()][-3:]
-                entry["mean"] = sum(entry["old"]) / len(entry["old"])
-                parameter -= group["lr"] * entry["mean"] / entry["count"] ** 0.5
-
-
-class OwnMethods(torch.optim.SGD):
-    """Overrides how its state is told and taken."""
-
-    def state_dict(self):
-        return {"mine": super().state_dict(), "scale": self.scale}
-
-    def load_state_dict(self, state_dict):
-        super().load_state_dict(state_dict["mine"])
-        self.scale = state_dict["scale"]
-
-    def step(self, closure=None):
-        self.scale *= 1.5
-        return super().step(closure)
-
-
-def test_optimizers_of_users(store):
-    def build(seed):
-        torch.manual_seed(seed)
-        models = [nn.Linear(6, 6), nn.Linear(6, 6)]
-        own = OwnMethods(models[1].parameters(), lr=0.1, momentum=0.9)
-        own.scale = float(seed)
-        return {"models": models, "odd": Odd(models[0].parameters()), "own": own}
-
-    def train(state):
-        for model, optimizer in zip(state["models"], (state["odd"], state["own"]), strict=True):
-            supervised({"model": model, "optimizer": optimizer})
-
-    state = round_trip(store, build, train)
-    assert state["own"].scale == 1.5**6
-    assert state["odd"].state["calls"] == 6
-    assert len(state["odd"].state["history"]["losses"]) == 6
-
-
-def build_plain(seed, kind=torch.optim.AdamW, **options):
-    torch.manual_seed(seed)
-    model = nn.Linear(6, 6)
-    return {"model": model, "optimizer": kind(model.parameters(), **options)}
-
-
 def test_state_appears_disappears_and_is_replaced(store):
     state, frozen = build_plain(1), {}
     with checkpointer(store, state) as saver:
@@ -338,43 +272,6 @@ def test_another_optimizer_does_not_fit(store):
         Mismatch, match=r"the state has no tensor 'optimizer\.model\.bias\.exp_avg'"
     ):
         restore(store, {"model": first["model"]})
-
-
-class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: an Optimizer by its class alone."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    state = property(lambda self: self.optimizer.state)
-    param_groups = property(lambda self: self.optimizer.param_groups)
-    defaults = property(lambda self: self.optimizer.defaults)
-
-    def step(self, closure=None):
-        self.optimizer.step(closure)
-
-    def zero_grad(self, set_to_none=True):
-        self.optimizer.zero_grad(set_to_none)
-
-
-@pytest.mark.parametrize("strategy", ["full", "log", "auto"])
-def test_a_wrapper_that_is_no_optimizer_by_itself(store, strategy):
-    def build(seed):
-        state = build_plain(seed)
-        return {**state, "optimizer": Wrapper(state["optimizer"])}
-
-    state, frozen = build(1), {}
-    with checkpointer(store, state, strategy=strategy) as saver:
-        for step in range(1, 6):
-            supervised(state)
-            saver.step(step)
-            frozen[step] = freeze({**state, "optimizer": state["optimizer"].optimizer})
-    assert ("r" in kinds(store)) == (strategy == "log")
-    for step, expected in frozen.items():
-        restore(store, fresh := build_plain(2), step=step)
-        check_same(freeze(fresh), expected)
-    with pytest.raises(Unsupported, match="Give the optimizer that it wraps"):
-        Checkpointer(store, {"optimizer": Wrapper(None)})
 
 
 def test_an_optimizer_of_another_class_is_told(store, caplog):
@@ -442,92 +339,3 @@ def test_parameters_that_are_views_of_one_storage(store):
             optimizer.step()
 
     round_trip(store, build, train)
-
-
-class Remembers(torch.optim.SGD):
-    """Keeps the last gradients of each parameter in a list."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            kept = self.state[parameter].setdefault("kept", [])
-            kept[:] = [*kept[-2:], parameter.grad.clone()]
-        super().step(closure)
-
-
-@pytest.mark.parametrize("strategy", ["full", "log"])
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Remembers])
-def test_no_tensor_is_printed_to_compare_it(store, monkeypatch, strategy, kind):
-    """On a GPU that would wait for it."""
-    if strategy == "log" and kind is torch.optim.LBFGS:
-        return  # refused
-    state = logs.build(1, kind)
-
-    def closure():
-        state["optimizer"].zero_grad()
-        return logs.backward(state)
-
-    def printed(self, **_):
-        raise AssertionError("a tensor was printed")
-
-    with checkpointer(store, state, strategy=strategy) as saver:
-        for step in range(1, 5):
-            state["optimizer"].step(closure) if kind is torch.optim.LBFGS else logs.train(state)
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.Tensor, "__repr__", printed)
-                saver.save(step)
-        saved = snapshot(state)
-    again = logs.build(2, kind)
-    assert restore(store, again) == 4
-    assert snapshot(again) == saved
-
-
-class Around(torch.optim.Optimizer):
-    """Its groups and its state are those of the optimizer that it wraps."""
-
-    param_groups = property(lambda self: self.optimizer.param_groups, lambda self, value: None)
-    state = property(lambda self: self.optimizer.state, lambda self, value: None)
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        super().__init__(optimizer.param_groups[0]["params"], {})
-
-    def add_param_group(self, group):
-        pass
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.sign_()
-        self.optimizer.step(closure)
-
-
-@pytest.mark.parametrize("strategy", ["full", "log"])
-def test_an_optimizer_that_wraps_another(store, strategy):
-    def build_wrapped(seed):
-        state = logs.build(seed)
-        return {**state, "optimizer": Around(state["optimizer"])}
-
-    logs.check_run(store, build_wrapped, logs.train, strategy=strategy)
-
-
-def build_lazy(seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.LazyLinear(6))
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01 * seed)}
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-@pytest.mark.parametrize("strategy", ["full", "log", "spread", "auto"])
-def test_parameters_that_are_not_initialised_yet(store, strategy):
-    state, frozen = build_lazy(1), {}
-    with checkpointer(store, state, strategy=strategy) as saver:
-        for step in range(1, 5):
-            supervised(state)
-            saver.save(step)
-            frozen[step] = snapshot(state)
-    fresh = build_lazy(2)
-    fresh["model"](torch.zeros(1, 6))
-    for step, expected in frozen.items():
-        assert restore(store, fresh, step) == step
-        assert snapshot(fresh) == expected

@@ -41,8 +41,14 @@ def is_gradient(name):
     return name.startswith("@0.model")
 
 
-def state_of(store, step):
-    return catalog.read_state(Disk(store), CheckpointName(step, 1))
+def damage_state(store, step):
+    manifest = catalog.read_state(Disk(store), CheckpointName(step, 1))
+    damage(store, manifest.all_parts[0].packs[0], is_of_state)
+
+
+def damage_record(store, step):
+    (record,) = Store(store).manifest(step).records
+    damage(store, record.parts[0].packs[0], is_gradient)
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -52,7 +58,7 @@ def test_a_damaged_state_that_was_made_of_a_log(store, caplog, window):
     frozen = run_logged(store, build(1), train, 9, **options)
     if window == 1:
         materialize(Disk(store), CheckpointName(6, 1))
-    damage(store, state_of(store, 6).all_parts[0].packs[0], is_of_state)
+    damage_state(store, 6)
     fresh = build(2)
     with checkpointer(store, fresh) as saver:
         for step in (9, 6, 5, None):
@@ -84,9 +90,8 @@ def test_the_newest_that_can_be_restored(store):
     """A made state and a later record are damaged: what lies between is whole."""
     frozen = run_logged(store, build(1), train, 9)
     materialize(Disk(store), CheckpointName(6, 1))
-    damage(store, state_of(store, 6).all_parts[0].packs[0], is_of_state)
-    (record,) = Store(store).manifest(8).records
-    damage(store, record.parts[0].packs[0], is_gradient)
+    damage_state(store, 6)
+    damage_record(store, 8)
     fresh = build(2)
     with checkpointer(store, fresh) as saver:
         assert saver.restore() == 7
@@ -104,12 +109,11 @@ def verified(store, capsys):
 def test_both_are_damaged(store, capsys):
     frozen = run_logged(store, build(1), train, 9)
     materialize(Disk(store), CheckpointName(6, 1))
-    damage(store, state_of(store, 6).all_parts[0].packs[0], is_of_state)
+    damage_state(store, 6)
     problems, cut_off, said = verified(store, capsys)
     assert (problems, cut_off) == ({"00000006-0001"}, [])
     assert "a restore goes by its log instead" in said
-    (record,) = Store(store).manifest(4).records
-    damage(store, record.parts[0].packs[0], is_gradient)
+    damage_record(store, 4)
     problems, cut_off, said = verified(store, capsys)
     assert problems == {"00000004-0001", "00000006-0001"}
     assert cut_off == [f"{step:08}-0001" for step in range(5, 10)]

@@ -23,5 +23,4 @@ def test_all_ranks_of_a_node_share_what_is_there(
     found = pool.Pool(cast(Any, client), None)
     _, arena = found._create(size, size)
     assert arena.slot_count == slots
-    assert ranks * slots * of_slot <= 2 * 3 * of_slot or slots == 2
     arena.close()

@@ -178,14 +178,8 @@ class Spread:
         if self._window or last is None or last.step != step or last.error is not None:
             return None
         collected = collect()
-        is_same = self._last_walk is collected.walk and self._recorder.is_quiet
-        return (
-            last
-            if is_same
-            and self._seen
-            and self._seen.is_still(collected, is_alone=self._ranks is None)
-            else None
-        )
+        is_same = self._last_walk is collected.walk and self._recorder.is_quiet and self._seen
+        return last if is_same and is_same.is_still(collected, is_alone=not self._ranks) else None
 
     def choose(
         self, step: int, collected: Collected, *, asked: bool = False, tagged: bool = False

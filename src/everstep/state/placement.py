@@ -149,11 +149,16 @@ class Placement:
         if self._is_alike(entry, name, shape, tensor.dtype):
             self._add(entry, tensor, boxes)
 
-    def has_shared(self, tensor: torch.Tensor) -> bool:
-        """Whether others of the state lie in its memory, and it is nothing that is trained."""
+    def is_in_place(self, tensor: torch.Tensor, group: str | None, mates: Set[str | None]) -> bool:
+        """Whether a value's tensor is filled where it lies: by itself, or in memory with the same
+        others as when it was saved. `group`: the first that lay with it then; `mates`: those of
+        all tensors of the value that lie with it here. What is trained always is."""
+        memory = memory_of(tensor)
         is_trained = isinstance(tensor, torch.nn.Parameter) or id(tensor) in self.settled
-        is_free = not (is_trained or tensor.requires_grad)
-        return is_free and memory_of(tensor) in self.shared
+        if is_trained or tensor.requires_grad or memory is None or memory not in self.shared:
+            return True
+        first = self.shared[memory]
+        return group is not None and (mates == {group} if first is None else group == first)
 
     def beside(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """As `into`, but into a new tensor like this one, which is returned."""

@@ -177,13 +177,7 @@ class ValueState:
         for name, tensor in live.items():
             mates.setdefault(memory_of(tensor), set()).add(groups.get(name))
         for name, tensor in list(live.items()):
-            memory, group = memory_of(tensor), groups.get(name)
-            is_as_then = group is not None and (
-                group == first
-                if memory and (first := placement.shared.get(memory)) is not None
-                else mates[memory] == {group}
-            )
-            if is_as_then or not placement.has_shared(tensor):
+            if placement.is_in_place(tensor, groups.get(name), mates[memory_of(tensor)]):
                 placement.into(name, tensor)
             else:
                 live[name] = placement.beside(name, tensor)

@@ -295,7 +295,7 @@ def _check_previous(disk: Disk, manifest: Manifest) -> None:
     if manifest.previous is None:
         return
     name = CheckpointName(manifest.previous.step, manifest.previous.epoch)
-    if disk.size(names.manifest_path(name)) is None:
+    if not catalog.is_there(disk, name):
         raise Unavailable(
             f"saving step {manifest.step} to {disk.root}: {name}, which its record goes on from, "
             f"was deleted meanwhile. A whole state is saved next"

@@ -45,25 +45,27 @@ def show(report: Report, console: Console) -> None:
 
 def heading(report: Report) -> str:
     """Model, rounds, machine."""
-    settings, machine = report["settings"], report["machine"]
+    settings = report["settings"]
     size = (report["state_bytes"] or 0) / 1e6
-    words = ", ".join(f"{key} {value}" for key, value in machine.items() if key != "processor")
     return (
         f"\n[bold]everstep bench[/]  model {settings['size']}, {size:.1f} MB of state, "
         f"{settings['rounds']} rounds of {settings['steps']} steps, "
-        f"{report['seconds'] / 60:.1f} min\n"
-        f"[dim]{machine['processor']}; {words}[/]\n"
+        f"{report['seconds'] / 60:.1f} min\n{_machine(report)}"
     )
+
+
+def _machine(report: Report) -> str:
+    machine = report["machine"]
+    words = ", ".join(f"{key} {value}" for key, value in machine.items() if key != "processor")
+    return f"[dim]{machine['processor']}; {words}[/]\n"
 
 
 def show_recovery(report: Report, console: Console) -> None:
     """Print the section about restores of a log by itself."""
-    machine, count = report["machine"], report["base_s"]["count"]
-    words = ", ".join(f"{key} {value}" for key, value in machine.items() if key != "processor")
     console.print(
-        f"\n[bold]everstep bench --recovery[/]  model {report['settings']['size']}, {count} "
-        f"restores of each, {report['seconds'] / 60:.1f} min\n"
-        f"[dim]{machine['processor']}; {words}[/]\n"
+        f"\n[bold]everstep bench --recovery[/]  model {report['settings']['size']}, "
+        f"{report['base_s']['count']} restores of each, {report['seconds'] / 60:.1f} min\n"
+        f"{_machine(report)}"
     )
     console.print(_recovery_table(report))
     console.print(_recovery_remark(report), style="dim")
