@@ -222,7 +222,8 @@ class Checkpointer:
         In place of step(step), not after it: a step is written once.
 
         tag: a name for it, which moves if it exists. metrics: JSON (numbers may be numpy's or
-        torch's), kept in the manifest. Raises ValueError and Unsupported for what cannot be saved;
+        torch's), kept in the manifest. Of several ranks, rank 0's are taken. Raises ValueError and
+        Unsupported for what cannot be saved;
         what fails later is on the handle.
         """
         if tag is not None:

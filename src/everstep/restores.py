@@ -78,6 +78,8 @@ class Restores:
             except Missing:
                 if step is not None or attempt == _ATTEMPTS - 1:
                     raise
+        if only is not None:
+            self._state.check_chosen(only)
         return None
 
     def _find(

@@ -147,7 +147,7 @@ def test_steps_that_go_back(store, caplog, call):
     assert "comes after" not in caplog.text
 
 
-def test_a_part_that_does_not_fit(store):
+def test_a_part_that_does_not_fit(store, tmp_path):
     save(store, {"model": nn.Linear(3, 3), "other": nn.Linear(2, 2)})
     with pytest.raises(Mismatch, match=r"extra: the state has no tensor 'model\.bias'"):
         restore(
@@ -157,6 +157,8 @@ def test_a_part_that_does_not_fit(store):
         restore(store, {"model": nn.Linear(3, 3)}, only="modle")
     with pytest.raises(Mismatch, match=r"only=\['modle'\]: the state has no such part"):
         restore(store, {"model": nn.Linear(3, 3)}, only=["model", "modle"])
+    with pytest.raises(Mismatch, match=r"only=\['modle'\]: the state has no such part"):
+        restore(tmp_path / "empty", {"model": nn.Linear(3, 3)}, only="modle")
     for only in ([], 3, [3]):
         with pytest.raises(ValueError, match="only must be names"):
             restore(store, {"model": nn.Linear(3, 3)}, only=only)

@@ -18,7 +18,7 @@ from runs import (
 from torch import nn
 
 from everstep import Conflict, EverstepError, Keep, Mismatch, Store, Unavailable, Unsupported
-from everstep.capture.log import KEPT_STATES
+from everstep.capture.distance import KEPT_STATES
 
 
 def test_several_updates_in_a_record_and_none(store):
@@ -151,17 +151,17 @@ def test_the_distance_goes_by_what_was_measured(store):
             handle = saver.step(step)
             handle.wait("local")
         strategy = saver._captures.strategy
-        assert strategy.record_bytes == handle.bytes > 0
-        assert strategy.distance() > 10
+        assert strategy.distance.record_bytes == handle.bytes > 0
+        assert strategy.distance.steps > 10
         figures = strategy.describe()["distance"]
-        assert figures["record_bytes"] == strategy.record_bytes
+        assert figures["record_bytes"] == strategy.distance.record_bytes
         assert figures["update_s"] > 0
         assert Store(store).manifest(3).capture["distance"].keys() == figures.keys()
     with checkpointer(store, state, strategy="log", recovery_budget=1e-9) as saver:
         assert saver.restore() == 3
         train(state)
         saver.step(4).wait("local")
-        assert saver._captures.strategy.distance() == 10
+        assert saver._captures.strategy.distance.steps == 10
 
 
 def test_retention_bounds_what_a_log_takes(store):
@@ -175,8 +175,8 @@ def test_retention_bounds_what_a_log_takes(store):
             state["optimizer"].step()
             state["optimizer"].zero_grad()
             saver.step(step).wait("local")
-        whole = saver._captures.strategy._base_bytes
-        distance = saver._captures.strategy.distance()
+        whole = saver._captures.strategy.distance.base_bytes
+        distance = saver._captures.strategy.distance.steps
     assert 20 < distance < 30  # a record is a third
     sizes = [path.stat().st_size for path in (store / "data").glob("*.safetensors")]
     assert sum(sizes) < (KEPT_STATES + 3) * whole

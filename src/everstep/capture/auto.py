@@ -231,7 +231,7 @@ class Auto:
         met = captured.collected.loose
         loose = loose_bytes(leaf for leaf in met if leaf.owner is None)
         if captured.record is not None and self._log:
-            self._balance.note_record(self._log.record_bytes)
+            self._balance.note_record(self._log.distance.record_bytes)
         elif captured.commits and self._active is self._spread:
             state, gradients = self._spread.sizes
             self._balance.note_state(state + loose_bytes(met), gradients + loose)
@@ -286,7 +286,7 @@ class Auto:
         was_log = self._balance.is_log
         if self._log is None:
             return
-        distance = self._log.distance()
+        distance = self._log.distance.steps
         if not was_log and self._balance.weigh(distance)[0]:
             try:
                 self._log.check(collected)

@@ -13,7 +13,6 @@ Source: LowDiff (SC 2025); the redo log of ARIES.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -28,8 +27,9 @@ from everstep.capture.captured import (
     unowned,
 )
 from everstep.capture.derived import Derived
+from everstep.capture.distance import EVERY_MIN, Distance
 from everstep.capture.failures import Failures
-from everstep.capture.pace import Pace, choose_window
+from everstep.capture.pace import choose_window
 from everstep.capture.pieces import Pieces, why_undivided
 from everstep.capture.ranks import NextBase, Ranks
 from everstep.capture.raw import Raw
@@ -50,17 +50,12 @@ BREAKS_MAX = 3
 """Surprises, after which whole states are saved for good."""
 RENEWALS_MAX = 50
 """Steps in a row at which a state has other tensors than at the last: that goes by, or never."""
+RENEWALS_TOLD = 5
+"""What goes by is no more than that; or it is told."""
 PARTINGS_MAX = 8
 """So often several ranks may come apart; ..."""
 FORGIVEN_AFTER = 100
 """... unless so many records came between."""
-RECOVERY_S = 10.0
-READ_BYTES_PER_S = 1e9
-"""Until a restore has measured it."""
-_UNSTORED_MAX = 8
-BASE_EVERY_MIN, BASE_EVERY_MAX = 10, 1000
-KEPT_STATES = 8
-"""Where checkpoints are deleted: records between two bases that cannot be, in bytes of a state."""
 
 
 class Log:
@@ -69,21 +64,15 @@ class Log:
     def __init__(
         self,
         optimizers: list[OptimizerState],
-        base_every: int | None,
+        distance: Distance,
         audit: bool = False,
-        pace: Pace | None = None,
         window: int | None = None,
         derived: Derived | None = None,
-        recovery_s: float = RECOVERY_S,
         ranks: Ranks | None = None,
-        *,
-        has_retention: bool = False,
     ) -> None:
-        """`base_every`: steps from one base to the next; None: chosen, see `distance`. `audit`: see
-        Recorder. `window`: steps over which a base is spread; None: chosen by `pace`.
-        `derived`: what rules derive. `recovery_s`: what a recovery may take. `ranks`: of several.
-        `has_retention`: old checkpoints are deleted, but for those that later ones go on from.
-        Raises Unsupported where there is no optimizer."""
+        """`distance`: from one base to the next; it gets its figures here. `audit`: see Recorder.
+        `window`: steps over which a base is spread; None: chosen by the pace. `derived`: what
+        rules derive. `ranks`: of several. Raises Unsupported where there is no optimizer."""
         if not optimizers:
             raise Unsupported(
                 "strategy='log' records what optimizers consume, and the state has none. "
@@ -93,18 +82,11 @@ class Log:
         self._ranks = ranks
         self._optimizers = optimizers
         self._derived = derived
-        self._recovery_s = recovery_s
-        self._base_every = base_every
-        self._has_retention = has_retention
+        self.distance = distance
         self._base: Walk | None = None
         self._shape: tuple[Any, ...] = ()
         self._base_step = self._base_call = 0
         self._whole_step = 0
-        self._base_bytes = 0
-        self._record_bytes = 0
-        self._records: deque[SaveHandle] = deque(maxlen=_UNSTORED_MAX)
-        """The last ones that have nothing else in them."""
-        self._update_seconds = 0.0
         self._base_aliases: dict[str, list[str]] = {}
         self._base_derived: Any = None
         self._last: SaveHandle | None = None
@@ -118,7 +100,6 @@ class Log:
         self._refused: str | None = None
         self.lasting: str | None = None
         """Why no log of this run is exact from here on, nor any window."""
-        self._pace = pace or Pace()
         self._window = window
         self._pieces: Pieces | None = None
         self._base_due = 0
@@ -144,7 +125,7 @@ class Log:
 
     def after_step(self, optimizer: OptimizerState, seconds: float) -> None:
         """See Recorder. `seconds`: that the update took on the host. Only while recording."""
-        self._update_seconds = seconds
+        self.distance.update_seconds = seconds
         self._recorder.after_step(optimizer)
 
     def refuse(self, problem: str) -> None:
@@ -170,33 +151,6 @@ class Log:
         if self._refused:
             raise Refused(self._refused)
 
-    def distance(self) -> int:
-        """Steps from one base to the next.
-
-        Chosen so that reading the base, and for each record reading it and one update, stay within
-        `recovery_s`; and so that retention leaves no more than KEPT_STATES of them.
-        """
-        if self._base_every is not None:
-            return self._base_every
-        rate = self._read_rate
-        per_record = self.record_bytes / rate + self._update_seconds
-        left = self._recovery_s - self._base_bytes / rate
-        affordable = int(left / per_record) if per_record else BASE_EVERY_MIN
-        if self._has_retention and self.record_bytes:
-            affordable = min(affordable, KEPT_STATES * self._base_bytes // self.record_bytes)
-        return max(BASE_EVERY_MIN, min(BASE_EVERY_MAX, affordable))
-
-    @property
-    def _read_rate(self) -> float:
-        """Bytes per second, as a restore read them; until then as a plain disk does."""
-        return self._pace.read_bytes_per_s or READ_BYTES_PER_S
-
-    @property
-    def record_bytes(self) -> int:
-        """Of a record on the disk, as the last one that is there; until then of one in memory."""
-        stored = (handle.bytes for handle in reversed(self._records))
-        return next((size for size in stored if size is not None), self._record_bytes)
-
     def note_whole(self, step: int) -> None:
         """The state at this step is whole by now: no recovery goes back farther. Any thread."""
         self._whole_step = max(self._whole_step, step)
@@ -209,17 +163,8 @@ class Log:
         """Whether a whole state of this call is worth waiting for memory, as a record is: all
         that came before is there, and records follow it; or other ranks count on it."""
         is_whole = self._last is not None and self._failures.may_follow(self._base_call)
-        is_followed = self.is_on and self.distance() > 1
+        is_followed = self.is_on and self.distance.steps > 1
         return is_followed and (is_whole or self._failures.joins_at(call))
-
-    def _origin(self) -> int:
-        """From where the distance to the next base counts: the last, or a later step that was made
-        whole. But a base comes at least every BASE_EVERY_MAX steps: it does not depend on what the
-        log has noticed."""
-        if self._base_every is not None:
-            return self._base_step
-        latest = self._base_step + BASE_EVERY_MAX - self.distance()
-        return max(self._base_step, min(self._whole_step, latest))
 
     def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
         """The handle of the last save, if it is of this step and of just this state."""
@@ -268,7 +213,7 @@ class Log:
             recorded, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
         else:
             recorded = leaves_of(tensors, self._optimizers, RECORD_OWNER)
-        others, met = self._others(collected, self._base_bytes)
+        others, met = self._others(collected, self.distance.base_bytes)
         if share and share["ends"]:  # a base has what is derived, too
             others = tuple(unowned(collected.walk.leaves))
             met = collected.loose
@@ -302,7 +247,7 @@ class Log:
             return
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
         self._base_call, self._shape = handle.call, shape_of(walk)
-        self._base_bytes = size_of(captured.collected)
+        self.distance.base_bytes = size_of(captured.collected)
         self._base_aliases = _owned_aliases(captured.collected)
         self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
@@ -317,7 +262,7 @@ class Log:
 
     def _tell_base(self) -> None:
         if self._ranks:
-            distance = self.distance()
+            distance = self.distance.steps
             window = min(self._window_size(), distance)
             following = NextBase(self._base_step + distance, window, self._raw.is_wanted)
             self._ranks.note_base(self._base_step, following)
@@ -325,25 +270,14 @@ class Log:
     def _note_record(self, captured: Captured, handle: SaveHandle) -> None:
         if captured.share is None and captured.record:
             leaves = (*captured.collected.walk.leaves, *captured.collected.loose)
-            self._record_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
-            self._records.append(handle)
+            self.distance.note_record(handle, sum(leaf.tensor.nbytes for leaf in leaves))
             self._raw.note(captured.record["calls"], handle)
 
     def describe(self) -> dict[str, Any]:
         """What `everstep show` prints of the choice."""
-        chosen: dict[str, Any] = {"strategy": "log" if self.is_on else "full"}
-        if self.is_on:
-            chosen["base_every"] = self.distance()
-        if self.is_on and self._base_every is None:
-            known = "measured" if self._pace.read_bytes_per_s else "assumed"
-            chosen["distance"] = {
-                "recovery_budget_s": self._recovery_s,
-                "base_bytes": self._base_bytes,
-                "record_bytes": self.record_bytes,
-                "update_s": round(self._update_seconds, 6),
-                f"{known}_read_bytes_per_s": round(self._read_rate),
-            }
-        return chosen
+        return (
+            {"strategy": "log"} | self.distance.describe() if self.is_on else {"strategy": "full"}
+        )
 
     def end(self) -> None:
         """Record nothing any more, on any rank: the others hear of it where they come apart."""
@@ -407,17 +341,17 @@ class Log:
             self._base = walk
             return
         self._renewals += 1
+        if self._renewals not in (RENEWALS_TOLD, RENEWALS_MAX):
+            return
+        names = [leaf[0].name for leaf in shape[0] if leaf not in self._shape[0]]
+        problem = (
+            f"the state had other tensors at each of the last {self._renewals} steps (now "
+            f"{', '.join(map(repr, names[:3])) or 'fewer'}), and nothing can be recorded"
+        )
         if self._renewals == RENEWALS_MAX:
-            before = self._shape[0]
-            names = [leaf[0].name for leaf in shape[0] if leaf not in before]
-            self._break(
-                Lasting(
-                    f"the state had other tensors at each of the last {RENEWALS_MAX} steps (now "
-                    f"{', '.join(map(repr, names[:3])) or 'fewer'}), and nothing can be recorded. "
-                    f"Write into those that are there"
-                ),
-                step,
-            )
+            self._break(Lasting(f"{problem}. Write into those that are there"), step)
+        else:
+            log.warning("step %s is a whole state: %s, as long as that goes on", step, problem)
 
     def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
         last = self._last
@@ -436,7 +370,7 @@ class Log:
         if self._ranks:
             following = self._ranks.next_base()
             return following is not None and step >= following.step
-        return step - self._origin() >= self.distance()
+        return step - self._origin() >= self.distance.steps
 
     def _share(self, step: int, walk: Walk) -> tuple[list[Leaf], list[Leaf], dict[str, Any] | None]:
         """What of the next base is copied with this record, and what is compared with what other
@@ -458,8 +392,11 @@ class Log:
         if self._ranks:
             following = self._ranks.next_base()
             return following and (following.step, following.window)
-        distance = self.distance()
-        return self._origin() + distance, min(self._window_size(), distance)
+        steps = self.distance.steps
+        return self._origin() + steps, min(self._window_size(), steps)
+
+    def _origin(self) -> int:
+        return self.distance.origin(self._base_step, self._whole_step)
 
     def _window_size(self) -> int:
         if self._is_whole_only or why_undivided(self._optimizers):
@@ -468,7 +405,7 @@ class Log:
             return 1
         if self._window is not None:
             return self._window
-        return choose_window(self._base_bytes, self._pace, BASE_EVERY_MIN)
+        return choose_window(self.distance.base_bytes, self.distance.pace, EVERY_MIN)
 
     def _break(self, error: Unsupported, step: int) -> None:
         try:

@@ -326,8 +326,8 @@ class Recorder:
             self.refuse(
                 Outside(
                     f"{', '.join(map(repr, changed[:5]))} changed between two calls of "
-                    f"{optimizer.name!r}, by something else than the optimizer, which no replay "
-                    f"repeats"
+                    f"{optimizer.name!r}, by something else than the optimizer (or by it before "
+                    f"it called its closure), which no replay repeats"
                 )
             )
         return not changed

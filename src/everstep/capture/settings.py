@@ -8,6 +8,7 @@ from torch import nn
 
 from everstep.capture.auto import Auto
 from everstep.capture.derived import Derived
+from everstep.capture.distance import Distance
 from everstep.capture.log import Log
 from everstep.capture.pace import Pace
 from everstep.capture.ranks import Ranks
@@ -120,7 +121,8 @@ class Settings:
                 _check_nodes(ranks, "derive= with a log")
             if derived:
                 derived.check_log(is_alone=ranks is None)
-            return self._log(optimizers, pace, derived, ranks)
+            distance = Distance(pace, self.base_every, self.recovery_budget, self.keep is not None)
+            return Log(optimizers, distance, self.looks_at_all, self.window, derived, ranks)
 
         if self.strategy == "log":
             return make_log()
@@ -132,25 +134,6 @@ class Settings:
         if self.strategy == "spread":
             return spread
         return Auto(make_log, spread, self.every, ranks)
-
-    def _log(
-        self,
-        optimizers: list[OptimizerState],
-        pace: Pace,
-        derived: Derived | None,
-        ranks: Ranks | None,
-    ) -> Log:
-        return Log(
-            optimizers,
-            self.base_every,
-            self.looks_at_all,
-            pace,
-            self.window,
-            derived,
-            self.recovery_budget,
-            ranks,
-            has_retention=self.keep is not None,
-        )
 
 
 def _check_group(value: object) -> None:

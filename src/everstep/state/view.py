@@ -344,15 +344,23 @@ class State:
             if not any(int(bits, 16) >> position & 1 for bits in taken):
                 placement.problems.append(placement.offers[key][0])
 
+    def check_chosen(self, only: list[str]) -> None:
+        """Raises Mismatch where the state has no parts of these names. With all ranks."""
+        self.world.together("matching", lambda: self._chosen(only))
+
+    def _chosen(self, only: list[str]) -> list[Entry]:
+        chosen = [entry for entry in self._entries if _is_chosen(entry.name, only)]
+        unknown = [part for part in only if not any(_is_chosen(e.name, [part]) for e in chosen)]
+        if not chosen or (unknown and self.world.is_alone):  # another rank may have it
+            raise Mismatch(
+                f"restoring only={unknown}: the state has no such part, but {self.parts}"
+            )
+        return chosen
+
     def _prepare(self, placement: Placement, only: list[str] | None) -> None:
         self._check_places()
         self.name_parameters()
-        chosen = [entry for entry in self._entries if only is None or _is_chosen(entry.name, only)]
-        if only is not None:
-            unknown = [part for part in only if not any(_is_chosen(e.name, [part]) for e in chosen)]
-            if not chosen or (unknown and self.world.is_alone):  # another rank may have it
-                names = [entry.name for entry in self._entries]
-                raise Mismatch(f"restoring only={unknown}: the state has no such part, but {names}")
+        chosen = self._entries if only is None else self._chosen(only)
         placement.shared = shared(filled_in_place(self._entries))
         for entry in chosen:
             entry.prepare(placement)
