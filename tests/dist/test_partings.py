@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store, captures
-from everstep.capture import auto
+from everstep.capture import auto, log
 from examples import slow
 
 RANKS = 3
@@ -46,13 +47,14 @@ class Run:
         )
         self.handles, self.states = {}, {}
 
-    def train(self, last):
-        """Up to this step."""
+    def train(self, last, tag=None):
+        """Up to this step. `tag`: of each."""
         for step in range(len(self.states) + 1, last + 1):
             self.model(torch.randn(4, 65)).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.handles[step] = self.saver.step(step)
+            save = partial(self.saver.save, tag=tag) if tag else self.saver.step
+            self.handles[step] = save(step)
             self.states[step] = tensors(self.model, self.optimizer)
 
     def touch(self):
@@ -119,6 +121,20 @@ def fails_at_one_call(store):
         run.states.setdefault(AT, tensors(run.model, run.optimizer))
         run.train(LAST)
         return run.states, run.errors()
+
+
+def names_alone(store, times):
+    """Rank 1 gives a step a name, which makes it a whole state, and no other rank does."""
+    with unheard(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "PARTINGS_MAX", 4)  # one is counted twice where two steps are lost
+        run = Run(store, under_pressure="wait")
+        for number in range(1, times + 1):
+            run.train(number * WITHIN - 1)
+            run.train(number * WITHIN, tag=f"best-{number}" if dist.get_rank() == 1 else None)
+        run.train((times + 1) * WITHIN)
+        is_on = run.saver._captures.strategy.is_on
+        run.errors()
+        return is_on
 
 
 def outgrows(store):
@@ -214,6 +230,15 @@ def test_calls_are_the_same_where_one_rank_saves_once_more(gang, store):
     lost = states.keys() - Store(store).steps()
     assert lost <= set(range(AT, AT + WITHIN))
     check(gang, store, states, lost, AT + WITHIN, more={"part": Failing()})
+
+
+@pytest.mark.parametrize(("times", "is_on"), [(1, True), (4, False)])
+def test_ranks_that_come_apart_again_and_again(gang, store, times, is_on):
+    assert gang.run(names_alone, store, times, size=2, timeout=100) == [is_on] * 2
+    known = Store(store)
+    last = range(times * WITHIN + WITHIN // 2, (times + 1) * WITHIN + 1)
+    assert set(last) <= set(known.steps())
+    assert any(known.manifest(step).previous for step in last) == is_on
 
 
 def test_a_rank_that_goes_back_to_whole_states_tells_the_others(gang, store):
