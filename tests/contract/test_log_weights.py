@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 from logs import WRITES, Plain, build, check_run, durable, train, write
-from runs import check_steps, logged, snapshot
+from runs import bits, check_steps, checkpointer, logged, snapshot
 from torch import nn
 
 import forked
-from everstep import Unsupported
+from everstep import Store, Unsupported
 
 
 @pytest.mark.parametrize("how", ["in place", "data", "numpy"])
@@ -43,7 +43,29 @@ def test_weights_changed_between_save_and_update(store, caplog, how, at):
 
     saved = "bbrrrrrr" if at == 1 else "brrrrbrr"
     check_run(store, build, change, saved, each=durable)
-    assert how == "swap" or "'model.0.weight' changed" in caplog.text
+    said = "is another tensor, or in other memory" if how == "swap" else "changed"
+    assert caplog.text.count(f"'model.0.weight' {said}") == 1
+
+
+@pytest.mark.parametrize("audit", ["sample", "full"])
+def test_weights_in_other_memory_again_and_again(store, caplog, audit):
+    """It is told at once, and once of each."""
+
+    def change(state, step):
+        train(state)
+        if step >= 4:
+            write(state, "swap")
+        if step >= 6:
+            entry = state["optimizer"].state[state["model"][2].weight]
+            entry["exp_avg"] = entry["exp_avg"].clone()
+
+    check_run(store, build, change, "brrbbbbb", each=durable, audit=audit)
+    told = [line for line in caplog.messages if "the log begins anew" in line]
+    assert [line.split(":")[0] for line in told] == [
+        f"the log begins anew at step {step}, with a whole state" for step in (4, 6)
+    ]
+    assert "'model.0.weight' is another tensor" in told[0]
+    assert "'optimizer.model.2.weight.exp_avg' is another tensor" in told[1]
 
 
 @pytest.mark.parametrize("moment", [None, "exp_avg"])
@@ -60,6 +82,41 @@ def test_few_elements_changed_around_the_version_counter(store, caplog, moment):
     check_run(store, build, change, "brrbrrrr", each=durable, audit="full")
     name = f"optimizer.model.2.weight.{moment}" if moment else "model.2.weight"
     assert f"'{name}' changed between two calls" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"base_every": 5}, {"base_every": 5, "window": 3}])
+def test_digests_go_by_name(store, options):
+    """A program that comes after may have other groups."""
+
+    def make(seed, turn=1):
+        state = build(seed)
+        decayed, others = [], []
+        for parameter in state["model"].parameters():
+            (decayed if parameter.ndim > 1 else others).append(parameter)
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups[::turn], lr=0.01)
+        return {"model": state["model"], "optimizer": optimizer}
+
+    def by_name(state):
+        moments = state["optimizer"].state
+        return {
+            name: [bits(tensor) for tensor in (parameter, *moments[parameter].values())]
+            for name, parameter in state["model"].named_parameters()
+        }
+
+    state, frozen = make(1), {}
+    with logged(store, state, audit="full", **options) as saver:
+        for step in range(1, 9):
+            train(state)
+            saver.step(step)
+            frozen[step] = by_name(state)
+    assert all("digest" in call for call in Store(store).manifest(4).records[-1].calls)
+    for turn in (1, -1):
+        fresh = make(2, turn)
+        with checkpointer(store, fresh) as saver:
+            for step, expected in frozen.items():
+                assert saver.restore(step) == step
+                assert by_name(fresh) == expected
 
 
 def test_one_element_changed_after_a_base(store, caplog):

@@ -94,11 +94,26 @@ class Wrapper(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
 
-@pytest.mark.parametrize("strategy", ["full", "log", "auto"])
-def test_a_wrapper_that_is_no_optimizer_by_itself(store, strategy):
+class Imitation:
+    """As Lightning's: all that it does not have is what it wraps, down to the class."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.__class__ = type("Imitation", (Imitation, type(optimizer)), {})
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, Imitation])
+@pytest.mark.parametrize("strategy", ["full", "log", "spread", "auto"])
+def test_a_wrapper_that_is_no_optimizer_by_itself(store, strategy, wrap):
     def build(seed):
         state = build_plain(seed)
-        return {**state, "optimizer": Wrapper(state["optimizer"])}
+        return {**state, "optimizer": wrap(state["optimizer"])}
 
     state, frozen = build(1), {}
     with checkpointer(store, state, strategy=strategy) as saver:

@@ -200,7 +200,7 @@ class Coupled(torch.optim.SGD):
     """A user's own: nobody knows whether its parameters can be stepped one by one."""
 
 
-def test_what_may_couple_parameters_is_copied_at_one_step(store):
+def test_what_may_couple_parameters_is_copied_at_one_step(store, caplog):
     state = make(1, Coupled)
     with checkpointer(store, state, **SPREAD) as saver:
         for step in range(1, 9):
@@ -217,6 +217,7 @@ def test_what_may_couple_parameters_is_copied_at_one_step(store):
     manifest = Store(store).manifest(8)
     assert not manifest.is_spread
     assert "may couple" in manifest.capture["reason"]
+    assert "strategy='spread' copies each state at one step here" in caplog.text
 
 
 @pytest.mark.parametrize("name", sorted(TORCHS))
@@ -300,7 +301,7 @@ def test_what_is_left_of_a_window_by_a_dead_keeper_is_swept(store):
 
 def test_audit_looks_at_all_bytes_at_the_end(store):
     frozen = run_saved(store, 12, audit="full", **SPREAD)
-    audited = ["after" in record.calls[0] for record in Store(store).manifest(12).records]
+    audited = ["digest" in record.calls[0] for record in Store(store).manifest(12).records]
     assert audited == [False, True]
     check_newest(store, make(2), frozen, 12)
 

@@ -181,7 +181,7 @@ def test_what_ranks_say_of_calls_for_themselves(gang, store, layout, more, kind)
     assert bool(call.get("compressed")) == (kind in ("bf16", "topk"))
     assert bool(call.get("clips")) == (kind == "clips")
     if layout == "fsdp2" and more:
-        assert len({said["after"] for said in call["ranks"]}) == 4
+        assert len({said["digest"] for said in call["ranks"]}) == 4
     first, begun, *_ = gang.run(trains, *args, 5, more, RECIPE, kind)[0]
     assert first == 4
     check_equal(begun, states[4])

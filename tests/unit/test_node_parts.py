@@ -46,7 +46,7 @@ def test_what_goes_in_comes_out():
         assert {name: type(value) for name, value in found.items()} == {
             name: type(value) for name, value in said["objects"].items()
         }
-    record = {"previous": 4, "calls": [{"optimizer": "o", "sets": [{"lr": 0.5}], "after": "1"}]}
+    record = {"previous": 4, "calls": [{"optimizer": "o", "sets": [{"lr": 0.5}], "digest": "1"}]}
     again = decode_node_part(encode_node_part(found_of(record=record)), "here")
     assert again == found_of(record=record)
     for failed in (
@@ -70,7 +70,7 @@ def said_by(rank, numbers):
         "optimizer": "o",
         "class": "torch.optim.SGD",
         "sets": [rates[number] for number in numbers],
-        "after": f"{rank}",
+        "digest": f"{rank}",
         "compressed": [{"form": "cast", "dtype": "float32", "names": [f"w{rank}"]}],
         **({"scaler": {"found_inf": rank}} if rank > 1 else {}),
     }
@@ -96,7 +96,7 @@ def test_calls_of_nodes_are_merged_as_those_of_their_ranks(nodes):
     rows = [row for found in (call, again) for row in [found.pop("compressed")]]
     assert sorted(row["names"] for row in rows[0]) == sorted(row["names"] for row in rows[1])
     assert again == call
-    assert [own["after"] for own in again["ranks"]] == ["0", "1", "2", "3"]
+    assert [own["digest"] for own in again["ranks"]] == ["0", "1", "2", "3"]
 
 
 def test_nodes_with_different_things_to_save_are_told():

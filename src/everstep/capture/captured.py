@@ -107,6 +107,15 @@ def shape_of(walk: Walk) -> tuple[Any, ...]:
     return leaves, walk.aliases, walk.optimizers
 
 
+def moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
+    """Of two such shapes: the names of what optimizers own in both, where that is another tensor,
+    or in other memory."""
+    then = {spec.name: place for spec, *_, place in before[0]}
+    return [
+        spec.name for spec, *_, place in now[0] if place and then.get(spec.name, place) != place
+    ]
+
+
 def part_of(
     collected: Collected,
     leaves: tuple[Leaf, ...],
@@ -118,7 +127,8 @@ def part_of(
     names = {id(leaf.tensor): leaf.name for leaf in leaves}
     kept = {leaf.name for leaf in (*leaves, *loose)}
     aliases = {name: found for name, found in collected.aliases.items() if name in kept}
-    walk = Walk(leaves, names, {}, collected.walk.optimizers, tuple(compared))
+    sharded = tuple(leaf for leaf in collected.walk.sharded if leaf.name in kept)
+    walk = Walk(leaves, names, {}, collected.walk.optimizers, tuple(compared), sharded)
     return replace(collected, walk=walk, loose=loose, aliases=aliases)
 
 

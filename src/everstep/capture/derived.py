@@ -106,7 +106,9 @@ class Derived:
         shift = len(bound.watched)
         places = [(at, size, index + shift) for at, size, index in sample_places(loose)]
         places = [*bound.places, *places]
-        self._tripwire = Tripwire(self._leaves, self._kept, places, turn)
+        sharded = [leaf for leaf in collected.walk.sharded if self._rules.part_of(leaf.name)]
+        counted = (*self._kept, *(leaf.tensor for leaf in sharded))
+        self._tripwire = Tripwire((*self._leaves, *sharded), counted, places, turn)
         self._plain, self._pointers = self._rules.plain(), self._rules.pointers()
         if self._audit:
             self._digests = {part: self._digest(part) for part in self._rules.parts}

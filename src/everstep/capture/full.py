@@ -94,7 +94,8 @@ class Full:
         eager = Batch.of(loose.pop(None, ()), plan)
         for owner, leaves in loose.items():
             known = bound.get(owner)
-            bound[owner] = _Bound.of((*(known.leaves if known else ()), *leaves), plan)
+            leaves = (*(known.leaves if known else ()), *leaves)
+            bound[owner] = _Bound.of(leaves, known.sharded if known else (), plan)
         owned = {
             owner: Owned(part.batch, part.tripwire(step))
             for owner, part in bound.items()
@@ -218,8 +219,9 @@ class Full:
 
     def _bind(self, walk: Walk, plan: Plan) -> "Mapping[int | None, _Bound]":
         if self._bound is None or self._bound[0] is not walk or self._bound[1] is not plan:
+            sharded = _by_owner(walk.sharded)
             parts = {
-                owner: _Bound.of(leaves, plan)
+                owner: _Bound.of(leaves, sharded.get(owner, ()), plan)
                 for owner, leaves in _by_owner((*walk.leaves, *walk.replicas)).items()
             }
             if RECORD_OWNER in parts:  # they do not come again, and are not to be held
@@ -332,15 +334,17 @@ class _Bound:
     tensors: tuple[torch.Tensor, ...]
     batch: Batch
     places: list[tuple[int, int, int]]
+    sharded: tuple[Leaf, ...]
+    """See Walk."""
 
     @classmethod
-    def of(cls, leaves: tuple[Leaf, ...], plan: Plan) -> "_Bound":
-        tensors = tuple(leaf.tensor for leaf in leaves)
-        return cls(leaves, tensors, Batch.of(leaves, plan), sample_places(leaves))
+    def of(cls, leaves: tuple[Leaf, ...], sharded: tuple[Leaf, ...], plan: Plan) -> "_Bound":
+        tensors = tuple(leaf.tensor for leaf in (*leaves, *sharded))
+        return cls(leaves, tensors, Batch.of(leaves, plan), sample_places(leaves), sharded)
 
     def tripwire(self, step: int) -> Tripwire:
         """Armed now."""
-        return Tripwire(self.leaves, self.tensors, self.places, step)
+        return Tripwire((*self.leaves, *self.sharded), self.tensors, self.places, step)
 
 
 def _by_owner(leaves: tuple[Leaf, ...]) -> dict[int | None, tuple[Leaf, ...]]:

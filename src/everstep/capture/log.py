@@ -20,6 +20,7 @@ from everstep.capture.captured import (
     RECORD_OWNER,
     Captured,
     Seen,
+    moved,
     others_of,
     part_of,
     shape_of,
@@ -50,8 +51,6 @@ BREAKS_MAX = 3
 """Surprises, after which whole states are saved for good."""
 RENEWALS_MAX = 50
 """Steps in a row at which a state has other tensors than at the last: that goes by, or never."""
-RENEWALS_TOLD = 5
-"""What goes by is no more than that; or it is told."""
 PARTINGS_MAX = 8
 """So often several ranks may come apart; ..."""
 FORGIVEN_AFTER = 100
@@ -95,6 +94,8 @@ class Log:
         self._partings = self._together = 0
         self._renewals = 0
         """Bases, one after the other, that had other tensors than the one before."""
+        self._moved: set[str] = set()
+        """What was told to lie in other memory."""
         self._failures = Failures(is_alone=ranks is None)
         self._held = Held()
         self._refused: str | None = None
@@ -341,17 +342,25 @@ class Log:
             self._base = walk
             return
         self._renewals += 1
-        if self._renewals not in (RENEWALS_TOLD, RENEWALS_MAX):
-            return
-        names = [leaf[0].name for leaf in shape[0] if leaf not in self._shape[0]]
-        problem = (
-            f"the state had other tensors at each of the last {self._renewals} steps (now "
-            f"{', '.join(map(repr, names[:3])) or 'fewer'}), and nothing can be recorded"
-        )
+        if found := [name for name in moved(self._shape, shape) if name not in self._moved]:
+            self._moved.update(found)
+            log.warning(
+                "the log begins anew at step %s, with a whole state: %s another tensor, or in "
+                "other memory, than before (by `.data = ...`, load_state_dict(), or an optimizer "
+                "that makes its state anew), which no record tells. Write into what is there",
+                step,
+                ", ".join(map(repr, found[:5])) + (" are" if len(found) > 1 else " is"),
+            )
         if self._renewals == RENEWALS_MAX:
-            self._break(Lasting(f"{problem}. Write into those that are there"), step)
-        else:
-            log.warning("step %s is a whole state: %s, as long as that goes on", step, problem)
+            names = [leaf[0].name for leaf in shape[0] if leaf not in self._shape[0]]
+            self._break(
+                Lasting(
+                    f"the state had other tensors at each of the last {RENEWALS_MAX} steps (now "
+                    f"{', '.join(map(repr, names[:3])) or 'fewer'}), and nothing can be recorded. "
+                    f"Write into those that are there"
+                ),
+                step,
+            )
 
     def _is_record(self, step: int, collected: Collected, wants_base: bool) -> bool:
         last = self._last

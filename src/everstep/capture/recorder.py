@@ -30,7 +30,6 @@ from everstep.capture.refusals import (
     local_gradient,
     part_here,
 )
-from everstep.capture.tripwire import Tripwire
 from everstep.capture.watched import Watched, first_that_differs
 from everstep.errors import Unsupported
 from everstep.format.tables import raw_name
@@ -65,13 +64,16 @@ class _Held:
     parameter: int
     name: str
     gradient: torch.Tensor
-    version: int
-    sample: bytes
+    whole: torch.Tensor
+    """Of which it is this rank's part, or itself."""
     is_copied: bool
+    seen: tuple[int, int, bytes] = (0, 0, b"")
 
-    def has_changed(self) -> bool:
-        """Whether it was written to since, as far as version and sample tell."""
-        return self.gradient._version != self.version or sample(self.gradient) != self.sample
+    def look(self) -> bool:
+        """Whether it was written to since the last look, as far as versions and a sample tell."""
+        before = self.seen
+        self.seen = self.whole._version, self.gradient._version, sample(self.gradient)
+        return self.seen != before
 
 
 @dataclass(slots=True)
@@ -228,7 +230,7 @@ class Recorder:
         for other in self._optimizers if self._has_shared else (optimizer,):
             self._arm(other)
         if call and self._audit and optimizer.index in self._watched:
-            call.said["after"] = self._watched[optimizer.index].digests[-1][1]
+            call.said["digest"] = self._watched[optimizer.index].digests[-1][1]
 
     def take(self, step: int) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors and the calls since the last `take`, which are forgotten here, and samples of
@@ -269,11 +271,10 @@ class Recorder:
         call.is_open = False
         optimizer = call.optimizer
         for held in call.gradients:
-            if held.has_changed():
+            if held.look():
                 self._writers.add(optimizer.name)
                 if not held.is_copied:
                     self.refuse(f"{optimizer.name!r} wrote to the gradient of {held.name!r}")
-                held.version, held.sample = held.gradient._version, sample(held.gradient)
         after = _generators()
         if drawn := [key for key, state in call.generators.items() if not state.equal(after[key])]:
             before = {place_of(torch.device(key)): call.generators[key] for key in drawn}
@@ -290,7 +291,7 @@ class Recorder:
         """Whether a gradient was written to after its update (a second backward that adds to it,
         zero_grad(set_to_none=False)): such a one is copied from the next time on."""
         for held in call.gradients:
-            if held.has_changed():
+            if held.look():
                 self._reused.add(held.parameter)
                 if not held.is_copied:
                     self.refuse(f"the gradient of {held.name!r} was written to after the update")
@@ -299,7 +300,7 @@ class Recorder:
     def _arm(self, optimizer: OptimizerState) -> None:
         if watched := self._watched.get(optimizer.index):
             self._turn += 1
-            watched.tripwire = Tripwire(watched.leaves, watched.tensors, watched.places, self._turn)
+            watched.arm(self._turn)
             watched.digests = optimizer.digests() if self._audit else []
             watched.plain = optimizer.plain()
 
@@ -372,7 +373,7 @@ class Recorder:
                 call.tensors[key] = local_gradient(name, parameter, raw)
             else:
                 copies = must_copy or not self._is_fresh(parameter, part, in_buffers)
-                _hold(call, name, parameter, part, copies)
+                _hold(call, name, parameter, gradient, part, copies)
             self._seen[id(parameter)] = weakref.ref(part.untyped_storage())
         updated = [parameter for _, _, parameter, _ in parameters]
         clipping.release(updated)
@@ -427,14 +428,19 @@ def _rows(
 
 
 def _hold(
-    call: Call, name: str, parameter: torch.Tensor, gradient: torch.Tensor, copies: bool
+    call: Call,
+    name: str,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    part: torch.Tensor,
+    copies: bool,
 ) -> None:
-    """Note a gradient as it is: a copy, or by reference."""
-    kept = gradient.detach()
+    """Note a gradient, of which this rank has that part, as it is: a copy, or by reference."""
+    kept = part.detach()
     call.tensors[f"{call.at}.{name}"] = kept.clone() if copies else kept
-    call.gradients.append(
-        _Held(id(parameter), name, gradient, gradient._version, sample(gradient), copies)
-    )
+    held = _Held(id(parameter), name, part, gradient, copies)
+    held.look()
+    call.gradients.append(held)
 
 
 def _raw(parameter: torch.Tensor, mapped: Mapped) -> clipping.Clipped | None:

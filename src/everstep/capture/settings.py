@@ -16,6 +16,7 @@ from everstep.capture.refusals import check
 from everstep.capture.spread import Spread
 from everstep.errors import Unsupported
 from everstep.keeper.tasks import MILLISECONDS_MAX
+from everstep.state.apart import why_not
 from everstep.state.optimizers import OptimizerState
 from everstep.store.retain import Keep
 
@@ -114,6 +115,13 @@ class Settings:
         self._tell_unused()
         if self.strategy == "full":
             return None
+        if (self.strategy == "spread" or self.window) and (why := why_not(optimizers)):
+            log.warning(
+                "strategy=%r copies each state at one step here, and not piece by piece over a "
+                "window: %s",
+                self.strategy,
+                why,
+            )
 
         def make_log() -> Log:
             check(optimizers, modules, is_alone=ranks is None)

@@ -24,6 +24,7 @@ from everstep.capture.captured import (
     RECORD_OWNER,
     Captured,
     Seen,
+    moved,
     part_of,
     reserved,
     shape_of,
@@ -261,8 +262,8 @@ class Spread:
         """What `everstep show` prints of the choice."""
         size = self.size()
         chosen: dict[str, Any] = {"strategy": "spread" if size > 1 else "full", "window": size}
-        if self.refusal:
-            chosen["reason"] = self.refusal
+        if why := self.refusal or (self._ranks and self._ranks.why_whole()):
+            chosen["reason"] = why
         return {**chosen, **self._pace.describe()}
 
     @property
@@ -324,7 +325,7 @@ class Spread:
             self._check(window, step, collected)
             tensors, calls = self._recorder.take(step)
             for call in calls if not is_due else ():
-                call.pop("after", None)  # it is of all parameters, some of which come later
+                call.pop("digest", None)  # it is of all parameters, some of which come later
         self._window = window
         leaves, compared = pieces.take(step, is_due)
         if is_due:
@@ -362,6 +363,8 @@ class Spread:
                 raise Unsupported(f"what was copied at step {handle.step} was not saved")
         walk = collected.walk
         if walk is not window.pieces.walk and shape_of(walk) != window.shape:
-            raise Unsupported("the state has other tensors than at the window's begin")
+            names = ", ".join(map(repr, moved(window.shape, shape_of(walk))[:3]))
+            problem = "the state has other tensors than at the window's begin"
+            raise Unsupported(f"{problem} ({names})" if names else problem)
         if step <= window.pieces.steps[-1] or step > window.due:
             raise Unsupported(f"step {step} came after step {window.pieces.steps[-1]}")

@@ -22,6 +22,8 @@ class Watched:
     addresses: list[int]
     tensors: tuple[torch.Tensor, ...]
     """Detached: they keep the memory that is looked at, whatever `.data` becomes."""
+    sharded: tuple[Leaf, ...]
+    """The DTensors that they are parts of, which count what torch writes to them."""
     places: list[tuple[int, int, int]]
     parameters: Sequence[torch.Tensor]
     """Those of them that a replay has to come to, likewise; ..."""
@@ -35,11 +37,16 @@ class Watched:
     @classmethod
     def of(cls, optimizer: OptimizerState) -> "Watched":
         """As they are now."""
-        leaves = tuple(optimizer.tensors())
+        leaves, sharded = tuple(optimizer.tensors()), tuple(optimizer.sharded())
         tensors = tuple(leaf.tensor.detach() for leaf in leaves)
         places, live = sample_places(leaves), tuple(leaf.tensor for leaf in leaves)
         parameters, state = optimizer.parameters_here(), optimizer.state_here()
-        return cls(leaves, live, _addresses(live), tensors, places, parameters, state)
+        return cls(leaves, live, _addresses(live), tensors, sharded, places, parameters, state)
+
+    def arm(self, turn: int) -> None:
+        """Look after them from now on. `turn`: other numbers look at other bytes."""
+        counted = (*self.tensors, *(leaf.tensor for leaf in self.sharded))
+        self.tripwire = Tripwire((*self.leaves, *self.sharded), counted, self.places, turn)
 
     def moved(self) -> list[str]:
         """The names of those that have other memory now (`.data = ...`)."""

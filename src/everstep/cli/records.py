@@ -64,7 +64,7 @@ def _call_facts(at: str, said: Mapping[str, Any], tables: Sequence[Table]) -> di
             for found in said.get("compressed", ())
         ],
         "strides": sum(whole.strides is not None for whole in gradients),
-        "audited": "after" in said,
+        "audited": "digest" in said,
         "scaler": sorted(said.get("scaler", {})),
         "sets": [dict(values) for values in said["sets"]],
     }

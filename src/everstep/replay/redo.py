@@ -119,14 +119,14 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
         with as_stored(record.step):
             state = find(record.step, said, optimizers)
             call = _prepare(record, f"@{number}", said, state)
-            after = said.get("after") if last[state.name] == number else None
+            digest = said.get("digest") if last[state.name] == number else None
         try:
             _step(state, call)
         except (EverstepError, MemoryError, *_PASSING):
             raise
         except Exception as error:
             raise Raised(record.step, state.name, error) from error
-        if record.is_comparable and after is not None and after != state.digest():
+        if record.is_comparable and digest is not None and digest != state.digest():
             raise OtherBytes(record.step, state.name, "audit='full'")
     for name, known in record.updated.items() if record.is_comparable else ():
         with as_stored(record.step):
@@ -168,7 +168,7 @@ def of_rank(said: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     common = {key: value for key, value in said.items() if key != "ranks"}
     if len(ranks) == size:
         return {**common, **ranks[rank]}
-    first = {key: value for key, value in ranks[0].items() if key not in ("after", "generators")}
+    first = {key: value for key, value in ranks[0].items() if key not in ("digest", "generators")}
     return {**common, **first}
 
 

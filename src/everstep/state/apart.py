@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from everstep.state.layout import local_of
 from everstep.state.mapped import reach
 from everstep.state.optimizers import OptimizerState
-from everstep.state.redundancy import is_torchs
+from everstep.state.redundancy import is_redundancy_free, is_torchs
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -42,6 +42,8 @@ def why_not(optimizers: list[OptimizerState]) -> str | None:
 def _coupling(optimizer: torch.optim.Optimizer) -> str | None:
     """What lets an update of a parameter depend on others."""
     kind = type(optimizer)
+    if is_redundancy_free(optimizer):
+        return "is a ZeroRedundancyOptimizer, which updates for other ranks"
     if not is_torchs(kind) or kind is torch.optim.LBFGS:
         return f"is a {kind.__qualname__}, which may couple parameters"
     for group in optimizer.param_groups:

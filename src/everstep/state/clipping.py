@@ -23,6 +23,7 @@ does. What is kept makes no difference to what is communicated.
 Everything here runs in the training thread.
 """
 
+import ctypes
 import itertools
 import types
 import warnings
@@ -31,6 +32,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.nn import utils as torch_clipping
 from torch.utils._foreach_utils import _has_foreach_support
@@ -63,16 +65,20 @@ class Clipped(NamedTuple):
     version: int
 
 
+_Seen = tuple[int, int, bytes]
+"""Versions, and a sample or a digest of the bytes."""
+
+
 class _Entry(NamedTuple):
     """`Clipped` and what tells whether it still holds."""
 
     clipped: Clipped | None
     """None where nobody wanted it any more."""
+    gradient: "weakref.ref[Tensor]"
     memory: "weakref.ref[Tensor]"
-    """The gradient, or of a DTensor its local tensor; likewise what is known of it."""
-    version: int
-    raw_version: int
-    sample: bytes
+    """Of a DTensor its local tensor."""
+    seen: "_Seen"
+    raw_seen: "_Seen"
     is_new: bool
     """Whether the gradient is a tensor that clipping made."""
 
@@ -120,8 +126,8 @@ def raw_gradient(parameter: Tensor) -> Clipped | None:
     """What `parameter.grad` was before clipping; None unless it is still what clipping made.
 
     Still: the same tensor object at the same version, and on a CPU with the same bytes in a small
-    sample, since some edits (`p.grad.data`, NumPy) go around version counters. So None after an
-    edit in place, another gradient, a new backward or `release`.
+    sample (of a DTensor in all of it), since some edits (`p.grad.data`, NumPy) go around version
+    counters. So None after an edit in place, another gradient, a new backward or `release`.
 
     For the optimizer's step pre-hook; call `release` when done. Does not block or synchronise.
     """
@@ -129,12 +135,13 @@ def raw_gradient(parameter: Tensor) -> Clipped | None:
     gradient = parameter.grad
     if entry is None or entry.clipped is None or gradient is None:
         return None
-    memory = local_of(gradient)
-    if entry.memory() is not memory:
+    if entry.gradient() is not gradient or entry.memory() is not local_of(gradient):
         return None
-    raw_changed = local_of(entry.clipped.raw)._version != entry.raw_version
-    changed = memory._version != entry.version or sample(memory) != entry.sample
-    return None if raw_changed or changed else entry.clipped
+    if _look(gradient) == entry.seen and _look(entry.clipped.raw, is_raw=True) == entry.raw_seen:
+        return entry.clipped
+    if is_dtensor(gradient):  # whoever does that does it again, and perhaps not on all ranks
+        kept.give_up_parts()
+    return None
 
 
 def has_replaced(parameter: Tensor) -> bool:
@@ -239,15 +246,28 @@ def _clip_and_keep(
 
 def _keep(owner: Tensor, clipped: Clipped, is_new: bool) -> None:
     assert owner.grad is not None
-    memory = local_of(owner.grad)
     _entries[owner] = _Entry(
         clipped,
-        weakref.ref(memory),
-        memory._version,
-        local_of(clipped.raw)._version,
-        sample(memory),
+        weakref.ref(owner.grad),
+        weakref.ref(local_of(owner.grad)),
+        _look(owner.grad),
+        _look(clipped.raw, is_raw=True),
         is_new,
     )
+
+
+def _look(gradient: Tensor, *, is_raw: bool = False) -> _Seen:
+    """To see later whether it was written to. A DTensor counts what is done to it, and not to its
+    memory; on a CPU torch's foreach functions make neither count, so that all bytes of it are
+    looked at there. `is_raw`: nobody but clipping knows it."""
+    memory = local_of(gradient)
+    if is_raw:
+        return gradient._version, memory._version, b""
+    if memory is gradient or not memory.is_cpu:
+        return gradient._version, memory._version, sample(memory)
+    size = memory.nbytes
+    dense = (ctypes.c_char * size).from_address(memory.data_ptr()) if size else b""
+    return gradient._version, memory._version, xxhash.xxh3_128_digest(dense)
 
 
 def _replaced_and_copied(gradients: list[Tensor]) -> tuple[list[int], list[int]]:

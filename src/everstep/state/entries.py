@@ -29,6 +29,8 @@ from everstep.state.stateful import (
 
 log = logging.getLogger("everstep")
 
+_HOOKS = "_optimizer_step_pre_hooks"
+
 
 class Entry(Protocol):
     """One named part of the state."""
@@ -144,11 +146,13 @@ def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:
 
 
 def _with_hooks(name: str, optimizer: Optimizer) -> Optimizer:
-    """The optimizer, or of a wrapper that is none by itself (Accelerate's) what it wraps: that has
-    the state, and its step() calls hooks. Raises Unsupported."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    """The optimizer, or of a wrapper that is none by itself (Accelerate's, Lightning's, which looks
+    like one) what it wraps: that has the state, and its step() calls hooks. Raises Unsupported."""
+    while _HOOKS not in vars(optimizer):
         wrapped = getattr(optimizer, "optimizer", None)
         if not isinstance(wrapped, Optimizer):
+            if hasattr(optimizer, _HOOKS):
+                break
             raise Unsupported(
                 f"capturing {name!r}: {type(optimizer).__name__} never called __init__ of "
                 f"torch.optim.Optimizer, so no update of it can be held. Give the optimizer that "

@@ -97,7 +97,8 @@ def takes_parts() -> bool:
 
 
 def give_up_parts() -> None:
-    """A rank has no memory for them; without its copies those of others mean nothing."""
+    """A rank has no memory for them, or they are changed after clipping; without its copies those
+    of others mean nothing."""
     global _takes_parts
     _takes_parts = False
 

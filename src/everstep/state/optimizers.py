@@ -6,6 +6,7 @@ torch's own load_state_dict casts (fp32 moments of a bf16 parameter become bf16)
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -87,9 +88,9 @@ class OptimizerState:
             del group[key]
 
     def digest(self) -> str:
-        """XXH3-128 of all bytes of its parameters and their state tensors, in a fixed order, as far
-        as they are this rank's; of boxes of other tensors, those. Waits for the device, and copies
-        from it."""
+        """XXH3-128 of all bytes of its parameters and their state tensors, in the order of their
+        names (groups may be others at a replay), as far as they are this rank's; of boxes of other
+        tensors, those. Waits for the device, and copies from it."""
         return self.digests()[-1][1]
 
     def digests(self) -> list[tuple[str, str]]:
@@ -97,7 +98,7 @@ class OptimizerState:
         that differs tells which tensor does. The last is `digest`."""
         digest = xxhash.xxh3_128()
         found = [("", digest.hexdigest())]
-        for name, parameter in self._here():
+        for name, parameter in sorted(self._here(), key=itemgetter(0)):
             state = self.state.get(parameter, {})
             for key, value in [
                 ("", parameter),
@@ -184,6 +185,15 @@ class OptimizerState:
             for key, value in self.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield Leaf(f"{self.name}.{name}.{key}", local_of(value), self.index)
+
+    def sharded(self) -> Iterator[Leaf]:
+        """Of those the DTensors, as they are."""
+        for _, name, parameter, _ in self.parameters():
+            if is_dtensor(parameter):
+                yield Leaf(name, parameter, self.index)
+            for key, value in self.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and is_dtensor(value):
+                    yield Leaf(f"{self.name}.{name}.{key}", value, self.index)
 
     def plain(self) -> Any:
         """What its state holds beside tensors, to be compared; None where its class has methods of

@@ -17,6 +17,7 @@ from everstep.format.document import digest_of
 from everstep.state.attributes import plain_attributes
 from everstep.state.entries import Entry, entries_of, filled_in_place, places_in
 from everstep.state.fsdp1 import flat_parameters, units_of
+from everstep.state.layout import is_dtensor
 from everstep.state.leaves import Guard, Leaf, find_aliases
 from everstep.state.loaders import LoaderState
 from everstep.state.loose import Loose, OfRank, digests_of
@@ -51,7 +52,8 @@ class Walk:
 
     The same object is returned for as long as nothing has changed. `names`: of the leaves, by id().
     Of several ranks `leaves` are those that this one writes, and `replicas` those that others do,
-    where they are to be compared.
+    where they are to be compared. `sharded`: the DTensors that leaves are parts of, which count
+    what torch writes to them, and their parts do not.
     """
 
     leaves: tuple[Leaf, ...]
@@ -59,6 +61,7 @@ class Walk:
     aliases: Mapping[str, list[str]]
     optimizers: Mapping[str, Any]
     replicas: tuple[Leaf, ...] = ()
+    sharded: tuple[Leaf, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,8 +411,14 @@ class State:
         held = _own_storages(
             [leaf._replace(owner=None) if self._is_eager(leaf) else leaf for leaf in held]
         )
+        here = {leaf.name: leaf.owner for leaf in held}
+        sharded = tuple(
+            Leaf(leaf.name, leaf.tensor, here[leaf.name])
+            for leaf in leaves
+            if is_dtensor(leaf.tensor) and leaf.name in here
+        )
         count = len(own)
-        return Walk(tuple(held[:count]), names, aliases, table, tuple(held[count:]))
+        return Walk(tuple(held[:count]), names, aliases, table, tuple(held[count:]), sharded)
 
     def _shared_out(self, leaves: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
         """What of them this rank writes, box by box, and what others write of them."""
