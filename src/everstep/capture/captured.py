@@ -116,6 +116,12 @@ def moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
     ]
 
 
+def is_but_moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether they differ in nothing else."""
+    here, there = ([leaf[:-1] for leaf in shape[0]] for shape in (before, now))
+    return here == there and before[1:] == now[1:]
+
+
 def part_of(
     collected: Collected,
     leaves: tuple[Leaf, ...],

@@ -20,6 +20,7 @@ from everstep.capture.captured import (
     RECORD_OWNER,
     Captured,
     Seen,
+    is_but_moved,
     moved,
     others_of,
     part_of,
@@ -341,13 +342,20 @@ class Log:
         if (shape := shape_of(walk)) == self._shape:
             self._base = walk
             return
+        made, others = self._recorder.made(), set(moved(self._shape, shape))
+        names = [
+            leaf.name for leaf in walk.leaves if leaf.name in others and id(leaf.tensor) not in made
+        ]
+        if not names and self._pieces is None and is_but_moved(self._shape, shape):
+            self._base, self._shape = walk, shape
+            return
         self._renewals += 1
-        if found := [name for name in moved(self._shape, shape) if name not in self._moved]:
+        if found := [name for name in names if name not in self._moved]:
             self._moved.update(found)
             log.warning(
                 "the log begins anew at step %s, with a whole state: %s another tensor, or in "
-                "other memory, than before (by `.data = ...`, load_state_dict(), or an optimizer "
-                "that makes its state anew), which no record tells. Write into what is there",
+                "other memory, than before (by `.data = ...` or load_state_dict(), perhaps), which "
+                "no record tells. Write into what is there",
                 step,
                 ", ".join(map(repr, found[:5])) + (" are" if len(found) > 1 else " is"),
             )

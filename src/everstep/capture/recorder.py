@@ -225,12 +225,19 @@ class Recorder:
             self.refuse(f"an update of {optimizer.name!r} did not call its closure")
         else:
             self._close(call)
+        if (watched := self._watched.get(optimizer.index)) and watched.replaced():
+            self._watched[optimizer.index] = Watched.of(optimizer)
         if self._has_shared:
             self._hashes.clear()
         for other in self._optimizers if self._has_shared else (optimizer,):
             self._arm(other)
         if call and self._audit and optimizer.index in self._watched:
             call.said["digest"] = self._watched[optimizer.index].digests[-1][1]
+
+    def made(self) -> set[int]:
+        """What the optimizers' last calls left in their state, by id(): an update may put a new
+        tensor in the place of the last one (transformers' Adafactor), and so does a replay."""
+        return {id(tensor) for each in self._watched.values() for tensor in each.of_state}
 
     def take(self, step: int) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors and the calls since the last `take`, which are forgotten here, and samples of
@@ -309,7 +316,7 @@ class Recorder:
         watched = self._watched.get(optimizer.index)
         if watched is None or watched.tripwire is None:
             return True
-        changed = watched.tripwire.changed() + watched.moved()
+        changed = watched.tripwire.changed() + watched.moved() + watched.replaced()
         if not changed and watched.plain != optimizer.plain():
             changed = [f"a number in the state of {optimizer.name}"]
         if not changed and self._audit:

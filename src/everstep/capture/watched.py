@@ -3,7 +3,8 @@ were after the last call."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ class Watched:
     digests: Sequence[tuple[str, str]] = ()
     """Where all bytes are looked at."""
     plain: Any = None
+    _states: list[dict[Any, Any]] = field(default_factory=list)
+    _keys: list[Any] = field(default_factory=list)
+    _names: list[str] = field(default_factory=list)
+    _values: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, optimizer: OptimizerState) -> "Watched":
@@ -41,7 +46,29 @@ class Watched:
         tensors = tuple(leaf.tensor.detach() for leaf in leaves)
         places, live = sample_places(leaves), tuple(leaf.tensor for leaf in leaves)
         parameters, state = optimizer.parameters_here(), optimizer.state_here()
-        return cls(leaves, live, _addresses(live), tensors, sharded, places, parameters, state)
+        found = cls(leaves, live, _addresses(live), tensors, sharded, places, parameters, state)
+        for _, name, parameter, _ in optimizer.parameters():
+            kept = optimizer.state.get(parameter, {})
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    found._states.append(kept)
+                    found._keys.append(key)
+                    found._names.append(f"{optimizer.name}.{name}.{key}")
+                    found._values.append(value)
+        return found
+
+    @property
+    def of_state(self) -> Sequence[torch.Tensor]:
+        """Those that are no parameters, as they are in the state."""
+        return self._values
+
+    def replaced(self) -> list[str]:
+        """The names in the state under which another tensor is now, or none."""
+        now = map(dict.get, self._states, self._keys)
+        if all(map(is_, now, self._values)):
+            return []
+        rows = zip(self._names, self._states, self._keys, self._values, strict=True)
+        return [name for name, kept, key, value in rows if kept.get(key) is not value]
 
     def arm(self, turn: int) -> None:
         """Look after them from now on. `turn`: other numbers look at other bytes."""
