@@ -121,9 +121,8 @@ class Restores:
             try:
                 self._restore(candidate, only, must_be_exact)
             except (Corrupt, Missing) as error:
-                other = self._instead(candidate, error)
-                changes += other is candidate
-                if other and changes <= _ATTEMPTS:
+                if other := self._instead(candidate, error, may_change=changes < _ATTEMPTS):
+                    changes += other is candidate
                     waiting.appendleft(other)
                     continue
                 if is_asked:
@@ -143,10 +142,12 @@ class Restores:
             f"oldest: {failure}"
         )
 
-    def _instead(self, candidate: Candidate, error: EverstepError) -> Candidate | None:
+    def _instead(
+        self, candidate: Candidate, error: EverstepError, *, may_change: bool
+    ) -> Candidate | None:
         """What to try at once in its place, on all ranks the same: itself, where it is rebuilt from
-        something else by now; or its log, without a state in it that may be what is damaged. Raises
-        Missing where it was deleted meanwhile."""
+        something else by now (`may_change`: that is looked at); or its log, without a state in it
+        that may be what is damaged. Raises Missing where it was deleted meanwhile."""
         gather = self._state.world.gather
         is_gone = candidate.held is None and not catalog.is_there(candidate.disk, candidate.name)
         if any(gather("looking for what was deleted", is_gone)):
@@ -154,7 +155,7 @@ class Restores:
                 f"restoring step {candidate.name.step} of {candidate.disk.root}: it was deleted "
                 f"while it was read (by retention, keep=?). Restore another one"
             ) from error
-        if any(gather("looking for what has changed", candidate.has_changed())):
+        if may_change and any(gather("looking for what has changed", candidate.has_changed())):
             return candidate
         if isinstance(error, OtherBytes):  # the same records would follow
             return None

@@ -455,6 +455,36 @@ def test_buffers_that_are_made_anew(store, options, steps, audit):
     assert spread + sorted(bases) == ([8, 12] if "every" in options else [6, 11])
 
 
+@pytest.mark.parametrize("has_group", [False, True])
+def test_parameters_that_are_trained_later(store, caplog, has_group):
+    """Nothing is in other memory then."""
+
+    def make(seed):
+        state = build(seed)
+        first, _, last = state["model"]
+        trained = last if has_group else state["model"]
+        first.requires_grad_(False)
+        return {**state, "optimizer": torch.optim.AdamW(trained.parameters(), lr=0.01)}
+
+    def change(state, step):
+        if step == 4:
+            first = state["model"][0].requires_grad_(True)
+            if has_group:
+                state["optimizer"].add_param_group({"params": list(first.parameters())})
+        train(state)
+
+    frozen = run_logged(store, make(1), change)
+    assert kinds(store) == "brrbrrrr"
+    assert not caplog.messages
+    for step in (3, 4, 8):
+        fresh = make(2)
+        if step > 3 and has_group:
+            first = list(fresh["model"][0].parameters())
+            fresh["optimizer"].add_param_group({"params": first})
+        assert restore(store, fresh, step) == step
+        assert snapshot(fresh) == frozen[step]
+
+
 def test_parameters_that_are_made_anew_at_each_step(store, monkeypatch, caplog):
     """Nothing can be recorded: that is told, and auto goes back."""
     monkeypatch.setattr("everstep.capture.log.RENEWALS_MAX", 4)

@@ -151,7 +151,7 @@ class Imitation:
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
-        self.__class__ = type("Imitation", (Imitation, type(optimizer)), {})
+        self.__class__ = type("Imitation", (type(self), type(optimizer)), {})
 
     def step(self, closure=None):
         return self.optimizer.step(closure)
@@ -160,7 +160,45 @@ class Imitation:
         return getattr(self.optimizer, name)
 
 
-@pytest.mark.parametrize("wrap", [Wrapper, Imitation])
+Fabrics = type("Fabrics", (Imitation,), {"__module__": "lightning.fabric.wrappers"})
+
+
+class Lookahead(Imitation):
+    """Looks like an optimizer, and has state of its own."""
+
+    def __init__(self, optimizer):
+        self.calls = 0
+        self.slow = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+        super().__init__(optimizer)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.optimizer.step()
+        self.calls += 1
+        for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            if self.calls % 3 == 0:
+                slow += 0.5 * (parameter - slow)
+                parameter.copy_(slow)
+
+    def state_dict(self):
+        return {"fast": self.optimizer.state_dict(), "slow": self.slow, "calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["fast"])
+        self.slow, self.calls = [slow.clone() for slow in state["slow"]], state["calls"]
+
+
+def test_a_wrapper_with_state_of_its_own(store):
+    def build(seed):
+        state = build_plain(seed)
+        return {**state, "optimizer": Lookahead(state["optimizer"])}
+
+    round_trip(store, build, supervised)
+    with pytest.raises(Unsupported, match="calls none of torch's hooks"):
+        Checkpointer(store, build(1), strategy="log")
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, Fabrics])
 @pytest.mark.parametrize("strategy", ["full", "log", "spread", "auto"])
 def test_a_wrapper_that_is_no_optimizer_by_itself(store, strategy, wrap):
     def build(seed):

@@ -137,6 +137,24 @@ def test_weights_written_to_after_the_update(gang, store):
     assert found == [False] + [True] * (AT - 2) + [False] * (STEPS - AT + 1)
 
 
+def trains_more_later(store):
+    """That nothing is told is the gang's to see."""
+    run = Run(store, strategy="log")
+    run.job.model.head.requires_grad_(False)
+    for step in range(1, STEPS + 1):
+        if step == AT:
+            run.job.model.head.requires_grad_(True)
+        run.backward(step)
+        run.job.optimizer.step()
+        run.save(step)
+    return run.check(store)
+
+
+def test_weights_that_are_trained_later(gang, store):
+    steps, *_ = gang.run(trains_more_later, store, size=2)
+    assert steps == list(range(1, STEPS + 1))
+
+
 def writes_while_copied(store):
     may_copy = threading.Event()
     copy_one = Full._copy_one

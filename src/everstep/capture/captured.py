@@ -108,18 +108,20 @@ def shape_of(walk: Walk) -> tuple[Any, ...]:
 
 
 def moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
-    """Of two such shapes: the names of what optimizers own in both, where that is another tensor,
-    or in other memory."""
-    then = {spec.name: place for spec, *_, place in before[0]}
-    return [
-        spec.name for spec, *_, place in now[0] if place and then.get(spec.name, place) != place
-    ]
+    """Of two such shapes: the names of what optimizers own in both, and is in other memory now."""
+    then = {spec: place for spec, *_, place in before[0] if place}
+    rows = ((spec, place) for spec, *_, place in now[0] if place)
+    return [spec.name for spec, (_, at) in rows if then.get(spec, (None, at))[1] != at]
 
 
-def is_but_moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    """Whether they differ in nothing else."""
+def renewed(walk: Walk, before: tuple[Any, ...], now: tuple[Any, ...]) -> list[torch.Tensor] | None:
+    """Of two such shapes, the latter of `walk`: what optimizers own of it that is another tensor
+    now, or in other memory; None where something else is other, too."""
     here, there = ([leaf[:-1] for leaf in shape[0]] for shape in (before, now))
-    return here == there and before[1:] == now[1:]
+    if here != there or before[1:] != now[1:]:
+        return None
+    rows = zip(walk.leaves, before[0], now[0], strict=True)
+    return [leaf.tensor for leaf, was, is_now in rows if was != is_now]
 
 
 def part_of(

@@ -20,10 +20,10 @@ from everstep.capture.captured import (
     RECORD_OWNER,
     Captured,
     Seen,
-    is_but_moved,
     moved,
     others_of,
     part_of,
+    renewed,
     shape_of,
     size_of,
     unowned,
@@ -342,15 +342,14 @@ class Log:
         if (shape := shape_of(walk)) == self._shape:
             self._base = walk
             return
-        made, others = self._recorder.made(), set(moved(self._shape, shape))
-        names = [
-            leaf.name for leaf in walk.leaves if leaf.name in others and id(leaf.tensor) not in made
-        ]
-        if not names and self._pieces is None and is_but_moved(self._shape, shape):
+        made = self._recorder.made()
+        others = None if self._pieces else renewed(walk, self._shape, shape)
+        if others is not None and all(id(tensor) in made for tensor in others):
             self._base, self._shape = walk, shape
             return
         self._renewals += 1
-        if found := [name for name in names if name not in self._moved]:
+        there = {leaf.name for leaf in walk.leaves if id(leaf.tensor) in made} | self._moved
+        if found := [name for name in moved(self._shape, shape) if name not in there]:
             self._moved.update(found)
             log.warning(
                 "the log begins anew at step %s, with a whole state: %s another tensor, or in "

@@ -29,7 +29,7 @@ from everstep.state.stateful import (
 
 log = logging.getLogger("everstep")
 
-_HOOKS = "_optimizer_step_pre_hooks"
+_LIGHTNINGS = {"lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 class Entry(Protocol):
@@ -146,13 +146,12 @@ def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:
 
 
 def _with_hooks(name: str, optimizer: Optimizer) -> Optimizer:
-    """The optimizer, or of a wrapper that is none by itself (Accelerate's, Lightning's, which looks
-    like one) what it wraps: that has the state, and its step() calls hooks. Raises Unsupported."""
-    while _HOOKS not in vars(optimizer):
+    """The optimizer, or of a wrapper that is none by itself (Accelerate's; Lightning's, though it
+    looks like one) what it wraps: that has the state, and its step() calls hooks. Others that look
+    like one may have state of their own. Raises Unsupported."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") or _is_lightnings(optimizer):
         wrapped = getattr(optimizer, "optimizer", None)
         if not isinstance(wrapped, Optimizer):
-            if hasattr(optimizer, _HOOKS):
-                break
             raise Unsupported(
                 f"capturing {name!r}: {type(optimizer).__name__} never called __init__ of "
                 f"torch.optim.Optimizer, so no update of it can be held. Give the optimizer that "
@@ -160,6 +159,12 @@ def _with_hooks(name: str, optimizer: Optimizer) -> Optimizer:
             )
         optimizer = wrapped
     return optimizer
+
+
+def _is_lightnings(optimizer: Optimizer) -> bool:
+    """Whether it is a wrapper of Lightning's or Fabric's."""
+    packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
+    return not packages.isdisjoint(_LIGHTNINGS) and hasattr(optimizer, "optimizer")
 
 
 def _is_live(value: Any) -> bool:
