@@ -4,6 +4,8 @@ its foreach functions on neither."""
 import contextlib
 import logging
 import threading
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 from unittest.mock import patch
 
 import pytest
@@ -138,7 +140,8 @@ def test_weights_written_to_after_the_update(gang, store):
 
 
 def trains_more_later(store):
-    """That nothing is told is the gang's to see."""
+    handler = QueueHandler(told := SimpleQueue())
+    logging.getLogger("everstep").addHandler(handler)
     run = Run(store, strategy="log")
     run.job.model.head.requires_grad_(False)
     for step in range(1, STEPS + 1):
@@ -147,12 +150,15 @@ def trains_more_later(store):
         run.backward(step)
         run.job.optimizer.step()
         run.save(step)
-    return run.check(store)
+    logging.getLogger("everstep").removeHandler(handler)
+    return run.check(store), [told.get().getMessage() for _ in range(told.qsize())]
 
 
 def test_weights_that_are_trained_later(gang, store):
-    steps, *_ = gang.run(trains_more_later, store, size=2)
-    assert steps == list(range(1, STEPS + 1))
+    """Nothing is in other memory then."""
+    for steps, told in gang.run(trains_more_later, store, size=2):
+        assert steps == list(range(1, STEPS + 1))
+        assert not told
 
 
 def writes_while_copied(store):
