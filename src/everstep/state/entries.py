@@ -18,14 +18,17 @@ from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement
+from everstep.state.ranked import ByRank, Share
 from everstep.state.stateful import (
     GeneratorState,
+    GlobalGenerators,
     ScalerState,
     Stateful,
     StatefulState,
     ValueState,
     is_generator,
 )
+from everstep.state.world import World
 
 log = logging.getLogger("everstep")
 
@@ -117,6 +120,29 @@ def filled_in_place(entries: Sequence[Entry]) -> Iterator[tuple[str | None, Tens
         if isinstance(entry, ValueState):
             with contextlib.suppress(Unsupported):
                 yield from ((None, tensor) for tensor in entry.tensors().values())
+
+
+def shares_of(
+    entries: Iterable[Entry], said: Mapping[str, ByRank], world: World
+) -> dict[str, Share]:
+    """By part, of what each rank has its own. `said`: by the program. Raises ValueError."""
+    known = {each.name: each for each in entries}
+    if unknown := sorted(said.keys() - known.keys()):
+        raise ValueError(f"by_rank: the state has no parts {unknown}, but {list(known)}")
+    for name in said:
+        if isinstance(known[name], ModuleState | OptimizerState):
+            raise ValueError(
+                f"by_rank: {name!r} is a model or an optimizer, whose tensors all ranks have in "
+                f"common. Where each rank trains its own, give each a store of its own, and "
+                f"alone=True"
+            )
+    kinds = GeneratorState | GlobalGenerators | LoaderState
+    shares = {
+        name: Share(world.rank, world.size)
+        for name, each in known.items()
+        if isinstance(each, kinds) or (isinstance(each, StatefulState) and each.is_by_rank)
+    }
+    return shares | {name: Share.of(rule, world.rank, world.size) for name, rule in said.items()}
 
 
 def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:

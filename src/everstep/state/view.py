@@ -15,11 +15,10 @@ from torch import nn
 from everstep.errors import Mismatch
 from everstep.format.document import digest_of
 from everstep.state.attributes import plain_attributes
-from everstep.state.entries import Entry, entries_of, filled_in_place, places_in
+from everstep.state.entries import Entry, entries_of, filled_in_place, places_in, shares_of
 from everstep.state.fsdp1 import flat_parameters, units_of
 from everstep.state.layout import is_dtensor
 from everstep.state.leaves import Guard, Leaf, find_aliases
-from everstep.state.loaders import LoaderState
 from everstep.state.loose import Loose, OfRank, digests_of
 from everstep.state.mapped import Layout, Mapped, described
 from everstep.state.modules import ModuleState
@@ -31,7 +30,6 @@ from everstep.state.recorded import RecordShares
 from everstep.state.redundancy import class_of
 from everstep.state.sharing import Of, Parts, places_of, shapes_of, shared_out
 from everstep.state.stateful import (
-    GeneratorState,
     GlobalGenerators,
     StatefulState,
     ValueState,
@@ -113,7 +111,7 @@ class State:
         if twice:
             raise ValueError(f"several parts of the state have the same name, rename them: {twice}")
         self.world = world or World(0, 1)
-        self._shares = self._shares_of(by_rank or {})
+        self._shares = shares_of(self._entries, by_rank or {}, self.world)
         self._holders = Holders(self.world)
         self._loose_holders = Holders(self.world, "objects")
         self._layout = ALONE
@@ -240,28 +238,6 @@ class State:
     def _check_places(self) -> None:
         for place in self._places:
             place.check()
-
-    def _shares_of(self, said: Mapping[str, ByRank]) -> dict[str, Share]:
-        """By part, of what each rank has its own."""
-        if unknown := sorted(said.keys() - {entry.name for entry in self._entries}):
-            raise ValueError(f"by_rank: the state has no parts {unknown}, but {self.parts}")
-        whole = (ModuleState, OptimizerState)
-        for name in (each.name for each in self._entries if isinstance(each, whole)):
-            if name in said:
-                raise ValueError(
-                    f"by_rank: {name!r} is a model or an optimizer, whose tensors all ranks have "
-                    f"in common. Where each rank trains its own, give each a store of its own, and "
-                    f"alone=True"
-                )
-        rank, size = self.world.rank, self.world.size
-        kinds = (GeneratorState, GlobalGenerators, LoaderState)
-        shares = {
-            each.name: Share(rank, size)
-            for each in self._entries
-            if isinstance(each, kinds) or (isinstance(each, StatefulState) and each.is_by_rank)
-        }
-        shares |= {name: Share.of(rule, rank, size) for name, rule in said.items()}
-        return shares
 
     def _loose_shared_out(self, sink: Loose) -> tuple[Leaf, ...]:
         """What this rank writes of the tensors that were met in objects: what is no rank's own is
