@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from everstep.capture.tripwire import Tripwire, sample_places
+from everstep.format.tables import owned_names
 from everstep.state.leaves import Leaf
-from everstep.state.optimizers import owned_names
 from everstep.state.rules import Rules, digest_of, is_in, own_sample, specs_of
 from everstep.state.samples import sample_of
 from everstep.state.view import Collected, Walk

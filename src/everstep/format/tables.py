@@ -5,7 +5,7 @@ that all manifests with the same layout share.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
@@ -299,3 +299,16 @@ def malformed(path: object, error: Exception) -> Corrupt:
     return Corrupt(
         f"reading {path}: its digest is right, but it is not what the format says: {error!r}"
     )
+
+
+def owned_names(optimizers: Mapping[str, Any]) -> Iterator[str]:
+    """The names of what optimizers change, by `optimizers` of a table."""
+    return (name for name, _ in owners(optimizers))
+
+
+def owners(optimizers: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The same, each with the name of the parameter that it is, or is kept of."""
+    for optimizer, table in optimizers.items():
+        yield from ((parameter, parameter) for parameter in table["groups"])
+        for parameter, keys in table["state"].items():
+            yield from ((f"{optimizer}.{parameter}.{key}", parameter) for key in keys)

@@ -17,7 +17,7 @@ from everstep.errors import Corrupt, Mismatch, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Record
-from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.format.tables import Table, TensorEntry, is_own, owned_names, owners
 from everstep.format.wholes import WholeTensor, optimizers_of
 from everstep.replay import selftest
 from everstep.replay.redo import OtherBytes, find, redo
@@ -29,7 +29,7 @@ from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
 from everstep.state.layout import shards_of
-from everstep.state.optimizers import OptimizerState, owned_names, owners
+from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Destination, Placement, Saved
 from everstep.state.ranked import unowned
 from everstep.state.redundancy import is_dealt_out, is_same_class, send_around

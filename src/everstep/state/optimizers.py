@@ -491,16 +491,3 @@ def install(group: dict[str, Any], values: dict[str, Any]) -> None:
                 live.copy_(value)
         else:
             group[key] = value
-
-
-def owned_names(optimizers: Mapping[str, Any]) -> Iterator[str]:
-    """The names of what optimizers change, as a piece table tells it."""
-    return (name for name, _ in owners(optimizers))
-
-
-def owners(optimizers: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same, each with the name of the parameter that it is, or is kept of."""
-    for optimizer, table in optimizers.items():
-        yield from ((parameter, parameter) for parameter in table["groups"])
-        for parameter, keys in table["state"].items():
-            yield from ((f"{optimizer}.{parameter}.{key}", parameter) for key in keys)
