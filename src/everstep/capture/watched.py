@@ -48,8 +48,10 @@ class Watched:
         parameters, state = optimizer.parameters_here(), optimizer.state_here()
         found = cls(leaves, live, _addresses(live), tensors, sharded, places, parameters, state)
         for _, name, parameter, _ in optimizer.parameters():
-            kept = optimizer.state.get(parameter)
-            for key, value in kept.items() if isinstance(kept, dict) else ():
+            kept = optimizer.state.get(parameter, {})
+            if not isinstance(kept, dict):
+                continue
+            for key, value in kept.items():
                 if isinstance(value, torch.Tensor):
                     found._states.append(kept)
                     found._keys.append(key)
