@@ -8,6 +8,7 @@ from runs import check_steps, logged, restore, snapshot
 from wholes import advance, build, fill, train, whole_steps
 
 from everstep import Conflict, Keep, Missing, Store, Unsupported
+from everstep.capture.distance import Distance
 from everstep.restore.materialize import materialize
 from everstep.store import claims, commit, names, retain
 from everstep.store.names import CheckpointName
@@ -113,11 +114,11 @@ def test_what_is_not_exact_frees_nothing(store, monkeypatch):
     check_steps(store, build(2), frozen)
 
 
-def test_a_base_is_not_due_where_a_step_was_made_whole(store):
+def test_a_base_is_not_due_where_a_step_was_made_whole(store, monkeypatch):
     """The distance counts from the newest whole state, and a real base still comes."""
+    monkeypatch.setattr(Distance, "steps", 10)
     state = build(1)
     with logged(store, state, base_every=None) as saver:
-        saver._captures.strategy.distance = lambda: 10
         for step in range(1, 40):
             train(state)
             saver.step(step).wait("local")
