@@ -223,8 +223,7 @@ class Checkpointer:
 
         tag: a name for it, which moves if it exists. metrics: JSON (numbers may be numpy's or
         torch's), kept in the manifest. Of several ranks, rank 0's are taken. Raises ValueError and
-        Unsupported for what cannot be saved;
-        what fails later is on the handle.
+        Unsupported for what cannot be saved; what fails later is on the handle.
         """
         if tag is not None:
             tag_path(tag)

@@ -483,19 +483,3 @@ def test_parameters_that_are_trained_later(store, caplog, has_group):
             fresh["optimizer"].add_param_group({"params": first})
         assert restore(store, fresh, step) == step
         assert snapshot(fresh) == frozen[step]
-
-
-def test_parameters_that_are_made_anew_at_each_step(store, monkeypatch, caplog):
-    """Nothing can be recorded: that is told, and auto goes back."""
-    monkeypatch.setattr("everstep.capture.log.RENEWALS_MAX", 4)
-
-    def step(state, number):
-        train(state)
-        weight = state["model"][0].weight
-        weight.data = weight.data.clone()
-
-    run_logged(store, build(1), step, steps=12)
-    assert kinds(store) == "b" * 12
-    assert caplog.text.count("the log begins anew at step 2") == 1
-    assert caplog.text.count("the state had other tensors at each of the last 4 steps") == 1
-    assert Store(store).manifest(12).capture["strategy"] == "full"

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from logs import WRITES, Plain, build, check_run, durable, train, write
-from runs import bits, check_steps, checkpointer, logged, snapshot
+from runs import bits, check_steps, checkpointer, kinds, logged, run_logged, snapshot
 from torch import nn
 
 import forked
@@ -66,6 +66,22 @@ def test_weights_in_other_memory_again_and_again(store, caplog, audit):
     ]
     assert "'model.0.weight' is another tensor" in told[0]
     assert "'optimizer.model.2.weight.exp_avg' is another tensor" in told[1]
+
+
+def test_parameters_that_are_made_anew_at_each_step(store, monkeypatch, caplog):
+    """Nothing can be recorded: that is told, and auto goes back."""
+    monkeypatch.setattr("everstep.capture.log.RENEWALS_MAX", 4)
+
+    def step(state, number):
+        train(state)
+        weight = state["model"][0].weight
+        weight.data = weight.data.clone()
+
+    run_logged(store, build(1), step, steps=12)
+    assert kinds(store) == "b" * 12
+    assert caplog.text.count("the log begins anew at step 2") == 1
+    assert caplog.text.count("the state had other tensors at each of the last 4 steps") == 1
+    assert Store(store).manifest(12).capture["strategy"] == "full"
 
 
 @pytest.mark.parametrize("moment", [None, "exp_avg"])

@@ -34,7 +34,6 @@ from everstep.state.samples import updated_of
 _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
-
 _PASSING = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
 """What says nothing of a record."""
 

@@ -78,7 +78,7 @@ class _Entry(NamedTuple):
     memory: "weakref.ref[Tensor]"
     """Of a DTensor its local tensor."""
     seen: "_Seen"
-    raw_seen: "_Seen"
+    raw_versions: tuple[int, int]
     is_new: bool
     """Whether the gradient is a tensor that clipping made."""
 
@@ -137,7 +137,8 @@ def raw_gradient(parameter: Tensor) -> Clipped | None:
         return None
     if entry.gradient() is not gradient or entry.memory() is not local_of(gradient):
         return None
-    if _look(gradient) == entry.seen and _look(entry.clipped.raw, is_raw=True) == entry.raw_seen:
+    raw = entry.clipped.raw
+    if _look(gradient) == entry.seen and _versions(raw) == entry.raw_versions:
         return entry.clipped
     if is_dtensor(gradient):  # whoever does that does it again, and perhaps not on all ranks
         kept.give_up_parts()
@@ -251,23 +252,25 @@ def _keep(owner: Tensor, clipped: Clipped, is_new: bool) -> None:
         weakref.ref(owner.grad),
         weakref.ref(local_of(owner.grad)),
         _look(owner.grad),
-        _look(clipped.raw, is_raw=True),
+        _versions(clipped.raw),
         is_new,
     )
 
 
-def _look(gradient: Tensor, *, is_raw: bool = False) -> _Seen:
-    """To see later whether it was written to. A DTensor counts what is done to it, and not to its
-    memory; on a CPU torch's foreach functions make neither count, so that all bytes of it are
-    looked at there. `is_raw`: nobody but clipping knows it."""
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    """A DTensor counts what is done to it, and not to its memory."""
+    return gradient._version, local_of(gradient)._version
+
+
+def _look(gradient: Tensor) -> _Seen:
+    """To see later whether it was written to. On a CPU torch's foreach functions of DTensors count
+    nowhere, so that all bytes of these are looked at."""
     memory = local_of(gradient)
-    if is_raw:
-        return gradient._version, memory._version, b""
     if memory is gradient or not memory.is_cpu:
-        return gradient._version, memory._version, sample(memory)
+        return *_versions(gradient), sample(memory)
     size = memory.nbytes
     dense = (ctypes.c_char * size).from_address(memory.data_ptr()) if size else b""
-    return gradient._version, memory._version, xxhash.xxh3_128_digest(dense)
+    return *_versions(gradient), xxhash.xxh3_128_digest(dense)
 
 
 def _replaced_and_copied(gradients: list[Tensor]) -> tuple[list[int], list[int]]:
