@@ -16,8 +16,8 @@ import torch
 
 from everstep import clip_grad_norm_
 from everstep.cli import workload
-from everstep.state.clipping import raw_gradient
-from everstep.state.kept import Interest
+from everstep.redo.clipping import raw_gradient
+from everstep.redo.kept import Interest
 
 ROW = "{:34} {:>9} {:>9} {:>14}"
 

@@ -16,8 +16,8 @@ from everstep.keeper import wire
 from everstep.keeper.arena import Arena, Row
 from everstep.keeper.arrival import ALL
 from everstep.keeper.job import Job, Outcome, Writer
-from everstep.keeper.joint import Joint
 from everstep.keeper.persist import persist
+from everstep.keeper.ranks.node_save import Joint
 from everstep.store import catalog, commit
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep

@@ -16,9 +16,9 @@ from everstep.errors import (
 if TYPE_CHECKING:
     from everstep.checkpointer import Checkpointer
     from everstep.handle import SaveHandle
-    from everstep.state.clipping import clip_grad_norm_
-    from everstep.state.comm_hooks import compress
-    from everstep.state.mapped import Shard
+    from everstep.redo.clipping import clip_grad_norm_
+    from everstep.redo.comm_hooks import compress
+    from everstep.sharding.mapped import Shard
     from everstep.store.retain import Keep
     from everstep.store.store import Store
 
@@ -44,11 +44,11 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "everstep.checkpointer",
     "SaveHandle": "everstep.handle",
-    "Shard": "everstep.state.mapped",
+    "Shard": "everstep.sharding.mapped",
     "Keep": "everstep.store.retain",
     "Store": "everstep.store.store",
-    "clip_grad_norm_": "everstep.state.clipping",
-    "compress": "everstep.state.comm_hooks",
+    "clip_grad_norm_": "everstep.redo.clipping",
+    "compress": "everstep.redo.comm_hooks",
 }
 
 

@@ -18,28 +18,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
-from everstep.capture.derived import Derived
-from everstep.capture.pace import Pace
+from everstep.capture.captures import Captures, chosen_strategy
+from everstep.capture.copy_speed import Pace
+from everstep.capture.saves import Saves, Skipped
 from everstep.capture.settings import Settings
-from everstep.captures import Captures, chosen_strategy
 from everstep.ending import Ending
 from everstep.errors import EverstepError
 from everstep.handle import Metrics, SaveHandle, check_level
 from everstep.keeper.client import Client
 from everstep.preemption import Preemption
-from everstep.restores import Restores
-from everstep.saves import Saves, Skipped
-from everstep.state.mapped import Layout
+from everstep.redo.derived import Derived
+from everstep.redo.rules import Rule, Rules
+from everstep.restore.restores import Restores
+from everstep.sharding.mapped import Layout
+from everstep.sharding.ranked import ByRank
+from everstep.sharding.teams import form_team
+from everstep.sharding.world import World
 from everstep.state.objects import plain_json
-from everstep.state.ranked import ByRank
-from everstep.state.rules import Rule, Rules
 from everstep.state.view import State
-from everstep.state.world import World
 from everstep.store import catalog
 from everstep.store.commit import open_store, set_tag
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
-from everstep.teams import form_team
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")

@@ -11,7 +11,7 @@ import logging
 
 from everstep.errors import Unavailable
 from everstep.preemption import Preemption
-from everstep.state.world import World
+from everstep.sharding.world import World
 
 log = logging.getLogger("everstep")
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import alone
 import everstep
 from everstep import Store
-from everstep.state import compressed, kept, samples
+from everstep.redo import compressed, kept, samples
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 

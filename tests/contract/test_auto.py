@@ -7,7 +7,7 @@ from torch import nn
 from everstep import Checkpointer, Store, Unsupported
 from everstep.capture import auto
 from everstep.capture.auto import Balance
-from everstep.state import kept
+from everstep.redo import kept
 
 
 def run_of(seed, optimizer=torch.optim.AdamW):

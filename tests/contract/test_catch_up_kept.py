@@ -8,7 +8,7 @@ from runs import check_steps, logged, restore, snapshot
 from wholes import advance, build, fill, train, whole_steps
 
 from everstep import Conflict, Keep, Missing, Store, Unsupported
-from everstep.capture.distance import Distance
+from everstep.capture.base_interval import Distance
 from everstep.restore.materialize import materialize
 from everstep.store import claims, commit, names, retain
 from everstep.store.names import CheckpointName

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import everstep
 from everstep import Mismatch, Store, Unsupported
 from everstep.cli.main import main
+from everstep.redo import compressed, kept
 from everstep.restore.materialize import materialize
-from everstep.state import compressed, kept
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 

@@ -8,8 +8,8 @@ from runs import check_same, check_steps, checkpointer, freeze, kinds, logged, s
 from torch import nn
 
 from everstep import Corrupt, Store
+from everstep.redo.samples import sample_of
 from everstep.restore.materialize import materialize
-from everstep.state.samples import sample_of
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 

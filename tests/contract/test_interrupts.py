@@ -10,12 +10,12 @@ from runs import check_steps, checkpointer, snapshot
 from everstep import Store, Unavailable
 from everstep.capture import pool
 from everstep.capture.auto import Auto
+from everstep.capture.captures import Captures
 from everstep.capture.full import Full
 from everstep.capture.log import Log
 from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool
-from everstep.captures import Captures
-from everstep.saves import Saves
+from everstep.capture.saves import Saves
 
 LAST, EVERY = 19, 4
 POINTS = [

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import everstep
 from everstep import Store, Unsupported
 from everstep.capture.full import Full
-from everstep.capture.recorder import Recorder
+from everstep.redo.recorder import Recorder
 
 
 def test_gan_whose_second_backward_adds_to_the_first_gradients(store):

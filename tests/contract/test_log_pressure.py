@@ -13,9 +13,9 @@ from keepers import PATIENCE_S, until
 from logs import build, train
 from runs import check_steps, checkpointer, kinds, logged, snapshot
 
-from everstep import Store, captures
-from everstep.capture import full
-from everstep.saves import Skipped
+from everstep import Store
+from everstep.capture import captures, full
+from everstep.capture.saves import Skipped
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from runs import (
 from torch import nn
 
 from everstep import Conflict, EverstepError, Keep, Mismatch, Store, Unavailable, Unsupported
-from everstep.capture.distance import KEPT_STATES
+from everstep.capture.base_interval import KEPT_STATES
 
 
 def test_several_updates_in_a_record_and_none(store):

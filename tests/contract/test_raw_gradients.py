@@ -10,7 +10,7 @@ from torch import nn
 import everstep
 from everstep import Store
 from everstep.capture import raw
-from everstep.state.clipping import raw_gradient
+from everstep.redo.clipping import raw_gradient
 
 
 def build(seed):

@@ -13,8 +13,8 @@ from torch import nn
 
 from everstep.format.tables import is_gradient
 from everstep.restore import apply, derived, portions, records
+from everstep.restore.buffer_pool import Slabs
 from everstep.restore.load import Loader
-from everstep.restore.slabs import Slabs
 from everstep.state.optimizers import OptimizerState
 
 

@@ -11,7 +11,7 @@ from runs import run_logged
 
 from everstep import Checkpointer, Corrupt, Unsupported
 from everstep.capture import plan
-from everstep.replay import redo
+from everstep.redo import replay
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -22,14 +22,14 @@ LAST = 5
 @pytest.fixture
 def other_bits(monkeypatch):
     """The first weight comes to another last bit at each replayed update."""
-    step = redo._step
+    step = replay._step
 
-    def replay(state, call):
+    def again(state, call):
         step(state, call)
         with torch.no_grad():
             next(iter(state.parameters()))[2].view(torch.int32).view(-1)[0] += 1
 
-    monkeypatch.setattr(redo, "_step", replay)
+    monkeypatch.setattr(replay, "_step", again)
 
 
 @pytest.fixture(params=["cpu", "cuda:0"])

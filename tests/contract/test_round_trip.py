@@ -12,7 +12,7 @@ from torch import nn
 from alone import one_rank
 from everstep import Mismatch, Store
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.state.leaves import canonical
+from everstep.sharding.leaves import canonical
 
 DTYPES = [getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)]
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep import Store, Unsupported
 from everstep.cli.main import main
-from everstep.replay import selftest
+from everstep.redo import selftest
 from everstep.restore.materialize import materialize
 from everstep.state.optimizers import OptimizerState
 from everstep.store.names import CheckpointName

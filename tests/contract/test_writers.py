@@ -13,7 +13,7 @@ from torch import nn
 
 import forked
 from everstep import Checkpointer, Conflict, EverstepError, Missing, Store, Unsupported
-from everstep.capture import underway
+from everstep.capture import in_flight
 from everstep.capture.copies import Batch
 
 
@@ -401,7 +401,7 @@ def outlasts_a_copy(store):
 
 def test_an_operation_that_outlasts_the_copy_is_seen(store, monkeypatch):
     """In a thread: in the main one lines of Python could not stand for an operation."""
-    monkeypatch.setattr(underway, "OPERATION_S", 600.0)
+    monkeypatch.setattr(in_flight, "OPERATION_S", 600.0)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(outlasts_a_copy, store).result()
     assert Store(store).steps() == [1, 3]
@@ -416,14 +416,14 @@ def saves_without_updates(store):
 
 
 def test_who_waits_for_memory_is_in_no_operation(store, monkeypatch):
-    monkeypatch.setattr(underway, "OPERATION_S", 600.0)
+    monkeypatch.setattr(in_flight, "OPERATION_S", 600.0)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(saves_without_updates, store).result()
     assert Store(store).steps() == list(range(1, 7))
 
 
 def test_a_copy_is_committed_between_two_lines_of_the_main_thread(store, monkeypatch):
-    monkeypatch.setattr(underway, "OPERATION_S", 600.0)
+    monkeypatch.setattr(in_flight, "OPERATION_S", 600.0)
     state = build(1)
     with checkpointer(store, state) as saver:
         supervised(state)

@@ -13,9 +13,9 @@ from zoo_model import loss_of
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store, clip_grad_norm_
 from everstep.format.tables import is_gradient
-from everstep.state import clipping
-from everstep.state.kept import Interest
-from everstep.state.layout import local_of
+from everstep.redo import clipping
+from everstep.redo.kept import Interest
+from everstep.sharding.layout import local_of
 from everstep.store.catalog import read_table
 from everstep.tiers.disk import Disk
 from examples import slow

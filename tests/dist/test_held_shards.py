@@ -10,8 +10,8 @@ from zoo_model import loss_of
 
 from comparing import check_equal
 from everstep import Checkpointer
-from everstep.state import owners
-from everstep.state.layout import local_of
+from everstep.redo import owners
+from everstep.sharding.layout import local_of
 
 STEPS = 8
 RECIPE = zoo.Recipe()

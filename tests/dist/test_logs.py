@@ -10,7 +10,7 @@ import zoo
 
 from comparing import check_equal
 from everstep import Checkpointer, Store, Unsupported
-from everstep.capture import auto, ranks
+from everstep.capture import auto, rank_agreement
 from examples import slow
 from stores import end_keeper
 
@@ -107,7 +107,7 @@ def decides_soon():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "SAVES_MIN", 5)
         patch.setattr(auto, "SLOWER", 1e9)
-        patch.setattr(ranks, "DECIDED_EVERY", 4)
+        patch.setattr(rank_agreement, "DECIDED_EVERY", 4)
         yield
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from comparing import check_equal
-from everstep import Checkpointer, EverstepError, Store, captures
-from everstep.capture import auto, log
+from everstep import Checkpointer, EverstepError, Store
+from everstep.capture import auto, captures, log
 from examples import slow
 
 RANKS = 3

@@ -8,7 +8,7 @@ from zoo_model import loss_of
 from comparing import check_equal
 from everstep import Checkpointer, Store, clip_grad_norm_
 from everstep.capture import raw
-from everstep.capture.ranks import RAW_FROM
+from everstep.capture.rank_agreement import RAW_FROM
 
 BASE_EVERY = raw.LOOKS + 4
 KNOWN = 1 + BASE_EVERY  # the second base

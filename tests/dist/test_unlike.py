@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep import Checkpointer, Store, Unavailable, Unsupported
-from everstep.state import world
-from everstep.state.world import World
+from everstep.sharding import world
+from everstep.sharding.world import World
 
 
 def says(store, state, settings):

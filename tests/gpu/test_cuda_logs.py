@@ -5,8 +5,8 @@ import torch
 from test_cuda import build, check_steps, state_bytes
 
 import everstep
+from everstep.redo import room
 from everstep.restore.materialize import materialize
-from everstep.state import room
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 

@@ -6,7 +6,7 @@ from test_cuda import build, state_bytes, train
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import everstep
-from everstep.replay import selftest
+from everstep.redo import selftest
 from everstep.state.optimizers import OptimizerState
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everstep.state import clipping, kept
-from everstep.state.clipping import clip_grad_norm_, raw_gradient, scale
+from everstep.redo import clipping, kept
+from everstep.redo.clipping import clip_grad_norm_, raw_gradient, scale
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INFINITY, NAN = float("inf"), float("nan")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.state.apart import why_not
+from everstep.redo.coupling import why_not
 from everstep.state.optimizers import OptimizerState
 
 

@@ -31,7 +31,7 @@ from everstep.cli.bench import (
 from everstep.cli.bench.plan import Block, Facts
 from everstep.cli.strategies import STRATEGIES
 from everstep.keeper.arena import Arena
-from everstep.state.leaves import Leaf
+from everstep.sharding.leaves import Leaf
 from everstep.state.view import Collected, Walk
 
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from everstep.state.clipping import clip_grad_norm_, raw_gradient, scale, scale_in_place
+from everstep.redo.clipping import clip_grad_norm_, raw_gradient, scale, scale_in_place
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from gradients import assert_same, bits, noise, parameters_of, recording, with_g
 from torch import Tensor, nn
 
 from alone import one_rank
-from everstep.state import clipping, kept
-from everstep.state.clipping import clip_grad_norm_, raw_gradient, release, scale
+from everstep.redo import clipping, kept
+from everstep.redo.clipping import clip_grad_norm_, raw_gradient, release, scale
 
 
 @pytest.fixture(autouse=True)

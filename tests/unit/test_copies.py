@@ -10,7 +10,7 @@ from everstep.capture import copies
 from everstep.capture.copies import Batch, Progress
 from everstep.capture.plan import Planner
 from everstep.keeper.arena import Arena
-from everstep.state.leaves import Leaf
+from everstep.sharding.leaves import Leaf
 from everstep.state.view import Collected, Walk
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from everstep.capture.refusals import Refused
 from everstep.errors import KINDS, Corrupt, EverstepError, kind_of
-from everstep.replay.redo import OtherBytes
+from everstep.redo.refusals import Refused
+from everstep.redo.replay import OtherBytes
 
 
 @pytest.mark.parametrize("kind", KINDS.values())

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from everstep.state import forms
-from everstep.state.forms import Form
+from everstep.redo import forms
+from everstep.redo.forms import CompressedGradient
 
 # What replay takes for a record that is not what the format says.
 REFUSED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
@@ -21,11 +21,13 @@ def form(kind, like):
     layout = like.dtype, tuple(like.shape), like.stride()
     count, rows = like.numel(), like.shape[0]
     if kind == "cast":
-        return Form(kind, torch.empty_like(like, dtype=torch.float16).normal_(), None, *layout)
+        return CompressedGradient(
+            kind, torch.empty_like(like, dtype=torch.float16).normal_(), None, *layout
+        )
     if kind == "low rank":
-        return Form(kind, torch.randn(2 * (rows + count // rows)), None, *layout)
+        return CompressedGradient(kind, torch.randn(2 * (rows + count // rows)), None, *layout)
     indices = torch.stack([torch.randperm(count)[:5] for _ in range(3)]).int()
-    return Form(kind, torch.randn(3, 5), indices, *layout)
+    return CompressedGradient(kind, torch.randn(3, 5), indices, *layout)
 
 
 def expected(found):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from everstep import Shard
-from everstep.replay.gathered import gathered_name, gradient_of
-from everstep.state import forms
-from everstep.state.mapped import Mapped
+from everstep.redo import forms
+from everstep.redo.gathered import gathered_name, gradient_of
+from everstep.sharding.mapped import Mapped
 
 Q, K = (4, 3), (2, 3)
 PADDING = 2
@@ -42,7 +42,7 @@ def form(kind, shape):
     else:
         tensor = torch.randn(2, 3, generator=generator)
         indices = torch.stack([torch.randperm(count, generator=generator)[:3] for _ in range(2)])
-    return forms.Form(kind, tensor, indices, torch.float32, shape, strides)
+    return forms.CompressedGradient(kind, tensor, indices, torch.float32, shape, strides)
 
 
 @pytest.mark.parametrize("kind", ["cast", "low rank", "sparse"])

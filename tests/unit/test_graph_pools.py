@@ -4,7 +4,7 @@ alone, on a real one in tests/gpu."""
 import pytest
 import torch
 
-from everstep.state.graphs import Pools
+from everstep.redo.graphs import Pools
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -6,8 +6,8 @@ import weakref
 import torch
 from torch import nn
 
-from everstep.state import kept as keeping
-from everstep.state.kept import ByParameter, Interest
+from everstep.redo import kept as keeping
+from everstep.redo.kept import ByParameter, Interest
 
 
 def test_equal_parameters_are_two() -> None:

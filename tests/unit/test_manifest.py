@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from everstep import Corrupt, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import seal
+from everstep.format.global_tensors import check_whole
 from everstep.format.manifest import (
     Manifest,
     Part,
@@ -22,7 +23,6 @@ from everstep.format.manifest import (
 )
 from everstep.format.packs import lay_out
 from everstep.format.tables import FileLink, decode_table, encode_table
-from everstep.format.wholes import check_whole
 from stores import MIXED
 
 LAYOUT = lay_out(MIXED)

@@ -10,10 +10,10 @@ from torch import nn
 
 from everstep import Mismatch, Shard, Unsupported
 from everstep.format.boxes import Box
+from everstep.format.global_tensors import GlobalTensor
 from everstep.format.packs import Spec
 from everstep.format.tables import TensorEntry
-from everstep.format.wholes import WholeTensor
-from everstep.state.mapped import Mapped
+from everstep.sharding.mapped import Mapped
 from everstep.state.placement import Saved
 from everstep.state.view import State
 
@@ -203,7 +203,7 @@ def _takes_back(tensors, found, start, end, steps=None):
 
 
 def whole(name, shape):
-    return WholeTensor((TensorEntry(Spec(name, "float32", tuple(shape)), (), (), "cpu", None),))
+    return GlobalTensor((TensorEntry(Spec(name, "float32", tuple(shape)), (), (), "cpu", None),))
 
 
 TWO = {"model.a": (2, 3), "model.b": (4,)}

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from everstep.capture.pace import RECORDS_MAX, Pace, Piece, schedule
+from everstep.capture.copy_speed import RECORDS_MAX, Pace, Piece, schedule
 
 
 def pace(copy_steps: float, state: int, call_s: float = 0.0) -> Pace:

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from everstep.format.boxes import Box
+from everstep.format.global_tensors import GlobalTensor
 from everstep.format.manifest import Record
 from everstep.format.packs import Piece, Spec
 from everstep.format.tables import TensorEntry
-from everstep.format.wholes import WholeTensor
 from everstep.restore.portions import MIN_BYTES, portions
 from everstep.state.optimizers import OptimizerState
 
@@ -30,7 +30,7 @@ def stored(sizes):
     for name, size in sizes.items():
         shape = (size // 4,)
         piece = Piece(Box.whole(shape), 0, offset, size, 0)
-        found[f"@0.{name}"] = WholeTensor((TensorEntry(Spec(name, "float32", shape), (piece,)),))
+        found[f"@0.{name}"] = GlobalTensor((TensorEntry(Spec(name, "float32", shape), (piece,)),))
         offset += size
     return found
 

@@ -4,7 +4,7 @@ import torch
 
 from everstep.format.packs import Spec
 from everstep.format.tables import TensorEntry
-from everstep.restore.slabs import Slabs
+from everstep.restore.buffer_pool import Slabs
 
 
 def entries(*shapes, dtype="float32", strides=None):

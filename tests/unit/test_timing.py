@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from everstep.capture.pace import Pace
+from everstep.capture.copy_speed import Pace
 from everstep.capture.timing import _UNREAD_MAX, Span, Timing
 
 ONE, OTHER = torch.device("cuda:0"), torch.device("cuda:1")

@@ -68,7 +68,7 @@ def test_too_many_descriptors_are_refused_and_closed(pair):
 
 
 def test_the_longest_failure_fits_into_a_message(pair):
-    from everstep.keeper.team import TEXT_MAX
+    from everstep.keeper.ranks.team import TEXT_MAX
 
     failed = {
         "type": "failed",

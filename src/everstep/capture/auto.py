@@ -16,11 +16,11 @@ from typing import Any
 
 from everstep.capture.captured import Captured, loose_bytes
 from everstep.capture.log import BREAKS_MAX, Log
-from everstep.capture.ranks import Ranks
-from everstep.capture.refusals import Refused
+from everstep.capture.rank_agreement import Ranks
 from everstep.capture.spread import Spread
 from everstep.errors import EverstepError, Unsupported
 from everstep.handle import SaveHandle
+from everstep.redo.refusals import Refused
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected
 

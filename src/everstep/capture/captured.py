@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from everstep.capture.refusals import Refused
 from everstep.format.tables import is_own
-from everstep.state.layout import local_of
-from everstep.state.leaves import Leaf, sample, version_of
+from everstep.redo.refusals import Refused
+from everstep.sharding.layout import local_of
+from everstep.sharding.leaves import Leaf, sample, version_of
 from everstep.state.view import Collected, Walk
 
 RECORD_OWNER = -1

@@ -20,7 +20,7 @@ import torch
 
 from everstep.capture.plan import Plan
 from everstep.keeper.arena import Arena
-from everstep.state.leaves import Leaf
+from everstep.sharding.leaves import Leaf
 
 log = logging.getLogger("everstep")
 

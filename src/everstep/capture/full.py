@@ -21,15 +21,15 @@ import torch
 
 from everstep.capture.captured import RECORD_OWNER
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
-from everstep.capture.pace import Pace
+from everstep.capture.copy_speed import Pace
+from everstep.capture.in_flight import Capture, Owned
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.capture.timing import Span, Timing, mark
-from everstep.capture.tripwire import Tripwire, sample_places
-from everstep.capture.underway import Capture, Owned
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.keeper.arena import SlotState
-from everstep.state.leaves import Leaf
+from everstep.sharding.leaves import Leaf
+from everstep.state.fingerprint import Tripwire, sample_places
 from everstep.state.view import Collected, Walk
 
 log = logging.getLogger("everstep")

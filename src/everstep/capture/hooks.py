@@ -20,7 +20,7 @@ from everstep.capture.full import Full
 from everstep.capture.log import Log
 from everstep.capture.spread import Spread
 from everstep.handle import Metrics
-from everstep.state.graphs import is_capturing
+from everstep.redo.graphs import is_capturing
 from everstep.state.optimizers import OptimizerState
 
 _FRAMES_MAX = 100

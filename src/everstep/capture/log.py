@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
+from everstep.capture.base_interval import EVERY_MIN, Distance
 from everstep.capture.captured import (
     RECORD_OWNER,
     Captured,
@@ -28,20 +29,19 @@ from everstep.capture.captured import (
     size_of,
     unowned,
 )
-from everstep.capture.derived import Derived
-from everstep.capture.distance import EVERY_MIN, Distance
+from everstep.capture.copy_speed import choose_window
 from everstep.capture.failures import Failures
-from everstep.capture.pace import choose_window
-from everstep.capture.pieces import Pieces, why_undivided
-from everstep.capture.ranks import NextBase, Ranks
+from everstep.capture.rank_agreement import NextBase, Ranks
 from everstep.capture.raw import Raw
-from everstep.capture.recorder import Recorder
-from everstep.capture.refusals import Held, Lasting, Refused, check_gradients, check_graphs
+from everstep.capture.window_partition import Pieces, why_undivided
 from everstep.errors import EverstepError, Unsupported
 from everstep.handle import SaveHandle
-from everstep.state.apart import why_not
-from everstep.state.kept import Interest
-from everstep.state.leaves import Leaf
+from everstep.redo.coupling import why_not
+from everstep.redo.derived import Derived
+from everstep.redo.kept import Interest
+from everstep.redo.recorder import Recorder
+from everstep.redo.refusals import Held, Lasting, Refused, check_gradients, check_graphs
+from everstep.sharding.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.recorded import leaves_of
 from everstep.state.view import Collected, Walk

@@ -9,7 +9,7 @@ from everstep.errors import Unsupported
 from everstep.format.merge import with_replicas
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import encode_table
-from everstep.state.leaves import Leaf
+from everstep.sharding.leaves import Leaf
 from everstep.state.view import Collected, Walk
 
 

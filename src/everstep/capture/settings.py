@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from everstep.capture.auto import Auto
-from everstep.capture.derived import Derived
-from everstep.capture.distance import Distance
+from everstep.capture.base_interval import Distance
+from everstep.capture.copy_speed import Pace
 from everstep.capture.log import Log
-from everstep.capture.pace import Pace
-from everstep.capture.ranks import Ranks
-from everstep.capture.refusals import check
+from everstep.capture.rank_agreement import Ranks
 from everstep.capture.spread import Spread
 from everstep.errors import Unsupported
 from everstep.keeper.tasks import MILLISECONDS_MAX
-from everstep.state.apart import why_not
+from everstep.redo.coupling import why_not
+from everstep.redo.derived import Derived
+from everstep.redo.refusals import check
 from everstep.state.optimizers import OptimizerState
 from everstep.store.retain import Keep
 

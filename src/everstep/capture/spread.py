@@ -30,16 +30,16 @@ from everstep.capture.captured import (
     shape_of,
     unowned,
 )
-from everstep.capture.pace import Pace, Piece, Schedule, schedule
-from everstep.capture.pieces import Pieces, measured, why_undivided
-from everstep.capture.ranks import Figures, Ranks
-from everstep.capture.recorder import Recorder
-from everstep.capture.refusals import Held, Lasting, Refused, check_gradients, check_graphs
+from everstep.capture.copy_speed import Pace, Piece, Schedule, schedule
+from everstep.capture.rank_agreement import Figures, Ranks
+from everstep.capture.window_partition import Pieces, measured, why_undivided
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
-from everstep.state.apart import why_not
-from everstep.state.kept import Interest
-from everstep.state.leaves import Leaf
+from everstep.redo.coupling import why_not
+from everstep.redo.kept import Interest
+from everstep.redo.recorder import Recorder
+from everstep.redo.refusals import Held, Lasting, Refused, check_gradients, check_graphs
+from everstep.sharding.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.capture.pace import SIZE_MIN, Pace
+from everstep.capture.copy_speed import SIZE_MIN, Pace
 
 _UNREAD_MAX = 64
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from everstep.cli import wording
 from everstep.errors import Corrupt
+from everstep.format.global_tensors import whole_tensors
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, is_gradient
-from everstep.format.wholes import whole_tensors
 
 
 def chain_facts(chain: Sequence[Manifest]) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from everstep.cli.render import Cell, Column, Screen, align
 from everstep.cli.replays import test_pairs, without_tests
 from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
+from everstep.format.global_tensors import tables_of_records
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Piece, chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
-from everstep.format.wholes import tables_of_records
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.store import Store

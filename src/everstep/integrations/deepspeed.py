@@ -23,9 +23,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.errors import Unsupported
-from everstep.state.leaves import canonical
-from everstep.state.mapped import Layout, Shard
-from everstep.state.redundancy import Proxy
+from everstep.sharding.leaves import canonical
+from everstep.sharding.mapped import Layout, Shard
+from everstep.sharding.redundancy import OptimizerProxy
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _Run = tuple[nn.Parameter, int, int, int]
@@ -82,7 +82,7 @@ class _Zero12(_Zero):
     def __init__(self, zero: Any) -> None:
         self._zero = zero
         groups = zero.optimizer.param_groups  # in its steps it has one of them at a time
-        self.optimizer = Proxy(zero.optimizer, [group["params"] for group in groups])
+        self.optimizer = OptimizerProxy(zero.optimizer, [group["params"] for group in groups])
 
     def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
         zero, found = self._zero, []
@@ -153,7 +153,7 @@ class _Zero3(_Zero):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-class _Partitions(Proxy):
+class _Partitions(OptimizerProxy):
     """The optimizer of stage 3, whose groups have their parameters in its steps alone."""
 
     def __init__(self, zero: Any) -> None:

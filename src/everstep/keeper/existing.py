@@ -10,7 +10,7 @@ from everstep.format.tables import FileLink
 from everstep.keeper.data import Data
 from everstep.keeper.image import whole
 from everstep.keeper.job import Job, Outcome, Writer
-from everstep.keeper.joint import Joint
+from everstep.keeper.ranks.node_save import Joint
 from everstep.keeper.window import Share
 from everstep.store import catalog, commit, names
 from everstep.store.names import CheckpointName

@@ -18,7 +18,7 @@ from everstep.format.packed import Chunk, raw_chunks
 from everstep.format.packs import pack_starts
 from everstep.format.tables import Extent, Table, decode_table, extents, is_gradient
 from everstep.keeper.arrival import Arrival
-from everstep.keeper.replicas import Replicas
+from everstep.keeper.ranks.replicas import Replicas
 
 
 @dataclass(frozen=True, slots=True)

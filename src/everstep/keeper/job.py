@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from everstep.keeper.arena import Arena
 from everstep.keeper.arrival import Arrival
 from everstep.keeper.pack import Speed
-from everstep.keeper.place import ALONE, Place
+from everstep.keeper.ranks.place import ALONE, Place
 from everstep.keeper.window import Window
 from everstep.store import retain
 from everstep.store.names import CheckpointName

@@ -11,11 +11,11 @@ from everstep.errors import EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
 from everstep.format.node_parts import Elsewhere
-from everstep.keeper import nodes
 from everstep.keeper.data import Data
 from everstep.keeper.existing import settle
 from everstep.keeper.job import Outcome, Writer
-from everstep.keeper.joint import Joint
+from everstep.keeper.ranks import nodes
+from everstep.keeper.ranks.node_save import Joint
 from everstep.keeper.window import Share
 from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName

@@ -19,8 +19,8 @@ import time
 
 from everstep.keeper import wire
 from everstep.keeper.home import Home
+from everstep.keeper.ranks.team import Team
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
-from everstep.keeper.team import Team
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep.keeper")

@@ -27,7 +27,7 @@ from everstep.keeper import wire
 from everstep.keeper.arena import SUBMITTED, Arena, SlotState
 from everstep.keeper.arrival import ALL
 from everstep.keeper.job import Job, Outcome, Writer
-from everstep.keeper.team import TEXT_MAX, Gap, Team
+from everstep.keeper.ranks.team import TEXT_MAX, Gap, Team
 
 log = logging.getLogger("everstep.keeper")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.keeper.joint import Joint
 from everstep.keeper.persist import is_plain
+from everstep.keeper.ranks.node_save import Joint
 
 Task = Joint | Callable[[], None]
 

@@ -16,33 +16,33 @@ import torch
 from everstep.errors import Corrupt, Mismatch, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
+from everstep.format.global_tensors import GlobalTensor, optimizers_of
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own, owned_names, owners
-from everstep.format.wholes import WholeTensor, optimizers_of
-from everstep.replay import selftest
-from everstep.replay.redo import OtherBytes, find, redo
-from everstep.restore.ahead import Queued
+from everstep.redo import selftest
+from everstep.redo.replay import OtherBytes, find, redo
+from everstep.redo.rules import Rules, is_in
 from everstep.restore.choose import Candidate, Described, has_to_be_equal, moved
 from everstep.restore.deliver import Staging, put
 from everstep.restore.derived import Derivation, derived_names, derived_parts
 from everstep.restore.load import Loader
+from everstep.restore.prefetch import Queued
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
-from everstep.state.layout import shards_of
+from everstep.sharding.layout import shards_of
+from everstep.sharding.ranked import unowned
+from everstep.sharding.redundancy import is_dealt_out, is_same_class, send_around
+from everstep.sharding.topology import ALONE, adopted, differences
+from everstep.sharding.world import World
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Destination, Placement, Saved
-from everstep.state.ranked import unowned
-from everstep.state.redundancy import is_dealt_out, is_same_class, send_around
-from everstep.state.rules import Rules, is_in
-from everstep.state.topology import ALONE, adopted, differences
 from everstep.state.view import State
-from everstep.state.world import World
 
 log = logging.getLogger("everstep")
 
 _ROWS_MAX = 8
 
-Wanted = tuple[WholeTensor, list[Destination]]
+Wanted = tuple[GlobalTensor, list[Destination]]
 """A stored tensor, and where its boxes are to go."""
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 from everstep.errors import EverstepError, Missing
 from everstep.format.document import digest_of
+from everstep.format.global_tensors import check_whole, tables_of_records
 from everstep.format.manifest import Manifest, Part, Record, check_table, decode_manifest
 from everstep.format.tables import FileLink, Table
-from everstep.format.wholes import check_whole, tables_of_records
 from everstep.keeper.arena import Arena
-from everstep.keeper.ended import EndedJoint, ended_joints
 from everstep.keeper.persist import UNCLAIMED
+from everstep.keeper.recoverable import EndedJoint, ended_joints
 from everstep.restore.load import ImageSource, MemorySource, Source
-from everstep.state.topology import ALONE, differences, layout_differences
+from everstep.sharding.topology import ALONE, differences, layout_differences
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.read import open_pack

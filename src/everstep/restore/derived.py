@@ -11,12 +11,12 @@ import torch
 from everstep.errors import Corrupt, Mismatch
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_own
-from everstep.replay.redo import Loaded
+from everstep.redo.replay import Loaded
+from everstep.redo.rules import Rules, digest_of, is_in, own_sample
+from everstep.redo.samples import sample_of
 from everstep.restore.choose import Described
+from everstep.sharding.topology import ALONE
 from everstep.state.placement import Destination, Placement, Saved
-from everstep.state.rules import Rules, digest_of, is_in, own_sample
-from everstep.state.samples import sample_of
-from everstep.state.topology import ALONE
 from everstep.state.view import State
 
 _RULED = (

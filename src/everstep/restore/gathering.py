@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from everstep.errors import Mismatch
+from everstep.format.global_tensors import GlobalTensor, whole_tensors
 from everstep.format.manifest import Record
 from everstep.format.packs import Spec
 from everstep.format.tables import Table, TensorEntry, raw_name
-from everstep.format.wholes import WholeTensor, whole_tensors
-from everstep.replay.gathered import gathered_name
-from everstep.state import forms
-from everstep.state.layout import local_of
-from everstep.state.mapped import Piece
+from everstep.redo import forms
+from everstep.redo.gathered import gathered_name
+from everstep.sharding.layout import local_of
+from everstep.sharding.mapped import Piece
+from everstep.sharding.redundancy import is_here
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Destination
-from everstep.state.redundancy import is_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def check(
 def plan(
     step: int,
     calls: Sequence[Mapping[str, Any]],
-    tensors: Mapping[str, WholeTensor],
+    tensors: Mapping[str, GlobalTensor],
     boxed: Sequence[Boxed],
     ahead: Container[str],
 ) -> tuple[list[Gathered], Set[str]]:
@@ -153,7 +153,7 @@ def gradient_key(tensors: Container[str], at: str, name: str) -> str:
     return raw if raw in tensors else f"{at}.{name}"
 
 
-def _local(step: int, boxed: Boxed, entries: Sequence[WholeTensor]) -> TensorEntry:
+def _local(step: int, boxed: Boxed, entries: Sequence[GlobalTensor]) -> TensorEntry:
     """What they make up. Raises Mismatch."""
     shapes = {piece.name: piece.shape for piece in boxed.pieces}
     for name, entry in zip(boxed.names, entries, strict=True):

@@ -25,9 +25,9 @@ from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
 from everstep.keeper.image import Image
-from everstep.restore.ahead import Queued
 from everstep.restore.deliver import Delivery, Staging, address, devices_of
 from everstep.restore.plan import Span, Target, plan
+from everstep.restore.prefetch import Queued
 from everstep.state.placement import Destination
 from everstep.store.read import check_chunk
 

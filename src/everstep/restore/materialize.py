@@ -13,15 +13,15 @@ import torch
 import xxhash
 
 from everstep.errors import Conflict, Missing, Unsupported
+from everstep.format.global_tensors import GlobalTensor, groups, optimizers_of, whole_tensors
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import decode_table, encode_table, extents
-from everstep.format.wholes import WholeTensor, groups, optimizers_of, whole_tensors
-from everstep.replay import selftest
+from everstep.redo import selftest
 from everstep.restore.choose import Candidate, Described, moved
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
-from everstep.state.topology import ALONE, adopted
+from everstep.sharding.topology import ALONE, adopted
 from everstep.store import catalog, claims, commit, retain
 from everstep.store.names import CheckpointName, manifest_path
 from everstep.tiers.disk import Disk
@@ -96,7 +96,7 @@ def _write(
 ) -> Manifest:
     """Make the state durable, and publish it beside its log. `replayed`: how it may differ."""
     disk, name = to.disk, to.name
-    entries: dict[str, WholeTensor] = {}
+    entries: dict[str, GlobalTensor] = {}
     for group in groups(base.manifest, base.tables):
         entries |= whole_tensors(group)
     _, of_last = last.records[-1]

@@ -9,10 +9,10 @@ may depend on others.
 
 from collections.abc import Iterable, Mapping, Set
 
+from everstep.format.global_tensors import GlobalTensor
 from everstep.format.manifest import Record
 from everstep.format.tables import is_gradient
-from everstep.format.wholes import WholeTensor
-from everstep.state.apart import why_not
+from everstep.redo.coupling import why_not
 from everstep.state.optimizers import OptimizerState
 
 MIN_BYTES = 8 << 20
@@ -22,7 +22,7 @@ COUNT_MAX = 4
 
 
 def portions(
-    record: Record, tensors: Mapping[str, WholeTensor], optimizers: Iterable[OptimizerState]
+    record: Record, tensors: Mapping[str, GlobalTensor], optimizers: Iterable[OptimizerState]
 ) -> list[Set[str]]:
     """The names of the parameters with a gradient in the record, portion by portion, in the order
     in which they are stored. One portion where they have to be updated at once, or are few."""
@@ -62,7 +62,7 @@ def _is_apart(record: Record, optimizers: list[OptimizerState]) -> bool:
     return is_plain and len(set(called)) == len(called) and why_not(optimizers) is None
 
 
-def _place(whole: WholeTensor) -> tuple[int, int]:
+def _place(whole: GlobalTensor) -> tuple[int, int]:
     """Where its first bytes are."""
     return min(
         ((piece.pack, piece.offset) for entry in whole.entries for piece in entry.pieces),

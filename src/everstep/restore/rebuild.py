@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from everstep.errors import Corrupt, Unsupported
+from everstep.format.global_tensors import optimizers_of
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import is_own, owned_names
-from everstep.format.wholes import optimizers_of
-from everstep.replay.redo import redo
+from everstep.redo.replay import redo
 from everstep.restore.choose import Candidate, Described, has_to_be_equal, moved
 from everstep.restore.derived import compare, derived_names
 from everstep.restore.load import Loader
 from everstep.restore.records import Records, empty
+from everstep.sharding.topology import ALONE
+from everstep.sharding.world import World
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
 from everstep.state.placement import Destination
-from everstep.state.topology import ALONE
-from everstep.state.world import World
 from everstep.tiers.disk import Disk
 
 

@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 
+from everstep.format.global_tensors import GlobalTensor, optimizers_of, whole_tensors
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
-from everstep.format.wholes import WholeTensor, optimizers_of, whole_tensors
-from everstep.replay.redo import Clip, Loaded, as_stored, clip, of_rank
+from everstep.redo import forms
+from everstep.redo.replay import Clip, Loaded, as_stored, clip, of_rank
+from everstep.redo.samples import updated_name
 from everstep.restore import gathering
-from everstep.restore.ahead import Ahead, Queued, Read
+from everstep.restore.buffer_pool import Slabs, dtype_of
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.gathering import Consumers, Gathered, gradient_key
 from everstep.restore.load import Loader
 from everstep.restore.portions import COUNT_MAX, portions
-from everstep.restore.slabs import Slabs, dtype_of
-from everstep.state import forms
-from everstep.state.layout import is_dtensor, local_of, shards_like
+from everstep.restore.prefetch import Ahead, Queued, Read
+from everstep.sharding.layout import is_dtensor, local_of, shards_like
+from everstep.sharding.ranked import own_name, unowned
+from everstep.sharding.world import World
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Destination
-from everstep.state.ranked import own_name, unowned
-from everstep.state.samples import updated_name
-from everstep.state.world import World
 
 _LOADS_IN_FLIGHT = 2
 """So that reads of the next wait where those of this one end: a disk that idles in between loses a
@@ -165,7 +165,7 @@ class United:
     """What the tables of a record's parts say together. `groups`: see Loaded."""
 
     tables: Sequence[Table]
-    tensors: Mapping[str, WholeTensor]
+    tensors: Mapping[str, GlobalTensor]
     groups: Mapping[str, Mapping[str, int]]
 
     @classmethod
@@ -254,7 +254,7 @@ def _clips(
 
 def _needed(
     record: Record, united: United, world: World, ahead: Set[str], taken: Set[str] | None
-) -> Iterator[tuple[str, WholeTensor]]:
+) -> Iterator[tuple[str, GlobalTensor]]:
     """The record's own tensors that this rank needs as they are. `taken`: parameters, or tensors,
     of the gradients among them; None: all."""
     size = max((len(call.get("ranks", ())) for call in record.calls), default=0)

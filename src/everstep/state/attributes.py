@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from everstep.sharding.redundancy import inner_of
 from everstep.state.optimizers import OptimizerState
-from everstep.state.redundancy import inner_of
 
 _NUMBERS = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
 _ITEMS_MAX = 256

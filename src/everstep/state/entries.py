@@ -12,13 +12,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from everstep.errors import Unsupported
-from everstep.state.leaves import Guard, Leaf
+from everstep.sharding.leaves import Guard, Leaf
+from everstep.sharding.ranked import ByRank, Share
+from everstep.sharding.world import World
 from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement
-from everstep.state.ranked import ByRank, Share
 from everstep.state.stateful import (
     GeneratorState,
     GlobalGenerators,
@@ -28,7 +29,6 @@ from everstep.state.stateful import (
     ValueState,
     is_generator,
 )
-from everstep.state.world import World
 
 log = logging.getLogger("everstep")
 

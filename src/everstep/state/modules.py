@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import Unsupported
-from everstep.state.fsdp1 import entries_of, units_of
-from everstep.state.leaves import Guard, Leaf, canonical, check_tensor
-from everstep.state.mapped import Mapped
+from everstep.sharding.fsdp1 import entries_of, units_of
+from everstep.sharding.leaves import Guard, Leaf, canonical, check_tensor
+from everstep.sharding.mapped import Mapped
 from everstep.state.objects import TensorSink, encode
 from everstep.state.placement import Placement
 

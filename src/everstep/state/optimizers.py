@@ -14,18 +14,18 @@ import xxhash
 from torch.optim import Optimizer
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.state.layout import is_dtensor, local_of, shards_of
-from everstep.state.leaves import Guard, Leaf, check_tensor
-from everstep.state.mapped import Mapped, has_shape_of
-from everstep.state.objects import TensorSink, encode, text_of
-from everstep.state.placement import Placement, Saved
-from everstep.state.redundancy import (
+from everstep.sharding.layout import is_dtensor, local_of, shards_of
+from everstep.sharding.leaves import Guard, Leaf, check_tensor
+from everstep.sharding.mapped import Mapped, has_shape_of
+from everstep.sharding.redundancy import (
     fetch_hyperparameters,
     inner_of,
     is_here,
     spread_hyperparameters,
 )
-from everstep.state.regrouped import place_state
+from everstep.state.boxed_optimizer_state import place_state
+from everstep.state.objects import TensorSink, encode, text_of
+from everstep.state.placement import Placement, Saved
 
 _STRUCTURE = ("params", "param_names")
 

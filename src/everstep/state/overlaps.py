@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from everstep.state.layout import local_of
+from everstep.sharding.layout import local_of
 
 Memory = tuple[torch.device, int]
 

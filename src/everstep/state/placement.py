@@ -10,15 +10,15 @@ import torch
 
 from everstep.errors import Mismatch
 from everstep.format.boxes import Box
+from everstep.format.global_tensors import GlobalTensor, groups, optimizers_of, whole_tensors
 from everstep.format.manifest import Manifest
 from everstep.format.tables import Table
-from everstep.format.wholes import WholeTensor, groups, optimizers_of, whole_tensors
-from everstep.state.layout import is_dtensor, shards_of
-from everstep.state.leaves import dtype_name
-from everstep.state.mapped import Mapped
+from everstep.sharding.layout import is_dtensor, shards_of
+from everstep.sharding.leaves import dtype_name
+from everstep.sharding.mapped import Mapped
+from everstep.sharding.ranked import Adapt, Share, seed_of, values_by_index
 from everstep.state.objects import decode, references
 from everstep.state.overlaps import Memory, memory_of
-from everstep.state.ranked import Adapt, Share, seed_of, values_by_index
 
 log = logging.getLogger("everstep")
 
@@ -27,7 +27,7 @@ log = logging.getLogger("everstep")
 class Saved:
     """What a checkpoint holds, as the state sees it: tensors under all their names, and objects."""
 
-    tensors: Mapping[str, WholeTensor]
+    tensors: Mapping[str, GlobalTensor]
     objects: Mapping[str, Any]
     hyperparameters: Mapping[str, Any]
     optimizers: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Saved:
     def of(cls, manifest: Manifest, tables: list[Table]) -> "Saved":
         """Everything in a checkpoint, of all its parts. That each tensor is all there was checked
         when it was read (restore.choose)."""
-        tensors: dict[str, WholeTensor] = {}
+        tensors: dict[str, GlobalTensor] = {}
         optimizers: dict[str, Any] = {}
         for group in groups(manifest, tables):
             for name, whole in whole_tensors(group).items():
@@ -105,7 +105,7 @@ class Placement:
     saved: Saved
     shares: Mapping[str, Share] = field(default_factory=dict)
     """By part, what of several ranks this one has for itself."""
-    destinations: dict[str, tuple[WholeTensor, list[Destination]]] = field(default_factory=dict)
+    destinations: dict[str, tuple[GlobalTensor, list[Destination]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     default_share: Share = field(default_factory=lambda: Share(0, 1))
@@ -342,7 +342,7 @@ class Placement:
         self._absent = []
 
     def _is_alike(
-        self, entry: WholeTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
+        self, entry: GlobalTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> bool:
         found = dtype_name(dtype)
         if entry.spec.shape != shape:
@@ -359,7 +359,7 @@ class Placement:
         return False
 
     def _add(
-        self, entry: WholeTensor, tensor: torch.Tensor, shards: list[tuple[Box, torch.Tensor]]
+        self, entry: GlobalTensor, tensor: torch.Tensor, shards: list[tuple[Box, torch.Tensor]]
     ) -> None:
         name = entry.spec.name
         _, names = self._sources.setdefault(id(tensor), (tensor, []))  # keeps it, and so its id

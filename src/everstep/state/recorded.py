@@ -10,13 +10,13 @@ import torch
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
 from everstep.format.tables import is_gradient
-from everstep.state.layout import local_of, shards_like
-from everstep.state.leaves import Leaf, has_elements
-from everstep.state.mapped import Piece, memory_like
+from everstep.sharding.layout import local_of, shards_like
+from everstep.sharding.leaves import Leaf, has_elements
+from everstep.sharding.mapped import Piece, memory_like
+from everstep.sharding.ranked import unowned
+from everstep.sharding.redundancy import ranks_of, redundancy_free
+from everstep.sharding.writers import Held, Holders, assign_writers, dealt_out
 from everstep.state.optimizers import OptimizerState
-from everstep.state.ranked import unowned
-from everstep.state.redundancy import ranks_of, redundancy_free
-from everstep.state.writers import Held, Holders, chosen, dealt_out
 
 
 def check_parts(optimizer: OptimizerState, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -168,7 +168,7 @@ def _shares(optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -
             ]
     for name, writer in dealt_out(whole).items():
         found[name].writes_whole = writer == rank
-    for leaf in chosen(held, rank)[0]:
+    for leaf in assign_writers(held, rank)[0]:
         share = found[leaf.name]
         assert leaf.box is not None
         # Of one that is whole the strides are kept, too.
@@ -195,7 +195,7 @@ def _boxed_shares(
                     ranks = holders.of(shard.name, shard.box)
                     ranks = _updaters(optimizer, shard.name, parameter, ranks)
                     held.append(Held(leaf, ranks))
-    for leaf in chosen(held, rank)[0]:
+    for leaf in assign_writers(held, rank)[0]:
         assert leaf.owner is not None
         assert leaf.box is not None
         parameter, pieces = found[names[leaf.owner]]

@@ -7,12 +7,12 @@ import torch
 
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
-from everstep.state.layout import is_dtensor, shards_of, spread_of
-from everstep.state.leaves import Leaf, dtype_name, has_elements
-from everstep.state.mapped import Mapped, Place
+from everstep.sharding.layout import is_dtensor, shards_of, spread_of
+from everstep.sharding.leaves import Leaf, dtype_name, has_elements
+from everstep.sharding.mapped import Mapped, Place
+from everstep.sharding.redundancy import ranks_of, redundancy_free
+from everstep.sharding.writers import LARGE_BYTES, Held, Holders, Shape, assign_writers
 from everstep.state.optimizers import OptimizerState
-from everstep.state.redundancy import ranks_of, redundancy_free
-from everstep.state.writers import LARGE_BYTES, Held, Holders, Shape, chosen
 
 
 class Of(NamedTuple):
@@ -87,7 +87,7 @@ def shared_out(
         if state is None and _is_buffer(place.leaf):
             ranks = ranks[:1]
         held.append(Held(place.leaf, ranks))
-    return chosen(held, rank)
+    return assign_writers(held, rank)
 
 
 def _is_buffer(leaf: Leaf) -> bool:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from everstep.state.layout import is_dtensor
-from everstep.state.leaves import Guard, Leaf
-from everstep.state.loose import Loose, OfRank, shared_in
+from everstep.sharding.layout import is_dtensor
+from everstep.sharding.leaves import Guard, Leaf
+from everstep.sharding.ranked import unowned
+from everstep.state.nested_tensors import NestedTensors, OfRank, shared_in
 from everstep.state.objects import TensorSink, encode, references, tensor_tags
 from everstep.state.overlaps import memory_of
 from everstep.state.placement import Placement
-from everstep.state.ranked import unowned
 
 
 @runtime_checkable
@@ -151,7 +151,7 @@ class ValueState:
             return stored
 
         value = encode(self._holder[self._key], self.name, noting)
-        if found and isinstance(sink, Loose | OfRank):
+        if found and isinstance(sink, NestedTensors | OfRank):
             sink.note_values((tag, found[tag["v"]]) for tag in tensor_tags(value))
         return value
 

@@ -14,29 +14,29 @@ from torch import nn
 
 from everstep.errors import Mismatch
 from everstep.format.document import digest_of
+from everstep.sharding.fsdp1 import flat_parameters, units_of
+from everstep.sharding.layout import is_dtensor
+from everstep.sharding.leaves import Guard, Leaf, find_aliases
+from everstep.sharding.mapped import Layout, Mapped, described
+from everstep.sharding.ranked import ByRank, Share, own_name, unowned
+from everstep.sharding.redundancy import class_of
+from everstep.sharding.topology import ALONE, PADDED
+from everstep.sharding.world import World
+from everstep.sharding.writers import Holders
 from everstep.state.attributes import plain_attributes
 from everstep.state.entries import Entry, entries_of, filled_in_place, places_in, shares_of
-from everstep.state.fsdp1 import flat_parameters, units_of
-from everstep.state.layout import is_dtensor
-from everstep.state.leaves import Guard, Leaf, find_aliases
-from everstep.state.loose import Loose, OfRank, digests_of
-from everstep.state.mapped import Layout, Mapped, described
 from everstep.state.modules import ModuleState
+from everstep.state.nested_tensors import NestedTensors, OfRank, digests_of
 from everstep.state.optimizers import OptimizerState
 from everstep.state.overlaps import memory_of, shared
 from everstep.state.placement import Placement, Saved
-from everstep.state.ranked import ByRank, Share, own_name, unowned
 from everstep.state.recorded import RecordShares
-from everstep.state.redundancy import class_of
 from everstep.state.sharing import Of, Parts, places_of, shapes_of, shared_out
 from everstep.state.stateful import (
     GlobalGenerators,
     StatefulState,
     ValueState,
 )
-from everstep.state.topology import ALONE, PADDED
-from everstep.state.world import World
-from everstep.state.writers import Holders
 
 log = logging.getLogger("everstep")
 
@@ -214,7 +214,7 @@ class State:
             self._walk = self._walk_anew()
         walk = self._walk
         self._common.check()
-        sink = Loose(walk.names, self._owners, self.mapped)
+        sink = NestedTensors(walk.names, self._owners, self.mapped)
         objects: dict[str, Any] = {}
         own: dict[str, Any] = {}
         for entry in self._entries:
@@ -239,7 +239,7 @@ class State:
         for place in self._places:
             place.check()
 
-    def _loose_shared_out(self, sink: Loose) -> tuple[Leaf, ...]:
+    def _loose_shared_out(self, sink: NestedTensors) -> tuple[Leaf, ...]:
         """What this rank writes of the tensors that were met in objects: what is no rank's own is
         the first one's, but for DTensors, which are shared out as all others are."""
         if self.world.is_alone:

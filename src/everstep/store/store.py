@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
 from everstep.format.document import unseal
+from everstep.format.global_tensors import groups, problems_of
 from everstep.format.manifest import Manifest
 from everstep.format.tables import Table
-from everstep.format.wholes import groups, problems_of
 from everstep.store import catalog, names, read, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk

@@ -7,10 +7,10 @@ import torch
 
 from everstep.errors import Missing
 from everstep.format.boxes import Box
+from everstep.format.global_tensors import check_whole, whole_tensors
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Piece
 from everstep.format.tables import Table, TensorEntry
-from everstep.format.wholes import check_whole, whole_tensors
 from everstep.store.read import open_pack, read_piece
 from everstep.tiers.disk import Disk
 from everstep.tiers.files import DiskReader

@@ -27,7 +27,7 @@ from torch import nn
 
 from everstep import Checkpointer, Keep, Store
 from everstep.capture.copies import Batch
-from everstep.capture.pace import Pace, Piece, schedule
+from everstep.capture.copy_speed import Pace, Piece, schedule
 from everstep.cli.bench.machine import await_end_of
 from everstep.keeper.arena import Arena
 

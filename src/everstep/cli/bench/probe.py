@@ -25,14 +25,14 @@ from everstep import Checkpointer
 from everstep.cli import workload
 from everstep.cli.bench.checks import digest, forget
 from everstep.format.tables import Table
-from everstep.replay.redo import Loaded, clip, redo
+from everstep.redo.replay import Loaded, clip, redo
 from everstep.restore.apply import apply
+from everstep.restore.buffer_pool import Slabs
 from everstep.restore.choose import Candidate, Described
 from everstep.restore.load import Loader
 from everstep.restore.records import United, load_record
-from everstep.restore.slabs import Slabs
+from everstep.sharding.world import World
 from everstep.state.view import State
-from everstep.state.world import World
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk

@@ -1,0 +1,380 @@
+"""Captures: from the live state to a sealed slot.
+
+collect the state → the strategy chooses what of it → a slot → eager copies → (background) lazy
+copies → seal → the keeper, which is told of it
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from everstep.capture.auto import Auto
+from everstep.capture.captured import Captured
+from everstep.capture.copy_speed import Pace
+from everstep.capture.full import Full
+from everstep.capture.hooks import Hook
+from everstep.capture.in_flight import Capture, row_of
+from everstep.capture.log import Log
+from everstep.capture.plan import Planner
+from everstep.capture.pool import SLOTS, SLOTS_OF_GROUPS, Pool
+from everstep.capture.rank_agreement import Ranks
+from everstep.capture.saves import Saves
+from everstep.capture.settings import Settings, Strategy
+from everstep.errors import EverstepError, Unavailable
+from everstep.format.tables import is_own
+from everstep.handle import Metrics, SaveHandle
+from everstep.keeper.arena import SlotState
+from everstep.keeper.client import Client
+from everstep.keeper.ranks.node_save import PLACE
+from everstep.redo import selftest
+from everstep.redo.derived import Derived
+from everstep.redo.refusals import Refused
+from everstep.sharding.topology import topology
+from everstep.state.view import Collected, State
+from everstep.store.names import CheckpointName
+
+RECORD_PATIENCE_S = 30.0
+"""How long a record waits for memory, also where whole states are skipped at once."""
+_PASSES_TOLD = 64
+"""After the last record: the other ranks will have heard by then."""
+
+
+class Captures:
+    """All captures of one Checkpointer, one after another. For the thread that trains, but for what
+    says something else."""
+
+    def __init__(
+        self,
+        state: State,
+        strategy: Strategy | None,
+        pace: Pace,
+        settings: Settings,
+        client: Client,
+        saves: Saves,
+        metrics: Metrics,
+    ) -> None:
+        """`strategy`: None for whole states. `pace`: of what that was made with. Puts hooks on the
+        optimizers."""
+        self.strategy = strategy
+        self.parent: CheckpointName | None = None
+        self.epoch: int | None = None
+        """Of what is saved from now on; None before the first save after a restore."""
+        self._state = state
+        self._pace = pace
+        self._every = settings.every
+        self._patience_s = math.inf if settings.under_pressure == "wait" else 0.0
+        self._client = client
+        self._saves = saves
+        self._metrics = metrics
+        slots = SLOTS_OF_GROUPS if settings.group_commit else SLOTS
+        self.pool = Pool(client, settings.memory_budget, slots)
+        saves.attach(client, self.pool)
+        self._losses = client.losses
+        self._commits_waited = -1
+        """When it was waited for memory in vain."""
+        self._passes = 0
+        """So many more steps are told that are not saved here."""
+        self._planners: dict[object, Planner] = {}
+        self._topology: dict[str, Any] | None = None
+        self._descriptor_size = 0
+        self._unannounced: threading.Event | None = None
+        self._full = Full(self._announce, self._seal, saves.on_capture_failure, pace)
+        self.pool.on_release = self._full.devices.unpin
+        saves.in_order = self._full.in_order
+        saves.on_whole = self._on_whole
+        self._log = strategy if isinstance(strategy, (Log, Auto)) else None
+        if self._log:
+            saves.on_failure = self._log.note_failure
+        self._hooks = [
+            Hook(optimizer, self._full, self.strategy, metrics) for optimizer in state.optimizers
+        ]
+
+    def collect(self) -> Collected:
+        """The state as it is now, by reference."""
+        for hook in self._hooks:
+            hook.put_in_order()
+        torn = self._full.take_torn()
+        self._state.suspect(name for name in torn if not is_own(name))
+        if self.strategy:
+            self.strategy.distrust([name for name in torn if is_own(name)])
+        collected = self._state.collect()
+        self._metrics.user_seconds = self._state.user_seconds
+        return collected
+
+    def begin(
+        self,
+        step: int,
+        tag: str | None,
+        metrics: dict[str, Any],
+        *,
+        asked: bool,
+        must_wait: bool,
+    ) -> SaveHandle | None:
+        """Capture what the strategy wants of the state as it is now; None where this commits
+        nothing. Returns when all that must be copied at once is copied. `asked`: by the user.
+        `must_wait`: for memory, where the user has not said so.
+
+        Raises Unsupported (Refused where the strategy does not fit the run); what is Unavailable is
+        on the handle.
+        """
+        handle = self._saves.new(step)
+        try:
+            commits = self._begin(handle, tag, metrics, asked=asked, must_wait=must_wait)
+        except Unavailable as error:
+            self._saves.fail(handle, error)
+            self._saves.leave_out(handle, str(error))
+        except Refused:  # told here and now: close() need not say it again
+            self._saves.leave_out(handle, "it is refused there")
+            self._saves.forget_newest()
+            raise
+        except BaseException as error:
+            known = (
+                error
+                if isinstance(error, EverstepError)
+                else Unavailable(_interrupted(handle.step, error))
+            )
+            self._saves.drop(handle, known, repr(error))
+            raise
+        else:
+            if not commits:
+                self._saves.forget_newest()
+                return None
+        return handle
+
+    def pass_by(self, step: int) -> None:
+        """Capture nothing of this step. A rank that has not heard yet that there is no log any more
+        would wait for it."""
+        if self._passes:
+            self._passes -= 1
+            self._saves.pass_by(step)
+
+    def restored(
+        self, origin: CheckpointName | None, chosen: Mapping[str, Any], size: int, seconds: float
+    ) -> None:
+        """A step of this run is restored: what is saved from now on goes on from `origin`, in an
+        epoch of its own. `chosen`: what its manifest says of its capture. `size` and `seconds`:
+        what was read off the disk for it."""
+        self.parent, self.epoch = origin, None
+        self._pace.note_read(size, seconds)
+        if isinstance(self.strategy, Auto):
+            self.strategy.resume(chosen)
+
+    def end_chain(self) -> None:
+        """Nothing can follow what was captured last: the next is a whole state."""
+        if self.strategy:
+            self.strategy.end_chain()
+
+    def close(self) -> None:
+        """Hold and note nothing any more; end the copying thread when it has nothing left."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.strategy:
+            self.strategy.close()
+        self._full.close()
+
+    def release(self) -> None:
+        """Let go of the memory; nothing is being copied any more."""
+        self.pool.close()
+
+    def abandon_in_child(self) -> None:
+        """In a forked child, where the threads do not exist."""
+        self._full.abandon_in_child()
+
+    def _begin(
+        self,
+        handle: SaveHandle,
+        tag: str | None,
+        metrics: dict[str, Any],
+        *,
+        asked: bool,
+        must_wait: bool,
+    ) -> bool:
+        """Whether this commits something. See begin."""
+        began = time.perf_counter()
+        captured: Captured | None = Captured(self.collect())
+        if self.strategy and captured:
+            if self._losses != self._client.losses:
+                self._losses = self._client.losses
+                self.strategy.change_keeper()
+            captured = self._choose(handle.step, captured.collected, asked, tag, must_wait)
+        if captured is None:
+            if not self._state.world.is_alone:  # nobody waits for what has come to nothing here
+                self._saves.leave_out(handle, "its window has ended")
+            return False
+        try:
+            patience_s = math.inf if must_wait else self._patience_s
+            if self._is_worth_waiting(captured, handle.call):
+                patience_s = max(patience_s, RECORD_PATIENCE_S)
+            self._capture(handle, captured, tag, metrics, patience_s)
+        except BaseException:
+            if self.strategy:  # what was taken for the record is gone
+                self.strategy.end_chain()
+            raise
+        self._pace.note_call(time.perf_counter() - began)
+        return captured.commits
+
+    def _choose(
+        self, step: int, collected: Collected, asked: bool, tag: str | None, must_save: bool
+    ) -> Captured | None:
+        """`must_save`: there will be no other step."""
+        assert self.strategy
+        try:
+            return self.strategy.choose(step, collected, asked=asked, tagged=tag is not None)
+        except BaseException as error:
+            self.strategy.end_chain()  # what was taken for the record is gone
+            if must_save and isinstance(error, Refused):
+                return Captured(collected)
+            raise
+
+    def _capture(
+        self,
+        handle: SaveHandle,
+        captured: Captured,
+        tag: str | None,
+        metrics: dict[str, Any],
+        patience_s: float,
+    ) -> None:
+        collected = captured.collected
+        plan = self._planner(captured).plan(collected)
+        self._full.settle()
+        if (lent := self.pool.lent) and not self._full.was_given(lent):
+            self._full.devices.synchronize()
+            self.pool.take_back(lent)
+        commits = self._metrics.commits
+        slot = self.pool.acquire(plan, self._descriptor_size, patience_s)
+        if slot is None:
+            if patience_s:
+                self._commits_waited = commits
+            self._saves.skip(handle, patience_s)
+            if self.strategy:
+                self.strategy.end_chain()
+            return
+        sequence = self.pool.next_sequence()
+        said = self._describe(captured, tag, metrics)
+        said |= {"call": handle.call, "written": plan.written}
+        try:
+            capture = self._full.begin(handle.step, sequence, collected, plan, slot, said)
+        except BaseException:
+            self._full.devices.synchronize()  # nothing may arrive in a slot that is free
+            slot.arena.set_state(slot.index, SlotState.FREE)
+            raise
+        try:
+            if self.strategy:
+                self.strategy.begun(captured, handle)
+            if captured.record is not None and not self._state.world.is_alone:
+                self._passes = _PASSES_TOLD
+            self._saves.begin(capture, handle)
+            self._full.go_on(capture)
+        except BaseException as error:
+            self._full.give_up(capture, _interrupted(handle.step, error))
+            raise
+        self.pool.lent = None
+
+    def _planner(self, captured: Captured) -> Planner:
+        """One for each thing that comes again: states, records, the n-th shares of windows."""
+        kind = captured.record is not None, len(captured.share["steps"]) if captured.share else 0
+        return self._planners.setdefault(kind, Planner())
+
+    def _describe(
+        self, captured: Captured, tag: str | None, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        # Threads and the like may have been set anew.
+        now = topology(self._state.world.size, self._state.layout())
+        now["optimizers"] = self._state.classes()
+        if attributes := self._state.attributes():
+            now["attributes"] = attributes
+        if self._topology is None or not now.items() <= self._topology.items():
+            self._topology = now
+        is_replayed = captured.record is not None or captured.share is not None
+        if is_replayed and "selftest" not in self._topology:
+            tests = selftest.record(self._state.optimizers)
+            self._topology = {**self._topology, "selftest": tests}  # the old one is still in use
+        return {
+            "objects": captured.collected.objects,
+            "own": captured.collected.own,
+            "digests": captured.collected.digests,
+            "hyperparameters": captured.collected.hyperparameters,
+            "topology": self._topology,
+            "capture": {
+                "strategy": "full",
+                "every": self._every,
+                "memory": self.pool.describe(),
+                **(self.strategy.describe() if self.strategy else {}),
+            },
+            "metrics": metrics,
+            "tag": tag,
+            PLACE: list(self._client.place),
+            "record": captured.record,
+            "share": captured.share,
+        }
+
+    def _is_worth_waiting(self, captured: Captured, call: int) -> bool:
+        """Whether a log would end, or a window be in vain, without this. But who has waited in vain
+        waits no more before anything was saved: training must not go at the pace of a disk that
+        hangs."""
+        if self._commits_waited == self._metrics.commits:
+            return False
+        return captured.continues or (self._log is not None and self._log.awaits(call))
+
+    def _on_whole(self, step: int, epoch: int) -> None:
+        """A step was made whole in the background, perhaps of what was left behind since. Client's
+        thread."""
+        if self._log and epoch == self.epoch:
+            self._log.note_whole(step)
+
+    def _announce(self, capture: Capture) -> Callable[[int], None] | None:
+        """Let the keeper work on what is copied already. Copying thread, which must not wait: so
+        the first save, for which an epoch has to be claimed, is not announced; nor is any before
+        that is sealed."""
+        if self._unannounced and not self._unannounced.is_set():
+            is_next = False  # jobs are submitted in their order
+        else:
+            is_next = self.epoch is not None and self._saves.handle_of(capture) is not None
+        self._unannounced = None if is_next else capture.sealed
+        if not is_next:
+            return None
+        slot = capture.slot
+        self._descriptor_size = len(capture.descriptor)
+        slot.arena.announce(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
+        self._client.submit(slot.key)
+        return lambda count: self._client.tell_copied(capture.sequence, count)
+
+    def _seal(self, capture: Capture) -> None:
+        """All is copied: hand it to the keeper. Sealing thread."""
+        self._client.ensure()
+        if self.epoch is None:
+            self._claim()
+        if (handle := self._saves.handle_of(capture)) is None:
+            raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
+        slot = capture.slot
+        self._descriptor_size = len(capture.descriptor)
+        slot.arena.seal(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
+        handle.advance("captured")
+        self._client.submit(slot.key)
+
+    def _claim(self) -> None:
+        """Where that fails (a full disk) the state is sealed all the same: the keeper says what is
+        wrong, and holds it in memory."""
+        try:
+            self.epoch = self._client.claim(self.parent)
+        except Unavailable:
+            self._client.ensure()
+
+
+def _interrupted(step: int, error: BaseException) -> str:
+    return f"saving step {step}: interrupted by {error!r}. Go on with the next step"
+
+
+def chosen_strategy(
+    settings: Settings, state: State, pace: Pace, derived: Derived | None
+) -> Strategy | None:
+    """What the settings come to for this state; None for whole states. All ranks call it.
+
+    `derived`: None where no part of the state is. Raises Unsupported on all ranks where it does not
+    fit one of them."""
+    ranks = None if state.world.is_alone else Ranks(state)
+    make = partial(settings.make, state.optimizers, state.modules, pace, derived, ranks)
+    return state.world.together("choosing a strategy", make)

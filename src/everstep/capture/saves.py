@@ -1,0 +1,267 @@
+"""Saves: the captures that are on their way, their handles, and what becomes of them.
+
+Handles rise and fall here and nowhere else: by the copying and sealing threads (captured, failed),
+by the client's thread (held, local, failed, the keeper lost), and by the one that tells the keeper
+whether a copy was clean (failed).
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from everstep.capture.in_flight import Capture
+from everstep.capture.pool import Pool
+from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported, kind_of
+from everstep.handle import Metrics, SaveHandle
+from everstep.keeper.client import Client
+from everstep.keeper.wire import Message
+
+log = logging.getLogger("everstep")
+
+_TORN_MAX = 64
+
+
+class Skipped(Unavailable):
+    """A save that under_pressure="skip" left out."""
+
+
+class Saves:
+    """All saves of one Checkpointer. Thread-safe."""
+
+    _client: Client
+    _pool: Pool
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.newest: SaveHandle | None = None
+        self._before: SaveHandle | None = None
+        self._calls = 0
+        self._metrics = metrics
+        self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
+        self._torn: dict[int, str] = {}
+        self._failing = threading.RLock()
+        self._written: queue.SimpleQueue[tuple[Capture, SaveHandle] | None] = queue.SimpleQueue()
+        self.in_order: Callable[[Callable[[], None]], None] = lambda task: task()
+        """Does something after what was captured before was handed over. Any thread."""
+        self.on_whole: Callable[[int, int], None] = lambda step, epoch: None
+        """Called when a step of the log was made whole, and stands for it. Client's thread."""
+
+        self.on_failure: Callable[[int, EverstepError], None] = lambda call, error: None
+        """Called with the number of each call that comes to nothing. Any thread."""
+
+    def attach(self, client: Client, pool: Pool) -> None:
+        """Whom to answer, and whom to tell of free memory; before the first save."""
+        self._client, self._pool = client, pool
+        threading.Thread(target=self._answer_all, name="everstep-answer", daemon=True).start()
+
+    def note_call(self) -> None:
+        """The user has called step() or save(). All calls count, whatever comes of them: by their
+        numbers ranks know which of their saves belong together."""
+        self._calls += 1
+
+    def pass_by(self, step: int) -> None:
+        """Nothing of this step is saved here, and no handle is made."""
+        self._leave_out(step, self._calls, "it records nothing any more")
+
+    def new(self, step: int) -> SaveHandle:
+        """A handle, which is the newest from now on."""
+        self._before, self.newest = self.newest, SaveHandle(step, self._calls)
+        self._metrics.saves += 1
+        return self.newest
+
+    def forget_newest(self) -> None:
+        """It is no save: nothing was captured, or a share of a later checkpoint."""
+        self.newest = self._before
+        self._metrics.saves -= 1
+
+    def close(self) -> None:
+        """End the answering thread when it has nothing left."""
+        self._written.put(None)
+
+    def begin(self, capture: Capture, handle: SaveHandle) -> None:
+        """The capture is about to be copied."""
+        handle.confirm_with(capture.await_check)
+        handle.hasten_with(lambda: self._client.flush(capture.sequence))
+        self._begun[capture.sequence] = (capture, handle)
+
+    def handle_of(self, capture: Capture) -> SaveHandle | None:
+        """Its handle; None where it has failed meanwhile."""
+        known = self._begun.get(capture.sequence)
+        return known[1] if known else None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save has neither become durable nor failed."""
+        return bool(self._begun)
+
+    def wait(self, level: str, timeout: float | None) -> None:
+        """See Checkpointer.wait."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        begun = list(self._begun.items())
+        if level == "local" and begun:
+            self._client.flush(begun[-1][0])
+        for _, (_, handle) in begun:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with contextlib.suppress(EverstepError):
+                handle.wait(level, left)
+        newest = self.newest
+        if newest and newest.error and not isinstance(newest.error, Skipped):
+            raise newest.error
+
+    def on_event(self, message: Message) -> None:
+        """What the keeper says of a save, or of itself. Client's thread."""
+        kind = message["type"]
+        if "sequence" not in message:
+            self._on_news(message)
+            return
+        known = self._begun.get(message["sequence"])
+        if known is None:
+            if kind == "written":  # asked again, by another keeper
+                sequence = message["sequence"]
+                self._client.confirm(sequence, self._torn.get(sequence))
+            return
+        capture, handle = known
+        if kind == "held":
+            handle.advance("held")
+        elif kind == "written":
+            self._written.put(known)
+        elif kind == "local":
+            self._on_commit(capture, handle, message)
+        elif kind == "failed":
+            error = KINDS.get(message["kind"], Unavailable)(message["message"])
+            self.fail(handle, error)
+            self._forget(capture)
+            self._pool.retire_old()
+
+    def _answer_all(self) -> None:
+        """Tell the keeper whether each copy was clean, as soon as that is known. It writes one
+        after the other, so that none waits here for another."""
+        while known := self._written.get():
+            try:
+                self._answer(*known)
+            except Exception:
+                log.exception("telling the keeper whether step %s is clean", known[0].step)
+            del known  # a capture holds its arena
+
+    def _answer(self, capture: Capture, handle: SaveHandle) -> None:
+        problem: str | None = f"saving step {capture.step}: the copy could not be checked"
+        try:
+            problem = capture.await_check()
+        finally:
+            self._client.confirm(capture.sequence, problem)
+        if problem:
+            self._on_torn(capture, handle, problem)
+
+    def _on_commit(self, capture: Capture, handle: SaveHandle, message: Message) -> None:
+        is_part = bool(message.get("is_part"))  # of a later checkpoint, with which it is committed
+        self._metrics.commits += not is_part
+        self._metrics.bytes_written += message["bytes"]
+        error = Unavailable(message["warning"]) if message.get("warning") else None
+        if error:  # durable, but not tagged
+            log.error("%s", error)
+            self._metrics.last_error = str(error)
+        handle.bytes = message["bytes"]
+        handle.squeezed = message.get("squeezed")
+        handle.advance("local", error)
+        self._metrics.add_durable(handle.times["local"] - handle.times["called"])
+        self._forget(capture)
+        self._pool.retire_old()
+
+    def _on_news(self, message: Message) -> None:
+        """Of the keeper itself, or of what it does for no save in particular."""
+        if message["type"] == "lost":
+            self._on_loss(message["message"])
+        elif message["type"] == "found":
+            self._pool.failure = None
+        elif message["type"] in ("whole", "not_whole"):
+            self._on_catch_up(message)
+
+    def _on_catch_up(self, message: Message) -> None:
+        if message["type"] == "not_whole":
+            self._metrics.catch_up_failures += 1
+            self._metrics.last_error = message["message"]
+            end = ". It is not tried any more" if message["is_end"] else ""
+            log.warning("catching up with the log: %s%s", message["message"], end)
+            return
+        self._metrics.catch_ups += 1
+        self._metrics.catch_up_seconds += message["seconds"]
+        self._metrics.whole_step = message["step"]
+        if message["ends_chain"]:
+            self.on_whole(message["step"], message["epoch"])
+
+    def _on_torn(self, capture: Capture, handle: SaveHandle, problem: str) -> None:
+        """Not left to the keeper's answer, which may be lost with it; the next one is told too."""
+        self._torn[capture.sequence] = problem
+        for sequence in list(self._torn)[:-_TORN_MAX]:
+            del self._torn[sequence]
+        self.fail(handle, Unsupported(problem))
+        self._forget(capture)
+
+    def on_capture_failure(
+        self, capture: Capture, error: EverstepError, is_announced: bool
+    ) -> None:
+        """The copy of it failed, or could not be sealed. `is_announced`: the keeper works on it
+        already. Any thread."""
+        if known := self._begun.get(capture.sequence):  # else the keeper's loss came first
+            self.fail(known[1], error)  # before the keeper says the same, and knows no reason
+        if is_announced:
+            self._client.submit(capture.slot.key)
+        else:
+            self._leave_out(capture.step, capture.description["call"], str(error))
+        self._forget(capture)
+
+    def _on_loss(self, reason: str) -> None:
+        self._pool.failure = reason
+        for capture, handle in list(self._begun.values()):
+            # What is not copied by now will not be sealed, and no other keeper finds it.
+            if problem := capture.await_check() if capture.copied.is_set() else None:
+                self._torn[capture.sequence] = problem
+            self.fail(handle, Unavailable(f"saving step {handle.step}: {reason}"))
+            self._forget(capture)
+
+    def _forget(self, capture: Capture) -> None:
+        if known := self._begun.pop(capture.sequence, None):
+            known[1].confirm_with(None)  # a handle that is kept must not keep the arena
+            known[1].hasten_with(None)
+        self._pool.notify()
+
+    def skip(self, handle: SaveHandle, waited_s: float) -> None:
+        """There was no memory for it, however long it waited."""
+        self._metrics.skips += 1
+        after = f" after {waited_s:.0f} s" if waited_s else ""
+        text = (
+            f"saving step {handle.step}: skipped{after}, because earlier saves are still being "
+            f"written. Save less often "
+            f"(every=), give more memory (memory_budget=), or wait instead (under_pressure='wait')"
+        )
+        if self._metrics.skips == 1 or self._metrics.skips % 100 == 0:
+            log.warning("%s. Skipped so far: %s", text, self._metrics.skips)
+        self.drop(handle, Skipped(text), "it had no memory for it")
+
+    def drop(self, handle: SaveHandle, error: EverstepError, reason: str) -> None:
+        """It failed before anything was captured; `reason`: for the other ranks."""
+        self._fail(handle, error)
+        self.leave_out(handle, reason)
+
+    def leave_out(self, handle: SaveHandle, reason: str) -> None:
+        """Nothing of this step comes from this rank: no other waits for it."""
+        self._leave_out(handle.step, handle.call, reason)
+
+    def _leave_out(self, step: int, call: int, reason: str) -> None:
+        self.in_order(lambda: self._client.leave_out(step, call, reason))
+
+    def fail(self, handle: SaveHandle, error: EverstepError) -> None:
+        """It will come no further: on the handle, in the log and in the metrics."""
+        with self._failing:  # the keeper, and who looked at the copy, may say it at the same time
+            if handle.error is not None:
+                return
+            self._metrics.failures += 1
+            self._metrics.last_error = str(error)
+            log.error("step %s was not saved: %s: %s", handle.step, kind_of(error), error)
+            self._fail(handle, error)
+
+    def _fail(self, handle: SaveHandle, error: EverstepError) -> None:
+        self.on_failure(handle.call, error)
+        handle.fail(error)  # last: who waits for it may look at all else

@@ -1,0 +1,1 @@
+"""A save of several ranks, and of several nodes."""

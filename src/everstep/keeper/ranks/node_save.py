@@ -1,0 +1,376 @@
+"""Joints: the jobs of one step of all ranks of a run on this node, committed as one.
+
+A run of one process has joints of one job.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from everstep.errors import Corrupt, EverstepError, Mismatch
+from everstep.format.document import digest_of, unseal
+from everstep.format.manifest import FORMS
+from everstep.format.merge import Merged, RankTable, check_coverage, merge
+from everstep.format.merged_sets import merge_sets
+from everstep.keeper.arena import Row
+from everstep.keeper.image import Image, Parsed, gathered, parse, whole
+from everstep.keeper.job import Job
+from everstep.keeper.ranks.place import ALONE, Place
+from everstep.keeper.ranks.replicas import Replicas
+
+REFERENCE = b"the manifest beside the first rank's image: "
+"""Stands, with the digest of that, where a slot is a part of a state."""
+
+PLACE = "place"
+"""In what a trainer says of a step: its local rank, and how many there are."""
+
+
+@dataclass(slots=True)
+class Joint:
+    """Jobs by local rank, all of the same step. For the team's thread, but for what says else."""
+
+    jobs: Sequence[Job]
+    place: Place = ALONE
+    said: dict[str, Any] | None = None
+    """What all trainers say of the step together, once it was read."""
+    each: Sequence[Mapping[str, Any]] = ()
+    """What each of them says."""
+    _mapping: list[dict[str, list[int]]] = field(default_factory=list)
+
+    @property
+    def sequence(self) -> int:
+        """Of the first rank's job."""
+        return self.jobs[0].sequence
+
+    @property
+    def size(self) -> int:
+        """Bytes of the images; 0 where a row is not whole."""
+        return sum(job.size for job in self.jobs)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of all images is there."""
+        return all(job.arrival.complete for job in self.jobs)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every trainer has let go of its slot."""
+        return all(job.arrival.over for job in self.jobs)
+
+    @property
+    def problem(self) -> str | None:
+        """How a copy was torn, as far as the trainers have said."""
+        return next((job.problem for job in self.jobs if job.problem), None)
+
+    @property
+    def written(self) -> bool:
+        """Whether the trainers were asked for their word on the copies."""
+        return all(job.written for job in self.jobs)
+
+    def note_written(self) -> None:
+        """They will be asked now."""
+        for job in self.jobs:
+            job.written = True
+
+    def wait_until_over(self) -> None:
+        """Block until every trainer has let go of its slot."""
+        for job in self.jobs:
+            job.arrival.wait_until_over()
+
+    def wait_for_all(self) -> None:
+        """Block until all is there. Raises Unsupported where it never will be."""
+        for job in self.jobs:
+            job.arrival.wait(job.size)
+
+    def wait_for_answers(self) -> None:
+        """Block until each trainer has said whether its copy is clean, or has died."""
+        for job in self.jobs:
+            job.answered.wait()
+
+    @property
+    def step(self) -> int:
+        """The step. Raises Corrupt."""
+        return self.rows()[0].step
+
+    def rows(self) -> list[Row]:
+        """The rows of all slots. Raises Corrupt."""
+        rows = [job.arena.row(job.slot) for job in self.jobs]
+        found = [row for row in rows if row is not None]
+        if len(found) < len(rows):
+            raise Corrupt(f"reading slot {self.jobs[0].slot} of the arena: its row is not whole")
+        return found
+
+    @property
+    def call(self) -> int:
+        """Which of the calls that save it is of; 0 where that cannot be read."""
+        try:
+            self.describe()
+        except EverstepError:
+            return call_of(self.jobs[0])
+        return int(self.each[0].get("call", 0))
+
+    def describe(self) -> dict[str, Any]:
+        """What the trainers say of this step; read once. Raises Corrupt, Mismatch."""
+        if self.said is None:
+            each = [
+                unseal(job.arena.descriptor(job.slot, row), "a descriptor in the arena")
+                for job, row in zip(self.jobs, self.rows(), strict=True)
+            ]
+            said = each[0]
+            if not self.place.is_alone:
+                said, self._mapping = _together(each)
+            self.said, self.each = said, each
+        return self.said
+
+    def image(self) -> Image:
+        """All that is to be written. Raises Corrupt, Mismatch."""
+        self.describe()
+        rows = self.rows()
+        documents = [
+            bytes(job.arena.table(job.slot, row)) for job, row in zip(self.jobs, rows, strict=True)
+        ]
+        views = [
+            job.arena.image(job.slot)[: row.image_size]
+            for job, row in zip(self.jobs, rows, strict=True)
+        ]
+        if self.place.is_alone:
+            (job,) = self.jobs
+            return whole(views[0], job.arrival, documents[0], f"slot {job.slot} of the arena")
+        mapping = tuple(
+            tuple((name, tuple(numbers)) for name, numbers in sorted(each.items()))
+            for each in self._mapping
+        )
+        written = tuple(said["written"] for said in self.each)
+        place, arrivals = self.place, [job.arrival for job in self.jobs]
+        merged, parsed = _merged(tuple(documents), mapping, written, place)
+        image = gathered(views, arrivals, merged, parsed)
+        if merged.replicas or merged.alone:
+            parsed_each = [parse(document) for document in documents]
+            image.replicas = Replicas(
+                self.step,
+                place.ranks,
+                merged,
+                [each.table for each in parsed_each],
+                [each.extents for each in parsed_each],
+                views,
+                arrivals,
+            )
+        return image
+
+    def put_manifest(self, document: bytes) -> None:
+        """Beside the images, from which it can be restored then: all of it with the first rank's,
+        its digest with the others'. Of several nodes none has all images."""
+        if self.place.nodes > 1:
+            return
+        reference = REFERENCE + digest_of(document).encode()
+        for job, row in zip(self.jobs, self.rows(), strict=True):
+            job.arena.put_manifest(job.slot, row, document)
+            document = reference
+
+
+def call_of(job: Job) -> int:
+    """What a trainer says: which of the calls that save. 0 where that cannot be read."""
+    row = job.arena.row(job.slot)
+    try:
+        return int(unseal(job.arena.descriptor(job.slot, row), "").get("call", 0)) if row else 0
+    except EverstepError:
+        return 0
+
+
+def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What several ranks say, as one, and how their hyperparameter sets are numbered in it. Raises
+    Mismatch."""
+    hyperparameters, calls, mapping = merge_numbered(each, [(n,) for n in range(len(each))])
+    objects, ranks = objects_of(each)
+    record, share = each[0].get("record"), each[0].get("share")
+    if record and record.get("derived"):
+        record = {**record, "derived": _derived_of([said["record"] for said in each])}
+    if share and share["calls"] is not None:
+        share = {**share, "calls": calls}
+    return {
+        **each[0],
+        "objects": objects,
+        "hyperparameters": hyperparameters,
+        "own": ranks,
+        "record": record and {**record, "calls": calls},
+        "share": share,
+    }, mapping
+
+
+def objects_of(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The objects that all ranks have alike, and those of each: its own, and what differs. Raises
+    Mismatch."""
+    ranks = [dict(said.get("own", {})) for said in each]
+    objects = {}
+    for name in dict.fromkeys(name for said in each for name in said["objects"]):
+        values = [said["objects"].get(name) for said in each]
+        if all(value == values[0] for value in values):
+            objects[name] = values[0]
+            continue
+        is_optimizer = any(name in said.get("hyperparameters", {}) for said in each)
+        if is_optimizer and (united := _united(values)) is not None:
+            objects[name] = united
+            continue
+        if any(_has_tensors(value) for value in values):
+            raise _differs(name)
+        for index, (own, value) in enumerate(zip(ranks, values, strict=True)):
+            own[name] = {"index": index, "count": len(ranks), "value": value}
+    digests = [said.get("digests", {}) for said in each]
+    for name in dict.fromkeys(name for own in digests for name in own):
+        if len({own.get(name) for own in digests}) > 1:
+            raise _differs(name)
+    return objects, ranks
+
+
+def _differs(name: str) -> Mismatch:
+    return Mismatch(
+        f"saving {name!r}: it differs between the ranks, and is or has a tensor, of which only the "
+        f"first rank's would be kept. Tell that each rank has its own: by_rank={{name: 'exact'}}, "
+        f"with the name of that part of the state"
+    )
+
+
+def merge_numbered(
+    each: Sequence[Mapping[str, Any]], ranks: Sequence[Sequence[int]]
+) -> tuple[dict[str, Any], list[Any], list[dict[str, list[int]]]]:
+    """The hyperparameters of now and those of a record's calls, by the same numbers; the calls; and
+    how the sets of each were numbered. `ranks`: the numbers of those that speak in each. Raises
+    Mismatch."""
+    calls = _calls(each)
+    rows = [
+        {
+            name: [
+                [values, [call["sets"][number] for call in own if call["optimizer"] == name]]
+                for number, values in enumerate(sets)
+            ]
+            for name, sets in said["hyperparameters"].items()
+        }
+        for said, own in zip(each, calls, strict=True)
+    ]
+    merged, mapping = merge_sets(rows)
+    hyperparameters = {name: [now for now, _ in sets] for name, sets in merged.items()}
+    seen: dict[str, int] = {}
+    together = []
+    for row in zip(*calls, strict=True):
+        name = row[0]["optimizer"]
+        number = seen[name] = seen.get(name, -1) + 1
+        sets = [then[number] for _, then in merged[name]]
+        together.append(_merge_call(row, ranks, sets))
+    return hyperparameters, together, mapping
+
+
+def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The calls of each rank's record, or of its share of a window; nothing for whole states.
+    Raises Mismatch where ranks have different things to save."""
+    calls = [_calls_of(said) for said in each]
+    kinds = [
+        (
+            said.get("record") and said["record"]["previous"],
+            said.get("share") and [list(said["share"]["steps"]), bool(said["share"]["ends"])],
+            own if own is None else [call["optimizer"] for call in own],
+        )
+        for said, own in zip(each, calls, strict=True)
+    ]
+    if any(kind != kinds[0] for kind in kinds):
+        raise Mismatch(
+            "saving: the ranks have different things for this step (some a record, some a whole "
+            "state, or records of different updates, or shares of different windows). Something "
+            "surprised one of them: its log says"
+        )
+    return [own or [] for own in calls]
+
+
+def _derived_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is derived, with the digest of each rank's part of it. Raises Mismatch."""
+    kinds = [{p: said["rule"] for p, said in each["derived"].items()} for each in records]
+    if any(kind != kinds[0] for kind in kinds):
+        raise Mismatch(
+            "saving: the ranks derive different parts (derive=). Give all the same rules"
+        )
+    return {
+        part: {**said, "digest": None, "digests": [e["derived"][part]["digest"] for e in records]}
+        for part, said in records[0]["derived"].items()
+    }
+
+
+def _calls_of(said: Mapping[str, Any]) -> list[Any] | None:
+    """None where there can be none."""
+    known = said.get("record") or said.get("share") or {}
+    found = known.get("calls")
+    return None if found is None else list(found)
+
+
+def _merge_call(
+    row: Sequence[Mapping[str, Any]], ranks: Sequence[Sequence[int]], sets: list[Any]
+) -> dict[str, Any]:
+    """One optimizer call of all ranks: what is the same, and of each rank what is not."""
+    each = _of_ranks(row, ranks)
+    keys = dict.fromkeys(key for call in each for key in call)
+    same = {key for key in keys if all(call.get(key) == each[0].get(key) for call in each)}
+    merged: dict[str, Any] = {key: each[0][key] for key in keys if key in same and key in each[0]}
+    merged["sets"] = sets
+    if same != keys.keys():
+        merged["ranks"] = [
+            {key: value for key, value in call.items() if key not in same} for call in each
+        ]
+    for form in FORMS:  # each rank says it of what it has written
+        if rows := [said for call in row for said in call.get(form, ())]:
+            merged[form] = rows
+    return merged
+
+
+def _of_ranks(
+    row: Sequence[Mapping[str, Any]], ranks: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """What each rank, by rising number, says of a call that several may have told together; but for
+    the hyperparameters, and the forms of gradients."""
+    found: dict[int, dict[str, Any]] = {}
+    for call, numbers in zip(row, ranks, strict=True):
+        common = {k: v for k, v in call.items() if k not in ("sets", "ranks", *FORMS)}
+        own = call.get("ranks") or [{}] * len(numbers)
+        for number, said in zip(numbers, own, strict=True):
+            found[number] = {**common, **said}
+    return [found[number] for number in sorted(found)]
+
+
+def _united(values: Sequence[Any]) -> dict[str, Any] | None:
+    """What ranks keep of their own parameters of an optimizer beside tensors, by parameter; None
+    where they differ in what they have in common."""
+    united: dict[str, Any] = {}
+    other = None
+    for value in values:
+        if value is None:
+            continue
+        if value.keys() != {"state", "other"} or other not in (None, value["other"]):
+            return None
+        other = value["other"]
+        if any(united.setdefault(name, own) != own for name, own in value["state"].items()):
+            return None
+    return {"state": united, "other": other}
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether tagged JSON refers to tensors."""
+    if isinstance(value, list):
+        return any(map(_has_tensors, value))
+    if not isinstance(value, dict):
+        return False
+    return value.get("$") == "tensor" or any(map(_has_tensors, value.values()))
+
+
+@lru_cache(maxsize=4)
+def _merged(
+    documents: tuple[bytes, ...], mapping: tuple[Any, ...], written: tuple[int, ...], place: Place
+) -> tuple[Merged, Parsed]:
+    """Of so many ranks' tables; they change rarely."""
+    tables = [parse(document).table for document in documents]
+    merged = merge(
+        [
+            RankTable(rank, table, count, dict(sets))
+            for rank, table, count, sets in zip(place.ranks, tables, written, mapping, strict=True)
+        ]
+    )
+    if place.nodes == 1:  # else there is more of it
+        check_coverage([merged.table], [merged.holders], merged.elsewhere)
+    return merged, Parsed.of(merged.document, merged.table)

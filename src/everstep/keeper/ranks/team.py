@@ -1,0 +1,455 @@
+"""Teams: the sessions of all ranks of a run on this node, and the thread that works for them.
+
+A step is written when all ranks have handed in theirs: the heads of the ranks' queues, while they
+are of the same step, are joined. A rank that leaves a step out, says so, or dies, ends it for all:
+what others have of it is given up, as nobody could ever read it.
+
+Invariants:
+* Whatever happens to a rank, the others' jobs end: they are joined, or fail with the reason.
+* All ranks of a team have one epoch; the first that claims it does it for all.
+* Each job is answered: by another keeper, where an exception that nobody thought of keeps this one
+  from it.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from everstep.errors import EverstepError, Unavailable, kind_of
+from everstep.keeper import wire
+from everstep.keeper.catch_up import CatchUp
+from everstep.keeper.existing import was_committed
+from everstep.keeper.job import Job, Outcome, Writer
+from everstep.keeper.persist import apply_retention, end_window, persist
+from everstep.keeper.ranks import nodes, process_liveness
+from everstep.keeper.ranks.node_save import Joint, call_of
+from everstep.keeper.ranks.place import Place
+from everstep.keeper.tasks import Bounds, Task, Tasks
+from everstep.store import catalog, commit, retain
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+log = logging.getLogger("everstep.keeper")
+
+TASKS_MAX = 1000
+TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
+_LOOK_S = 0.2
+
+
+class Member(Protocol):
+    """What a team asks of the session of one rank. Any thread."""
+
+    pid: int
+
+    def tell(self, message: wire.Message) -> None:
+        """Send to the trainer; does not block."""
+
+    def done(self, job: Job, outcome: Outcome) -> None:
+        """The job is committed."""
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """Nothing came of it."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether its trainer is there, and has room for its next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A step that a rank has left out."""
+
+    step: int
+    call: int
+    reason: str
+
+
+class Team:
+    """The ranks of one run on this node, by their local number. Any thread, but for what says
+    otherwise."""
+
+    def __init__(self, disk: Disk, hello: wire.Message, wake: Callable[[], None]) -> None:
+        """As the first of its ranks greets. `wake` is called when the queue has become empty.
+        Raises ValueError, KeyError or TypeError for a greeting that is none."""
+        self.place = Place.of(hello.get("team"))
+        self.id, self.size = self.place.id, len(self.place.ranks)
+        self._mates = (hello.get("team") or {}).get("mates") or [None] * self.size
+        if not isinstance(self._mates, list) or len(self._mates) != self.size:
+            raise ValueError(f"a team of {self.size} with other processes: {self._mates!r}")
+        keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
+        self.writer = Writer(disk, keep if self.place.commits else None)
+        self.writer.place, self.writer.is_awaited = self.place, self._is_awaited
+        self._absences = nodes.Absences(self.writer)
+        self.committed = 0
+        bounds = Bounds.of(hello.get("group_commit"))
+        seconds = min(bounds.seconds, nodes.GATHER_S) if self.place.nodes > 1 else bounds.seconds
+        self._bounds = Bounds(bounds.bytes, seconds)
+        self._awaited = [0] * self.size
+        self._wake = wake
+        self._members: dict[int, Member] = {}
+        self._queues: list[deque[Job | Gap]] = [deque() for _ in range(self.size)]
+        self._gone: dict[int, str] = {}
+        self._claimed: dict[int, int] = {}
+        self._settled: set[int] = set()
+        self._began = self._looked = time.monotonic()
+        self._lock = threading.Lock()
+        self._tasks = Tasks()
+        every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
+        every = every if self.place.commits else 0
+        keep_exact = hello.get("keep_exact") is not False
+        is_resumed = hello["epoch"] is not None
+        self._catch_up = self._catch_up_every(every, is_resumed, keep_exact) if every else None
+        threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued, running, or waits for another rank."""
+        with self._lock:
+            return not self._tasks and not any(self._queues)
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether its thread has something to do; steps that wait for other ranks do not count."""
+        return bool(self._tasks)
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether no more tasks should be taken."""
+        return len(self._tasks) >= TASKS_MAX * self.size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank is left."""
+        return not self._members
+
+    def join(self, local: int, member: Member, hello: wire.Message) -> None:
+        """A rank has attached. Raises ValueError, KeyError or TypeError where it cannot be."""
+        here = wire.number((hello.get("team") or {"here": 1})["here"])
+        number = wire.number(hello.get("claims", 0))
+        epoch = None if hello["epoch"] is None else wire.number(hello["epoch"])
+        parent = CheckpointName(*map(wire.number, hello["parent"])) if hello["parent"] else None
+        awaited = wire.number(hello.get("awaited", 0))
+        with self._lock:
+            if here != self.size or not 0 <= local < here or local in self._members:
+                raise ValueError(f"local rank {local} of {here}: is taken, or not of {self.size}")
+            self._members[local] = member
+            self._gone.pop(local, None)
+            self._awaited[local] = awaited
+        if epoch is not None:
+            self._tasks.put(lambda: self._take_over(number, epoch, parent))
+
+    def leave(self, local: int) -> None:
+        """Its session is closed: it has no jobs any more."""
+        with self._lock:
+            self._members.pop(local, None)
+        self.lose(local, "it has left")
+
+    def lose(self, local: int, reason: str) -> None:
+        """Nothing more comes from this rank; what it has handed in counts."""
+        with self._lock:
+            self._gone[local] = reason
+            ended = self._match()
+        self._end(ended)
+
+    def return_of(self, local: int) -> None:
+        """The rank has attached again."""
+        with self._lock:
+            self._gone.pop(local, None)
+
+    def end_silence(self, seconds: float) -> None:
+        """Wait no longer than that for ranks that have never attached (to this keeper), and not for
+        processes that are gone."""
+        now = time.monotonic()
+        if len(self._members) >= self.size or now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        for local in set(range(self.size)) - self._members.keys() - self._gone.keys():
+            if process_liveness.has_died(self._mates[local]):
+                self.lose(local, "its process has died")
+            elif now - self._began > seconds:
+                self.lose(local, "it has not attached")
+
+    def offer(self, local: int, job: Job | Gap) -> None:
+        """The next job of a rank, or that it left a step out."""
+        with self._lock:
+            self._queues[local].append(job)
+            ended = self._match()
+            is_early = len(self._members) < self.size or _step(job) in self._settled
+        self._end(ended)
+        if is_early and isinstance(job, Job):  # the others may have nothing left to hand in
+            self._tasks.put(lambda: self._end_committed(_step(job)))
+
+    def put(self, task: Task) -> None:
+        """Do it after what is queued."""
+        self._tasks.put(task)
+
+    def nudge(self) -> None:
+        """A job has arrived, or ended: whoever waits looks again."""
+        self._tasks.nudge()
+
+    def flush(self, local: int, sequence: int) -> None:
+        """Somebody waits for the jobs up to this one of that rank."""
+        self._awaited[local] = max(self._awaited[local], sequence)
+        self._tasks.nudge()
+
+    def close(self) -> None:
+        """End the thread; nothing is queued any more."""
+        if self._catch_up:
+            self._catch_up.close()
+        self._tasks.close()
+        self.writer.hasher.shutdown(wait=False)
+
+    def end_window(self) -> None:
+        """Nothing more comes of a checkpoint that is spread over steps."""
+        self._tasks.put(lambda: end_window(self.writer))
+
+    # ---- joining ---------------------------------------------------------------------------
+
+    def _match(self) -> list[tuple[int, Job, str]]:
+        """Queue what is whole; with the lock held. Returns what can never become so: the rank, its
+        job, and why."""
+        ended: list[tuple[int, Job, str]] = []
+        while any(self._queues):
+            heads = [queue[0] if queue else None for queue in self._queues]
+            waited_for = [local for local, head in enumerate(heads) if head is None]
+            if any(local not in self._gone for local in waited_for):
+                break
+            steps = {local: _step(head) for local, head in enumerate(heads) if head is not None}
+            newest = max(steps.values())
+            late = [local for local, step in steps.items() if step < newest]
+            if not late and not waited_for and all(isinstance(head, Job) for head in heads):
+                self._tasks.put(Joint([queue.popleft() for queue in self._queues], self.place))  # type: ignore[misc]
+                continue
+            reasons = [
+                *(f"local rank {local} is gone: {self._gone[local]}" for local in waited_for),
+                *(
+                    f"local rank {local} left it out: {head.reason}"
+                    for local, head in enumerate(heads)
+                    if isinstance(head, Gap) and local in (late or steps)
+                ),
+            ]
+            if self.place.nodes > 1:
+                heads_ended = [heads[local] for local in (late or steps)]
+                reason = reasons[0] if reasons else "not all of its ranks have it"
+                self._tasks.put(lambda ended=heads_ended, reason=reason: self._tell(ended, reason))  # type: ignore[misc]
+            for local in late or steps:
+                job = self._queues[local].popleft()
+                if isinstance(job, Job):
+                    others = sorted(steps.keys() - set(late))
+                    reason = reasons[0] if reasons else f"local ranks {others} left it out"
+                    ended.append((local, job, reason))
+        return ended
+
+    def _end(self, ended: list[tuple[int, Job, str]]) -> None:
+        """Each in the order of the queue: what is written is not delayed by it."""
+        for local, job, reason in ended:
+            error = Unavailable(f"saving step {_step(job)}: {reason}. Without it there is no step")
+            self._tasks.put(lambda local=local, job=job, error=error: self._fail(local, job, error))  # type: ignore[misc]
+
+    def _tell(self, ended: list[Job | Gap], reason: str) -> None:
+        """Other nodes need not wait for these."""
+        said = {
+            (_step(head), head.call if isinstance(head, Gap) else call_of(head)) for head in ended
+        }
+        for step, call in sorted(said):
+            self._absences.tell(step, call, reason)
+
+    def _end_committed(self, step: int) -> None:
+        """What a former keeper has committed need not wait for other ranks."""
+        with self._lock:
+            waiting = [
+                (local, job)
+                for local, queue in enumerate(self._queues)
+                for job in queue
+                if isinstance(job, Job) and _step(job) == step
+            ]
+        for local, job in waiting:
+            if found := was_committed(self.writer, job):
+                with self._lock:
+                    self._settled.add(step)  # that of others may come later
+                    is_there = any(each is job for each in self._queues[local])
+                    kept = [each for each in self._queues[local] if each is not job]
+                    self._queues[local] = deque(kept)
+                if is_there and (member := self._members.get(local)):
+                    with _answering():
+                        member.done(job, found)
+
+    def _fail(self, local: int, job: Job, error: Exception) -> None:
+        member = self._members.get(local)
+        if member is None:
+            return
+        with _answering():
+            # Its keeper may have died when it had committed the step, and told only some.
+            found = None if self.place.is_alone else was_committed(self.writer, job)
+            if found:
+                member.done(job, found)
+            else:
+                member.fail(job, error)
+
+    # ---- its thread ------------------------------------------------------------------------
+
+    def claim(self, message: wire.Message, local: int, member: Member) -> None:
+        """Claim an epoch for this trainer, and answer; later in the team's thread. The ranks of a
+        team make the same claims: each gets what the first one got."""
+        with self._lock:  # what it left out before counts no more: it may save these steps again
+            jobs = [each for each in self._queues[local] if isinstance(each, Job)]
+            self._queues[local] = deque(jobs)
+        self._tasks.put(lambda: self._claim(message, member))
+
+    def _claim(self, message: wire.Message, member: Member) -> None:
+        reply: dict[str, Any] = {"type": "claimed", "id": message["id"]}
+        writer = self.writer
+        try:
+            number = wire.number(message.get("number", 0))
+            fork = wire.number(message["fork"])
+            parent = None if message["parent"] is None else wire.number(message["parent"])
+            if self.place.is_alone or number not in self._claimed:
+                writer.parent = None if parent is None else CheckpointName(fork, parent)
+                writer.epoch = self._epoch(parent, fork, number)
+                writer.run = commit.open_store(writer.disk)
+                writer.unclaimed = None
+                self._claimed = {number: writer.epoch}
+                self._settled.clear()
+                self._absences.claimed()
+            reply["epoch"] = self._claimed[number]
+        except EverstepError as error:
+            text = str(error)[:TEXT_MAX]
+            writer.unclaimed = text if isinstance(error, Unavailable) else None
+            reply |= {"kind": kind_of(error), "message": text}
+        except Exception as error:
+            log.exception("a claim of trainer %s", member.pid)
+            reply |= {"kind": "Unavailable", "message": f"the keeper failed: {error!r}"[:TEXT_MAX]}
+        member.tell(reply)
+
+    def _epoch(self, parent: int | None, fork: int, number: int) -> int:
+        """A new one; of several ranks the one that this claim got before (from a keeper that has
+        died), or that rank 0's node claims."""
+        disk, place = self.writer.disk, self.place
+        if place.is_alone:
+            return commit.claim_epoch(disk, parent, fork)
+        attachment = place.attachment(number)
+        if not place.commits:
+            return nodes.await_epoch(self.writer, attachment)
+        known = catalog.find_attachment(disk, attachment)
+        return known or commit.claim_epoch(disk, parent, fork, attachment)
+
+    def _is_awaited(self) -> bool:
+        """Whether a trainer lives. Any thread."""
+        with self._lock:
+            return bool(self._members.keys() - self._gone.keys())
+
+    def _take_over(self, number: int, epoch: int, parent: CheckpointName | None) -> None:
+        """A rank has claimed an epoch at a former keeper: the newest counts for all."""
+        self._claimed.setdefault(number, epoch)
+        if epoch > (self.writer.epoch or 0):
+            self.writer.epoch, self.writer.parent = epoch, parent
+            self._find_parent()
+
+    def _find_parent(self) -> None:
+        """A former keeper may have committed for this epoch since it was claimed."""
+        try:
+            names = catalog.committed(self.writer.disk)
+        except EverstepError as error:
+            log.warning("looking for the newest checkpoint: %s", error)
+            return
+        mine = [name for name in names if name.epoch == self.writer.epoch]
+        self.writer.parent = max(mine, default=self.writer.parent)
+
+    def _work(self) -> None:
+        while task := self._tasks.take():
+            try:
+                if isinstance(task, Joint):
+                    with _answering():
+                        self._persist(task)
+                else:
+                    task()
+            except Exception:
+                log.exception("a task of a team")
+            del task  # it holds an arena
+            if self._tasks.finish():
+                self._wake()
+
+    def _persist(self, first: Joint) -> None:
+        """Commit a step, and with it the records that are gathered meanwhile."""
+        if self.writer.epoch is None and not self.writer.unclaimed:
+            self._end_joint(first, Unavailable("saving: this trainer has claimed no epoch"))
+            return
+        group = self._tasks.gather(first, self._bounds, self._may_wait)
+        committed = self.committed
+        for joint, outcome in persist(self.writer, group, self._announce_written):
+            self._end_joint(joint, outcome)
+        if self.committed > committed:
+            apply_retention(self.writer)
+
+    def _announce_written(self, joint: Joint) -> None:
+        for local, job in enumerate(joint.jobs):
+            if member := self._members.get(local):
+                member.tell({"type": "written", "sequence": job.sequence})
+
+    def _end_joint(self, joint: Joint, outcome: Outcome | Exception) -> None:
+        if self.place.nodes > 1 and isinstance(outcome, Exception):
+            step = _step(joint.jobs[0])
+            self._absences.tell(step, joint.call, str(outcome), kind_of(outcome))
+        elif self.place.nodes > 1 and isinstance(outcome, Outcome):
+            self._absences.clear(outcome.name)
+        for local, job in enumerate(joint.jobs):
+            member = self._members.get(local)
+            if member is None:
+                continue
+            if isinstance(outcome, Outcome):
+                member.done(job, outcome)
+            else:
+                member.fail(job, outcome)
+        if isinstance(outcome, Outcome) and not outcome.is_part:
+            self.committed += 1
+            if self._catch_up:
+                self._catch_up.note(outcome.name, outcome.takes_replay)
+
+    def _may_wait(self, first: Joint) -> bool:
+        """Whether a group need not be committed yet: nobody waits for it, the trainers are there,
+        and find a free slot for their next step."""
+        members = list(self._members.values())
+        return all(member.may_wait for member in members) and all(
+            job.sequence > awaited for job, awaited in zip(first.jobs, self._awaited, strict=True)
+        )
+
+    def _catch_up_every(self, every: int, is_resumed: bool, keep_exact: bool) -> CatchUp:
+        """What was kept for the sake of later steps may go when one of them is whole."""
+        return CatchUp(
+            self.writer.disk,
+            every,
+            is_resumed=is_resumed,
+            keep_exact=keep_exact,
+            tell=self._tell_all,
+            on_whole=lambda: self._tasks.put(lambda: apply_retention(self.writer)),
+        )
+
+    def _tell_all(self, message: wire.Message) -> None:
+        for member in list(self._members.values()):
+            member.tell(message)
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Around what a trainer waits for. After an exception that nobody thought of it would wait for
+    ever: so the keeper ends at once. Those who are attached start another one, which looks at what
+    is sealed; where that ends as well, and so on, they are told."""
+    try:
+        yield
+    except Exception:
+        log.exception("answering a trainer; this keeper ends, another one will be started")
+        os._exit(1)
+
+
+def _step(job: Job | Gap) -> int:
+    """A job whose row is not whole counts as older than all: it fails alone."""
+    if isinstance(job, Gap):
+        return job.step
+    row = job.arena.row(job.slot)
+    return row.step if row else -1

@@ -1,0 +1,1 @@
+"""What the optimizers consumed, noted while training; and its replay."""

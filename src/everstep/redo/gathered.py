@@ -1,0 +1,87 @@
+"""Gradients of parameters that are boxes of other tensors: one each, of the local shape, made of
+what a record has of these tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from everstep.format.boxes import Box
+from everstep.redo import forms
+from everstep.sharding.layout import is_dtensor, local_of, shards_like, wrapped_like
+from everstep.sharding.mapped import Mapped
+
+
+def gathered_name(at: str, name: str) -> str:
+    """Under which a record in memory has the gradient of a parameter, by its local name; in no file
+    is a tensor called so. `at`: the call's prefix."""
+    return f"{at}!here.{name}"
+
+
+def gradient_of(
+    tensors: Mapping[str, torch.Tensor],
+    at: str,
+    name: str,
+    parameter: torch.Tensor,
+    mapped: Mapped,
+    compressed: Mapping[str, Mapping[str, Any]],
+) -> torch.Tensor | None:
+    """What a call consumed of this parameter, which is called `name` here; None where it had no
+    gradient. `compressed`: of forms.by_parameter. Raises KeyError where a part of it is missing."""
+    pieces = mapped.split(parameter)
+    if pieces is None:
+        shape, device = tuple(parameter.shape), parameter.device
+        local = forms.gradient_of(tensors, at, name, shape, device, compressed)
+        if local is not None and name in compressed and not forms.has_shape(compressed[name]):
+            local = _part_of(parameter, local)
+        return None if local is None else wrapped_like(parameter, local)
+    local = tensors.get(gathered_name(at, name))
+    if local is not None:
+        return wrapped_like(parameter, local)
+    own = local_of(parameter)
+    shapes = {piece.name: piece.shape for piece in pieces if piece.box.count}
+    parts = {
+        each: forms.gradient_of(tensors, at, each, shape, own.device, compressed)
+        for each, shape in shapes.items()
+    }
+    if all(part is None for part in parts.values()):
+        return None
+    found = {each: part for each, part in parts.items() if part is not None}
+    dtype = next(iter(found.values())).dtype
+    local = torch.zeros_like(own, dtype=dtype, requires_grad=False)
+    for piece in pieces:
+        if piece.box.count:
+            inside = piece.box.slices_in(Box.whole(piece.shape))
+            piece.of(local).copy_(found[piece.name][inside])
+    return wrapped_like(parameter, local)
+
+
+def _part_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient that was read whole."""
+    if not is_dtensor(parameter):
+        return whole
+    local = torch.empty_like(local_of(parameter), dtype=whole.dtype, requires_grad=False)
+    for box, memory in shards_like(parameter, local)[1]:
+        memory.copy_(whole[box.slices_in(Box.whole(tuple(whole.shape)))])
+    return local
+
+
+class Views:
+    """The gradients that are set, as what their parameters are globally."""
+
+    def __init__(self) -> None:
+        self._of_name: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, name: str, parameter: torch.Tensor, mapped: Mapped) -> None:
+        """Of a parameter that is called `name` here."""
+        if parameter.grad is None:
+            return
+        shards = mapped.pieces(parameter, parameter.grad)
+        if shards is None:
+            self._of_name.setdefault(name, []).append(local_of(parameter.grad))
+        for shard in shards or ():
+            self._of_name.setdefault(shard.name, []).append(shard.tensor)
+
+    def of(self, name: str) -> list[torch.Tensor]:
+        """Memory of this rank: nothing where there is no such gradient here."""
+        return self._of_name.get(name, [])

@@ -1,0 +1,279 @@
+"""One optimizer call again: the gradients and hyperparameters of then, the optimizer of now.
+
+It is the user's own optimizer, with its own implementation (for-loop, foreach, fused), so that the
+result is exact by construction wherever the optimizer is deterministic. All hooks are off, and what
+is put around step() on the object is left out: what they did to the gradients is in the record, and
+what they do to the weights is not replayed (a run that does so is noticed while it trains).
+"""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from everstep.errors import Corrupt, EverstepError, Mismatch
+from everstep.redo import clipping, forms
+from everstep.redo.autocast import autocast_as, autocast_of
+from everstep.redo.gathered import Views, gradient_of
+from everstep.redo.samples import updated_of
+from everstep.sharding.redundancy import (
+    class_of,
+    is_here,
+    is_same_class,
+    spread_hyperparameters,
+    updating,
+)
+from everstep.state.objects import decode
+from everstep.state.optimizers import OptimizerState, install
+
+_OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+_PASSING = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+"""What says nothing of a record."""
+
+_NONSENSE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
+"""What comes of documents that say something else than a record does; torch raises RuntimeError for
+a gradient that does not fit its parameter."""
+
+
+class OtherBytes(Corrupt):
+    """A replay came to other bytes than the run had after `step`."""
+
+    def __init__(self, step: int, optimizer: str, seen_by: str) -> None:
+        super().__init__(
+            f"replaying step {step}: {optimizer!r} came to other bytes than the run had after this "
+            f"step ({seen_by}). Its update depends on something that no record holds, or is not "
+            f"the same twice. Restore a step before that, or its base, and use strategy='full'"
+        )
+        self.step = step
+
+
+class Raised(OtherBytes):
+    """An optimizer raised at a replay, which it did not while training."""
+
+    def __init__(self, step: int, optimizer: str, error: Exception) -> None:
+        super().__init__(step, optimizer, "")
+        self.args = (
+            f"replaying step {step}: {optimizer!r} raised {error!r}. Its update depends on "
+            f"something that no record holds, and that is not here. Restore a step before that, "
+            f"or its base, and use strategy='full'",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Gradients from before clipping, as far as they are here, and what they are multiplied by."""
+
+    gradients: Sequence[torch.Tensor]
+    coefficient: torch.Tensor
+    foreach: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A record in memory. `tensors`: by their names in the record; `groups`: by optimizer, the
+    hyperparameter set of each parameter. `is_last`: nothing more of this record follows; it may
+    come in portions, each with some of the gradients. `is_comparable`: after it, all parameters are
+    of this step, and came exactly from the run's own, on a machine like this one. `updated`: by
+    optimizer, the sample of what its parameters came to. `clips`: what is still to be clipped of
+    its gradients, but for compressed ones."""
+
+    step: int
+    calls: tuple[Any, ...]
+    tensors: Mapping[str, torch.Tensor]
+    groups: Mapping[str, Mapping[str, int]]
+    is_last: bool = True
+    is_comparable: bool = True
+    updated: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    clips: Sequence[Clip] = ()
+
+
+def clip(record: Loaded) -> Loaded:
+    """The same with its gradients clipped, in place, as training did. `redo` does it otherwise;
+    this may run in another thread before it. Waits for the device. Raises Corrupt."""
+    with as_stored(record.step):
+        for each in record.clips:
+            clipping.scale_in_place(each.gradients, each.coefficient, each.foreach)
+    for device in {each.device for clip in record.clips for each in clip.gradients}:
+        if device.type == "cuda":  # whoever goes on with them may do so on another stream
+            torch.cuda.current_stream(device).synchronize()
+    return replace(record, clips=())
+
+
+def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
+    """Bring parameters and optimizer state from before this record to after it; blocks as long as
+    the optimizers do. Gradients are None afterwards, and torch's generators as some update left
+    them. Raises Corrupt, Mismatch."""
+    record = clip(record)
+    # Pieces of this very step are as its last update left them, also before the first one is made.
+    with as_stored(record.step):
+        last = {said["optimizer"]: number for number, said in enumerate(record.calls)}
+    for number, said in enumerate(record.calls):
+        with as_stored(record.step):
+            state = find(record.step, said, optimizers)
+            call = _prepare(record, f"@{number}", said, state)
+            digest = said.get("digest") if last[state.name] == number else None
+        try:
+            _step(state, call)
+        except (EverstepError, MemoryError, *_PASSING):
+            raise
+        except Exception as error:
+            raise Raised(record.step, state.name, error) from error
+        if record.is_comparable and digest is not None and digest != state.digest():
+            raise OtherBytes(record.step, state.name, "audit='full'")
+    for name, known in record.updated.items() if record.is_comparable else ():
+        with as_stored(record.step):
+            state = optimizers[name]
+            found = updated_of(state.parameters_here(), state.state_here(), record.step)
+        if not found.cpu()[: known.numel()].equal(known.cpu()):  # the first records had no more
+            raise OtherBytes(record.step, state.name, "a sample of its parameters and state")
+
+
+@contextlib.contextmanager
+def as_stored(step: int) -> Iterator[None]:
+    """Raises Corrupt where what is done within shows that a record's documents are nonsense."""
+    try:
+        yield
+    except _NONSENSE as error:
+        raise Corrupt(
+            f"replaying step {step}: its documents are whole, but not what a record is stored as: "
+            f"{error!r}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call had beside gradients and hyperparameters."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    scaler: dict[str, torch.Tensor]
+    generators: dict[str, torch.Tensor]
+    autocast: dict[str, torch.dtype]
+
+
+def of_rank(said: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """A call as a rank of so many has to make it again. Of another number of ranks: as the first
+    one did; generators and digests are those of no rank then."""
+    ranks = said.get("ranks")
+    if not ranks:
+        return dict(said)
+    common = {key: value for key, value in said.items() if key != "ranks"}
+    if len(ranks) == size:
+        return {**common, **ranks[rank]}
+    first = {key: value for key, value in ranks[0].items() if key not in ("digest", "generators")}
+    return {**common, **first}
+
+
+def find(
+    step: int, said: Mapping[str, Any], optimizers: Mapping[str, OptimizerState]
+) -> OptimizerState:
+    """The optimizer of a call. Raises Mismatch where it is not there, or of another class."""
+    state = optimizers.get(said["optimizer"])
+    if state is None:
+        raise Mismatch(
+            f"replaying step {step}: the state has no {said['optimizer']!r}, whose updates lead "
+            f"there. Give it, or restore parts of the step with only="
+        )
+    kind = class_of(state.optimizer)
+    if not is_same_class(kind, said["class"]):
+        raise Mismatch(
+            f"replaying step {step}: {state.name!r} is a {kind} now, it was a {said['class']}. "
+            f"Build the state as it was"
+        )
+    return state
+
+
+def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerState) -> _Call:
+    """Set gradients and hyperparameters as they were."""
+
+    def tensor(name: str, _: str = "") -> torch.Tensor:
+        return record.tensors[name]
+
+    groups = record.groups[said["optimizer"]]
+    views = Views()
+    sets: dict[int, Mapping[str, Any]] = {}
+    compressed = forms.by_parameter(said)
+    for index, name, parameter, _ in state.parameters():
+        parameter.grad = None
+        if is_here(state.optimizer, parameter):
+            parameter.grad = gradient_of(
+                record.tensors, at, name, parameter, state.mapped, compressed
+            )
+            views.add(name, parameter, state.mapped)
+        # Every parameter of a group has the same set: restore.apply has checked that.
+        for each in state.mapped.names(name, parameter):
+            sets.setdefault(index, said["sets"][groups[each]])
+    for index, values in sets.items():
+        decoded = {key: decode(value, tensor) for key, value in values.items()}
+        install(state.optimizer.param_groups[index], decoded)
+        state.prune(index, decoded)
+    spread_hyperparameters(state.optimizer)
+    for row in said.get("clips", ()):  # of these there was no gradient before now
+        raw = [view for name in row["names"] if name in compressed for view in views.of(name)]
+        clipping.scale_in_place(raw, record.tensors[row["coefficient"]], row["foreach"])
+    args, kwargs = decode(said.get("arguments", [[], {}]), tensor)
+    gradients = [(parameter, parameter.grad) for _, _, parameter, _ in state.parameters()]
+    return _Call(
+        [_closure(value, gradients) for value in args],
+        {key: _closure(value, gradients) for key, value in kwargs.items()},
+        decode(said.get("scaler", {}), tensor),
+        decode(said.get("generators", {}), tensor),
+        autocast_of(said.get("autocast", {})),
+    )
+
+
+def _closure(value: Any, gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> Any:
+    """An argument of step(); a closure that returns what the one of then did, and leaves the same
+    gradients: an optimizer may let go of those before it calls it."""
+    if not (isinstance(value, dict) and value.keys() == {"closure"}):
+        return value
+
+    def closure() -> Any:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        return value["closure"]
+
+    return closure
+
+
+def _step(state: OptimizerState, call: _Call) -> None:
+    for device, generator in call.generators.items():
+        if device == "cpu":
+            torch.set_rng_state(generator)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(generator, device)
+    with updating(state.optimizer) as optimizer, _without_hooks(optimizer):
+        for key, value in call.scaler.items():
+            setattr(optimizer, key, value)
+        try:
+            with autocast_as(call.autocast):
+                # Of the class, as what stands in its place on the object (schedulers put something
+                # there) was around it then: what that did is in the record.
+                type(optimizer).step(optimizer, *call.args, **call.kwargs)
+        finally:
+            for key in call.scaler:
+                delattr(optimizer, key)
+            for _, _, parameter, _ in state.parameters():
+                parameter.grad = None
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Its own hooks and those of all optimizers are off within."""
+    kept: list[tuple[Any, str, Any]]
+    kept = [(optimizer, name, getattr(optimizer, name)) for name in _OWN_HOOKS]
+    kept += [(torch_optimizer, name, getattr(torch_optimizer, name)) for name in _GLOBAL_HOOKS]
+    try:
+        for holder, name, _ in kept:
+            setattr(holder, name, OrderedDict())
+        yield
+    finally:
+        for holder, name, hooks in kept:
+            setattr(holder, name, hooks)

@@ -1,0 +1,171 @@
+"""Rules: how parts of the state follow from the rest of it, by functions of the user's own.
+
+An average of the weights (EMA) is as large as they are, belongs to no optimizer, and changes at
+every step. Its rule says how. everstep calls it, at each step while training and after each record
+at a replay: so it is the same function at the same place both times, and a log need not hold what
+it makes. None in place of a rule says that nobody changes the part (frozen weights).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from everstep.errors import Unsupported
+from everstep.sharding.layout import local_of
+from everstep.sharding.leaves import Leaf
+from everstep.sharding.ranked import own_name
+from everstep.state.modules import ModuleState
+from everstep.state.optimizers import OptimizerState
+from everstep.state.stateful import StatefulState, ValueState
+from everstep.state.view import State
+
+Rule = Callable[[int], object]
+"""Brings a part from the step before to this one; what it returns is ignored."""
+
+SAMPLE = "@0!derived."
+"""Begins the name of the sample of a derived part in a record."""
+
+
+class Rules:
+    """The rules of a run, by the parts that they derive. For the thread that trains."""
+
+    def __init__(self, derive: Mapping[str, Rule | None], state: State) -> None:
+        """Raises ValueError and TypeError for what is no rule, and for parts that are not there or
+        hold no tensor of their own."""
+        self._rules = dict(derive)
+        self._state = state
+        for part, rule in self._rules.items():
+            if rule is not None and not callable(rule):
+                raise TypeError(
+                    f"derive[{part!r}] must be a function of the step, or None, not {rule!r}"
+                )
+            if within := [other for other in self._rules if other.startswith(f"{part}.")]:
+                raise ValueError(f"derive has rules for {part!r} and for {within[0]!r} in it")
+            _check(part, state, is_constant=rule is None)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that are derived."""
+        return tuple(self._rules)
+
+    @property
+    def ruled(self) -> tuple[str, ...]:
+        """Those of them that have a rule; nobody changes the others."""
+        return tuple(part for part, rule in self._rules.items() if rule is not None)
+
+    def part_of(self, name: str) -> str | None:
+        """The derived part in which a tensor of this name is."""
+        return next((part for part in self._rules if is_in(name, part)), None)
+
+    def run(self, step: int, parts: Iterable[str] | None = None) -> None:
+        """Bring `parts` (None: all) to `step`. Raises what the rules raise."""
+        for part in self._rules if parts is None else parts:
+            try:
+                if rule := self._rules[part]:
+                    rule(step)
+            except Exception as error:
+                error.add_note(f"everstep: in the rule that derives {part!r}, at step {step}")
+                raise
+
+    def check_log(self, is_alone: bool) -> None:
+        """Raises Unsupported for parts that no rank can derive by itself, or nobody elsewhere."""
+        for part in self._rules:
+            tensors = self._state.tensors_of(part)
+            if any(self._state.mapped.split(tensor) is not None for tensor in tensors.values()):
+                why = "consists of boxes of other tensors (layout=, FSDP1)"
+            elif not is_alone and self._state.is_by_rank(part):
+                why = "is each rank's own (by_rank=)"
+            else:
+                continue
+            raise Unsupported(
+                f"derive= with a log: {part!r} {why}, and a replay on another layout "
+                f"could not derive it. Use strategy='full'"
+            )
+
+    def tensors(self, part: str) -> dict[str, torch.Tensor]:
+        """The part's live tensors, by all names that they have in it."""
+        return self._state.tensors_of(part)
+
+    def plain(self) -> Any:
+        """What their rules find beside tensors, to be compared."""
+        return {
+            entry.name: entry.objects(lambda _name, _tensor: "")
+            for part in self.ruled
+            for entry in self._state.entries_of(part)
+        }
+
+    def pointers(self) -> dict[str, int]:
+        """Where the tensors of the parts' values lie; not those of modules, which the walk knows,
+        nor of a state_dict(), which may be made anew each time."""
+        found: dict[str, int] = {}
+
+        def sink(name: str, tensor: torch.Tensor) -> str:
+            found[name] = local_of(tensor).data_ptr()
+            return name
+
+        for part in self._rules:
+            for entry in self._state.entries_of(part):
+                if isinstance(entry, ValueState):
+                    entry.objects(sink)
+        return found
+
+
+def own_sample(part: str, rank: int | None) -> str:
+    """What the sample of a part is called, of one process or of a rank among several."""
+    name = f"{SAMPLE}{part}"
+    return name if rank is None else own_name(name, rank)
+
+
+def is_in(name: str, part: str) -> bool:
+    """Whether the tensor or part `name` is in `part`, or is it."""
+    return name == part or name.startswith(f"{part}.")
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """XXH3-128 of all their bytes (on this rank), row-major, by name. Waits for the device."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        plain = local_of(tensors[name]).detach().resolve_conj().resolve_neg().cpu().contiguous()
+        digest.update(plain.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def specs_of(leaves: Sequence[Leaf]) -> tuple[Any, ...]:
+    """Names, dtypes, shapes and devices, to be compared."""
+    return tuple((leaf.spec, leaf.tensor.device) for leaf in leaves)
+
+
+def _check(part: str, state: State, is_constant: bool) -> None:
+    entries = state.entries_around(part) if is_constant else state.entries_of(part)
+    if not entries:
+        raise ValueError(
+            f"derive has a rule for {part!r}, and the state has no such part, but {state.parts}"
+        )
+    if is_constant:
+        known: tuple[type, ...] = (ModuleState, ValueState, OptimizerState)
+        what = "None is for modules and values"
+    else:
+        known = (ModuleState, ValueState, StatefulState)
+        what = "A rule derives modules, values and objects with a state_dict"
+    if other := [entry.name for entry in entries if not isinstance(entry, known)]:
+        raise ValueError(f"derive names {part!r}, in which {other[0]!r} is another kind. {what}")
+    owners = {
+        id(parameter): optimizer.name
+        for optimizer in state.optimizers
+        for _, _, parameter, _ in optimizer.parameters()
+    }
+    found = state.tensors_of(part)
+    owned = [name for name, tensor in found.items() if id(tensor) in owners]
+    if owned and not is_constant:
+        raise ValueError(
+            f"derive has a rule for {part!r}, but {owners[id(found[owned[0]])]!r} changes "
+            f"{owned[0]!r} in it. Give what the rule derives a part of its own in the state"
+        )
+    if len(found) == len(owned):
+        raise ValueError(
+            f"derive names {part!r}, which holds no tensor"
+            f"{' that no optimizer changes' if owned else ''}. Fill it before you make the "
+            f"Checkpointer, or leave it out"
+        )

@@ -1,1 +1,0 @@
-"""Redo records → the state after them, by the user's own optimizers."""

@@ -1,0 +1,277 @@
+"""Restores: from a store, or from what a keeper still holds, back into the live state.
+
+let a surviving keeper finish → choose a checkpoint, with all ranks → match it with the state
+→ read and verify into the tensors → replay → place objects, generators last → captures go on
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, kind_of
+from everstep.format.manifest import Manifest
+from everstep.handle import Metrics
+from everstep.keeper.arena import Arena
+from everstep.keeper.client import Client
+from everstep.redo import selftest
+from everstep.redo.derived import Derived
+from everstep.redo.replay import OtherBytes
+from everstep.redo.rules import Rules
+from everstep.restore.apply import apply
+from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
+from everstep.restore.load import Loader
+from everstep.state.view import State
+from everstep.store import catalog
+from everstep.store.commit import open_store
+from everstep.store.names import CheckpointName
+from everstep.store.store import Store
+from everstep.tiers.disk import Disk
+
+if TYPE_CHECKING:
+    from everstep.capture.captures import Captures
+
+log = logging.getLogger("everstep")
+
+_ATTEMPTS = 20
+
+
+class Restores:
+    """All restores of one Checkpointer, one after another. For the thread that trains, which waits
+    for them."""
+
+    def __init__(
+        self,
+        state: State,
+        rules: Rules,
+        derived: Derived,
+        disk: Disk,
+        client: Client,
+        captures: "Captures",
+        metrics: Metrics,
+    ) -> None:
+        """`disk`: of the run's own store. `derived`: made with `rules`."""
+        self._state = state
+        self._rules = rules
+        self._derived = derived
+        self._disk = disk
+        self._client = client
+        self._captures = captures
+        self._metrics = metrics
+
+    def restore(
+        self,
+        step: int | str | None,
+        from_store: str | os.PathLike[str] | None,
+        only: list[str] | None,
+        *,
+        must_be_exact: bool,
+    ) -> CheckpointName | None:
+        """See Checkpointer.restore; which it was, None where there is none. Where somebody deletes
+        the newest while it is read, he has written newer ones, which are looked for again."""
+        for attempt in range(_ATTEMPTS):
+            if not (found := self._find(step, from_store)):
+                break
+            try:
+                return self._first_good(
+                    found, only, must_be_exact=must_be_exact, is_asked=step is not None
+                )
+            except Missing:
+                if step is not None or attempt == _ATTEMPTS - 1:
+                    raise
+        if only is not None:
+            self._state.check_chosen(only)
+        return None
+
+    def _find(
+        self, step: int | str | None, from_store: str | os.PathLike[str] | None
+    ) -> list[Candidate]:
+        """What to try, best first; on all ranks the same. See Checkpointer.restore. Memory of dead
+        trainers is taken over for captures. Raises Missing, Unavailable."""
+        disk = self._disk if from_store is None else _existing_store(from_store)
+        arenas = self._state.world.together("waiting for the keepers", self._settle)
+        held = self._held([arena for _, arena in arenas]) if from_store is None else {}
+        self._captures.pool.inherit(arenas)
+        found = self._common(lambda: candidates(disk, step, held))
+        if from_store is not None and not found:
+            raise Missing(f"restoring from {disk.root}: there is no checkpoint in it")
+        if from_store is not None and (own := catalog.committed(self._disk)):
+            log.warning(
+                "restoring from %s: %s has %s checkpoints of its own, which are left behind; "
+                "restore() without from_store= goes on from them",
+                disk.root,
+                self._disk.root,
+                len(own),
+            )
+        return found
+
+    def _first_good(
+        self, found: list[Candidate], only: list[str] | None, *, must_be_exact: bool, is_asked: bool
+    ) -> CheckpointName:
+        """Put the first of them that verifies into the state, and return which it was.
+
+        `is_asked`: it is the one that was asked for, and nothing else will do. Raises Corrupt where
+        none verifies, Missing where they were deleted meanwhile, and what restore.apply raises."""
+        failure: EverstepError | None = None
+        cut_off: set[CheckpointName] = set()
+        waiting, changes = deque(found), 0
+        while waiting:
+            candidate = waiting.popleft()
+            if candidate.name in cut_off:
+                continue
+            try:
+                self._restore(candidate, only, must_be_exact)
+            except (Corrupt, Missing) as error:
+                if other := self._instead(candidate, error, may_change=changes < _ATTEMPTS):
+                    changes += other is candidate
+                    waiting.appendleft(other)
+                    continue
+                if is_asked:
+                    raise KINDS[kind_of(error)](
+                        f"restoring step {candidate.name.step} of {candidate.disk.root}: {error}. "
+                        f"Without a step, restore() takes the newest that verifies"
+                    ) from error
+                log.warning("checkpoint %s cannot be restored: %s", candidate.name, error)
+                failure = error
+                cut_off |= self._cut_off(candidate, error)
+                continue
+            if failure:
+                log.warning("step %s is restored, the newest that verifies", candidate.name.step)
+            return candidate.name
+        raise Corrupt(
+            f"restoring from {found[0].disk.root}: none of its checkpoints verifies; of the "
+            f"oldest: {failure}"
+        )
+
+    def _instead(
+        self, candidate: Candidate, error: EverstepError, *, may_change: bool
+    ) -> Candidate | None:
+        """What to try at once in its place, on all ranks the same: itself, where it is rebuilt from
+        something else by now (`may_change`: that is looked at); or its log, without a state in it
+        that may be what is damaged. Raises Missing where it was deleted meanwhile."""
+        gather = self._state.world.gather
+        is_gone = candidate.held is None and not catalog.is_there(candidate.disk, candidate.name)
+        if any(gather("looking for what was deleted", is_gone)):
+            raise Missing(
+                f"restoring step {candidate.name.step} of {candidate.disk.root}: it was deleted "
+                f"while it was read (by retention, keep=?). Restore another one"
+            ) from error
+        if may_change and any(gather("looking for what has changed", candidate.has_changed())):
+            return candidate
+        if isinstance(error, OtherBytes):  # the same records would follow
+            return None
+        other = candidate.by_its_log()
+        if not all(gather("looking for its log", other is not None)):
+            return None
+        log.warning("%s. Its log is tried, from before that", error)
+        return other
+
+    def _cut_off(self, candidate: Candidate, error: EverstepError) -> set[CheckpointName]:
+        """What goes on from what is wrong with this one: none of it need be tried. On all ranks the
+        same; reads once all that the candidate goes on from, where that may be damaged."""
+        world = self._state.world
+        found: list[CheckpointName] = []
+        if isinstance(error, OtherBytes):
+            chain, _ = _chain(candidate)
+            found = [name for name in chain if name.step >= error.step]
+        elif world.rank == 0 and not candidate.held:
+            found = _following_damage(candidate)
+        said = world.gather("looking for what is damaged", [list(name) for name in found])
+        if names := {CheckpointName(*name) for each in said for name in each} - {candidate.name}:
+            log.warning("%s other steps go on from the same damage, and are skipped", len(names))
+        return names
+
+    def _settle(self) -> list[tuple[str, Arena]]:
+        """What dead trainers left in the keeper's memory; nothing where no keeper can be had."""
+        try:
+            return self._client.settle()
+        except Unavailable as error:
+            log.warning("%s. Restoring from the disk", error)
+            return []
+
+    def _held(self, arenas: list[Arena]) -> dict[CheckpointName, Held]:
+        """What the keeper holds of this run: another may have been in this directory before."""
+        run = open_store(self._disk)
+        return find_held(arenas, lambda held: held.manifest.run == run and is_of(self._disk, held))
+
+    def _common(self, find: Callable[[], list[Candidate]]) -> list[Candidate]:
+        """What all ranks can see: no byte is read before they agree on what to restore."""
+        world = self._state.world
+        found = world.together("looking for checkpoints", find)
+        seen = world.gather(
+            "agreeing on a checkpoint", [list(candidate.name) for candidate in found]
+        )
+        common = set.intersection(*({tuple(name) for name in names} for names in seen))
+        return [candidate for candidate in found if candidate.name in common]
+
+    def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
+        self._captures.end_chain()
+        with Loader() as loader:
+            manifest, differing = apply(
+                candidate, self._state, only, loader, must_be_exact, self._rules
+            )
+        self._derived.restored(manifest.step)
+        if candidate.disk is self._disk:
+            read = 0 if candidate.held else loader.size
+            self._captures.restored(candidate.origin, manifest.capture, read, loader.seconds)
+        self._compare(manifest, differing)
+        if candidate.held and not candidate.held.is_committed:
+            log.warning("step %s came from memory; it had not reached the disk", manifest.step)
+
+    def _compare(self, manifest: Manifest, differing: list[str]) -> None:
+        """Tell what is other here than where it was written, and what that may come to."""
+        self._metrics.selftest = {}
+        is_replayed = manifest.previous is not None or manifest.is_spread
+        if not differing:
+            return
+        if is_replayed:
+            optimizers = {optimizer.name: optimizer for optimizer in self._state.optimizers}
+            self._metrics.selftest = selftest.compare(manifest.topology, optimizers)
+        found = selftest.describe(self._metrics.selftest)
+        log.warning(
+            "step %s was written under another build or machine (%s): %sgoing on from it may "
+            "differ in last bits%s",
+            manifest.step,
+            "; ".join(differing),
+            "the state is exact but for last bits of its replay, "
+            if is_replayed
+            else "the state is exact, "
+            if manifest.exact
+            else "",
+            f". {found}" if found else "",
+        )
+
+
+def _chain(candidate: Candidate) -> tuple[list[CheckpointName], bool]:
+    """The candidate and what it goes on from, the oldest first; whether all of that is there."""
+    chain: list[CheckpointName] = []
+    try:
+        for manifest in catalog.followed(candidate.disk, candidate.name, candidate.damaged):
+            chain.insert(0, CheckpointName(manifest.step, manifest.epoch))
+    except EverstepError:
+        return chain, False
+    return chain, True
+
+
+def _following_damage(candidate: Candidate) -> list[CheckpointName]:
+    """Of what the candidate goes on from, the oldest that is damaged, and all after it."""
+    chain, is_complete = _chain(candidate)
+    if not is_complete:
+        return chain  # what is before them is not there
+    try:
+        verdict = Store(candidate.disk.root).verify(str(candidate.name))
+    except EverstepError:  # deleted meanwhile
+        return []
+    problems = verdict.problems.keys() - verdict.by_log
+    damaged = (at for at, name in enumerate(chain) if str(name) in problems)
+    return chain[next(damaged, len(chain)) :]
+
+
+def _existing_store(path: str | os.PathLike[str]) -> Disk:
+    disk = Disk(Path(path).absolute())
+    if not (disk.root / "everstep.json").exists():
+        raise Missing(f"restoring from {disk.root}: there is no store")
+    open_store(disk)
+    return disk

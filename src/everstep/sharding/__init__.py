@@ -1,0 +1,1 @@
+"""A tensor over ranks: layouts, boxes, who writes what, the ranks themselves."""

@@ -1,0 +1,223 @@
+"""Leaves: the tensors of a state under their names."""
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from operator import attrgetter, getitem, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from everstep.errors import Unsupported
+from everstep.format.boxes import Box
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.packs import Spec, entry_name
+from everstep.format.tables import is_dense
+from everstep.sharding.layout import is_dtensor, local_of
+
+_shape, _dtype, _local = attrgetter("shape"), attrgetter("dtype"), attrgetter("_local_tensor")
+_SAMPLE_BYTES = 64
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+class Leaf(NamedTuple):  # each step makes some hundreds: a frozen dataclass takes thrice as long
+    """A tensor to be captured, or a box of one (`box`) of that global `shape`.
+
+    `owner` is the index of the one optimizer that may change it in its step() and nobody else: such
+    a tensor is copied lazily. None: it is copied at the call.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    owner: int | None = None
+    box: Box | None = None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def spec(self) -> Spec:
+        """As the format sees it."""
+        shape = tuple(self.tensor.shape) if self.shape is None else self.shape
+        return Spec(self.name, dtype_name(self.tensor.dtype), shape, self.box)
+
+    @property
+    def entry(self) -> str:
+        """Its name among the captured: a tensor's, or that of a box of it."""
+        if self.box is None:
+            return self.name
+        shape = tuple(self.tensor.shape) if self.shape is None else self.shape
+        return entry_name(self.name, shape, self.box)
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """None for row-major tensors, for those with gaps or overlaps (nobody could make such a one
+        again), and for boxes."""
+        if self.box is not None:
+            return None
+        if self.tensor.is_contiguous() or not fills_memory(self.tensor):
+            return None
+        return self.tensor.stride()
+
+
+def fills_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements have neither gaps nor overlaps, in whatever order of dims."""
+    return tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 → "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def sample(tensor: torch.Tensor) -> bytes:
+    """A few bytes from the middle of a dense CPU tensor's memory, to see whether it was written to;
+    none of others, where it would cost a synchronisation."""
+    size = tensor.nbytes
+    if not size or not tensor.is_cpu:
+        return b""
+    count = min(size, _SAMPLE_BYTES)
+    return ctypes.string_at(tensor.data_ptr() + (size - count) // 2, count)
+
+
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raises Unsupported for a tensor whose bytes are not simply its elements."""
+    tensor = local_of(tensor)
+    reason = None
+    if is_lazy(tensor):
+        reason = "it has no shape yet; run a forward pass through the lazy module first"
+    elif tensor.layout is not torch.strided:
+        reason = f"it has layout {tensor.layout}; store it as dense tensors (indices and values)"
+    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        reason = f"it is a {type(tensor).__name__}; store its plain tensors, or its to_local()"
+    elif tensor.device.type not in ("cpu", "cuda"):
+        reason = f"it lies on device {tensor.device}; move it to the CPU or a CUDA device"
+    elif dtype_name(tensor.dtype) not in ITEM_SIZES:
+        reason = f"it has dtype {tensor.dtype}; store it under another one"
+    if reason:
+        raise Unsupported(f"capturing tensor {name!r}: {reason}")
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what torch.compile, FSDP and activation checkpointing put into
+    it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was written to, as far as torch counts; 0 for inference tensors."""
+    local = local_of(tensor)
+    return 0 if local.is_inference() else local._version
+
+
+class _Attributes:
+    """Of an object, to be looked up as items."""
+
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._holder, name, None)
+
+
+@dataclass(slots=True)
+class Guard:
+    """Tells cheaply whether the tensors found in a walk are still the ones that a walk would find.
+
+    Watches the sizes of the containers, the identity of what is in them, and of each tensor all
+    that `tensor.data = other` or a resize in place can change.
+    """
+
+    # Columns, so that `holds` runs in C: it is the longest part of a call with many tensors.
+    _sized: list[Any] = field(default_factory=list)
+    _sizes: list[int] = field(default_factory=list)
+    _containers: list[Any] = field(default_factory=list)
+    _keys: list[Any] = field(default_factory=list)
+    _parts: list[object] = field(default_factory=list)
+    _tensors: list[torch.Tensor] = field(default_factory=list)
+    _pointers: list[int] = field(default_factory=list)
+    _shapes: list[torch.Size] = field(default_factory=list)
+    _contiguous: list[torch.Tensor] = field(default_factory=list)
+    _strided: list[torch.Tensor] = field(default_factory=list)
+    _strides: list[tuple[int, ...]] = field(default_factory=list)
+    _dtypes: list[torch.dtype] = field(default_factory=list)
+    _sharded: list[torch.Tensor] = field(default_factory=list)
+    _locals: list[torch.Tensor] = field(default_factory=list)
+    _watched: set[int] = field(default_factory=set)
+
+    def watch_size(self, container: Any) -> None:
+        """The container has the same number of items."""
+        self._sized.append(container)
+        self._sizes.append(len(container))
+
+    def watch_part(self, container: Any, key: Any) -> None:
+        """container[key] is the object that it is now."""
+        self._containers.append(container)
+        self._keys.append(key)
+        self._parts.append(container[key])
+
+    def watch_attribute(self, holder: Any, name: str) -> None:
+        """Likewise holder.name, which may be a property (of optimizers that wrap others)."""
+        own = vars(holder)
+        self.watch_part(own if name in own else _Attributes(holder), name)
+
+    def watch_item(self, container: Any, key: Any, tensor: torch.Tensor) -> None:
+        """container[key] is this tensor, in this memory, of this shape, strides and dtype."""
+        self.watch_part(container, key)
+        if id(tensor) in self._watched:
+            return
+        if is_dtensor(tensor):
+            self._watched.add(id(tensor))
+            self._sharded.append(tensor)
+            tensor = local_of(tensor)
+            self._locals.append(tensor)
+        try:
+            pointer = tensor.data_ptr()
+        except (RuntimeError, ValueError):  # it has no storage: sparse, or not initialised
+            return
+        self._watched.add(id(tensor))  # which the list below keeps alive
+        self._tensors.append(tensor)
+        self._pointers.append(pointer)
+        self._shapes.append(tensor.shape)
+        if tensor.is_contiguous():
+            self._contiguous.append(tensor)
+        else:
+            self._strided.append(tensor)
+            self._strides.append(tensor.stride())
+        self._dtypes.append(tensor.dtype)
+
+    def holds(self) -> bool:
+        """Whether all is as it was. About 0.5 µs per tensor."""
+        try:
+            parts = map(getitem, self._containers, self._keys)
+            return (
+                list(map(len, self._sized)) == self._sizes
+                and all(map(is_, parts, self._parts))
+                and all(map(is_, map(_local, self._sharded), self._locals))
+                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
+                and list(map(_shape, self._tensors)) == self._shapes
+                and all(map(torch.Tensor.is_contiguous, self._contiguous))
+                and list(map(torch.Tensor.stride, self._strided)) == self._strides
+                and all(map(is_, map(_dtype, self._tensors), self._dtypes))
+            )
+        except (KeyError, IndexError):
+            return False
+
+
+def has_elements(leaf: Leaf) -> bool:
+    """Whether there is anything of it here, or nowhere."""
+    shape = tuple(leaf.tensor.shape) if leaf.shape is None else leaf.shape
+    return bool(leaf.tensor.numel()) or 0 in shape
+
+
+def find_aliases(leaves: Iterable[Leaf]) -> tuple[list[Leaf], dict[str, list[str]]]:
+    """Leaves without repetition, and for each name the other names of the same tensor (tied
+    weights)."""
+    first: dict[int, Leaf] = {}
+    aliases: dict[str, list[str]] = {}
+    for leaf in leaves:
+        known = first.setdefault(id(leaf.tensor), leaf)
+        if known is not leaf:
+            aliases.setdefault(known.name, []).append(leaf.name)
+    return list(first.values()), aliases

@@ -1,0 +1,188 @@
+"""Optimizers around an optimizer: torch's ZeroRedundancyOptimizer, of which each rank updates some
+parameters and has the state of those, and the proxies of integrations.
+
+torch's module is looked up where the user has imported it.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.errors import Unsupported
+
+
+class OptimizerProxy(Optimizer):
+    """In place of an optimizer whose groups do not show their parameters, with those that they
+    have in its steps. Hooks on it are called in the steps of the other."""
+
+    def __init__(self, inner: Optimizer, members: Sequence[Sequence[torch.Tensor]]) -> None:
+        self.inner = inner
+        self._groups = list(inner.param_groups)
+        super().__init__([{"params": list(each)} for each in members], {})
+        inner.register_step_pre_hook(
+            lambda _, *args: self._call(self._optimizer_step_pre_hooks, *args)
+        )
+        inner.register_step_post_hook(
+            lambda _, *args: self._call(self._optimizer_step_post_hooks, *args)
+        )
+        self.pull()
+
+    def step(self, closure: Any = None) -> Any:
+        """Nobody calls it: it is here so that torch lets hooks in."""
+        raise TypeError("step the optimizer around this one: it is only a view of its parts")
+
+    def pull(self) -> None:
+        """Take over the other's hyperparameters. Also in its step(), in which it may have but one
+        of its groups (DeepSpeed's ZeRO 1 and 2)."""
+        if len(self.inner.param_groups) == len(self.param_groups):
+            self._groups = list(self.inner.param_groups)
+        _copy_groups(self._groups, self.param_groups)
+
+    def push(self) -> None:
+        """Give them back, changed."""
+        _copy_groups(self.param_groups, self.inner.param_groups)
+
+    def shows(self, parameter: torch.Tensor) -> bool:
+        """Whether the other has the parameter in its groups now: DeepSpeed calls its step() for one
+        part of them after the other, while the gradients of all may be there."""
+        return any(
+            each is parameter for group in self.inner.param_groups for each in group["params"]
+        )
+
+    @contextlib.contextmanager
+    def filled(self) -> Iterator[None]:
+        """The other's groups show their parameters within."""
+        kept = [group["params"] for group in self.inner.param_groups]
+        try:
+            for group, own in zip(self.inner.param_groups, self.param_groups, strict=True):
+                group["params"] = own["params"]
+            yield
+        finally:
+            for group, members in zip(self.inner.param_groups, kept, strict=True):
+                group["params"] = members
+
+    def _call(self, hooks: Mapping[int, Any], args: Any, kwargs: Any) -> None:
+        for hook in list(hooks.values()):
+            hook(self, args, kwargs)
+
+
+def _copy_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    for one, other in zip(source, target, strict=True):
+        other.update({key: value for key, value in one.items() if key != "params"})
+
+
+def is_redundancy_free(optimizer: Optimizer) -> bool:
+    """Whether it is one."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def inner_of(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has the state: of its rank's parameters."""
+    if isinstance(optimizer, OptimizerProxy):
+        return optimizer.inner
+    return cast(Any, optimizer).optim if is_redundancy_free(optimizer) else optimizer
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """The class of what makes the updates, module and qualified name."""
+    kind = type(inner_of(optimizer))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_same_class(now: str, then: str) -> bool:
+    """Whether these are the same class. A program's own module is __main__ where it was started as
+    a script, and has its name where it was imported."""
+    for one, other in ((now, then), (then, now)):
+        module, _, name = one.partition(".")
+        if module == "__main__" and other.endswith(f".{name}"):
+            return True
+    return now == then
+
+
+def is_torchs(kind: type[Optimizer]) -> bool:
+    """Whether it is a class of torch's own. Not by its module, which torch names in two ways."""
+    return kind is not Optimizer and getattr(torch.optim, kind.__name__, None) is kind
+
+
+@contextlib.contextmanager
+def updating(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """What makes the updates of this rank's part, with all of its parameters: for a replay, where
+    step() would send them around after each. `send_around` does it once, after all."""
+    with optimizer.filled() if isinstance(optimizer, OptimizerProxy) else contextlib.nullcontext():
+        yield inner_of(optimizer)
+
+
+def takes_part(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """In a pre-hook of step(): whether this call updates the parameter, if it has a gradient."""
+    if isinstance(optimizer, OptimizerProxy):
+        return optimizer.shows(parameter)
+    return is_here(optimizer, parameter)
+
+
+def send_around(optimizer: Optimizer) -> None:
+    """Give each rank what others have updated; a collective, where there is anything to send."""
+    if is_redundancy_free(optimizer):
+        cast(Any, optimizer)._sync_params()
+
+
+def is_dealt_out(optimizer: Optimizer) -> bool:
+    """Whether other ranks make some of its updates, of parameters that are here, too."""
+    return is_redundancy_free(optimizer) and cast(Any, optimizer).world_size > 1
+
+
+def updates_elsewhere(optimizer: Optimizer) -> bool:
+    """Whether its step() does nothing: updates are made in hooks of DDP's."""
+    return is_redundancy_free(optimizer) and bool(cast(Any, optimizer)._overlap_with_ddp)
+
+
+def ranks_of(optimizer: Optimizer, parameter: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:
+    """Which rank has the state of a parameter, and the ranks among which it was dealt out; None
+    where each that has the parameter has its state."""
+    if not is_redundancy_free(optimizer):
+        return None
+    import torch.distributed as dist
+
+    zero = cast(Any, optimizer)
+    ranks = dist.get_process_group_ranks(zero.process_group)
+    return ranks[zero._param_to_rank[parameter]], tuple(sorted(ranks))
+
+
+def redundancy_free(
+    name: str, holders: tuple[int, ...], owner: int, among: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The ranks that have a state tensor. Raises Unsupported where others may have it too."""
+    if not set(holders) <= set(among):
+        raise Unsupported(
+            f"capturing {name!r}: its ZeroRedundancyOptimizer deals it out among ranks "
+            f"{list(among)}, but ranks {list(holders)} have its parameter, each group its own "
+            f"state. Give it a process group of all of them, or use FSDP2"
+        )
+    return (owner,)
+
+
+def is_here(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether this rank has the state of a parameter."""
+    if not is_redundancy_free(optimizer):
+        return True
+    zero = cast(Any, optimizer)
+    return bool(zero._param_to_rank[parameter] == zero.rank)
+
+
+def fetch_hyperparameters(optimizer: Optimizer) -> None:
+    """What its inner optimizer says, its groups say too, where that is the one that is changed."""
+    if isinstance(optimizer, OptimizerProxy):
+        optimizer.pull()
+
+
+def spread_hyperparameters(optimizer: Optimizer) -> None:
+    """What its groups say now, its inner optimizer says too."""
+    if isinstance(optimizer, OptimizerProxy):
+        optimizer.push()
+    if is_redundancy_free(optimizer):
+        zero = cast(Any, optimizer)
+        zero._sync_param_groups(zero.param_groups, zero.optim.param_groups)

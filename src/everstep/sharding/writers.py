@@ -1,0 +1,240 @@
+"""Writers: which rank captures which boxes. Each is written once, though many ranks may hold it.
+
+Pure but for `Holders.ask`: every rank comes to the same answer by itself, from what it holds and
+who else holds the same. What a group of ranks shares is spread evenly over them, by bytes.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.format.boxes import Box
+from everstep.format.document import digest_of
+from everstep.sharding.leaves import Leaf
+from everstep.sharding.spec import ShardingSpec
+from everstep.sharding.topology import PADDED
+from everstep.sharding.world import World
+
+_BOXES, _GROUPING = "boxes", "grouping"
+LARGE_BYTES = 1 << 20
+"""A rank's share of a tensor that is split: what is smaller costs more to place than it evens."""
+
+_EXCHANGE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A leaf of this rank, and the ranks that hold the same."""
+
+    leaf: Leaf
+    ranks: tuple[int, ...]
+
+
+def assign_writers(held: Iterable[Held], rank: int) -> tuple[list[Leaf], list[Leaf]]:
+    """What this rank writes of what it holds, and what others write of it. Large tensors are split
+    by rows between all that hold them, the others go to one each."""
+    groups: dict[tuple[int, ...], list[Leaf]] = {}
+    for item in held:
+        groups.setdefault(item.ranks, []).append(item.leaf)
+    own: list[Leaf] = []
+    others: list[Leaf] = []
+    for ranks, leaves in groups.items():
+        if ranks == (rank,):
+            own += leaves
+            continue
+        loads = dict.fromkeys(ranks, 0)
+        for leaf in sorted(leaves, key=lambda leaf: (-leaf.tensor.nbytes, leaf.entry)):
+            if rows := _rows(leaf, len(ranks)):
+                for other, (start, end) in zip(ranks, rows, strict=True):
+                    (own if other == rank else others).append(_part(leaf, start, end))
+                continue
+            writer = _lightest(loads, leaf.tensor.nbytes)
+            (own if writer == rank else others).append(leaf)
+    return own, others
+
+
+def dealt_out(held: Mapping[str, tuple[tuple[int, ...], int]]) -> dict[str, int]:
+    """Of tensors that are not cut, each with the ranks that hold it and its bytes (the same on all
+    of these), the rank that writes it."""
+    found: dict[str, int] = {}
+    loads: dict[tuple[int, ...], dict[int, int]] = {}
+    for name, (ranks, size) in sorted(held.items(), key=lambda row: (-row[1][1], row[0])):
+        found[name] = _lightest(loads.setdefault(ranks, dict.fromkeys(ranks, 0)), size)
+    return found
+
+
+def _lightest(loads: dict[int, int], size: int) -> int:
+    """The rank that has least to write so far, which gets so many bytes more."""
+    rank = min(loads, key=loads.__getitem__)
+    loads[rank] += size
+    return rank
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What ranks compare of a tensor: dtype and global shape, and how it is spread (None: it is
+    whole), or, where only this rank can tell, the boxes that are here."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    spread: ShardingSpec | tuple[Box, ...] | None
+
+
+class Holders:
+    """Which ranks hold which tensors: asked once, and again when names change.
+
+    Tensors that are spread alike are one class; ranks exchange a digest of the names of each, and
+    the names themselves only where these differ (stages of a pipeline): little, however many
+    tensors and ranks there are.
+    """
+
+    def __init__(self, world: World, what: str = "layout") -> None:
+        """`what`: is asked for, where several ask for something each."""
+        self._world = world
+        self._what = what
+        self._version = 0
+        self._told: list[Any] | None = None
+        self._known: list[Any] | None = None
+        self.digest = ""
+        """Of how all ranks' tensors are spread; the same on all of them."""
+        self._of_name: dict[str, list[tuple[int, ShardingSpec | tuple[Box, ...] | None]]] = {}
+        self._shapes: Mapping[str, Shape] = {}
+        self.is_common = False
+        """Whether each rank has something of each tensor, and none has boxes of them in parameters
+        of its own."""
+
+    def ask(self, shapes: Mapping[str, Shape], boxes: str = "") -> None:
+        """What this rank holds; `boxes`: how its parameters consist of boxes (mapped.described), as
+        a digest, if they do. Where that is not known yet, all ranks have to ask, in whatever
+        order, and each waits until the others have told as often as it has. Raises Unavailable;
+        who asks again then goes on waiting."""
+        classes = _classes(shapes)
+        said: list[list[Any]] = [
+            [each.to_json() if isinstance(each, ShardingSpec) else each, _digest(rows, shapes)]
+            for each, rows in classes.items()
+        ]
+        known = list(classes.values())
+        if boxes:
+            said.append([_GROUPING, boxes])
+        self._shapes = shapes
+        if said == self._known:
+            return
+        if said != self._told:
+            self._told, self._version = said, self._version + 1
+            for (_, digest), names in zip(said, known, strict=False):
+                self._world.tell(f"names/{digest}", names)  # before who refers to it
+            self._world.tell(f"{self._what}/{self._world.rank}", [self._version, said])
+        everything = self._world.hear_all(
+            self._what, lambda told: told[0] >= self._version, _EXCHANGE_S
+        )
+        own = {digest: names for (_, digest), names in zip(said, known, strict=False)}
+        self._learn([rows for _, rows in everything], own)
+        self._known = said
+
+    def _learn(self, everything: Sequence[Sequence[Any]], names: dict[str, list[str]]) -> None:
+        """What all ranks told. `names`: by digest, as far as they are known here."""
+        self.digest = digest_of(json.dumps(everything).encode())
+        if any(digest.endswith(PADDED) for found in everything for _, digest in found):
+            self.digest += PADDED
+        self._of_name = {}
+        for rank, found in enumerate(everything):
+            for spread, digest in found:
+                if spread == _GROUPING:
+                    continue
+                if digest not in names:
+                    names[digest] = self._world.heard(f"names/{digest}") or []
+                for name, held in _held_of(spread, names[digest]):
+                    self._of_name.setdefault(name, []).append((rank, held))
+        has_boxes = any(spread == _GROUPING for found in everything for spread, _ in found)
+        self.is_common = not has_boxes and all(
+            len({rank for rank, _ in found}) == self._world.size for found in self._of_name.values()
+        )
+
+    def of(self, name: str, box: Box | None = None) -> tuple[int, ...]:
+        """The ranks that have this box of this tensor, or, where all can tell of each other what
+        they have, just the boxes that this rank has."""
+        shape, mine = self._shapes[name].shape, self._shapes[name].spread
+        ndim, rank = len(shape), self._world.rank
+        own = None if isinstance(mine, tuple) else _splits(mine, rank, ndim)
+        box = box or Box.whole(shape)
+        return tuple(
+            rank
+            for rank, spread in self._of_name[name]
+            if (
+                box in _boxes(spread, shape)
+                if isinstance(mine, tuple) or isinstance(spread, tuple)
+                else _splits(spread, rank, ndim) == own
+            )
+        )
+
+    def of_any(self, name: str) -> tuple[int, ...]:
+        """The ranks that have any part of this tensor."""
+        return tuple(
+            rank
+            for rank, spread in self._of_name[name]
+            if not isinstance(spread, tuple)
+            or any(box.count for box in spread)
+            or 0 in self._shapes[name].shape
+        )
+
+
+def _classes(shapes: Mapping[str, Shape]) -> dict[ShardingSpec | str | None, list[Any]]:
+    """The names of what is spread alike; those of listed boxes come with these."""
+    classes: dict[ShardingSpec | str | None, list[Any]] = {}
+    for name in sorted(shapes):
+        spread = shapes[name].spread
+        if isinstance(spread, tuple):
+            row = [name, [(box.offsets, box.lengths) for box in spread]]
+            classes.setdefault(_BOXES, []).append(row)
+        else:
+            classes.setdefault(spread, []).append(name)
+    return classes
+
+
+def _held_of(
+    spread: Any, rows: Sequence[Any]
+) -> Iterator[tuple[str, ShardingSpec | tuple[Box, ...] | None]]:
+    """What a rank has of each tensor of a class, as it was told."""
+    if spread == _BOXES:
+        for name, boxes in rows:
+            yield name, tuple(Box(tuple(at), tuple(lengths)) for at, lengths in boxes)
+        return
+    held = None if spread is None else ShardingSpec.from_json(spread)
+    yield from ((name, held) for name in rows)
+
+
+def _splits(spread: ShardingSpec | None, rank: int, ndim: int) -> Any:
+    return ((),) * ndim if spread is None else spread.splits(rank, ndim)
+
+
+def _boxes(
+    spread: ShardingSpec | tuple[Box, ...] | None, shape: tuple[int, ...]
+) -> tuple[Box, ...]:
+    """Beside boxes that are listed: what is a DTensor on another rank is not compared with them."""
+    if isinstance(spread, ShardingSpec):
+        return ()
+    return (Box.whole(shape),) if spread is None else spread
+
+
+def _digest(rows: Sequence[Any], shapes: Mapping[str, Shape]) -> str:
+    names = [row if isinstance(row, str) else row[0] for row in rows]
+    described = [(*shapes[name].shape, shapes[name].dtype) for name in names]
+    return digest_of(json.dumps([rows, described]).encode())
+
+
+def _rows(leaf: Leaf, count: int) -> list[tuple[int, int]] | None:
+    """The rows of each of so many ranks; None where it is not worth it."""
+    if leaf.tensor.ndim == 0 or leaf.tensor.nbytes < count * LARGE_BYTES:
+        return None
+    length = leaf.tensor.shape[0]
+    if length < count or not leaf.tensor.is_contiguous():
+        return None
+    return [(length * index // count, length * (index + 1) // count) for index in range(count)]
+
+
+def _part(leaf: Leaf, start: int, end: int) -> Leaf:
+    whole = leaf.box or Box.whole(tuple(leaf.tensor.shape))
+    box = Box((whole.offsets[0] + start, *whole.offsets[1:]), (end - start, *whole.lengths[1:]))
+    shape = leaf.shape or tuple(leaf.tensor.shape)
+    return leaf._replace(tensor=leaf.tensor[start:end], box=box, shape=shape)
