@@ -3,8 +3,12 @@
 And gives stores whose keepers do not outlive the test.
 """
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
+from everstep.keeper import wire
 from stores import end_keeper
 
 
@@ -34,3 +38,13 @@ def stores(tmp_path):
     yield store
     for path in made:
         end_keeper(path)
+
+
+@pytest.fixture
+def temporary_directory():
+    """What stands for /tmp where keepers live, and nothing else is chosen; its path is short."""
+    with tempfile.TemporaryDirectory(prefix="es-") as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "_temporary_directory", lambda: Path(name))
+        patch.delenv("XDG_RUNTIME_DIR", raising=False)
+        patch.delenv("EVERSTEP_RUNTIME_DIR", raising=False)
+        yield Path(name)

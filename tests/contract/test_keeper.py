@@ -11,6 +11,7 @@ import pytest
 import torch
 from keepers import Process, Trainer, arenas_mapped, crash, descriptors, ended, socket_of, until
 
+import stores
 from everstep import Checkpointer, Store, Unavailable
 from everstep.keeper import home
 from everstep.keeper.arena import Arena
@@ -86,7 +87,34 @@ def test_it_ends_when_the_trainers_have_left(store):
     with Trainer(store, idle_s=0.1) as trainer:
         trainer.start().save(1)
     assert ended(trainer.keeper)
-    assert not socket_of(store).exists()
+    assert not list(socket_of(store).parent.glob(f"{socket_of(store).stem}.*"))
+
+
+def test_files_of_keepers_that_were_killed_long_ago_go(store, other_store):
+    with Trainer(store) as trainer, Trainer(other_store) as other:
+        for path in socket_of(store), socket_of(other_store):
+            os.utime(path.with_suffix(".lock"), (0, 0))
+        os.kill(trainer.keeper, signal.SIGSTOP)
+        trainer.client.close()
+        os.kill(trainer.keeper, signal.SIGKILL)
+        assert ended(trainer.keeper)
+        with Trainer(store.with_name("third")):
+            assert not socket_of(store).with_suffix(".lock").exists()
+            assert socket_of(other_store).with_suffix(".lock").exists()
+        other.start().save(1)
+    stores.end_keeper(store.with_name("third"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root makes other users' directories")
+def test_another_user_cannot_keep_it_from_starting(store, temporary_directory):
+    first = temporary_directory / f"everstep-{os.getuid()}"
+    first.mkdir()
+    os.chown(first, 12345, 12345)
+    with Trainer(store) as trainer, Trainer(store) as other:
+        trainer.start().save(1)
+        assert other.keeper == trainer.keeper
+        assert socket_of(store).parent == first.with_name(f"{first.name}-1")
+    stores.end_keeper(store)
 
 
 def test_it_ends_when_a_dead_trainer_does_not_come_back(store):
@@ -152,6 +180,9 @@ def test_its_log_has_a_limit(store):
             log.write(b"x" * (home.LOG_BYTES_MAX + 1) + b"the end\n")
         until(lambda: path.stat().st_size < home.LOG_BYTES_MAX, "the log is trimmed")
         assert path.read_bytes().endswith(b"the end\n")
+        path.unlink()
+        until(path.exists, "another is begun")
+        assert descriptors(trainer.keeper)[2] == str(path)
         trainer.start()
 
 

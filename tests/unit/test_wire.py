@@ -1,5 +1,6 @@
 """The keeper's socket: other messages, limits, other users."""
 
+import fcntl
 import os
 import socket
 
@@ -104,19 +105,85 @@ def test_another_users_peer_is_refused(pair, monkeypatch):
         wire.check_peer(pair[0])
 
 
-@pytest.mark.parametrize("spoiled", ["mode", "link", "file"])
-def test_the_directory_must_be_this_users_alone(tmp_path, monkeypatch, spoiled):
-    monkeypatch.setattr(wire, "Path", lambda _: tmp_path)
-    directory = tmp_path / f"everstep-{os.getuid()}"
-    assert wire.runtime_directory() == directory
+@pytest.fixture
+def temporary(temporary_directory):
+    wire._own_directory.cache_clear()
+    yield temporary_directory
+    wire._own_directory.cache_clear()
+
+
+def spoil(directory, how):
+    """Make it one that somebody else could enter."""
+    directory.mkdir(mode=0o700)
+    if how == "mode":
+        directory.chmod(0o755)
+    elif how == "owner":
+        os.chown(directory, 12345, 12345)
+    else:
+        directory.rmdir()
+        directory.symlink_to("/") if how == "link" else directory.write_bytes(b"")
+
+
+SPOILED = ["mode", "link", "file", *(["owner"] if os.getuid() == 0 else [])]
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_the_directory_is_this_users_alone(temporary, how, monkeypatch):
+    directory = wire.runtime_directory()
+    assert directory == temporary / f"everstep-{os.getuid()}"
     assert directory.stat().st_mode & 0o777 == 0o700
-    directory.chmod(0o755) if spoiled == "mode" else directory.rmdir()
-    if spoiled == "link":
-        directory.symlink_to(tmp_path)
-    if spoiled == "file":
-        directory.write_bytes(b"")
-    with pytest.raises((Unavailable, FileExistsError)):
+    directory.rmdir()
+    spoil(directory, how)
+    assert wire.runtime_directory() == temporary / f"everstep-{os.getuid()}-1"
+    monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(directory))  # the user's word: nothing else
+    with pytest.raises(Unavailable, match="preparing"):
         wire.runtime_directory()
+
+
+def test_a_process_whose_names_are_all_taken_has_one_of_its_own(temporary, caplog):
+    for directory in list(wire._shared_directories()):
+        spoil(directory, "file")
+    own = wire.runtime_directory()
+    assert own.parent == temporary
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert wire.runtime_directory() == own
+    assert caplog.text.count("EVERSTEP_RUNTIME_DIR") == 1
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_the_users_choice_comes_first(temporary, how, monkeypatch):
+    session = temporary / "session"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    assert wire.runtime_directory() == temporary / f"everstep-{os.getuid()}"  # it does not exist
+    session.mkdir(mode=0o700)
+    assert wire.runtime_directory() == session / "everstep"
+    monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(temporary / "chosen"))
+    assert wire.runtime_directory() == temporary / "chosen"
+    monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(temporary / ("long" * 20)))
+    with pytest.raises(Unavailable, match="shorter"):
+        wire.runtime_directory()
+    monkeypatch.delenv("EVERSTEP_RUNTIME_DIR")
+    spoil(temporary / "other", how)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(temporary / "other"))
+    assert wire.runtime_directory() == temporary / f"everstep-{os.getuid()}"
+
+
+def test_a_lock_whose_file_was_removed_is_made_anew(tmp_path, monkeypatch):
+    """The keeper that had it ends between the opening of its file and the locking."""
+    path = tmp_path / "x.lock"
+    removed, flock = [], fcntl.flock
+
+    def remove_first(fd, how):
+        if not removed:
+            path.unlink()
+            removed.append(fd)
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    lock = wire.take_lock(path)
+    assert os.path.samestat(os.fstat(lock), path.stat())
+    assert wire.take_lock(path) is None
+    os.close(lock)
 
 
 def test_every_name_of_a_store_has_one_endpoint(tmp_path):

@@ -1,16 +1,20 @@
 """Where a keeper lives in the file system: the lock that makes it the only one, socket and log."""
 
+import contextlib
 import os
 import socket
 import stat
 import time
 from pathlib import Path
 
+from everstep.errors import Unavailable
 from everstep.keeper import wire
 
 LOG_BYTES_MAX = 1 << 20
 _LOG_BYTES_KEPT = 64 << 10
 _TOUCH_S = 3600.0
+_LEFT_S = 86_400.0
+"""How long the files of a keeper that was killed are kept: its log may be wanted."""
 
 
 class Home:
@@ -26,9 +30,15 @@ class Home:
 
     @classmethod
     def take(cls, endpoint: Path) -> "Home | None":
-        """None where another keeper has it."""
+        """None where another keeper has it. Removes what keepers left behind that were killed."""
         lock = wire.take_lock(endpoint.with_suffix(".lock"))
-        return None if lock is None else cls(endpoint, lock)
+        if lock is None:
+            return None
+        home = cls(endpoint, lock)
+        for path in endpoint.parent.glob("*.lock"):
+            with contextlib.suppress(OSError):  # tidiness only
+                _sweep(path)
+        return home
 
     def holds_lock(self) -> bool:
         """Whether it is still the only one; mends what a cleaner of temporary files took away.
@@ -64,31 +74,56 @@ class Home:
         self.listener.close()
         self._listen()
 
-    def trim_log(self) -> None:
-        """Keep the end of a log that has grown too long."""
-        if not stat.S_ISREG(os.fstat(2).st_mode) or os.fstat(2).st_size <= LOG_BYTES_MAX:
+    def look_after_log(self) -> None:
+        """Keep the end of a log that has grown too long; begin another where it was removed."""
+        found = os.fstat(2)
+        if not stat.S_ISREG(found.st_mode):
             return
-        with open("/proc/self/fd/2", "rb") as log:
-            log.seek(-_LOG_BYTES_KEPT, os.SEEK_END)
-            tail = log.read(_LOG_BYTES_KEPT)
-        os.ftruncate(2, 0)
-        os.write(2, tail)
+        if not found.st_nlink:
+            flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+            log = os.open(self._path.with_suffix(".log"), flags, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+        elif found.st_size > LOG_BYTES_MAX:
+            with open("/proc/self/fd/2", "rb") as whole:
+                whole.seek(-_LOG_BYTES_KEPT, os.SEEK_END)
+                tail = whole.read(_LOG_BYTES_KEPT)
+            os.ftruncate(2, 0)
+            os.write(2, tail)
 
     def move_in(self) -> None:
         """Say at the socket that it is this process that listens, after a fork."""
         self.listener.listen(wire.BACKLOG)
 
     def leave(self) -> None:
-        """Give up socket and lock, in this order: who finds the lock free may listen."""
-        if self.listens():
-            self._path.unlink(missing_ok=True)
+        """Listen no more, and remove the files: the lock last, as who has it may listen."""
         self.listener.close()
+        with contextlib.suppress(OSError, Unavailable):
+            if self.holds_lock():
+                _remove_files(self._lock_path)
         os.close(self._lock)
 
     def _listen(self) -> None:
         self.listener: socket.socket = wire.listen(self._path)
         self.listener.setblocking(False)
         self._socket_identity = _identity(os.stat(self._path))
+
+
+def _sweep(lock_path: Path) -> None:
+    """Remove a keeper's files, if it has ended long ago."""
+    if time.time() - lock_path.stat().st_mtime < _LEFT_S:
+        return
+    lock = wire.take_lock(lock_path)
+    if lock is not None:
+        _remove_files(lock_path)
+        os.close(lock)
+
+
+def _remove_files(lock_path: Path) -> None:
+    """Remove what a keeper has left; the caller holds its lock, whose file goes last."""
+    for suffix in (".sock", ".log", ".lock"):
+        lock_path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

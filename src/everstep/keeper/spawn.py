@@ -28,7 +28,8 @@ def spawn(store: Path, idle_s: float, stop: threading.Event) -> None:
     source = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     options = ["--idle-s", str(idle_s), "--detach"]
-    output = _open_log(wire.endpoint(store).with_suffix(".log"))
+    endpoint = wire.endpoint(store)
+    output = _open_log(endpoint.with_suffix(".log"))
     try:
         process = subprocess.Popen(
             [sys.executable, *("-P", "-m", "everstep.keeper", os.path.realpath(store), *options)],
@@ -36,7 +37,11 @@ def spawn(store: Path, idle_s: float, stop: threading.Event) -> None:
             stdout=output,
             stderr=output,
             cwd="/",
-            env={**os.environ, "PYTHONPATH": path},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "EVERSTEP_RUNTIME_DIR": str(endpoint.parent),  # it may be known only here
+            },
             start_new_session=True,
         )
     except OSError as error:
