@@ -3,10 +3,15 @@
     {"format":1, ... ,"digest":"0123456789abcdef0123456789abcdef"}\n
     └──── what the digest covers ───┘
 
-Any JSON parser reads one; 46 bytes at the end prove that the rest is what was written.
+Any JSON parser reads one; 46 bytes at the end prove that the rest is what was written. That it was
+written by everstep nothing proves: so each kind of document has a shape, and is of that shape from
+the first to the last member before anybody goes by it.
 """
 
 import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from typing import Any
 
 import xxhash
@@ -14,6 +19,23 @@ import xxhash
 from everstep.errors import Corrupt, Unsupported
 
 FORMAT_VERSION = 1
+
+Shape = Any
+"""What a JSON value has to be:
+
+    str, bool, natural, ...     of that type, or what that function says yes to
+    None                        null
+    (shape, shape)              one of these
+    [shape]                     a list of such
+    [shape, shape, ...]         a list of as many members, each of its own shape
+    {str: shape}                an object of such, under any names
+    {"a": shape, "b?": shape}   an object with these members, of which "b" may be left out
+"""
+
+_DEPTH_MAX = 400  # four times that of the values that are encoded (state/objects.py)
+_ABSENT = object()
+_OBJECT: Shape = {}
+_DIGEST = re.compile("[0-9a-f]{32}")
 
 _MARK = b',"digest":"'
 _TAIL_SIZE = len(_MARK) + 32 + len(b'"}\n')
@@ -28,11 +50,11 @@ def seal(value: dict[str, Any]) -> bytes:
     return body + _MARK + digest_of(body).encode() + b'"}\n'
 
 
-def unseal(data: bytes | memoryview, path: object) -> dict[str, Any]:
+def unseal(data: bytes | memoryview, path: object, shape: Shape = _OBJECT) -> dict[str, Any]:
     """Decode a sealed document; `path` is for messages only.
 
-    Raises Corrupt where a byte differs from what was sealed, Unsupported for a format version that
-    this library does not know.
+    Raises Corrupt where a byte differs from what was sealed, or a member from `shape`; Unsupported
+    for a format version that this library does not know.
     """
     data = bytes(data)
     body, tail = data[:-_TAIL_SIZE], data[-_TAIL_SIZE:]
@@ -44,7 +66,7 @@ def unseal(data: bytes | memoryview, path: object) -> dict[str, Any]:
             f"cut short"
         )
     try:
-        value: dict[str, Any] = json.loads(data)
+        value: dict[str, Any] = json.loads(data, parse_constant=_refuse)
         version = value.get("format", FORMAT_VERSION)
     except (ValueError, AttributeError, RecursionError) as error:
         raise Corrupt(f"reading {path}: its digest is right, but it is no JSON: {error}") from error
@@ -53,7 +75,83 @@ def unseal(data: bytes | memoryview, path: object) -> dict[str, Any]:
             f"reading {path}: it has format version {version!r}, this everstep reads version "
             f"{FORMAT_VERSION}. Install the everstep that wrote it, or a newer one"
         )
+    if flaw := find_flaw(value, shape):
+        raise malformed(path, flaw)
     return value
+
+
+def malformed(path: object, flaw: object) -> Corrupt:
+    """What to raise of a whole document whose content is not what the format says."""
+    return Corrupt(
+        f"reading {path}: its digest is right, but it is not what the format says: {flaw}"
+    )
+
+
+def find_flaw(value: Any, shape: Shape) -> str | None:
+    """Where `value` is not of that shape, and what is there: ".parts[0].rank is -1"; or None."""
+    if isinstance(shape, tuple):
+        flaws = [find_flaw(value, each) for each in shape]
+        return None if None in flaws else max(map(str, flaws), key=len)  # of what was nearest
+    rows: Iterable[tuple[str, Any, Shape]]
+    if isinstance(shape, list):
+        is_row = len(shape) > 1
+        if type(value) is not list or (is_row and len(value) != len(shape)):
+            return f" is {_brief(value)}"
+        shapes = shape if is_row else repeat(shape[0])
+        rows = ((f"[{at}]", *row) for at, row in enumerate(zip(value, shapes, strict=False)))
+    elif isinstance(shape, dict):
+        if type(value) is not dict:
+            return f" is {_brief(value)}"
+        if str in shape:
+            rows = ((f".{key}", item, shape[str]) for key, item in value.items())
+        else:
+            rows = _members(value, shape)
+    else:
+        fits = value is None if shape is None else _is_of(value, shape)
+        return None if fits else f" is {_brief(value)}"
+    found = ((at, find_flaw(item, inner)) for at, item, inner in rows)
+    return next((f"{at}{flaw}" for at, flaw in found if flaw), None)
+
+
+def _members(value: dict[str, Any], shape: dict[str, Shape]) -> Iterator[tuple[str, Any, Shape]]:
+    for name, inner in shape.items():
+        key = name.removesuffix("?")
+        if key in value:
+            yield f".{key}", value[key], inner
+        elif key == name:
+            yield f".{key}", _ABSENT, inner
+
+
+def natural(value: object) -> bool:
+    """Whether it is a number of something: of bytes, a step, an index."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def digest(value: object) -> bool:
+    """Whether it is one, of whatever bytes."""
+    return type(value) is str and _DIGEST.fullmatch(value) is not None
+
+
+def anything(value: object, depth: int = 0) -> bool:
+    """Any JSON that is not nested so deep that it takes a program's stack to look at it."""
+    if type(value) is dict or type(value) is list:
+        items = value.values() if type(value) is dict else value
+        return depth < _DEPTH_MAX and all([anything(item, depth + 1) for item in items])
+    return value is not _ABSENT
+
+
+def _is_of(value: object, shape: Any) -> bool:
+    return type(value) is shape if isinstance(shape, type) else bool(shape(value))
+
+
+def _brief(value: object) -> str:
+    if value is _ABSENT:
+        return "not there"
+    return f"{value!r:.80}" if not isinstance(value, (dict, list)) else f"a {type(value).__name__}"
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _shown(data: bytes) -> str:

@@ -5,15 +5,78 @@ in a piece table (tables.py).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from everstep.errors import Corrupt
-from everstep.format.document import FORMAT_VERSION, digest_of, seal, unseal
-from everstep.format.tables import FileLink, Table, extents, malformed, natural
+from everstep.format.document import (
+    FORMAT_VERSION,
+    Shape,
+    anything,
+    digest,
+    digest_of,
+    malformed,
+    natural,
+    seal,
+    unseal,
+)
+from everstep.format.tables import PACK_LINK, TABLE_LINK, FileLink, Table, extents
 
 FORMS = ("clips", "compressed")
 """What a record's calls say of gradients that are not as the optimizer consumed them."""
+
+PART: Shape = {
+    "rank": natural,
+    "table": TABLE_LINK,
+    "packs": [PACK_LINK],
+    "digests": [digest],
+    "steps": natural,
+    "stored?": [natural],
+}
+_NAME = {"step": natural, "epoch": natural}
+_PREVIOUS = {**_NAME, "digest": digest}
+_ANYTHING = {str: anything}
+_OF_RANK = {
+    "clips?": [{"coefficient": str, "foreach": bool, "names": [str]}],
+    "compressed?": [{"form": str, "dtype": str, "names": [str], "strides?": {str: [natural]}}],
+    "scaler?": _ANYTHING,
+    "arguments?": [anything, anything],
+    "autocast?": {str: str},
+    "generators?": _ANYTHING,
+    "digest?": str,
+}
+CALL: Shape = {
+    "optimizer": str,
+    "class": str,
+    "sets": [_ANYTHING],
+    "ranks?": [_OF_RANK],
+    **_OF_RANK,
+}
+_RECORD = {
+    "step": natural,
+    "calls": [CALL],
+    "part?": (natural, PART),
+    "parts?": [PART],
+    "derived?": {str: {"rule": bool, "digest?": (None, str), "digests?": [(None, str)]}},
+}
+_MANIFEST = {
+    **_NAME,
+    "run": str,
+    "created": str,
+    "parent": (None, _NAME),
+    "exact": bool,
+    "replaces_log?": bool,
+    "tag": (None, str),
+    "metrics": _ANYTHING,
+    "topology": _ANYTHING,
+    "capture": _ANYTHING,
+    "parts": [PART],
+    "previous?": (None, _PREVIOUS),
+    "records": [_RECORD],
+    "hyperparameters": {str: [_ANYTHING]},
+    "objects": _ANYTHING,
+    "ranks?": [{str: {"index": natural, "count": natural, "value": anything}}],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,43 +260,17 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
     """Parse and check a manifest; raises Corrupt, or Unsupported for another format version."""
-    value = unseal(data, path)
+    value = unseal(data, path, _MANIFEST)
+    previous = value.get("previous")
+    parts = tuple(map(part_from_json, value["parts"]))
     try:
-        parts = tuple(part_from_json(part) for part in value["parts"])
-        return Manifest(
-            step=natural(value["step"]),
-            epoch=natural(value["epoch"]),
-            run=value["run"],
-            created=value["created"],
-            parts=parts,
-            objects=value["objects"],
-            hyperparameters=value["hyperparameters"],
-            parent=value["parent"],
-            topology=value["topology"],
-            capture=value["capture"],
-            metrics=value["metrics"],
-            tag=value["tag"],
-            exact=value["exact"],
-            records=tuple(
-                Record(
-                    natural(record["step"]),
-                    tuple(record["calls"]),
-                    _parts_of_record(record, parts),
-                    {
-                        part: {
-                            key: said[key] for key in ("rule", "digest", "digests") if key in said
-                        }
-                        for part, said in record.get("derived", {}).items()
-                    },
-                )
-                for record in value["records"]
-            ),
-            previous=_previous_from_json(value.get("previous")),
-            ranks=tuple(dict(own) for own in value.get("ranks", ())),
-            replaces_log=value.get("replaces_log") is True,
-        )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise malformed(path, error) from error
+        records = tuple(_record_from_json(record, parts) for record in value["records"])
+    except (IndexError, ValueError) as error:
+        raise malformed(path, f".records: {error}") from error
+    known = {field.name: value[field.name] for field in fields(Manifest) if field.name in value}
+    known["previous"] = previous and Previous(**{key: previous[key] for key in _PREVIOUS})
+    known["ranks"] = tuple(value.get("ranks", ()))
+    return Manifest(**{**known, "parts": parts, "records": records})
 
 
 def check_table(table: Table, part: Part, path: object) -> None:
@@ -300,13 +337,17 @@ def _record_parts(manifest: Manifest, record: Record) -> dict[str, Any]:
     return {"part": next(i for i, part in enumerate(manifest.parts) if part is record.part)}
 
 
-def _parts_of_record(record: Mapping[str, Any], parts: Sequence[Part]) -> tuple[Part, ...]:
-    if "parts" in record:
-        found = tuple(part_from_json(part) for part in record["parts"])
-        if not found or parts:
-            raise ValueError("a record with parts of its own, and none or others beside them")
-        return found
-    return (parts[natural(record["part"])] if parts else part_from_json(record["part"]),)
+def _record_from_json(value: Mapping[str, Any], parts: Sequence[Part]) -> Record:
+    """Raises ValueError or IndexError for a record that has no parts, or those of nobody."""
+    if "parts" in value:
+        own = tuple(map(part_from_json, value["parts"]))
+        if not own or parts:
+            raise ValueError("one has parts of its own, and none or others beside them")
+    elif "part" not in value or natural(value["part"]) != bool(parts):
+        raise ValueError("one has no part")
+    else:
+        own = (parts[value["part"]] if parts else part_from_json(value["part"]),)
+    return Record(value["step"], tuple(value["calls"]), own, value.get("derived", {}))
 
 
 def part_to_json(part: Part) -> dict[str, Any]:
@@ -321,19 +362,13 @@ def part_to_json(part: Part) -> dict[str, Any]:
     }
 
 
-def _previous_from_json(value: Mapping[str, Any] | None) -> Previous | None:
-    if value is None:
-        return None
-    return Previous(natural(value["step"]), natural(value["epoch"]), str(value["digest"]))
-
-
 def part_from_json(value: Mapping[str, Any]) -> Part:
-    """Raises KeyError, TypeError, ValueError for what is none."""
+    """Of a PART."""
     return Part(
-        rank=natural(value["rank"]),
+        rank=value["rank"],
         table=FileLink.from_json(value["table"]),
-        packs=tuple(FileLink.from_json(pack) for pack in value["packs"]),
+        packs=tuple(map(FileLink.from_json, value["packs"])),
         digests=tuple(value["digests"]),
-        steps=natural(value["steps"]),
-        stored=tuple(map(natural, value["stored"])) if "stored" in value else None,
+        steps=value["steps"],
+        stored=tuple(value["stored"]) if "stored" in value else None,
     )

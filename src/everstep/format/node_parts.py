@@ -10,11 +10,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.format.boxes import Box
-from everstep.format.document import FORMAT_VERSION, seal, unseal
-from everstep.format.manifest import Part, part_from_json, part_to_json
-from everstep.format.tables import malformed, natural
+from everstep.format.document import FORMAT_VERSION, anything, digest, natural, seal, unseal
+from everstep.format.manifest import CALL, PART, Part, part_from_json, part_to_json
 
 _SHARED = ("objects", "digests")
+_ATTEMPT = {"attempt": str, "node": natural}
+_FAILED = {**_ATTEMPT, "failed": str, "kind?": str}
+_RANK = {
+    "rank": natural,
+    "own": {str: {"index": natural, "count": natural, "value": anything}},
+    "objects": {str: anything},
+    "digests": {str: digest},
+    "without_objects": [str],
+    "without_digests": [str],
+}
+_NODE_PART = {
+    **_ATTEMPT,
+    "part": PART,
+    "hyperparameters": {str: [{str: anything}]},
+    "ranks": [_RANK],
+    "elsewhere": [[str, [natural], [natural], natural, [digest]]],
+    "record?": {"previous": natural, "calls": [CALL]},
+}
 Said = Mapping[str, Any]
 """What one rank says of a step: `objects` that it has, `own` ones of it alone, as tagged JSON, and
 `digests` of tensors that all ranks must have alike."""
@@ -82,32 +99,24 @@ def encode_node_part(found: NodePart) -> bytes:
 
 def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:
     """Parse and check one; raises Corrupt, or Unsupported for another format version."""
-    value = unseal(data, path)
-    try:
-        attempt, node = str(value["attempt"]), natural(value["node"])
-        if "part" not in value:
-            return NodePart(attempt, node, str(value["failed"]), kind=value.get("kind"))
-        return NodePart(
-            attempt,
-            node,
-            None,
-            part_from_json(value["part"]),
-            {name: list(sets) for name, sets in value["hyperparameters"].items()},
-            _long(value["ranks"]),
-            tuple(
-                Elsewhere(name, Box(tuple(offsets), tuple(lengths)), natural(rank), tuple(digests))
-                for name, offsets, lengths, rank, digests in value["elsewhere"]
-            ),
-            _record(value.get("record")),
-        )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise malformed(path, error) from error
-
-
-def _record(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    return {"previous": natural(value["previous"]), "calls": list(value["calls"])}
+    value = unseal(data, path, (_NODE_PART, _FAILED))
+    attempt, node = value["attempt"], value["node"]
+    if "part" not in value:
+        return NodePart(attempt, node, value["failed"], kind=value.get("kind"))
+    elsewhere = (
+        Elsewhere(name, Box(tuple(offsets), tuple(lengths)), rank, tuple(digests))
+        for name, offsets, lengths, rank, digests in value["elsewhere"]
+    )
+    return NodePart(
+        attempt,
+        node,
+        None,
+        part_from_json(value["part"]),
+        value["hyperparameters"],
+        _long(value["ranks"]),
+        tuple(elsewhere),
+        value.get("record"),
+    )
 
 
 def _short(ranks: Mapping[int, Said]) -> list[dict[str, Any]]:
@@ -144,6 +153,6 @@ def _long(rows: Sequence[Mapping[str, Any]]) -> dict[int, Said]:
             known = first[key] if first else {}
             said[key] = {name: value for name, value in known.items() if name not in without}
             said[key] |= row[key]
-        found[natural(row["rank"])] = {**said, "own": dict(row["own"])}
+        found[row["rank"]] = {**said, "own": row["own"]}
         first = first or said
     return found

@@ -11,16 +11,56 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
-from everstep.errors import Corrupt, Unsupported
+from everstep.errors import Unsupported
 from everstep.format.boxes import Box
-from everstep.format.document import FORMAT_VERSION, seal, unseal
+from everstep.format.document import (
+    FORMAT_VERSION,
+    Shape,
+    digest,
+    malformed,
+    natural,
+    seal,
+    unseal,
+)
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Layout, Piece, Spec, chunks
 from everstep.format.tiling import find_overlap
 
 _OWN = re.compile(r"@\d+[.!]")
 _GRADIENT = re.compile(r"@\d+!?\.")
-_SAFE_PATH = re.compile(r"(?!.*\.\.)[\w.-]+(/[\w.-]+)*")
+_SAFE_PATH = re.compile(r"(?!.*\.\.)[\w.-]{1,200}(/[\w.-]{1,200}){0,9}")
+
+
+def _safe_path(value: object) -> bool:
+    """That of a file inside the store."""
+    return type(value) is str and _SAFE_PATH.fullmatch(value) is not None
+
+
+PACK_LINK: Shape = {"path": _safe_path, "size": natural}
+TABLE_LINK: Shape = {**PACK_LINK, "digest": digest}
+_PIECE = {
+    "offsets": [natural],
+    "lengths": [natural],
+    "pack": natural,
+    "at": natural,
+    "size": natural,
+    "digest": natural,
+    "codec": str,
+}
+_TENSOR = {
+    "name": str,
+    "dtype": str,
+    "shape": [natural],
+    "device": str,
+    "pieces": [_PIECE],
+    "aliases?": [str],
+    "strides?": [natural],
+}
+_TABLE = {
+    "packs": [{"size": natural, "header": natural, "digest": natural}],
+    "tensors": [_TENSOR],
+    "optimizers": {str: {"groups": {str: natural}, "state": {str: [str]}}},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +78,8 @@ class FileLink:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "FileLink":
-        """Checks that the path stays inside the store."""
-        if not _SAFE_PATH.fullmatch(value["path"]):
-            raise ValueError(f"unsafe path {value['path']!r}")
-        return cls(value["path"], natural(value["size"]), value.get("digest"))
+        """Of a PACK_LINK or a TABLE_LINK."""
+        return cls(value["path"], value["size"], value.get("digest"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +184,17 @@ def seal_table(table: Table) -> bytes:
 
 def decode_table(data: bytes | memoryview, path: object) -> Table:
     """Parse and check a piece table; raises Corrupt."""
-    value = unseal(data, path)
+    value = unseal(data, path, _TABLE)
+    packs = tuple(
+        PackShape(pack["size"], pack["header"], pack["digest"]) for pack in value["packs"]
+    )
     try:
         entries = [_entry_from_json(row) for row in value["tensors"]]
-        packs = tuple(
-            PackShape(natural(pack["size"]), natural(pack["header"]), natural(pack["digest"]))
-            for pack in value["packs"]
-        )
-        table = Table(
-            packs, {entry.spec.name: entry for entry in entries}, dict(value["optimizers"])
-        )
+        table = Table(packs, {entry.spec.name: entry for entry in entries}, value["optimizers"])
         _check_inside(table)
-        return table
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise malformed(path, error) from error
+    except ValueError as error:
+        raise malformed(path, f": {error}") from error
+    return table
 
 
 def is_own(name: str) -> bool:
@@ -231,18 +266,16 @@ def _check_inside(table: Table) -> None:
 
 
 def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
-    if type(row["name"]) is not str:
-        raise ValueError(f"{row['name']!r} is no name of a tensor")
-    spec = Spec(row["name"], str(row["dtype"]), tuple(map(natural, row["shape"])))
+    spec = Spec(row["name"], row["dtype"], tuple(row["shape"]))
     if spec.dtype not in ITEM_SIZES:
         raise ValueError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
     pieces = tuple(
         Piece(
-            Box(tuple(map(natural, piece["offsets"])), tuple(map(natural, piece["lengths"]))),
-            natural(piece["pack"]),
-            natural(piece["at"]),
-            natural(piece["size"]),
-            natural(piece["digest"]),
+            Box(tuple(piece["offsets"]), tuple(piece["lengths"])),
+            piece["pack"],
+            piece["at"],
+            piece["size"],
+            piece["digest"],
             piece["codec"],
         )
         for piece in row["pieces"]
@@ -265,14 +298,14 @@ def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
     if flaw := find_overlap(spec.shape, [piece.box for piece in pieces]):
         raise ValueError(f"two pieces of tensor {spec.name!r} overlap at {flaw.box}")
     aliases = tuple(row.get("aliases", ()))
-    return TensorEntry(spec, pieces, aliases, str(row["device"]), _strides(row, spec))
+    return TensorEntry(spec, pieces, aliases, row["device"], _strides(row, spec))
 
 
 def _strides(row: Mapping[str, Any], spec: Spec) -> tuple[int, ...] | None:
     """Checked: whoever makes a tensor of them needs no more memory than for its elements."""
     if "strides" not in row:
         return None
-    strides = tuple(map(natural, row["strides"]))
+    strides = tuple(row["strides"])
     if len(strides) != len(spec.shape) or not is_dense(spec.shape, strides):
         raise ValueError(f"tensor {spec.name!r} of shape {spec.shape} cannot have {strides=}")
     return strides
@@ -284,20 +317,6 @@ def _fits(box: Box, shape: tuple[int, ...]) -> bool:
             offset + length > size
             for offset, length, size in zip(box.offsets, box.lengths, shape, strict=True)
         ]
-    )
-
-
-def natural(value: object) -> int:
-    """The number that it is; raises ValueError where it is none, or negative."""
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} is not a natural number")
-    return value
-
-
-def malformed(path: object, error: Exception) -> Corrupt:
-    """What to raise of a whole document whose content is not what the format says."""
-    return Corrupt(
-        f"reading {path}: its digest is right, but it is not what the format says: {error!r}"
     )
 
 

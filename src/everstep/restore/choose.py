@@ -44,7 +44,7 @@ class Held:
     def parent(self) -> CheckpointName | None:
         """What it goes on from; None for a start from nothing."""
         parent = self.manifest.parent
-        return CheckpointName(**parent) if parent else None
+        return CheckpointName(parent["step"], parent["epoch"]) if parent else None
 
     @property
     def name(self) -> CheckpointName:

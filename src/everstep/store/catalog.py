@@ -3,10 +3,9 @@
 import contextlib
 import logging
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
 
 from everstep.errors import Corrupt, EverstepError, Missing
-from everstep.format.document import digest_of, unseal
+from everstep.format.document import digest_of, natural, unseal
 from everstep.format.manifest import Manifest, Part, check_follows, check_table, decode_manifest
 from everstep.format.tables import Table, decode_table
 from everstep.store import names
@@ -17,6 +16,20 @@ from everstep.tiers.disk import Disk
 log = logging.getLogger("everstep")
 
 _NEWEST_MAX = 64
+_STORE = {"run": str}
+_EPOCH = {
+    "parent": (None, natural),
+    "fork": natural,
+    "created": str,
+    "writer": str,
+    "attachment?": (None, str),
+}
+_TAG = {"step": natural, "epoch": natural}
+
+
+def read_run(disk: Disk) -> str:
+    """The run id of a store. Raises Missing where there is none, Corrupt, Unsupported."""
+    return str(unseal(disk.read(names.STORE), disk.root / names.STORE, _STORE)["run"])
 
 
 def claimed(disk: Disk) -> list[int]:
@@ -40,10 +53,9 @@ def known_epochs(disk: Disk, checkpoints: Iterable[CheckpointName] | None = None
 def read_epoch(disk: Disk, number: int) -> Epoch:
     """The claim of an epoch. Raises Missing, Corrupt."""
     path = names.epoch_path(number)
-    try:
-        return _epoch(number, unseal(disk.read(path), disk.root / path))
-    except (KeyError, TypeError, ValueError) as error:
-        raise _malformed(disk, path, error) from error
+    value = unseal(disk.read(path), disk.root / path, _EPOCH)
+    parent, fork, created, writer = (value[key] for key in ("parent", "fork", "created", "writer"))
+    return Epoch(number, parent, fork, created, writer, value.get("attachment"))
 
 
 def find_attachment(disk: Disk, attachment: str, seen: set[int] | None = None) -> int | None:
@@ -219,13 +231,9 @@ def read_tags(disk: Disk) -> dict[str, CheckpointName]:
         stem, _, kind = file_name.rpartition(".")
         if kind == "json":
             path = f"{names.TAGS}/{file_name}"
-            try:
-                value = unseal(disk.read(path), disk.root / path)
-                tags[stem] = CheckpointName(int(value["step"]), int(value["epoch"]))
-            except Missing:
-                continue  # deleted meanwhile
-            except (KeyError, TypeError, ValueError) as error:
-                raise _malformed(disk, path, error) from error
+            with contextlib.suppress(Missing):  # deleted meanwhile
+                value = unseal(disk.read(path), disk.root / path, _TAG)
+                tags[stem] = CheckpointName(value["step"], value["epoch"])
     return tags
 
 
@@ -269,22 +277,3 @@ def find(disk: Disk, reference: int | str | None) -> CheckpointName:
         nearest = min(steps, key=lambda there: abs(there - step))
         has = f"it has {len(steps)} from {steps[0]} to {steps[-1]}, the nearest is {nearest}"
     raise Missing(f"there is no checkpoint of step {step} in {disk.root}: {has}{hint}")
-
-
-def _epoch(number: int, value: dict[str, Any]) -> Epoch:
-    parent = value["parent"]
-    return Epoch(
-        number,
-        None if parent is None else int(parent),
-        int(value["fork"]),
-        str(value["created"]),
-        str(value["writer"]),
-        value.get("attachment"),
-    )
-
-
-def _malformed(disk: Disk, path: str, error: Exception) -> Corrupt:
-    return Corrupt(
-        f"reading {disk.root / path}: its digest is right, but it is not what the format says: "
-        f"{error!r}"
-    )

@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from everstep.errors import Conflict, Corrupt, Missing, Unavailable
-from everstep.format.document import FORMAT_VERSION, digest_of, seal, unseal
+from everstep.errors import Conflict, Missing, Unavailable
+from everstep.format.document import FORMAT_VERSION, digest_of, seal
 from everstep.format.manifest import Manifest, content_of, encode_manifest
 from everstep.format.tables import FileLink
 from everstep.store import catalog, names
@@ -34,11 +34,11 @@ def open_store(disk: Disk) -> str:
     Raises Unavailable, Unsupported, Corrupt.
     """
     try:
-        return _run_of(disk)
+        return catalog.read_run(disk)
     except Missing:
         document = seal({"format": FORMAT_VERSION, "run": uuid.uuid4().hex, "created": now()})
         disk.create(names.STORE, document)
-        return _run_of(disk)
+        return catalog.read_run(disk)
 
 
 def claim_epoch(disk: Disk, parent: int | None, fork: int, attachment: str | None = None) -> int:
@@ -300,14 +300,6 @@ def _check_previous(disk: Disk, manifest: Manifest) -> None:
             f"saving step {manifest.step} to {disk.root}: {name}, which its record goes on from, "
             f"was deleted meanwhile. A whole state is saved next"
         )
-
-
-def _run_of(disk: Disk) -> str:
-    value = unseal(disk.read(names.STORE), disk.root / names.STORE)
-    run = value.get("run")
-    if not isinstance(run, str):
-        raise Corrupt(f"reading {disk.root / names.STORE}: it names no run")
-    return run
 
 
 def _content(manifest: Manifest) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
-from everstep.format.document import unseal
 from everstep.format.global_tensors import groups, problems_of
 from everstep.format.manifest import Manifest
 from everstep.format.tables import Table
@@ -54,15 +53,11 @@ class Store:
         self._disk = Disk(Path(path).absolute())  # wherever the program goes from here
         self.path = self._disk.root
         try:
-            document = self._disk.read(names.STORE)
+            self.run = catalog.read_run(self._disk)
         except Missing:
             raise Missing(
                 f"opening the store {self.path}: there is none (no {names.STORE} in it)"
             ) from None
-        run = unseal(document, self.path / names.STORE).get("run")
-        if not isinstance(run, str):
-            raise Corrupt(f"opening the store {self.path}: its {names.STORE} names no run")
-        self.run: str = run
 
     def steps(self) -> list[int]:
         """The steps of the run as it is now, rising; branches left behind do not count."""

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -21,7 +22,9 @@ EXTENT_BYTES = 8 << 20
 WRITES_IN_FLIGHT = 2
 _PAGE_BYTES = 4096
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a FIFO without a writer: at once
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_NO_FILE = (errno.ENXIO, errno.ENODEV, errno.ELOOP)  # sockets, devices, links in a circle
 
 Await = Callable[[int], None]
 """Blocks until data up to that offset may be read."""
@@ -178,13 +181,23 @@ class DiskReader:
     """An open file. `read_into` is thread-safe."""
 
     def __init__(self, name: str, direct: bool = False) -> None:
+        """Raises OSError, and Corrupt for what is no regular file, which might block for ever."""
         self._name = name
         self._direct_fd = -1
-        self._fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-        self.size = os.fstat(self._fd).st_size
+        try:
+            self._fd = os.open(name, _READ)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise _irregular(name) from error
+            raise
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise _irregular(name)
+        self.size = found.st_size
         if direct:
             with contextlib.suppress(OSError):  # the page cache serves
-                self._direct_fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._direct_fd = os.open(name, _READ | os.O_DIRECT)
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes from `offset`; direct where both are page-aligned."""
@@ -217,6 +230,13 @@ class DiskReader:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct_fd = -1
+
+
+def _irregular(name: str) -> Corrupt:
+    return Corrupt(
+        f"reading {name}: it is no regular file, but a directory, FIFO, socket, device or a link to "
+        f"one. Something else was put in its place"
+    )
 
 
 def _create_direct(system: System, name: str) -> int | None:
