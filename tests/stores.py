@@ -37,6 +37,7 @@ MIXED = (
     Spec("large", "float32", (1300, 1024)),  # 5 MiB and a bit: two chunks
     Spec("weight", "float32", (512, 513)),  # 1 MiB and a bit: aligned, padded
 )
+CALL = {"optimizer": "optimizer", "class": "torch.optim.sgd.SGD", "sets": []}
 
 
 class Unsynced(System):
@@ -118,9 +119,9 @@ class Trainer:
             "tag": tag,
         }
         if follows is not None:
-            said["record"] = {"previous": follows, "calls": [{"optimizer": "optimizer"}]}
+            said["record"] = {"previous": follows, "calls": [CALL]}
         if window:
-            calls = [{"optimizer": "optimizer"}] if len(window) > 1 else None
+            calls = [CALL] if len(window) > 1 else None
             said["share"] = {"steps": list(window), "calls": calls, "ends": ends}
         descriptor = seal(said)
         record = Row(self.sequence, step, len(image), len(self.table), len(descriptor))

@@ -103,7 +103,7 @@ class Trainer:
         said = {"objects": {}, "hyperparameters": {}, "topology": {}, "capture": {}}
         said |= {"metrics": {}, "tag": None}
         if follows is not None:
-            said["record"] = {"previous": follows, "calls": [{"optimizer": "optimizer"}]}
+            said["record"] = {"previous": follows, "calls": [stores.CALL]}
         descriptor = seal(said)
         sizes = self.layout.size, len(self.table), len(descriptor)
         return self.slot, Row(self.sequence, step, *sizes), self.table, descriptor

@@ -81,7 +81,7 @@ def check_falls_back(store, frozen, caplog, expected, is_pack):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "delete", "zeros"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "delete", "zeros", "fifo"])
 def test_a_damaged_file_of_the_newest(copied, original, caplog, index, damage):
     path = files_of(copied, 3)[index]
     if damage == "flip":
@@ -101,6 +101,8 @@ def test_a_damaged_file_of_the_newest(copied, original, caplog, index, damage):
         path.write_bytes(bytes(path.stat().st_size))
     else:
         path.unlink()
+    if damage == "fifo":
+        os.mkfifo(path)
     if damage == "delete" and index == 0:  # then there is no such checkpoint
         assert restore(copied, build(5)) == 2
     else:
@@ -131,18 +133,21 @@ def test_all_are_damaged(copied):
         restore(copied, build(5))
 
 
-@pytest.mark.parametrize("damage", ["flip", "delete"])
+@pytest.mark.parametrize("damage", ["flip", "delete", "fifo"])
 def test_the_table_that_all_share(copied, damage):
     (path,) = (copied / "data" / "tables").iterdir()
     if damage == "flip":
         flip(path, 100)
     else:
         path.unlink()
+    if damage == "fifo":
+        os.mkfifo(path)
     state = build(5)
     before = freeze(state)
     with pytest.raises(Corrupt):
         restore(copied, state)
     check_same(freeze(state), before)
+    assert len(Store(copied).verify().problems) == 3
 
 
 def test_epochs_and_the_stores_own_file(copied):
@@ -150,6 +155,10 @@ def test_epochs_and_the_stores_own_file(copied):
     whole = epoch.read_bytes()
     flip(epoch, 20)
     assert restore(copied, build(5)) == 3  # told from the manifests
+    epoch.unlink()
+    os.mkfifo(epoch)
+    assert "epochs" in Store(copied).verify().problems
+    assert restore(copied, build(5)) == 3
     epoch.unlink()
     assert "epochs" in Store(copied).verify().problems
     assert restore(copied, build(5)) == 3
@@ -160,6 +169,10 @@ def test_epochs_and_the_stores_own_file(copied):
     epoch.write_bytes(whole)
     flip(copied / "everstep.json", 20)
     with pytest.raises(Corrupt, match=r"everstep\.json"):
+        restore(copied, build(5))
+    (copied / "everstep.json").unlink()
+    os.mkfifo(copied / "everstep.json")
+    with pytest.raises(Corrupt, match=r"everstep\.json: it is no regular file"):
         restore(copied, build(5))
 
 

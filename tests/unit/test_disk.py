@@ -4,6 +4,7 @@ import contextlib
 import errno
 import mmap
 import os
+import socket
 import subprocess
 import tempfile
 import threading
@@ -261,6 +262,20 @@ def test_reads_that_fail(tmp_path, monkeypatch, code, kind):
     monkeypatch.setattr(os, "preadv", preadv)
     with contextlib.closing(disk.open("x")) as reader, pytest.raises(kind, match="at byte 0"):
         reader.read_into(0, _pages(1))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_is_no_regular_file_is_corrupt_at_once(tmp_path, monkeypatch, direct):
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    os.mkfifo("fifo")
+    os.mkdir("directory")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+    for name, to in {"to-fifo": "fifo", "circle": "circle", "device": "/dev/zero"}.items():
+        os.symlink(to, name)
+    for name in sorted(os.listdir()):
+        with pytest.raises(Corrupt, match=f"{name}: it is no regular file"):
+            Disk(tmp_path).open(name, direct)
 
 
 def test_locks_exclude_and_give_up(tmp_path, monkeypatch):

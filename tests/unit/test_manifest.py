@@ -60,7 +60,7 @@ def test_round_trip():
 
 def test_a_record_has_a_part_of_each_node():
     parts = (replace(PART, packs=PART.packs[:1]), replace(PART, rank=1, packs=PART.packs[1:]))
-    record = Record(7, ({"optimizer": "adam"},), parts)
+    record = Record(7, ({"optimizer": "adam", "class": "A", "sets": []},), parts)
     previous = Previous(6, 1, "0" * 32)
     found = replace(MANIFEST, parts=(), records=(record,), previous=previous)
     document = encode_manifest(found)

@@ -19,7 +19,7 @@ PART = Part(
 RANKS = {
     4: {
         "objects": {"one": 1, "two": [2.5], "three": None},
-        "own": {"rng": {"index": 4}},
+        "own": {"rng": {"index": 0, "count": 1, "value": 4}},
         "digests": {"a": "1", "b": "2"},
     },
     6: {"objects": {"one": True, "two": [2.5]}, "own": {}, "digests": {"b": "3"}},
@@ -46,7 +46,7 @@ def test_what_goes_in_comes_out():
         assert {name: type(value) for name, value in found.items()} == {
             name: type(value) for name, value in said["objects"].items()
         }
-    record = {"previous": 4, "calls": [{"optimizer": "o", "sets": [{"lr": 0.5}], "digest": "1"}]}
+    record = {"previous": 4, "calls": [{"optimizer": "o", "class": "C", "sets": [{"lr": 0.5}]}]}
     again = decode_node_part(encode_node_part(found_of(record=record)), "here")
     assert again == found_of(record=record)
     for failed in (

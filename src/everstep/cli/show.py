@@ -267,9 +267,6 @@ def _optimizer_pairs(manifest: Manifest, tables: list[Table]) -> list[tuple[str,
     """Each optimizer's sets of hyperparameters, with how many parameters go by each."""
     pairs = []
     for optimizer, sets in manifest.hyperparameters.items():
-        if not isinstance(sets, list):
-            pairs.append((optimizer, wording.brief(sets, 200)))
-            continue
         groups: dict[str, int] = {}  # several parts may say the same of a parameter
         for table in tables:
             groups |= table.optimizers.get(optimizer, {}).get("groups", {})

@@ -57,7 +57,7 @@ _RECORD = {
     "calls": [CALL],
     "part?": (natural, PART),
     "parts?": [PART],
-    "derived?": {str: {"rule": bool, "digest?": (None, str), "digests?": [(None, str)]}},
+    "derived?": {str: {"rule": bool, "digest": (None, str), "digests?": [(None, str)]}},
 }
 _MANIFEST = {
     **_NAME,

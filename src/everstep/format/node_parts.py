@@ -20,7 +20,7 @@ _RANK = {
     "rank": natural,
     "own": {str: {"index": natural, "count": natural, "value": anything}},
     "objects": {str: anything},
-    "digests": {str: digest},
+    "digests": {str: str},
     "without_objects": [str],
     "without_digests": [str],
 }

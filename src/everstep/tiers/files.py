@@ -234,8 +234,8 @@ class DiskReader:
 
 def _irregular(name: str) -> Corrupt:
     return Corrupt(
-        f"reading {name}: it is no regular file, but a directory, FIFO, socket, device or a link to "
-        f"one. Something else was put in its place"
+        f"reading {name}: it is no regular file, but a directory, a FIFO, a socket, a device, or a "
+        f"link to one. Something else was put in its place"
     )
 
 
