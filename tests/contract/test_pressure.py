@@ -1,6 +1,8 @@
 """What happens when memory is short, the keeper slow, or the disk gone at the wrong moment."""
 
+import contextlib
 import os
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -12,6 +14,7 @@ from torch import nn
 
 import everstep
 import forked
+from everstep import Unavailable
 
 
 def test_a_growing_state_stays_within_two_arenas(store):
@@ -45,6 +48,40 @@ def test_a_growing_state_is_saved_at_each_step_where_saves_wait(store):
             saver.save(step)
     assert everstep.Store(store).steps() == list(range(1, 13))
     assert everstep.Store(store).verify().ok
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """Of this process, within."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_state_that_no_arena_may_hold_is_refused_at_once(store):
+    model = nn.Linear(1000, 1000)
+    limit = 2 * 4 * 1000 * 1001 - 1
+    with files_of_at_most(limit), pytest.raises(Unavailable, match=rf"RLIMIT_FSIZE.* {limit + 1}"):
+        everstep.Checkpointer(store, {"model": model})
+
+
+def test_a_state_that_outgrows_the_largest_arena_fails_loudly(store, caplog):
+    """Of a fresh optimizer nobody knows how large it will be."""
+    model = nn.Linear(1000, 1000)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with checkpointer(store, {"model": model, "optimizer": optimizer}, strategy="full") as saver:
+        with files_of_at_most(20 << 20):
+            model(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+            handle = saver.step(1)
+        with pytest.raises(Unavailable, match=r"of 20971520 bytes at most \(RLIMIT_FSIZE"):
+            handle.wait()
+        assert saver.metrics.failures == 1
+        assert "RLIMIT_FSIZE" in caplog.text
+        saver.step(2).wait()
 
 
 def test_copies_go_on_while_the_epoch_cannot_be_claimed(store):

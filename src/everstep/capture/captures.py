@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from everstep.capture.auto import Auto
@@ -19,14 +18,14 @@ from everstep.capture.hooks import Hook
 from everstep.capture.in_flight import Capture, row_of
 from everstep.capture.log import Log
 from everstep.capture.plan import Planner
-from everstep.capture.pool import SLOTS, SLOTS_OF_GROUPS, Pool
+from everstep.capture.pool import SLOTS, SLOTS_MIN, SLOTS_OF_GROUPS, Pool
 from everstep.capture.rank_agreement import Ranks
 from everstep.capture.saves import Saves
 from everstep.capture.settings import Settings, Strategy
 from everstep.errors import EverstepError, Unavailable
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
-from everstep.keeper.arena import SlotState
+from everstep.keeper.arena import SlotState, check_file_size, file_size_limit
 from everstep.keeper.client import Client
 from everstep.keeper.ranks.node_save import PLACE
 from everstep.redo import selftest
@@ -373,8 +372,15 @@ def chosen_strategy(
 ) -> Strategy | None:
     """What the settings come to for this state; None for whole states. All ranks call it.
 
-    `derived`: None where no part of the state is. Raises Unsupported on all ranks where it does not
-    fit one of them."""
+    `derived`: None where no part of the state is. Raises on all ranks what one of them does:
+    Unsupported where it does not fit, Unavailable where no copy of the state can be made."""
     ranks = None if state.world.is_alone else Ranks(state)
-    make = partial(settings.make, state.optimizers, state.modules, pace, derived, ranks)
+
+    def make() -> Strategy | None:
+        if file_size_limit() is not None:  # to walk a state takes a while
+            tensors = {id(tensor): tensor for tensor in state.live_tensors().values()}
+            size = sum(tensor.nbytes for tensor in tensors.values()) // state.world.size
+            check_file_size("copying this state in memory", SLOTS_MIN * size)
+        return settings.make(state.optimizers, state.modules, pace, derived, ranks)
+
     return state.world.together("choosing a strategy", make)

@@ -20,6 +20,8 @@ from everstep.keeper.client import Client
 from everstep.keeper.recoverable import place_of
 
 SLOTS = 3
+SLOTS_MIN = 2
+"""So that one good copy is whole while the next one is made."""
 SLOTS_OF_GROUPS = 16
 """At most, where records are held back to be committed in groups, and the budget has room."""
 BUDGET_FORMULA = "3 slots where they fit into half of the available memory (of all ranks), else 2"
@@ -227,9 +229,9 @@ class Pool:
         budget = self._budget
         if budget is None:
             half = available_memory() // 2 // max(1, self._client.place[1])  # all take some now
-            budget = max(2 * slot_bytes, min(SLOTS * slot_bytes, half))
+            budget = max(SLOTS_MIN * slot_bytes, min(SLOTS * slot_bytes, half))
         self._chosen_budget = budget
-        if budget < 2 * slot_bytes:
+        if budget < SLOTS_MIN * slot_bytes:
             raise Unavailable(
                 f"capturing: memory_budget={budget} bytes is too small. This state needs "
                 f"{slot_bytes} bytes a "

@@ -23,6 +23,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -128,6 +129,7 @@ class Arena:
                 f"{documents_size} bytes, {DOCUMENTS_BYTES_MAX} is the limit"
             )
         size = PAGE_BYTES + slot_count * (documents_size + image_size)
+        check_file_size("making an arena", size)
         fd = os.memfd_create("everstep-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, round_up(size, _HUGE_PAGE_BYTES))
@@ -316,3 +318,20 @@ class Arena:
         digest = xxhash.xxh3_64(repr(row).encode())
         digest.update(self.descriptor(slot, row))
         return digest.intdigest()
+
+
+def check_file_size(purpose: str, size: int) -> None:
+    """Raises Unavailable where this process may not make a file, in memory either, of so many bytes
+    (RLIMIT_FSIZE): to try would raise SIGXFSZ, which ends a process that does not ignore it."""
+    limit = file_size_limit()
+    if limit is not None and size > limit:
+        raise Unavailable(
+            f"{purpose}: this process may make files of {limit} bytes at most (RLIMIT_FSIZE), and "
+            f"this needs {size}. Raise the limit (ulimit -f unlimited) before the run starts"
+        )
+
+
+def file_size_limit() -> int | None:
+    """RLIMIT_FSIZE of this process in bytes; None where it has none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if limit == resource.RLIM_INFINITY else limit
