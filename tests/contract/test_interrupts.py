@@ -11,7 +11,7 @@ from everstep import Store, Unavailable
 from everstep.capture import pool
 from everstep.capture.auto import Auto
 from everstep.capture.captures import Captures
-from everstep.capture.full import Full
+from everstep.capture.copier import Copier
 from everstep.capture.log import Log
 from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool
@@ -22,10 +22,10 @@ POINTS = [
     (Planner, "plan"),
     (Pool, "acquire"),
     (Captures, "_describe"),
-    (Full, "begin"),
+    (Copier, "begin"),
     (Log, "begun"),
     (Saves, "begin"),
-    (Full, "go_on"),
+    (Copier, "go_on"),
 ]
 
 
@@ -57,7 +57,7 @@ def test_one_step_is_lost_and_no_memory(store, monkeypatch, strategy, point):
                 with pytest.raises(KeyboardInterrupt):
                     saver.step(step)
                 handle = saver._saves.newest
-                if point != (Full, "go_on"):  # it was as good as over
+                if point != (Copier, "go_on"):  # it was as good as over
                     with pytest.raises(Unavailable, match="interrupted by KeyboardInterrupt"):
                         handle.wait()
             else:

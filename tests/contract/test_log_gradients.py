@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import everstep
 from everstep import Store, Unsupported
-from everstep.capture.full import Full
+from everstep.capture.copier import Copier
 from everstep.redo.recorder import Recorder
 
 
@@ -302,13 +302,13 @@ def test_gradients_in_foreign_memory_that_is_filled_again(store, monkeypatch, ca
     """Each step's are new tensors, in NumPy's arrays, which are written to before the record is
     copied. The first such record is lost; from then on they are copied at once."""
     written = threading.Event()
-    copy_one = Full._copy_one
+    copy_one = Copier._copy_one
 
     def copied_late(self, capture):
         assert written.wait(30)
         copy_one(self, capture)
 
-    monkeypatch.setattr(Full, "_copy_one", copied_late)
+    monkeypatch.setattr(Copier, "_copy_one", copied_late)
     state, frozen, failed = build(1, torch.optim.SGD), {}, []
     buffers = [np.zeros(p.shape, np.float32) for p in state["model"].parameters()]
 

@@ -16,7 +16,7 @@ from zoo_model import loss_of
 
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store, clip_grad_norm_
-from everstep.capture.full import Full
+from everstep.capture.copier import Copier
 from examples import slow
 
 STEPS, AT = 7, 3
@@ -163,7 +163,7 @@ def test_weights_that_are_trained_later(gang, store):
 
 def writes_while_copied(store):
     may_copy = threading.Event()
-    copy_one = Full._copy_one
+    copy_one = Copier._copy_one
 
     def copied_late(*args):
         assert may_copy.wait(60)
@@ -173,7 +173,7 @@ def writes_while_copied(store):
         clamps(model)
         may_copy.set()
 
-    with quietly(), patch.object(Full, "_copy_one", copied_late):
+    with quietly(), patch.object(Copier, "_copy_one", copied_late):
         run = Run(store, strategy="full")
         for step in range(1, STEPS + 1):
             run.backward(step)

@@ -36,7 +36,7 @@ class Mark:
 
 
 class Run:
-    """Steps as `Full` tells of them."""
+    """Steps as the copier tells of them."""
 
     def __init__(self):
         self.pace, self.device, self.host = Pace(), Device(), 0.0

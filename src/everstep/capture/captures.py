@@ -13,7 +13,7 @@ from typing import Any
 from everstep.capture.auto import Auto
 from everstep.capture.captured import Captured
 from everstep.capture.copy_speed import Pace
-from everstep.capture.full import Full
+from everstep.capture.copier import Copier
 from everstep.capture.hooks import Hook
 from everstep.capture.in_flight import Capture, row_of
 from everstep.capture.log import Log
@@ -80,22 +80,22 @@ class Captures:
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
         self._unannounced: threading.Event | None = None
-        self._full = Full(self._announce, self._seal, saves.on_capture_failure, pace)
-        self.pool.on_release = self._full.devices.unpin
-        saves.in_order = self._full.in_order
+        self._copier = Copier(self._announce, self._seal, saves.on_capture_failure, pace)
+        self.pool.on_release = self._copier.devices.unpin
+        saves.in_order = self._copier.in_order
         saves.on_whole = self._on_whole
         self._log = strategy if isinstance(strategy, (Log, Auto)) else None
         if self._log:
             saves.on_failure = self._log.note_failure
         self._hooks = [
-            Hook(optimizer, self._full, self.strategy, metrics) for optimizer in state.optimizers
+            Hook(optimizer, self._copier, self.strategy, metrics) for optimizer in state.optimizers
         ]
 
     def collect(self) -> Collected:
         """The state as it is now, by reference."""
         for hook in self._hooks:
             hook.put_in_order()
-        torn = self._full.take_torn()
+        torn = self._copier.take_torn()
         self._state.suspect(name for name in torn if not is_own(name))
         if self.strategy:
             self.strategy.distrust([name for name in torn if is_own(name)])
@@ -172,7 +172,7 @@ class Captures:
             hook.remove()
         if self.strategy:
             self.strategy.close()
-        self._full.close()
+        self._copier.close()
 
     def release(self) -> None:
         """Let go of the memory; nothing is being copied any more."""
@@ -180,7 +180,7 @@ class Captures:
 
     def abandon_in_child(self) -> None:
         """In a forked child, where the threads do not exist."""
-        self._full.abandon_in_child()
+        self._copier.abandon_in_child()
 
     def _begin(
         self,
@@ -238,9 +238,9 @@ class Captures:
     ) -> None:
         collected = captured.collected
         plan = self._planner(captured).plan(collected)
-        self._full.settle()
-        if (lent := self.pool.lent) and not self._full.was_given(lent):
-            self._full.devices.synchronize()
+        self._copier.settle()
+        if (lent := self.pool.lent) and not self._copier.was_given(lent):
+            self._copier.devices.synchronize()
             self.pool.take_back(lent)
         commits = self._metrics.commits
         slot = self.pool.acquire(plan, self._descriptor_size, patience_s)
@@ -255,9 +255,9 @@ class Captures:
         said = self._describe(captured, tag, metrics)
         said |= {"call": handle.call, "written": plan.written}
         try:
-            capture = self._full.begin(handle.step, sequence, collected, plan, slot, said)
+            capture = self._copier.begin(handle.step, sequence, collected, plan, slot, said)
         except BaseException:
-            self._full.devices.synchronize()  # nothing may arrive in a slot that is free
+            self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
             slot.arena.set_state(slot.index, SlotState.FREE)
             raise
         try:
@@ -266,9 +266,9 @@ class Captures:
             if captured.record is not None and not self._state.world.is_alone:
                 self._passes = _PASSES_TOLD
             self._saves.begin(capture, handle)
-            self._full.go_on(capture)
+            self._copier.go_on(capture)
         except BaseException as error:
-            self._full.give_up(capture, _interrupted(handle.step, error))
+            self._copier.give_up(capture, _interrupted(handle.step, error))
             raise
         self.pool.lent = None
 

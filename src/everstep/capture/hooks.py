@@ -16,7 +16,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from everstep.capture.auto import Auto
-from everstep.capture.full import Full
+from everstep.capture.copier import Copier
 from everstep.capture.log import Log
 from everstep.capture.spread import Spread
 from everstep.handle import Metrics
@@ -35,7 +35,7 @@ class Hook:
     def __init__(
         self,
         optimizer: OptimizerState,
-        capture: Full,
+        capture: Copier,
         log: Log | Spread | Auto | None,
         metrics: Metrics,
     ) -> None:

@@ -1,4 +1,4 @@
-"""The strategy `full`: everything at one step, copied while the next forward and backward run.
+"""The copier: what is captured at a step is copied while the next forward and backward run.
 
     trainer's thread   step(t): eager copies ─┐            ┌─ optimizer pre-hook: wait, check
     copying thread                            └─ lazy copies ─ seal ─▶ keeper: digest, write
@@ -40,8 +40,8 @@ COPIES_S = 60.0
 """How long the capture of a CUDA graph may be held up."""
 
 
-class Full:
-    """Captures whole states. `begin` and `hold` are for the trainer's thread."""
+class Copier:
+    """Copies what is captured. `begin` and `hold` are for the trainer's thread."""
 
     def __init__(
         self,
