@@ -432,9 +432,9 @@ def test_saves_that_are_skipped_are_counted_and_said(store, caplog, monkeypatch)
     state = {"x": torch.zeros(1000), "model": nn.Linear(2, 2)}
     optimizer = torch.optim.SGD(state["model"].parameters())
     with checkpointer(store, {**state, "o": optimizer}, under_pressure="skip") as saver:
-        seal = saver._captures._full._seal
+        seal = saver._captures._copier._seal
         monkeypatch.setattr(
-            saver._captures._full, "_seal", lambda capture: gate.wait(60) and seal(capture)
+            saver._captures._copier, "_seal", lambda capture: gate.wait(60) and seal(capture)
         )
         with caplog.at_level(logging.WARNING, "everstep"):
             handles = [saver.step(step) for step in range(1, 6)]
@@ -450,9 +450,9 @@ def test_saves_that_are_skipped_are_counted_and_said(store, caplog, monkeypatch)
     gate.clear()
     with checkpointer(store, {**state, "o": optimizer}, under_pressure="skip") as saver:
         saver.restore()
-        seal = saver._captures._full._seal
+        seal = saver._captures._copier._seal
         monkeypatch.setattr(
-            saver._captures._full, "_seal", lambda capture: gate.wait(60) and seal(capture)
+            saver._captures._copier, "_seal", lambda capture: gate.wait(60) and seal(capture)
         )
         for step in range(4, 9):
             saver.step(step)

@@ -132,7 +132,7 @@ def test_a_graph_waits_for_copies_and_not_for_the_keeper(store):
     """What is still copied breaks its capture; a save that cannot be sealed yet does not."""
     go, state = Event(), build(1)
     with logged(store, state) as saver:
-        full = saver._captures._full
+        full = saver._captures._copier
         seal = full._seal
         full._seal = lambda capture: (go.wait(), seal(capture))
         train(state)
@@ -148,7 +148,7 @@ def test_a_graph_does_not_wait_for_ever(store, monkeypatch):
     monkeypatch.setattr(full, "COPIES_S", 0.1)
     go, state, frozen = Event(), build(1), {}
     with checkpointer(store, state, strategy="full") as saver:
-        copier = saver._captures._full
+        copier = saver._captures._copier
         announce = copier._announce
         for step in (1, 2, 3):
             train(state)

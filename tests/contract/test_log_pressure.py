@@ -166,7 +166,7 @@ def test_no_record_is_announced_before_one_that_waits(store, monkeypatch):
     claimed, announced = threading.Event(), threading.Event()
     with logged(store, state, under_pressure="wait") as saver:
         begun = saver._captures
-        client, announce = begun._client, begun._full._announce
+        client, announce = begun._client, begun._copier._announce
         claim, submit = client.claim, client.submit
         submitted = []
 
@@ -188,7 +188,7 @@ def test_no_record_is_announced_before_one_that_waits(store, monkeypatch):
 
         monkeypatch.setattr(client, "claim", claim_late)
         monkeypatch.setattr(client, "submit", submit_in_turn)
-        monkeypatch.setattr(begun._full, "_announce", announce_and_tell)
+        monkeypatch.setattr(begun._copier, "_announce", announce_and_tell)
         handles = []
         for step in range(1, 4):
             train(state)

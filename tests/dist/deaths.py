@@ -108,7 +108,7 @@ def _prepare(saver, how, folder):
         client.confirm = lambda sequence, problem: die()
     elif how == "untold":  # sealed, and nobody was told
         client.submit = lambda key: die()
-        saver._captures._full._announce = lambda capture: None
+        saver._captures._copier._announce = lambda capture: None
 
 
 def _note(folder, what, step):

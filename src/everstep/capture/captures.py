@@ -12,8 +12,8 @@ from typing import Any
 
 from everstep.capture.auto import Auto
 from everstep.capture.captured import Captured
-from everstep.capture.copy_speed import Pace
 from everstep.capture.copier import Copier
+from everstep.capture.copy_speed import Pace
 from everstep.capture.hooks import Hook
 from everstep.capture.in_flight import Capture, row_of
 from everstep.capture.log import Log
