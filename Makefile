@@ -1,4 +1,4 @@
-# make demo | test | test-slow | check | bench | clean. Each makes the environment first, in .venv.
+# make demo | test | test-slow | check | bench | clean (make bench ARGS="--help"). Each makes the environment first, in .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -44,7 +44,7 @@ format: env
 
 bench: env
 	$(BIN)/pip install --quiet --disable-pip-version-check $(LIMITS) -e '.[bench]'
-	$(BIN)/everstep bench
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,4 +1,4 @@
-"""The workload of demo and bench: equal runs are equal, and its loader goes on where it was."""
+"""The workload of the demo: equal runs are equal, and its loader goes on where it was."""
 
 import pytest
 import torch

@@ -22,9 +22,8 @@ COMMANDS = {
     "gc": "delete files that failed attempts left behind",
     "materialize": "make a whole state of a step that is a log, by replaying its records",
     "demo": "train a GPT, kill it at random moments, and compare with an undisturbed run",
-    "bench": "measure checkpoints of every step against other libraries",
 }
-_HOMES = {"demo": "demo.command", "bench": "bench.command"}
+_HOMES = {"demo": "demo.command"}
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 
 

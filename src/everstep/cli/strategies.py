@@ -1,11 +1,9 @@
-"""How checkpoints are taken in demo and bench. No torch here."""
+"""How checkpoints are taken in the demo. No torch here."""
 
 from typing import Literal, get_args
 
-Strategy = Literal["full", "spread", "log"]
 DemoStrategy = Literal["full", "spread", "log", "auto"]
 
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEMO_STRATEGIES: tuple[DemoStrategy, ...] = get_args(DemoStrategy)
 DEFAULT_STRATEGY: DemoStrategy = "auto"
 

@@ -1,4 +1,4 @@
-"""The training run that `everstep demo` and `everstep bench` use: a GPT on the bytes of real text.
+"""The training run of `everstep demo` (and of benchmarks/): a GPT on the bytes of real text.
 
 It is an ordinary run, written as its user would write it without any thought of checkpoints: AdamW,
 warm-up and cosine, gradient clipping, dropout (so that the random state matters) and a loader with

@@ -1,1 +1,0 @@
-"""everstep bench: beside its peers, in turn, on one machine."""
