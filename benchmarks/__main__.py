@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import show
-from benchmarks.bench import ALL, SECTIONS, Bench, Options, chosen
+from benchmarks.bench import ALL, SECTIONS, Bench, chosen
 from benchmarks.machine import describe
 
 PLAIN_WIDTH = 170
@@ -21,21 +21,7 @@ PICTURE = Path(__file__).parent.parent / "docs" / "bench.png"
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, show, and write what was asked for. Returns 1 where something failed."""
-    args = _parser().parse_args(words)
-    options = Options(
-        params=args.params,
-        every=args.every,
-        steps=args.steps,
-        rounds=args.rounds,
-        ranks=args.ranks,
-        onto=args.onto or args.ranks,
-        parallel=args.parallel,
-        records=args.records,
-        tensors=args.tensors,
-        sections=args.sections if args.ranks == 1 else ("training", "restore"),
-    )
-    if (options.ranks > 1) != (options.onto > 1):
-        raise SystemExit("--onto: so many ranks restore what other ranks have saved")
+    args = parsed(words)
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     contenders, missing = chosen(args.only, args.ranks, _code(args.against))
     args.store_root.mkdir(parents=True, exist_ok=True)
@@ -47,13 +33,14 @@ def main(words: Sequence[str] | None = None) -> int:
         if args.simulate:
             from benchmarks import simulate  # it loads torch
 
-            return simulate.run(root, console, tell)
-        bench = Bench(options, contenders, root, tell)
+            simulate.show(root, console, tell)
+            return 0
+        bench = Bench(args, contenders, root, tell)
         bench.run()
     finally:
         shutil.rmtree(root, ignore_errors=True)
     seconds = time.monotonic() - began
-    report = show.report_of(bench, options, contenders, missing, machine, seconds)
+    report = show.report_of(bench, args, contenders, missing, machine, seconds)
     show.show(report, console)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
@@ -62,7 +49,8 @@ def main(words: Sequence[str] | None = None) -> int:
     return 1 if bench.failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parsed(words: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add = parser.add_argument
     names = ", ".join(one.name for one in ALL)
@@ -83,7 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--store-root", type=Path, default=Path("runs"), metavar="DIR", help="where stores go")
     add("--json", type=Path, metavar="FILE", help="write all samples and figures")
     add("--plot", type=Path, nargs="?", const=PICTURE, metavar="FILE", help=f"({PICTURE.name})")
-    return parser
+    args = parser.parse_args(words)
+    args.onto = args.onto or args.ranks
+    if (args.ranks > 1) != (args.onto > 1):
+        parser.error("--onto: several ranks restore what several ranks have saved")
+    if args.ranks > 1:
+        args.sections = ("training", "restore")
+    return args
 
 
 def _code(given: Path | None) -> str | None:

@@ -5,6 +5,7 @@ steps of each, in an order that turns from round to round, with blocks without c
 them; a block is compared with these neighbours. Code of before stands next to the present code.
 """
 
+import argparse
 import contextlib
 import shutil
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.figures import Samples, slowdowns
 from benchmarks.gang import Gang, WorkerFailed
@@ -25,9 +26,10 @@ SETTLE_S = 0.3
 BASE_EVERY = 12
 """Steps from base to base in the row of a log with bases: about what the library chooses for AdamW
 in float32."""
-LEAD_STEPS = 3
-"""Untimed, at the start of a block; the first one's save is waited for."""
-LOG_LEAD_STEPS = 5
+WARM_SAVES = 6
+LEAD_STEPS = 5
+"""Untimed, at the start of a block; the first one's save is waited for. A log copies the first
+records after a base eagerly."""
 RESTORE_ROUNDS = 5
 """At least so many of each: a restore takes a third of a second, and varies by half."""
 CALLS_PER_ROUND = 20
@@ -40,94 +42,80 @@ class Contender:
 
     name: str
     label: str
-    kind: str
-    """Which class saves its runs, see contenders.KINDS; `options` are its arguments."""
+    note: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    module: str = "torch"
+    """Of everstep: its strategy, and the steps between bases."""
     is_durable: bool = False
     """Whether what it calls finished survives a loss of power."""
-    ranks: Literal["one", "any", "many"] = "one"
-    warm_saves: int = 3
-    lead_steps: int = LEAD_STEPS
-    block_steps: int = 1
-    """A block has a multiple of so many steps."""
+    knows_ranks: bool = False
     saves_alone: bool = True
     restores: bool = True
     code: str | None = None
     """The directory that everstep is imported from; None: the present code."""
-    note: str = ""
 
     @property
     def is_everstep(self) -> bool:
         """Whether it is a strategy of everstep."""
-        return self.kind == "everstep"
+        return "strategy" in self.options
+
+    @property
+    def kind(self) -> str:
+        """Which class saves its runs, see contenders.KINDS."""
+        return "everstep" if self.is_everstep else self.name
+
+    @property
+    def module(self) -> str:
+        """What has to be installed."""
+        own = ("everstep", "torchsnapshot", "torch_checkpointing")
+        return self.kind if self.kind in own else "torch"
 
 
-def _everstep(strategy: str, label: str = "", **facts: Any) -> Contender:
-    name = f"everstep-{label or strategy}".replace(" ", "-")
-    facts = {"warm_saves": 6, "ranks": "any", "is_durable": True, "module": "everstep", **facts}
-    options = {"strategy": strategy, **facts.pop("options", {})}
-    return Contender(name, f"everstep {label or strategy}", "everstep", options, **facts)
+def _everstep(words: str, note: str = "", base_every: int | None = None, **facts: Any) -> Contender:
+    name, options = "everstep-" + words.replace(" ", "-"), {"strategy": words.split(maxsplit=1)[0]}
+    if base_every:
+        options |= {"base_every": base_every}
+    always = {"is_durable": True, "knows_ranks": True, "options": options}
+    return Contender(name, f"everstep {words}", note, **always, **facts)
 
 
-BASELINE = Contender("none", "no checkpoints", "none", ranks="any", warm_saves=0)
-PLAIN = Contender("plain", "plain direct writes (floor)", "plain", is_durable=True)
+BASELINE = Contender("none", "no checkpoints", knows_ranks=True)
+PLAIN = Contender("plain", "plain direct writes (floor)", is_durable=True)
 FULL = _everstep("full")
 LOG = _everstep(
-    "log",
-    lead_steps=LOG_LEAD_STEPS,
-    restores=False,
-    note="only records are timed: each block begins with a base, and no other comes",
+    "log", "only records: each block begins with a base, and no other comes", restores=False
 )
 ALL = (
     BASELINE,
     PLAIN,
-    Contender("torch.save", "torch.save + fsync", "torch.save", is_durable=True),
-    Contender("dcp", "DCP save", "dcp", ranks="any"),
+    Contender("torch.save", "torch.save + fsync", is_durable=True),
+    Contender("dcp", "DCP save", knows_ranks=True),
     Contender(
         "dcp-async",
         "DCP async_save",
-        "dcp-async",
-        ranks="any",
+        "its staging buffers are kept and filled by a thread, which is faster than its default; "
+        "restores are those of DCP",
+        knows_ranks=True,
         restores=False,
-        note="its staging buffers are kept and filled by a thread, which is faster than its "
-        "default; restores are those of DCP",
     ),
-    Contender(
-        "dcp-process",
-        "DCP async_save, process",
-        "dcp-async",
-        {"where": "process"},
-        ranks="many",
-        restores=False,
-        note="the same by a process beside each rank",
-    ),
-    Contender("torchsnapshot", "torchsnapshot async", "torchsnapshot", module="torchsnapshot"),
+    Contender("torchsnapshot", "torchsnapshot async"),
     Contender(
         "torch_checkpointing",
         "torch_checkpointing",
-        "torch_checkpointing",
-        module="torch_checkpointing",
-        ranks="any",
-        note="use_direct_io=False, since its default fails on ext4; without CUDA it cannot be "
-        "loaded on another number of ranks",
+        "use_direct_io=False, since its default fails on ext4; without CUDA it cannot be loaded "
+        "on another number of ranks",
+        knows_ranks=True,
     ),
     FULL,
-    _everstep("spread", restores=False, note="at every step it has one step to spread over"),
+    _everstep("spread", "at every step it has one step to spread over", restores=False),
     LOG,
     _everstep(
-        "log",
         "log with bases",
-        lead_steps=LOG_LEAD_STEPS,
-        block_steps=BASE_EVERY,
-        options={"base_every": BASE_EVERY},
+        f"a base in every {BASE_EVERY} steps; its blocks have that many",
+        base_every=BASE_EVERY,
         saves_alone=False,
         restores=False,
-        note=f"a base in every {BASE_EVERY} steps; its blocks have that many",
     ),
-    _everstep(
-        "auto", saves_alone=False, restores=False, warm_saves=12, note="what it chose by then"
-    ),
+    _everstep("auto", "as it had chosen by then", saves_alone=False, restores=False),
 )
 
 
@@ -139,7 +127,7 @@ def chosen(
     `only` names contenders; "everstep" is all of its strategies. The baseline always runs, and the
     floor on one rank. With `against`, each of everstep is followed by the same of that code.
     """
-    kinds = [one for one in ALL if one.ranks in ("any", "one" if ranks == 1 else "many")]
+    kinds = [one for one in ALL if ranks == 1 or one.knows_ranks]
     names = {one.name for one in kinds}
     if unknown := set(only) - names - {"everstep"}:
         raise ValueError(f"unknown contenders {sorted(unknown)}; there are {', '.join(names)}")
@@ -181,33 +169,17 @@ def round_of(contenders: Sequence[Contender], number: int) -> list[Contender]:
     return [*order, BASELINE]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What can be chosen."""
-
-    params: str = "25m"
-    every: int = 1
-    steps: int = 5
-    rounds: int = 3
-    ranks: int = 1
-    onto: int = 1
-    """Ranks that restore."""
-    parallel: str = "fsdp2"
-    records: tuple[int, ...] = (1, 10, 20)
-    tensors: tuple[int, ...] = (400,)
-    sections: tuple[str, ...] = SECTIONS
-
-
 class Bench:
     """One run. What a contender fails at is noted in `failed`, and the others go on."""
 
     def __init__(
         self,
-        options: Options,
+        options: argparse.Namespace,
         contenders: Sequence[Contender],
         root: Path,
         tell: Callable[[str], None],
     ) -> None:
+        """`options`: of the command line, see __main__."""
         self.samples = Samples()
         self.failed: dict[str, str] = {}
         self.versions = {one.name: version(one.module) for one in contenders}
@@ -255,15 +227,15 @@ class Bench:
     def _start(self, one: Contender) -> None:
         self._tell(f"starting {one.label}")
         gang = self._gangs[one.name] = self._gang(one, self._options.ranks)
-        reply = gang.ask("start", saves=one.warm_saves)
+        reply = gang.ask("start", saves=WARM_SAVES if one != BASELINE else 0)
         self.samples.add(one.name, "state_bytes", 0, [reply["state_bytes"]])
         if one.is_everstep:
             self.homes[one.name] = reply["everstep"]
 
     def _block(self, one: Contender, number: int, blocks: list[tuple[str, float]]) -> None:
-        whole = max(one.block_steps, self._options.every)
+        whole = max(one.options.get("base_every", 1), self._options.every)
         steps = -(-self._options.steps // whole) * whole
-        lead = one.lead_steps if self._options.every == 1 else 1
+        lead = LEAD_STEPS if self._options.every == 1 else 1
         reply = self._gangs[one.name].ask_watched("block", steps=steps, lead=lead)
         reply["memory_bytes"] = [reply["memory_bytes"]]
         for figure, values in reply.items():
@@ -274,8 +246,8 @@ class Bench:
         reply = self._gangs[one.name].ask("alone")
         durable_s = reply["finished_s"] + (0 if one.is_durable else reply["sync_s"])
         self.samples.add(one.name, "durable_s", number, [durable_s])
-        for figure in ("bytes", "files"):
-            self.samples.add(one.name, figure, number, [reply[figure]])
+        if not one.is_everstep:  # its blocks have told
+            self.samples.add(one.name, "bytes", number, [reply["bytes"]])
 
     # Restores, each by processes that did nothing before
 
@@ -370,18 +342,15 @@ class Bench:
     def _calls(self) -> None:
         measured = [one for one in self._contenders if one.is_everstep and one.saves_alone]
         for tensors in self._options.tensors:
-            for one in measured:
-                self._try(one, self._start_calls, tensors)
             for number in range(self._options.rounds):
                 self._tell(f"calls with {tensors} tensors, round {number + 1}")
                 for one in turned(measured, number):
                     self._try(one, self._count_calls, tensors, number)
             self._stop()
 
-    def _start_calls(self, one: Contender, tensors: int) -> None:
-        self._gangs[one.name] = self._gang(one, 1, params="tiny")
-
     def _count_calls(self, one: Contender, tensors: int, number: int) -> None:
+        if one.name not in self._gangs:
+            self._gangs[one.name] = self._gang(one, 1, params="tiny")
         request = {"tensors": tensors, "saves": CALLS_PER_ROUND}
         reply = self._gangs[one.name].ask("calls", strategy=one.options["strategy"], **request)
         for figure, values in reply.items():

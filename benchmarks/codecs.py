@@ -1,34 +1,28 @@
 """How much byte planes save, and how fast they are, on one thread.
 
-    python -m benchmarks.codecs [--mib 4] [--runs 15]
+    python -m benchmarks.codecs
 
 One chunk per call, as the library cuts them. Medians, in MB (10^6 bytes) of raw bytes per second;
 the ratio is raw to stored, or "raw" where the codec found it not worth while.
 """
 
-import argparse
 import statistics
-import time
+import timeit
 from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 
 from everstep.codecs.planes import decode_into, encode
 
-T = TypeVar("T")
+SIZE_BYTES, RUNS = 4 << 20, 15
 ROW = "{:34} {:>9} {:>7} {:>12} {:>12}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=4, help="MiB of raw bytes, at most 4")
-    parser.add_argument("--runs", type=int, default=15)
-    args = parser.parse_args()
     print(ROW.format("data", "path", "ratio", "encode MB/s", "decode MB/s"))
-    for name, (raw, item_size) in kinds(args.mib << 20).items():
+    for name, (raw, item_size) in kinds(SIZE_BYTES).items():
         for entropy in (True, False):
-            row = measure(raw, item_size, entropy, args.runs)
+            row = measure(raw, item_size, entropy)
             print(ROW.format(name, "entropy" if entropy else "zeros", *row))
 
 
@@ -51,26 +45,22 @@ def kinds(size: int) -> dict[str, tuple[bytes, int]]:
     }
 
 
-def measure(raw: bytes, item_size: int, entropy: bool, runs: int) -> tuple[str, str, str]:
+def measure(raw: bytes, item_size: int, entropy: bool) -> tuple[str, str, str]:
     """The ratio, and how fast raw bytes are encoded and decoded."""
-    seconds, encoded = median(lambda: encode(memoryview(raw), item_size, entropy=entropy), runs)
-    rate = f"{len(raw) / seconds / 1e6:.0f}"
+
+    def rate(work: Callable[[], object]) -> str:
+        work()  # it imports and touches memory
+        seconds = statistics.median(timeit.repeat(work, number=1, repeat=RUNS))
+        return f"{len(raw) / seconds / 1e6:.0f}"
+
+    encoded = encode(memoryview(raw), item_size, entropy=entropy)
+    encode_rate = rate(lambda: encode(memoryview(raw), item_size, entropy=entropy))
     if encoded is None:
-        return "raw", rate, ""
+        return "raw", encode_rate, ""
     into = bytearray(len(raw))
-    seconds, _ = median(lambda: decode_into(encoded, item_size, memoryview(into)), runs)
+    decode_rate = rate(lambda: decode_into(encoded, item_size, memoryview(into)))
     assert into == raw, "it comes back as it was"
-    return f"{len(raw) / len(encoded):.2f}", rate, f"{len(raw) / seconds / 1e6:.0f}"
-
-
-def median(work: Callable[[], T], runs: int) -> tuple[float, T]:
-    """(seconds, the last result). A first run is thrown away: it imports and touches memory."""
-    result, times = work(), []
-    for _ in range(runs):
-        began = time.perf_counter()
-        result = work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times), result
+    return f"{len(raw) / len(encoded):.2f}", encode_rate, decode_rate
 
 
 if __name__ == "__main__":

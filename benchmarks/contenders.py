@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,19 @@ import everstep
 from benchmarks.machine import filled_buffer, plain_read
 from everstep.cli.workload import Run
 
-Finish = Callable[[], dict[str, float]]
-"""Blocks until a save is finished; returns time.perf_counter at "finished" and, of everstep, at
-"held" (from then on the death of the trainer does no harm)."""
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A save that is finished in the contender's own sense. Times are of time.perf_counter."""
+
+    at: float
+    held_at: float | None = None
+    """Of everstep: from then on the death of the trainer does no harm."""
+    bytes: int | None = None
+
+
+Finish = Callable[[], Finished]
+"""Blocks until a save is finished."""
 
 NO_BASE = 1000
 """Records between bases where none is to fall into what is timed."""
@@ -196,9 +207,9 @@ def checkpointer_of(
     return everstep.Checkpointer(root, run.state(), **options)
 
 
-def _reached(handle: everstep.SaveHandle) -> dict[str, float]:
+def _reached(handle: everstep.SaveHandle) -> Finished:
     handle.wait("local")  # times are of time.monotonic, which is time.perf_counter on Linux
-    return {"held": handle.times["held"], "finished": handle.times["local"]}
+    return Finished(handle.times["local"], handle.times["held"], handle.bytes)
 
 
 class TorchSave(Directory):
@@ -248,25 +259,23 @@ class Dcp(Directory):
 
 
 class DcpAsync(Dcp):
-    """torch.distributed.checkpoint.async_save by a thread, or by a process beside each rank.
+    """torch.distributed.checkpoint.async_save by a thread.
 
     Its staging buffers are kept and filled by another thread, which is faster than its default (a
     blocking copy into fresh memory): the update waits for the staging, a save for the last upload.
     """
 
-    def __init__(self, run: Run, root: Path, every: int, where: str = "thread") -> None:
+    def __init__(self, run: Run, root: Path, every: int) -> None:
         super().__init__(run, root, every)
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
         options = StagingOptions(
             use_pinned_memory=False,
-            use_shared_memory=where == "process",
+            use_shared_memory=False,
             use_async_staging=True,
             use_non_blocking_copy=False,
         )
         self._stager = DefaultStager(options)
-        self._type = AsyncCheckpointerType(where)
         # Of ranks, the thread that saves has collectives of its own: in a group of its own, then.
         self._group = None if self._is_alone else torch.distributed.new_group(backend="gloo")
         self._staging: Future[Any] | None = None
@@ -282,7 +291,6 @@ class DcpAsync(Dcp):
             snapshot(self.run),
             storage_writer=self._dcp.FileSystemWriter(self.path(step)),
             async_stager=self._stager,
-            async_checkpointer_type=self._type,
             process_group=self._group,
             no_dist=self._is_alone,
         )
@@ -422,16 +430,8 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_bytes(run: Run) -> int:
-    """How many bytes of tensors a run's model and optimizer hold; tied weights count once."""
-    tensors = [*run.model.state_dict().values()]
-    for held in run.optimizer.state_dict()["state"].values():
-        tensors += [value for value in held.values() if isinstance(value, torch.Tensor)]
-    shards = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # of a DTensor
-    sizes = {
-        shard.untyped_storage().data_ptr(): tensor.nbytes
-        for shard, tensor in zip(shards, tensors, strict=True)
-    }
-    return sum(sizes.values())
+    """Bytes of the weights and of AdamW's two moments; all else is small."""
+    return 3 * sum(parameter.nbytes for parameter in run.model.parameters())
 
 
 def sync_directory(path: Path) -> None:
@@ -448,10 +448,10 @@ def finish_of(future: Future[Any]) -> Finish:
     ended: list[float] = []
     future.add_done_callback(lambda _: ended.append(time.perf_counter()))
 
-    def finish() -> dict[str, float]:
+    def finish() -> Finished:
         future.result()
         while not ended:  # callbacks come just after the result
             time.sleep(0.0001)
-        return {"finished": ended[0]}
+        return Finished(ended[0])
 
     return finish

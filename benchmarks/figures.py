@@ -8,7 +8,6 @@ benches (the percentile bootstrap over rounds; Efron, 1979).
 import math
 import random
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,23 +21,22 @@ class Samples:
     """All samples of a bench."""
 
     def __init__(self) -> None:
-        self._rounds: dict[str, dict[str, dict[int, list[float]]]] = defaultdict(
-            lambda: defaultdict(lambda: defaultdict(list))
-        )
+        self._values: dict[tuple[str, str], dict[int, list[float]]] = {}
 
     def add(self, contender: str, figure: str, round_number: int, values: Sequence[float]) -> None:
         """Add samples of one round; nothing where there are none."""
         if values:
-            self._rounds[contender][figure][round_number] += values
+            rounds = self._values.setdefault((contender, figure), {})
+            rounds.setdefault(round_number, []).extend(values)
 
     def rounds(self, contender: str, figure: str) -> Rounds:
         """The samples of a figure; empty where it was not measured."""
-        found = self._rounds.get(contender, {}).get(figure, {})
+        found = self._values.get((contender, figure), {})
         return [found[number] for number in sorted(found)]
 
     def figures(self, contender: str) -> list[str]:
         """What was measured of a contender, in the order in which it was."""
-        return list(self._rounds.get(contender, {}))
+        return [figure for name, figure in self._values if name == contender]
 
 
 def summary(rounds: Rounds) -> dict[str, Any] | None:

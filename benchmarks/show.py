@@ -1,5 +1,6 @@
 """What a bench found: a report as data, its tables, and its picture."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.bench import BASELINE, BEFORE, LOG, PLAIN, Bench, Contender, Options
+from benchmarks.bench import BASELINE, BEFORE, LOG, PLAIN, Bench, Contender
 from benchmarks.figures import Samples, ratio, summary
 
 SCHEMA = 5
+SETTINGS = ("params", "every", "steps", "rounds", "ranks", "onto", "parallel", "records", "tensors")
 Report = dict[str, Any]
 Column = tuple[str, str, str]
 """Head, figure, and how it is shown (see `cell`)."""
@@ -46,7 +48,7 @@ REMARKS = (
 
 def report_of(
     bench: Bench,
-    options: Options,
+    options: argparse.Namespace,
     contenders: Sequence[Contender],
     missing: Sequence[str],
     machine: dict[str, str],
@@ -67,7 +69,7 @@ def report_of(
         "schema": SCHEMA,
         "machine": machine,
         "seconds": seconds,
-        "settings": {name: getattr(options, name) for name in options.__slots__},
+        "settings": {name: getattr(options, name) for name in SETTINGS},
         "missing": list(missing),
         "failed": bench.failed,
         "contenders": entries,
@@ -81,7 +83,7 @@ def _all(samples: Samples, name: str) -> list[tuple[str, list[list[float]]]]:
 
 
 def _recovery(
-    samples: Samples, contenders: Sequence[Contender], options: Options
+    samples: Samples, contenders: Sequence[Contender], options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
     """Of each log: restores with so many records over their bound."""
     found: dict[str, dict[str, Any]] = {}
@@ -237,6 +239,7 @@ PANELS: tuple[tuple[str, str, float, bool], ...] = (
     ("the call (ms, log)", "call_s", 1000, True),
     ("peak memory (MiB)", "memory_bytes", 2**-20, False),
     ("bytes of a save (MB)", "bytes", 1e-6, False),
+    ("until finished, training beside it (s)", "finished_s", 1, False),
     ("until durable, by itself (s)", "durable_s", 1, False),
     ("restore, cold disk (s)", "restore_s", 1, False),
 )
@@ -256,12 +259,11 @@ def draw(report: Report, path: Path) -> None:
     }
     figure, grid = pyplot.subplots(2, 4, figsize=(18, 8), layout="constrained")
     panels = [*grid.flatten()]
-    for panel, (title, name, scale, is_log) in zip(panels[:6], PANELS, strict=True):
+    for panel, (title, name, scale, is_log) in zip(panels, PANELS, strict=False):
         _draw_bars(panel, entries, title, name, scale, is_log)
         if panel not in (panels[0], panels[4]):
             panel.set_yticklabels([])
-    _draw_recovery(panels[6], report)
-    _draw_calls(panels[7], report)
+    _draw_recovery(panels[7], report)
     figure.suptitle(_title(report), fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -325,25 +327,6 @@ def _draw_recovery(panel: Any, report: Report) -> None:
     panel.set_xlabel("records after the base", fontsize=9)
     panel.legend(frameon=False, fontsize=8, loc="upper left")
     _dress(panel, "restore of a log (s)")
-
-
-def _draw_calls(panel: Any, report: Report) -> None:
-    """The call by the number of tensors."""
-    counts = report["settings"]["tensors"]
-    drawn = False
-    for name, entry in report["contenders"].items():
-        rows = [entry["figures"].get(f"{count}_tensors_call_s") for count in counts]
-        if all(rows):
-            values = [1000 * row["median"] for row in rows]
-            panel.plot(counts, values, "o-", color=_colour(name), label=entry["label"])
-            drawn = True
-    if not drawn:
-        panel.set_visible(False)
-        return
-    panel.set_ylim(0)
-    panel.set_xlabel("small tensors", fontsize=9)
-    panel.legend(frameon=False, fontsize=8, loc="upper left")
-    _dress(panel, "the call, nothing in flight (ms)")
 
 
 def _dress(panel: Any, title: str) -> None:

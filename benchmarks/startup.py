@@ -1,13 +1,13 @@
 """How long the command, and a keeper, take to start, and how much memory a keeper needs.
 
-    python -m benchmarks.startup [--runs 10] [--steps 100]
+    python -m benchmarks.startup
 
-Medians over fresh processes, on a store of that many checkpoints; the first run of each is thrown
+Medians over fresh processes, on a store of 100 checkpoints; the first run of each is thrown
 away, since it reads Python's files from the disk. Aims: `everstep ls` under 0.15 s, a Checkpointer
 that is ready in 0.3 s (its keeper has answered), a keeper under 80 MiB.
 """
 
-import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.machine import await_end_of_keeper, memory_bytes, processes
 
+RUNS, STEPS = 10, 100
 COMMAND = "import sys; from everstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
 OPEN = """
 import sys, time, torch, everstep
@@ -31,18 +32,16 @@ with everstep.Checkpointer(sys.argv[1], state) as checkpointer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=100)
-    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="everstep-startup-") as directory:
+        os.environ["PYTHONPYCACHEPREFIX"] = str(Path(directory) / "compiled")
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         store = Path(directory) / "store"
-        open_store(store, args.steps)
-        report("python -c pass", [run("-c", "pass") for _ in range(args.runs + 1)])
+        open_store(store, STEPS)
+        report("python -c pass", [run("-c", "pass") for _ in range(RUNS + 1)])
         for words in (["--help"], ["ls", str(store)], ["show", str(store)]):
-            times = [run("-c", COMMAND, *words) for _ in range(args.runs + 1)]
+            times = [run("-c", COMMAND, *words) for _ in range(RUNS + 1)]
             report(f"everstep {words[0]}", times)
-        opened = [open_store(Path(directory) / f"{n}", 0) for n in range(args.runs + 1)]
+        opened = [open_store(Path(directory) / f"{n}", 0) for n in range(RUNS + 1)]
         report("a Checkpointer and its keeper", [seconds for seconds, _ in opened])
         resident = statistics.median(size for _, size in opened) / 2**20
         print(f"{'the keeper, resident':32} {resident:7.1f} MiB")

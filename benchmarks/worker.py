@@ -28,6 +28,7 @@ from benchmarks.contenders import (
     KINDS,
     Directory,
     Finish,
+    Finished,
     checkpointer_of,
     state_bytes,
     sync_directory,
@@ -36,9 +37,8 @@ from benchmarks.machine import evict, filled_buffer, plain_read, touch_memory
 from everstep.cli import workload
 
 RUN_STEPS = 1000
-SMALL = workload.Shape(
-    layers=4, heads=4, width=128, sequence=32, batch=4, learning_rate=1e-3
-)  # the size "small", beside those of the demo
+SMALL = workload.Shape(4, heads=4, width=128, sequence=32, batch=4, learning_rate=1e-3)
+"""The size "small", beside those of the demo."""
 TEXT_BYTES = 1 << 20
 RESTORE_MEMORY = 10
 """Of the parameters' bytes: more than any restore takes at once."""
@@ -57,10 +57,9 @@ class Call:
     returned: float
     finish: Finish | None
 
-    def wait(self) -> dict[str, float]:
-        """Block until the save is finished; the seconds since the call began."""
-        ends = self.finish() if self.finish else {"finished": self.returned}
-        return {name: end - self.began for name, end in ends.items()}
+    def wait(self) -> Finished:
+        """Block until the save is finished."""
+        return self.finish() if self.finish else Finished(self.returned)
 
 
 class Worker:
@@ -122,14 +121,15 @@ class Worker:
         seconds = time.perf_counter() - began
         self._step = first + steps - 1
         due = [call for call in calls if call.due]
-        finished = [call.wait() for call in due]
+        finished = [(call.began, call.wait()) for call in due]
         self._contender.settle()
         self._discard([call for call in early + calls if call.due])
         return {
             "step_s": [seconds / steps],
             "call_s": [call.returned - call.began for call in due],
-            "finished_s": [ends["finished"] for ends in finished],
-            "held_s": [ends["held"] for ends in finished if "held" in ends],
+            "finished_s": [found.at - began for began, found in finished],
+            "held_s": [found.held_at - began for began, found in finished if found.held_at],
+            "bytes": _mean([found.bytes for _, found in finished if found.bytes]),
         }
 
     def alone(self) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class Worker:
         return -(-(self._step + lead + 1) // self._every) * self._every
 
     def _measured(self, call: Call) -> dict[str, Any]:
-        finished_s = call.wait()["finished"]
+        finished_s = call.wait().at - call.began
         self._line_up()
         files = self._contender.files(call.step)
         began = time.perf_counter()
@@ -302,7 +302,7 @@ class Worker:
             sync_directory(directory)
         sync_s = time.perf_counter() - began
         size = sum(path.stat().st_size for path in files)
-        return {"finished_s": finished_s, "sync_s": sync_s, "bytes": size, "files": len(files)}
+        return {"finished_s": finished_s, "sync_s": sync_s, "bytes": size}
 
     def _discard(self, calls: list[Call]) -> None:
         for call in calls:
@@ -334,6 +334,10 @@ class Worker:
             hasher.update(name.encode())
             hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
         return hasher.hexdigest()
+
+
+def _mean(values: list[int]) -> list[float]:
+    return [sum(values) / len(values)] if values else []
 
 
 def _shard(model: nn.Module) -> None:

@@ -28,9 +28,9 @@ def test_everstep_stands_for_its_strategies_each_beside_its_code_of_before():
 
 
 def test_ranks_have_contenders_of_their_own():
-    assert names(["dcp", "dcp-process"], ranks=2) == ["none", "dcp", "dcp-process"]
-    with pytest.raises(ValueError, match="unknown contenders \\['dcp-process'\\]"):
-        names(["dcp-process"])
+    assert names(["dcp", "everstep-full"], ranks=2) == ["none", "dcp", "everstep-full"]
+    with pytest.raises(ValueError, match="unknown contenders \\['torchsnapshot'\\]"):
+        names(["torchsnapshot"], ranks=2)
 
 
 def test_a_round_has_every_contender_between_baselines():
@@ -103,7 +103,7 @@ class FakeGang:
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
         if (self.name, do) == self.broken:
             raise gang.WorkerFailed(f"{do}: no space")
-        saved = {"finished_s": 0.5, "sync_s": 0.25, "bytes": 10, "files": 3}
+        saved = {"finished_s": 0.5, "sync_s": 0.25, "bytes": 10}
         block = {"step_s": [1.0], "call_s": [0.001], "finished_s": [0.5], "held_s": [0.1]}
         spent = [0.25] * 20
         return {
@@ -129,11 +129,11 @@ class FakeGang:
     stop = kill
 
 
-def run_faked(monkeypatch, tmp_path, only, against=None, **options):
+def run_faked(monkeypatch, tmp_path, only, against=None):
     monkeypatch.setattr(bench, "Gang", FakeGang)
     monkeypatch.setattr(bench, "SETTLE_S", 0)
     chosen, missing = bench.chosen(only, 1, against)
-    given = bench.Options(rounds=2, **options)
+    given = command.parsed(["--rounds", "2", "--records", "1,20"])
     run = bench.Bench(given, chosen, tmp_path, print)
     run.run()
     report = show.report_of(run, given, chosen, missing, machine.describe(tmp_path), 1.0)
@@ -145,7 +145,7 @@ def run_faked(monkeypatch, tmp_path, only, against=None, **options):
 def test_a_contender_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(FakeGang, "broken", ("torch.save", "block"))
     only = ["torch.save", "dcp", "everstep-full", "everstep-log"]
-    report, text = run_faked(monkeypatch, tmp_path, only, records=(1, 20))
+    report, text = run_faked(monkeypatch, tmp_path, only)
     assert report["failed"] == {
         "torch.save + fsync, training": "block: no space",
         "DCP save, restore": "restore_s: what was restored DIFFERS from what was saved",
