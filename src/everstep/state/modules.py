@@ -11,7 +11,7 @@ from everstep.errors import Unsupported
 from everstep.sharding.fsdp1 import entries_of, units_of
 from everstep.sharding.leaves import Guard, Leaf, canonical, check_tensor
 from everstep.sharding.mapped import Mapped
-from everstep.state.objects import TensorSink, encode
+from everstep.state.objects import TensorSink, as_stored, encode
 from everstep.state.placement import Placement
 
 
@@ -59,7 +59,8 @@ class ModuleState:
         """Live tensors are filled in place; the rest goes through load_state_dict."""
         for leaf in self.leaves(Guard()):
             placement.into(leaf.name, leaf.tensor)
-        stored = placement.stored(self.name) or {}
+        with as_stored(f"restoring {self.name!r}"):
+            stored = dict(placement.stored(self.name) or {})
         expected = set(self._own_entries()) if self._has_own_entries else set()
         for key in sorted(expected.symmetric_difference(stored)):
             side = "checkpoint" if key in expected else "state"

@@ -6,10 +6,11 @@ is refused, with its path.
 """
 
 import base64
+import contextlib
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,13 @@ TensorSink = Callable[[str, torch.Tensor], str]
 _DEPTH_MAX = 100
 _LOADER_ADVICE = ", or use torchdata's StatefulDataLoader, which has them"
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}
+_EMPTY_ITEMS_MAX = 1 << 20
+_NONSENSE = (
+    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError),
+    *(RuntimeError, struct.error),
+)
+"""What comes of documents that say something else than what was encoded. torch raises RuntimeError
+for shapes and names that it does not know, python a RecursionError, which is one."""
 _PLAIN = (bool, int, str, type(None))
 
 
@@ -67,18 +75,32 @@ def place_of(device: torch.device) -> str:
 
 
 def decode(value: Json, tensors: Callable[[str, str], torch.Tensor]) -> Any:
-    """The inverse of `encode`; `tensors` returns the tensor of a stored name, for a device."""
+    """The inverse of `encode`; `tensors` returns the tensor of a stored name, for a device. Raises
+    Corrupt for what `encode` never made."""
+    with as_stored(f"decoding an object, {str(value)[:200]}"):
+        return _decode(value, tensors)
+
+
+def _decode(value: Json, tensors: Callable[[str, str], torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if "$" not in value:
-        return {key: decode(item, tensors) for key, item in value.items()}
+        return {key: _decode(item, tensors) for key, item in value.items()}
+    return _DECODERS[value["$"]](value, tensors)
+
+
+@contextlib.contextmanager
+def as_stored(doing: str) -> Iterator[None]:
+    """Raises Corrupt where what is done within shows that documents say what no run has written."""
     try:
-        return _DECODERS[value["$"]](value, tensors)
-    except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except _NONSENSE as error:
         raise Corrupt(
-            f"decoding an object: {str(value)[:200]} is no tagged JSON: {error!r}"
+            f"{doing}: its documents are whole, but not what such a thing is stored as: {error!r}"
         ) from error
 
 
@@ -187,7 +209,11 @@ def _encode_array(value: Any, path: str, sink: TensorSink, depth: int) -> Json:
 
 def _decode_array(tag: Json) -> "np.ndarray[Any, Any]":
     dtype = np.dtype(tag["dtype"])
-    if dtype.itemsize == 0:  # empty strings
+    if dtype.str != tag["dtype"]:
+        raise ValueError(f"{tag['dtype']!r} is no dtype of an array")
+    if dtype.itemsize == 0:  # empty strings, each of which takes memory all the same
+        if prod(tag["shape"]) > _EMPTY_ITEMS_MAX:
+            raise ValueError(f"no array of empty strings has the shape {tag['shape']}")
         return np.zeros(tag["shape"], dtype)
     flat = np.frombuffer(base64.b64decode(tag["v"], validate=True), dtype=dtype)
     return flat.reshape(tag["shape"]).copy()
@@ -226,7 +252,7 @@ _Tensors = Callable[[str, str], torch.Tensor]
 
 
 def _decoded_pairs(tag: Json, tensors: _Tensors) -> list[tuple[Any, Any]]:
-    return [(decode(key, tensors), decode(item, tensors)) for key, item in tag["v"]]
+    return [(_decode(key, tensors), _decode(item, tensors)) for key, item in tag["v"]]
 
 
 _DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
@@ -236,10 +262,10 @@ _DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
     ),
     "float": lambda tag, tensors: struct.unpack(">d", bytes.fromhex(tag["v"]))[0],
     "complex": lambda tag, tensors: complex(*struct.unpack(">dd", bytes.fromhex(tag["v"]))),
-    "tuple": lambda tag, tensors: tuple(decode(tag["v"], tensors)),
-    "set": lambda tag, tensors: set(decode(tag["v"], tensors)),
-    "frozenset": lambda tag, tensors: frozenset(decode(tag["v"], tensors)),
-    "deque": lambda tag, tensors: deque(decode(tag["v"], tensors), maxlen=tag["maxlen"]),
+    "tuple": lambda tag, tensors: tuple(_decode(tag["v"], tensors)),
+    "set": lambda tag, tensors: set(_decode(tag["v"], tensors)),
+    "frozenset": lambda tag, tensors: frozenset(_decode(tag["v"], tensors)),
+    "deque": lambda tag, tensors: deque(_decode(tag["v"], tensors), maxlen=tag["maxlen"]),
     "dict": lambda tag, tensors: dict(_decoded_pairs(tag, tensors)),
     "OrderedDict": lambda tag, tensors: OrderedDict(_decoded_pairs(tag, tensors)),
     "Counter": lambda tag, tensors: Counter(dict(_decoded_pairs(tag, tensors))),

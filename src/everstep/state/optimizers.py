@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch.optim import Optimizer
 
-from everstep.errors import Corrupt, Unsupported
+from everstep.errors import Unsupported
 from everstep.sharding.layout import is_dtensor, local_of, shards_of
 from everstep.sharding.leaves import Guard, Leaf, check_tensor
 from everstep.sharding.mapped import Mapped, has_shape_of
@@ -24,7 +24,7 @@ from everstep.sharding.redundancy import (
     spread_hyperparameters,
 )
 from everstep.state.boxed_optimizer_state import place_state
-from everstep.state.objects import TensorSink, encode, text_of
+from everstep.state.objects import TensorSink, as_stored, encode, text_of
 from everstep.state.placement import Placement, Saved
 
 _STRUCTURE = ("params", "param_names")
@@ -290,13 +290,8 @@ class OptimizerState:
         if saved is None:
             placement.problems.append(f"missing: the checkpoint has no optimizer {self.name!r}")
             return
-        try:
+        with as_stored(f"restoring {self.name!r}"):
             self._prepare(placement, saved)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise Corrupt(
-                f"restoring {self.name!r}: its documents are whole, but not what an optimizer is "
-                f"stored as: {error!r}"
-            ) from error
 
     def _prepare(self, placement: Placement, saved: Mapping[str, Any]) -> None:
         objects = placement.stored(self.name) or {}
@@ -352,6 +347,8 @@ class OptimizerState:
                 )
             elif chosen:
                 values = {key: placement.decode(value) for key, value in sets[chosen[0]].items()}
+                if not values.keys().isdisjoint(_STRUCTURE):
+                    raise ValueError(f"{_STRUCTURE} are no hyperparameters")
                 placement.then(partial(install, group, values), is_by_reference=True)
                 placement.then(partial(self.prune, index, values), is_by_reference=True)
         spread = partial(spread_hyperparameters, self.optimizer)

@@ -200,7 +200,8 @@ class Placement:
             return made
         self.used.add(name)
         place = torch.device(device if device is not None else entry.device)
-        if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        is_gone = place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()
+        if is_gone or place.type == "meta":  # which has no memory
             place = torch.device("cpu")
         dtype: torch.dtype = getattr(torch, entry.spec.dtype)
         if like is not None and tuple(like.shape) == entry.spec.shape:

@@ -16,7 +16,7 @@ from everstep.sharding.layout import is_dtensor
 from everstep.sharding.leaves import Guard, Leaf
 from everstep.sharding.ranked import unowned
 from everstep.state.nested_tensors import NestedTensors, OfRank, shared_in
-from everstep.state.objects import TensorSink, encode, references, tensor_tags
+from everstep.state.objects import TensorSink, as_stored, encode, references, tensor_tags
 from everstep.state.overlaps import memory_of
 from everstep.state.placement import Placement
 
@@ -59,6 +59,11 @@ class StatefulState:
         as torch.distributed.checkpoint does it."""
         dtensors = cache(self._dtensors)
         if state := placement.object_of(self.name, like=lambda name: dtensors().get(name)):
+            stored = placement.stored(self.name)
+            if not isinstance(stored, dict) and isinstance(self._value.state_dict(), dict):
+                placement.problems.append(
+                    f"other: {self.name!r} has no state_dict in the checkpoint"
+                )
             placement.then(lambda: self._value.load_state_dict(state()))
 
     def _dtensors(self) -> dict[str, torch.Tensor]:
@@ -74,6 +79,9 @@ class StatefulState:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.objects(sink)
         return found
+
+
+_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class ScalerState:
@@ -109,6 +117,10 @@ class ScalerState:
         if (made := placement.object_of(self.name)) is None:
             return
         state = made()
+        with as_stored(f"restoring {self.name!r}"):
+            numbers = [state[key] for key in (_SCALER_KEYS if state else ())]
+            if not all(isinstance(each, (int, float)) or each.numel() == 1 for each in numbers):
+                raise ValueError(f"{numbers} are not all numbers")
         if bool(state) != self._scaler.is_enabled():
             was = "enabled" if state else "disabled"
             placement.problems.append(f"scaler: {self.name!r} was {was} in the checkpoint")
@@ -169,6 +181,10 @@ class ValueState:
     def prepare(self, placement: Placement) -> None:
         """Dicts, lists, tensors and arrays keep their identity; the rest is replaced, and tensors
         that share memory here, and shared other memory, or none, when they were saved."""
+        with as_stored(f"restoring {self.name!r}"):
+            self._prepare(placement)
+
+    def _prepare(self, placement: Placement) -> None:
         live: dict[str, torch.Tensor] = {}
         if (stored := placement.stored(self.name)) is not None:
             live = self._match(placement, references(stored))
@@ -222,6 +238,9 @@ class GeneratorState:
         if (seed := placement.seed(self.name)) is not None:
             placement.at_last(lambda: self._seed(seed))
         elif state := placement.object_of(self.name):
+            if placement.stored(self.name) is not None:  # else it is made when all have arrived
+                with as_stored(f"restoring {self.name!r}"):
+                    _try(self._generator, state())
             placement.at_last(lambda: self._set(state()))
 
     def _seed(self, seed: int) -> None:
@@ -310,7 +329,18 @@ class GlobalGenerators:
         if (seed := placement.seed(self.name)) is not None:
             placement.at_last(lambda: self._seed(seed))
         elif state := placement.object_of(self.name):
+            with as_stored(f"restoring {self.name!r}"):
+                self._try(state())
             placement.at_last(lambda: self._set(state()))
+
+    def _try(self, state: dict[str, Any]) -> None:
+        _try(random.Random(0), _python_state_of(state))
+        _try(torch.default_generator, state["torch"])
+        if "numpy" in state:
+            _try(np.random.RandomState(0), state["numpy"])
+        devices = [each.device for each in state.get("cuda", ())]
+        if (current := state.get("cuda_current")) is not None:
+            devices[current]
 
     def _seed(self, seed: int) -> None:
         """Begin anew with it."""
@@ -319,13 +349,31 @@ class GlobalGenerators:
         np.random.seed(seed % (1 << 32))
 
     def _set(self, state: dict[str, Any]) -> None:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
+        random.setstate(_python_state_of(state))
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             np.random.set_state(state["numpy"])
         if torch.cuda.is_available() and "cuda" in state:
             set_on_gpus(state["cuda"], state.get("cuda_current"))
+
+
+def _python_state_of(state: dict[str, Any]) -> Any:
+    version, words, gauss = state["python"]
+    return version, tuple(words.tolist()), gauss
+
+
+def _try(generator: Any, state: Any) -> None:
+    """Raises what such a generator would for this state. Of torch's the bytes are still to come."""
+    if isinstance(generator, torch.Generator):
+        known = generator.get_state()
+        if (state.dtype, state.shape) != (known.dtype, known.shape):
+            raise ValueError(f"{state.dtype}{list(state.shape)} is no generator's state")
+    elif isinstance(generator, np.random.RandomState):
+        np.random.RandomState(0).set_state(state)
+    elif isinstance(generator, random.Random):
+        random.Random(0).setstate(state)
+    else:
+        type(generator.bit_generator)(0).state = state
 
 
 def set_on_gpus(states: Sequence[torch.Tensor], current: int | None) -> None:
