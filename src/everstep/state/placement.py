@@ -17,7 +17,7 @@ from everstep.sharding.layout import is_dtensor, shards_of
 from everstep.sharding.leaves import dtype_name
 from everstep.sharding.mapped import Mapped
 from everstep.sharding.ranked import Adapt, Share, seed_of, values_by_index
-from everstep.state.objects import decode, references
+from everstep.state.objects import as_stored, decode, references
 from everstep.state.overlaps import Memory, memory_of
 
 log = logging.getLogger("everstep")
@@ -234,10 +234,12 @@ class Placement:
         name: str,
         live: Mapping[str, torch.Tensor] | None = None,
         like: Callable[[str], torch.Tensor | None] = _alone,
+        check: Callable[[Any], None] = lambda value: None,
     ) -> Callable[[], Any] | None:
         """What gives the object of this name when all tensors have arrived; None, and a problem,
         where there is none. Its tensors are those in `live`, where they are, else new ones that lie
-        as what `like` gives for their name."""
+        as what `like` gives for their name. `check` raises where the object, whose tensors are
+        still empty, is none of its kind; one that is made of several is not looked at."""
         if (value := self._object(name)) is _ABSENT:
             self.problems.append(f"missing: the checkpoint has no {name!r}")
             return None
@@ -245,6 +247,8 @@ class Placement:
             values = [self.decode(each) for each in value.values]
             return lambda: value.adapt(values, value.index, value.count)
         decoded = self.decode(value, live, like)
+        with as_stored(f"restoring {name!r}"):
+            check(decoded)
         return lambda: decoded
 
     def stored(self, name: str) -> Any:

@@ -5,7 +5,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -84,6 +84,13 @@ class StatefulState:
 _SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
+def _try_scaler(state: Any) -> None:
+    if not isinstance(state, dict) or (state and state.keys() != set(_SCALER_KEYS)):
+        raise TypeError(f"{state!r} is no state of a scaler")
+    if not all(isinstance(each, (int, float)) or each.numel() == 1 for each in state.values()):
+        raise TypeError(f"{state!r} are not all numbers")
+
+
 class ScalerState:
     """GradScaler, whose own state_dict() synchronises the device:
     its scale and tracker are taken as tensors."""
@@ -114,13 +121,9 @@ class ScalerState:
 
     def prepare(self, placement: Placement) -> None:
         """Through its load_state_dict, which wants numbers."""
-        if (made := placement.object_of(self.name)) is None:
+        if (made := placement.object_of(self.name, check=_try_scaler)) is None:
             return
         state = made()
-        with as_stored(f"restoring {self.name!r}"):
-            numbers = [state[key] for key in (_SCALER_KEYS if state else ())]
-            if not all(isinstance(each, (int, float)) or each.numel() == 1 for each in numbers):
-                raise ValueError(f"{numbers} are not all numbers")
         if bool(state) != self._scaler.is_enabled():
             was = "enabled" if state else "disabled"
             placement.problems.append(f"scaler: {self.name!r} was {was} in the checkpoint")
@@ -237,10 +240,7 @@ class GeneratorState:
         """At the very end of the restore."""
         if (seed := placement.seed(self.name)) is not None:
             placement.at_last(lambda: self._seed(seed))
-        elif state := placement.object_of(self.name):
-            if placement.stored(self.name) is not None:  # else it is made when all have arrived
-                with as_stored(f"restoring {self.name!r}"):
-                    _try(self._generator, state())
+        elif state := placement.object_of(self.name, check=partial(_try, self._generator)):
             placement.at_last(lambda: self._set(state()))
 
     def _seed(self, seed: int) -> None:
@@ -328,12 +328,12 @@ class GlobalGenerators:
             return
         if (seed := placement.seed(self.name)) is not None:
             placement.at_last(lambda: self._seed(seed))
-        elif state := placement.object_of(self.name):
-            with as_stored(f"restoring {self.name!r}"):
-                self._try(state())
+        elif state := placement.object_of(self.name, check=self._try):
             placement.at_last(lambda: self._set(state()))
 
-    def _try(self, state: dict[str, Any]) -> None:
+    def _try(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise TypeError(f"{state!r} has no generators")
         _try(random.Random(0), _python_state_of(state))
         _try(torch.default_generator, state["torch"])
         if "numpy" in state:
