@@ -8,7 +8,7 @@ what they do to the weights is not replayed (a run that does so is noticed while
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from everstep.errors import Corrupt, EverstepError, Mismatch
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.global_tensors import GlobalTensor
+from everstep.format.tables import raw_name
 from everstep.redo import clipping, forms
 from everstep.redo.autocast import autocast_as, autocast_of
 from everstep.redo.gathered import Views, gradient_of
@@ -28,18 +31,16 @@ from everstep.sharding.redundancy import (
     spread_hyperparameters,
     updating,
 )
-from everstep.state.objects import decode
+from everstep.state import objects
+from everstep.state.objects import PASSING, decode
 from everstep.state.optimizers import OptimizerState, install
+from everstep.state.stateful import check_generator
 
 _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
-_PASSING = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
-"""What says nothing of a record."""
-
-_NONSENSE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
-"""What comes of documents that say something else than a record does; torch raises RuntimeError for
-a gradient that does not fit its parameter."""
+_OF_SCALER = ("grad_scale", "found_inf")
+_FORMS = ("cast", "low rank", "sparse")
 
 
 class OtherBytes(Corrupt):
@@ -121,7 +122,7 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
             digest = said.get("digest") if last[state.name] == number else None
         try:
             _step(state, call)
-        except (EverstepError, MemoryError, *_PASSING):
+        except (EverstepError, MemoryError, *PASSING):
             raise
         except Exception as error:
             raise Raised(record.step, state.name, error) from error
@@ -135,22 +136,16 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
             raise OtherBytes(record.step, state.name, "a sample of its parameters and state")
 
 
-@contextlib.contextmanager
-def as_stored(step: int) -> Iterator[None]:
+def as_stored(step: int) -> contextlib.AbstractContextManager[None]:
     """Raises Corrupt where what is done within shows that a record's documents are nonsense."""
-    try:
-        yield
-    except _NONSENSE as error:
-        raise Corrupt(
-            f"replaying step {step}: its documents are whole, but not what a record is stored as: "
-            f"{error!r}"
-        ) from error
+    return objects.as_stored(f"replaying step {step}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a call had beside gradients and hyperparameters."""
+    """What a call had beside gradients. `sets`: hyperparameters, by the index of a group here."""
 
+    sets: dict[int, dict[str, Any]]
     args: list[Any]
     kwargs: dict[str, Any]
     scaler: dict[str, torch.Tensor]
@@ -193,37 +188,89 @@ def find(
 def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerState) -> _Call:
     """Set gradients and hyperparameters as they were."""
 
-    def tensor(name: str, _: str = "") -> torch.Tensor:
+    def tensor(name: str, _: str) -> torch.Tensor:
         return record.tensors[name]
 
-    groups = record.groups[said["optimizer"]]
+    call = _read(said, record.groups[said["optimizer"]], state, tensor)
     views = Views()
-    sets: dict[int, Mapping[str, Any]] = {}
     compressed = forms.by_parameter(said)
-    for index, name, parameter, _ in state.parameters():
+    for _, name, parameter, _ in state.parameters():
         parameter.grad = None
         if is_here(state.optimizer, parameter):
             parameter.grad = gradient_of(
                 record.tensors, at, name, parameter, state.mapped, compressed
             )
             views.add(name, parameter, state.mapped)
-        # Every parameter of a group has the same set: restore.apply has checked that.
-        for each in state.mapped.names(name, parameter):
-            sets.setdefault(index, said["sets"][groups[each]])
-    for index, values in sets.items():
-        decoded = {key: decode(value, tensor) for key, value in values.items()}
-        install(state.optimizer.param_groups[index], decoded)
-        state.prune(index, decoded)
+    for index, values in call.sets.items():
+        install(state.optimizer.param_groups[index], values)
+        state.prune(index, values)
     spread_hyperparameters(state.optimizer)
     for row in said.get("clips", ()):  # of these there was no gradient before now
         raw = [view for name in row["names"] if name in compressed for view in views.of(name)]
         clipping.scale_in_place(raw, record.tensors[row["coefficient"]], row["foreach"])
-    args, kwargs = decode(said.get("arguments", [[], {}]), tensor)
     gradients = [(parameter, parameter.grad) for _, _, parameter, _ in state.parameters()]
+    return replace(
+        call,
+        args=[_closure(value, gradients) for value in call.args],
+        kwargs={key: _closure(value, gradients) for key, value in call.kwargs.items()},
+    )
+
+
+def check(
+    step: int,
+    at: str,
+    said: Mapping[str, Any],
+    groups: Mapping[str, int],
+    state: OptimizerState,
+    tensors: Mapping[str, GlobalTensor],
+) -> None:
+    """Raises Corrupt where documents say of a call (of prefix `at`) what none can have been: before
+    anything of the state is changed. `tensors`: of its record. What an optimizer makes of values
+    of the right kinds, only the update itself shows."""
+
+    def tensor(name: str, _: str) -> torch.Tensor:
+        spec = tensors[name].spec
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+    with as_stored(step):
+        call = _read(said, groups, state, tensor)
+        if "cpu" in call.generators:
+            check_generator(torch.default_generator, call.generators["cpu"])
+        for row in said.get("clips", ()):
+            tensor(row["coefficient"], "").reshape(())
+        compressed = forms.by_parameter(said)
+        for row in compressed.values():
+            if row["form"] not in _FORMS or row["dtype"] not in ITEM_SIZES:
+                raise ValueError(f"{row} is no form of a gradient")
+        for _, name, parameter, _ in state.parameters():
+            found = tensors.get(f"{at}.{name}", tensors.get(raw_name(at, name)))
+            if found is None or name in compressed or state.mapped.split(parameter) is not None:
+                continue
+            if found.spec.shape != tuple(parameter.shape):
+                raise ValueError(f"the gradient of {name!r} has the shape {found.spec.shape}")
+
+
+def _read(
+    said: Mapping[str, Any],
+    groups: Mapping[str, int],
+    state: OptimizerState,
+    tensor: Callable[[str, str], torch.Tensor],
+) -> _Call:
+    """A call, without gradients; closures are as they were stored."""
+    sets: dict[int, dict[str, Any]] = {}
+    for index, name, parameter, _ in state.parameters():
+        # Every parameter of a group has the same set: restore.apply has checked that.
+        for each in state.mapped.names(name, parameter):
+            if index not in sets:
+                values = said["sets"][groups[each]].items()
+                sets[index] = {key: decode(value, tensor) for key, value in values}
+    args, kwargs = decode(said.get("arguments", [[], {}]), tensor)
+    scaler = decode(said.get("scaler", {}), tensor)
     return _Call(
-        [_closure(value, gradients) for value in args],
-        {key: _closure(value, gradients) for key, value in kwargs.items()},
-        decode(said.get("scaler", {}), tensor),
+        sets,
+        list(args),
+        dict(kwargs),
+        {key: scaler[key] for key in _OF_SCALER if key in scaler},
         decode(said.get("generators", {}), tensor),
         autocast_of(said.get("autocast", {})),
     )

@@ -13,14 +13,14 @@ from functools import cache, partial
 
 import torch
 
-from everstep.errors import Corrupt, Mismatch, Unsupported
+from everstep.errors import Mismatch, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
-from everstep.format.global_tensors import GlobalTensor, optimizers_of
+from everstep.format.global_tensors import GlobalTensor
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own, owned_names, owners
 from everstep.redo import selftest
-from everstep.redo.replay import OtherBytes, find, redo
+from everstep.redo.replay import OtherBytes, as_stored, check, find, of_rank, redo
 from everstep.redo.rules import Rules, is_in
 from everstep.restore.choose import Candidate, Described, has_to_be_equal, moved
 from everstep.restore.deliver import Staging, put
@@ -28,7 +28,7 @@ from everstep.restore.derived import Derivation, derived_names, derived_parts
 from everstep.restore.load import Loader
 from everstep.restore.prefetch import Queued
 from everstep.restore.rebuild import rebuilt
-from everstep.restore.records import Records
+from everstep.restore.records import Records, United
 from everstep.sharding.layout import shards_of
 from everstep.sharding.ranked import unowned
 from everstep.sharding.redundancy import is_dealt_out, is_same_class, send_around
@@ -238,7 +238,7 @@ def _replay(
     over several steps, and its log's. `place_rest`: what comes after them has to fit, too. `stack`:
     where the records are closed, whose memory takes a while to be given back."""
     optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
-    _check_calls(logs, optimizers)
+    _check_calls(logs, optimizers, state.world)
     live = cache(state.live_tensors)
 
     def fill(
@@ -269,26 +269,34 @@ def _replay(
         del loaded
 
 
-def _check_calls(logs: Sequence[Described], optimizers: Mapping[str, OptimizerState]) -> None:
+def _check_calls(
+    logs: Sequence[Described], optimizers: Mapping[str, OptimizerState], world: World
+) -> None:
     """Raises Mismatch where an optimizer that was called is not there, or is another, or has
-    parameters in one group that had different hyperparameters then."""
-    merged: dict[tuple[tuple[int, ...], str], list[set[int]]] = {}  # most steps share a table
+    parameters in one group that had different hyperparameters then; Corrupt where what a record
+    says of a call is none."""
+    united: dict[tuple[int, ...], United] = {}  # most steps share a table
+    merged: dict[tuple[tuple[int, ...], str], list[set[int]]] = {}
     for described in logs:
         for record, tables in described.records:
-            for call in record.calls:
-                try:
-                    state = find(record.step, call, optimizers)
-                    key = tuple(map(id, tables)), state.name
+            tables_key = tuple(map(id, tables))
+            if tables_key not in united:
+                united[tables_key] = United.of(tables)
+            here = united[tables_key]
+            for number, call in enumerate(record.calls):
+                state = find(record.step, call, optimizers)
+                key = tables_key, state.name
+                with as_stored(record.step):
+                    groups = here.groups[state.name]
                     if key not in merged:
-                        groups = optimizers_of(tables)[state.name]["groups"]
                         merged[key] = _merged(state, groups)
                     differing = [
                         numbers
                         for numbers in merged[key]
                         if len({repr(call["sets"][number]) for number in numbers}) > 1
                     ]
-                except (KeyError, TypeError, IndexError) as error:
-                    raise Corrupt(f"reading the record of step {record.step}: {error!r}") from error
+                said = of_rank(call, world.rank, world.size)
+                check(record.step, f"@{number}", said, groups, state, here.tensors)
                 if differing:
                     raise Mismatch(
                         f"replaying step {record.step}: a group of {state.name!r} has parameters "

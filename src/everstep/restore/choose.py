@@ -19,7 +19,7 @@ from everstep.restore.load import ImageSource, MemorySource, Source
 from everstep.sharding.topology import ALONE, differences, layout_differences
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
-from everstep.store.read import open_pack
+from everstep.store.read import check_size, open_pack
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep")
@@ -132,6 +132,8 @@ class Candidate:
             return known[digest]
 
         def described(manifest: Manifest) -> Described:
+            for pack in (pack for part in manifest.all_parts for pack in part.packs):
+                check_size(self.disk, pack)  # memory is taken by it before a byte is read
             tables = [table(part) for part in manifest.all_parts]
             check_whole(manifest, tables, self.disk.root, checked)
             return Described(manifest, tables)

@@ -33,6 +33,8 @@ _NONSENSE = (
 )
 """What comes of documents that say something else than what was encoded. torch raises RuntimeError
 for shapes and names that it does not know, python a RecursionError, which is one."""
+PASSING = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+"""What says nothing of documents, though it is a RuntimeError."""
 _PLAIN = (bool, int, str, type(None))
 
 
@@ -96,7 +98,7 @@ def as_stored(doing: str) -> Iterator[None]:
     """Raises Corrupt where what is done within shows that documents say what no run has written."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except PASSING:
         raise
     except _NONSENSE as error:
         raise Corrupt(

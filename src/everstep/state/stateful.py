@@ -84,7 +84,7 @@ class StatefulState:
 _SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
-def _try_scaler(state: Any) -> None:
+def _check_scaler(state: Any) -> None:
     if not isinstance(state, dict) or (state and state.keys() != set(_SCALER_KEYS)):
         raise TypeError(f"{state!r} is no state of a scaler")
     if not all(isinstance(each, (int, float)) or each.numel() == 1 for each in state.values()):
@@ -121,7 +121,7 @@ class ScalerState:
 
     def prepare(self, placement: Placement) -> None:
         """Through its load_state_dict, which wants numbers."""
-        if (made := placement.object_of(self.name, check=_try_scaler)) is None:
+        if (made := placement.object_of(self.name, check=_check_scaler)) is None:
             return
         state = made()
         if bool(state) != self._scaler.is_enabled():
@@ -240,7 +240,9 @@ class GeneratorState:
         """At the very end of the restore."""
         if (seed := placement.seed(self.name)) is not None:
             placement.at_last(lambda: self._seed(seed))
-        elif state := placement.object_of(self.name, check=partial(_try, self._generator)):
+        elif state := placement.object_of(
+            self.name, check=partial(check_generator, self._generator)
+        ):
             placement.at_last(lambda: self._set(state()))
 
     def _seed(self, seed: int) -> None:
@@ -328,16 +330,16 @@ class GlobalGenerators:
             return
         if (seed := placement.seed(self.name)) is not None:
             placement.at_last(lambda: self._seed(seed))
-        elif state := placement.object_of(self.name, check=self._try):
+        elif state := placement.object_of(self.name, check=self._check):
             placement.at_last(lambda: self._set(state()))
 
-    def _try(self, state: Any) -> None:
+    def _check(self, state: Any) -> None:
         if not isinstance(state, dict):
             raise TypeError(f"{state!r} has no generators")
-        _try(random.Random(0), _python_state_of(state))
-        _try(torch.default_generator, state["torch"])
+        check_generator(random.Random(0), _python_state_of(state))
+        check_generator(torch.default_generator, state["torch"])
         if "numpy" in state:
-            _try(np.random.RandomState(0), state["numpy"])
+            check_generator(np.random.RandomState(0), state["numpy"])
         devices = [each.device for each in state.get("cuda", ())]
         if (current := state.get("cuda_current")) is not None:
             devices[current]
@@ -362,7 +364,7 @@ def _python_state_of(state: dict[str, Any]) -> Any:
     return version, tuple(words.tolist()), gauss
 
 
-def _try(generator: Any, state: Any) -> None:
+def check_generator(generator: Any, state: Any) -> None:
     """Raises what such a generator would for this state. Of torch's the bytes are still to come."""
     if isinstance(generator, torch.Generator):
         known = generator.get_state()

@@ -41,10 +41,18 @@ def open_pack(disk: Disk, link: FileLink, direct: bool = False) -> DiskReader:
     if reader.size == link.size:
         return reader
     reader.close()
-    raise Corrupt(
-        f"reading {disk.root / link.path}: it has {reader.size} bytes, "
-        f"the manifest says {link.size}"
-    )
+    raise _other_size(disk, link, reader.size)
+
+
+def check_size(disk: Disk, link: FileLink) -> None:
+    """Raises Corrupt where `open_pack` would, as far as that shows before it is opened."""
+    if (size := disk.size(link.path)) != link.size:
+        raise _other_size(disk, link, size)
+
+
+def _other_size(disk: Disk, link: FileLink, size: int | None) -> Corrupt:
+    found = "is not there" if size is None else f"has {size} bytes"
+    return Corrupt(f"reading {disk.root / link.path}: it {found}, the manifest says {link.size}")
 
 
 def verify_part(disk: Disk, part: Part, table: Table) -> Iterator[tuple[int, Corrupt | None]]:
