@@ -66,7 +66,7 @@ class Checkpointer:
         group_commit: tuple[int, float] | None = None,
         keep: Keep | None = None,
         memory_budget: int | None = None,
-        under_pressure: Literal["skip", "wait"] = "skip",
+        under_pressure: Literal["skip", "wait"] = "wait",
         rng: bool = True,
         derive: Mapping[str, Rule | None] | None = None,
         by_rank: Mapping[str, ByRank] | None = None,
@@ -110,9 +110,11 @@ class Checkpointer:
         keep: retention. None: all is kept.
         memory_budget: bytes of host memory for captures, at least two states. None: three states
             where they fit into half of the available memory, else two.
-        under_pressure: what a save does when no memory is free: be skipped, or wait. What goes on
-            from the step before (a record of a log, a window's next share) waits up to 30 s first
-            in any case, and so does a log's next base: without it whole states are due.
+        under_pressure: what a save does when no memory is free: wait, or be skipped. It waits while
+            anything is saved; after 120 s in which nothing is it fails, and no call waits until
+            something is saved again. What goes on from the step before (a record of a log, a
+            window's next share) waits in any case, and so does a log's next base: without it whole
+            states are due.
         rng: capture python's, numpy's and torch's generators.
         derive: names of parts of the state to functions of the step that bring them forward
             ({"ema": lambda step: ema.update_parameters(model)}): step() calls each once for its
@@ -372,7 +374,7 @@ class Checkpointer:
             )
         last = strategy.current(step, self._captures.collect) if strategy else None
         if last and tag is not None:  # its name must not come before it
-            last.wait("local")
+            self._saves.await_durable(last)
             assert self._captures.epoch is not None
             set_tag(self._disk, tag, CheckpointName(step, self._captures.epoch))
         return last

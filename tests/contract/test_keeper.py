@@ -186,6 +186,19 @@ def test_its_log_has_a_limit(store):
         trainer.start()
 
 
+def test_it_tells_how_much_is_written(store, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'everstep.keeper' in sys.orig_argv:\n"
+        "    from everstep.keeper import process\n"
+        "    process.PULSE_S = 0.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Trainer(store) as trainer, Trainer(store) as other:
+        trainer.start().save(1)
+        until(lambda: other.client.patience._bytes > trainer.layout.size, "it is told")
+
+
 # ---- the trainer's own things ----------------------------------------------------------------
 
 

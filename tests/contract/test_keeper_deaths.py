@@ -128,12 +128,17 @@ def test_no_keeper_can_be_had_for_a_while(store, monkeypatch):
         with pytest.raises(Unavailable, match="starting the keeper"):
             trainer.client.ensure()
         with pytest.raises(Unavailable, match="starting the keeper"):
-            trainer.client.claim(None)
+            trainer.client.settle()
         sequence = trainer.seal(1)
+        claimed = []
+        thread = threading.Thread(target=lambda: claimed.append(trainer.client.claim(None)))
+        thread.start()  # it waits
         monkeypatch.undo()
         trainer.expect("found")
         trainer.expect("local", sequence)
         trainer.client.ensure()
+        thread.join()
+        assert claimed == [2]
 
 
 def test_a_lost_connection_is_mended_without_doing_anything_twice(store):

@@ -1,6 +1,6 @@
-"""under_pressure="skip" with a keeper that stands still: what goes on from the step before waits a
-while, since a whole state is larger, and so does a log's next base; other whole states are skipped
-at once."""
+"""A keeper that stands still: nothing waits for it for ever. With under_pressure="skip" what goes
+on from the step before waits all the same, since a whole state is larger, and so does a log's next
+base; other whole states are skipped at once."""
 
 import contextlib
 import os
@@ -13,9 +13,10 @@ from keepers import PATIENCE_S, until
 from logs import build, train
 from runs import check_steps, checkpointer, kinds, logged, snapshot
 
-from everstep import Store
-from everstep.capture import captures, full
+from everstep import Store, Unavailable
+from everstep.capture import copier
 from everstep.capture.saves import Skipped
+from everstep.keeper import patience
 
 
 @contextlib.contextmanager
@@ -100,32 +101,49 @@ def test_a_base_that_is_due_waits(store, base):
     check_steps(store, build(2), frozen)
 
 
-def test_they_do_not_wait_for_ever(store, monkeypatch, caplog):
-    """Then the chain ends, and whole states are skipped without waiting: training is held up
-    once."""
-    monkeypatch.setattr(captures, "RECORD_PATIENCE_S", 1.0)
+@pytest.mark.parametrize("pressure", ["wait", "skip"])
+def test_they_do_not_wait_for_ever(store, monkeypatch, caplog, pressure):
+    """Training is held up once. Then the chain ends, and nothing waits before a step is saved."""
+    monkeypatch.setattr(patience, "STALL_S", 1.0)
     state, frozen = build(1), {}
-    with logged(store, state, under_pressure="skip") as saver:
+    with logged(store, state, under_pressure=pressure) as saver:
         handles = advance(saver, state, range(1, 5), frozen)
         saver.wait()
         with stopped(saver):
             handles |= advance(saver, state, range(5, 12), frozen)
         for handle in handles.values():
-            until(handle.done, "it is saved or skipped")
+            until(handle.done, "it is saved or not")
         handles |= advance(saver, state, range(12, 15), frozen)
         saver.wait()
         lost = [step for step, handle in handles.items() if handle.error]
         assert lost == list(range(lost[0], 12))
-        assert all(isinstance(handles[step].error, Skipped) for step in lost)
-        waited = [step for step in lost if "skipped after 1 s" in str(handles[step].error)]
+        waited = [step for step in lost if "after 1 s of waiting" in str(handles[step].error)]
         assert waited == lost[:1]
-        assert saver.metrics.skips == len(lost)
-        assert saver.metrics.failures == 0
-    assert f"step {lost[0]}: skipped after 1 s" in caplog.text
+        is_skip = [isinstance(handles[step].error, Skipped) for step in lost]
+        assert is_skip == [False] + [pressure == "skip"] * (len(lost) - 1)
+        assert saver.metrics.skips == sum(is_skip)
+        assert saver.metrics.failures == len(lost) - sum(is_skip)
+    assert f"step {lost[0]} was not saved" in caplog.text
     assert Store(store).steps() == [*range(1, lost[0]), 12, 13, 14]
     assert Store(store).manifest(12).previous is None  # a base, at once
     assert kinds(store)[-2:] == "rr"
     check_steps(store, build(2), frozen)
+
+
+def test_a_tag_does_not_wait_for_ever(store, monkeypatch):
+    """For the step to be durable, which was saved already."""
+    monkeypatch.setattr(patience, "STALL_S", 0.5)
+    state = build(1)
+    with logged(store, state, under_pressure="wait") as saver:
+        advance(saver, state, range(1, 4), {})
+        saver.wait()
+        with stopped(saver):
+            handle = advance(saver, state, [4], {})[4]
+            with pytest.raises(Unavailable, match="step 4 to be durable: nothing is being saved"):
+                saver.save(4, tag="best")
+        handle.wait()
+        saver.save(4, tag="best")
+    assert Store(store).tags()["best"].step == 4
 
 
 def test_shares_of_a_window_wait(store):
@@ -161,7 +179,7 @@ def test_whole_states_do_not_wait(store, options):
 def test_no_record_is_announced_before_one_that_waits(store, monkeypatch):
     """The epoch is claimed so late that two steps are copied already, which are sealed one after
     the other then: the next could be announced at once."""
-    monkeypatch.setattr(full, "_SEAL_S", 0.01)
+    monkeypatch.setattr(copier, "_SEAL_S", 0.01)
     state = build(1)
     claimed, announced = threading.Event(), threading.Event()
     with logged(store, state, under_pressure="wait") as saver:

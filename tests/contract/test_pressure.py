@@ -4,17 +4,22 @@ import contextlib
 import os
 import resource
 import signal
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from runs import checkpointer
+from keepers import until
+from runs import checkpointer, restore
 from torch import nn
 
 import everstep
 import forked
 from everstep import Unavailable
+from everstep.capture import captures
+from everstep.keeper import client, patience
 
 
 def test_a_growing_state_stays_within_two_arenas(store):
@@ -103,6 +108,88 @@ def test_copies_go_on_while_the_epoch_cannot_be_claimed(store):
     assert everstep.Store(store).steps()[0] == 1
 
 
+@contextlib.contextmanager
+def no_keeper(saver):
+    """It is gone, and no other one starts, within."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        os.kill(saver._client.keeper_pid, signal.SIGKILL)
+        until(lambda: saver._client._lost, "the client gives up for now")
+        yield
+
+
+def test_a_call_waits_for_the_next_keeper(store, monkeypatch):
+    """What was on its way when the last one died is saved, too."""
+    monkeypatch.setattr(client, "_PAUSE_S_MAX", 0.05)
+    waiting = threading.Event()
+    with checkpointer(store, state := {"weight": torch.zeros(1000)}, strategy="full") as saver:
+        saver.save(1).wait()
+        wait = saver._captures.pool._wait
+        monkeypatch.setattr(
+            saver._captures.pool, "_wait", lambda since: waiting.set() or wait(since)
+        )
+        os.kill(saver._client.keeper_pid, signal.SIGSTOP)
+        handles = [saver.save(2)]
+        handles[0].wait("captured")
+        with no_keeper(saver):
+            thread = threading.Thread(target=lambda: handles.append(saver.save(3)))
+            thread.start()
+            assert waiting.wait(60)
+        thread.join()
+        for handle in handles:
+            handle.wait()
+        assert saver.metrics.failures == 0
+    assert everstep.Store(store).steps() == [1, 2, 3]
+    assert restore(store, state) == 3
+
+
+def test_a_call_does_not_wait_for_ever_for_a_keeper(store, monkeypatch):
+    monkeypatch.setattr(client, "_PAUSE_S_MAX", 0.05)
+    monkeypatch.setattr(patience, "STALL_S", 0.5)
+    with checkpointer(store, {"weight": torch.zeros(1000)}, strategy="full") as saver:
+        saver.save(1).wait()
+        os.kill(saver._client.keeper_pid, signal.SIGSTOP)
+        handles = [saver.save(2)]
+        with no_keeper(saver):
+            handles += [saver.save(step) for step in (3, 4)]
+            for handle in handles:
+                with pytest.raises(Unavailable, match="starting the keeper"):
+                    handle.wait()
+            assert saver.metrics.failures == 3
+        until(lambda: saver._client._lost is None, "there is another keeper")
+        saver.save(5).wait()
+        assert saver._client.patience.lasts(time.monotonic())
+    assert 5 in everstep.Store(store).steps()
+
+
+def test_keepers_that_die_one_after_the_other_lose_nothing(store, caplog):
+    """But time: after five of them within a minute there is none for a while."""
+    with checkpointer(store, {"weight": torch.zeros(1000)}, strategy="full") as saver:
+        for step in range(1, 8):
+            keeper = saver._client.keeper_pid
+            saver.save(step)
+            os.kill(keeper, signal.SIGKILL)
+            until(lambda keeper=keeper: saver._client.keeper_pid != keeper, "another one")
+        saver.wait()
+        assert saver.metrics.failures == 0
+    assert "5 were lost in 60 s" in caplog.text
+    assert everstep.Store(store).steps() == list(range(1, 8))
+
+
+def test_training_that_waits_for_the_disk_is_told_once(store, monkeypatch, caplog):
+    monkeypatch.setattr(captures, "_SLOW_S", 0.01)
+    with checkpointer(store, {"weight": torch.zeros(1000)}, strategy="full") as saver:
+        saver.save(0).wait()
+        for step in range(1, 40, 10):
+            keeper = saver._client.keeper_pid
+            os.kill(keeper, signal.SIGSTOP)
+            threading.Timer(0.2, os.kill, [keeper, signal.SIGCONT]).start()
+            for each in range(step, step + 4):
+                saver.save(each)
+            saver.wait()
+    assert caplog.text.count("training has waited") == 1
+
+
 def saves_a_torn_copy_and_dies(store):
     model = nn.Linear(2048, 4096, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -140,7 +227,8 @@ def test_memory_never_offers_a_torn_copy_that_could_not_be_written(store):
 def is_preempted(store):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    saver = everstep.Checkpointer(store, {"model": model, "optimizer": optimizer})
+    state = {"model": model, "optimizer": optimizer}
+    saver = everstep.Checkpointer(store, state, under_pressure="skip")
 
     def step(number):
         model(torch.ones(1, 8)).sum().backward()

@@ -14,7 +14,8 @@ from torch import nn
 
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store
-from everstep.capture import auto, captures, log
+from everstep.capture import auto, log
+from everstep.keeper import patience
 from examples import slow
 
 RANKS = 3
@@ -156,7 +157,7 @@ def outgrows(store):
 
 def hangs(store):
     """After a step the keeper stands still, until all ranks have trained on for a while."""
-    captures.RECORD_PATIENCE_S, before = 1.0, captures.RECORD_PATIENCE_S
+    patience.STALL_S, before = 1.0, patience.STALL_S
     try:
         with unheard():
             run = Run(store)
@@ -175,7 +176,7 @@ def hangs(store):
             run.train(LAST)
             return run.states, run.errors()
     finally:
-        captures.RECORD_PATIENCE_S = before
+        patience.STALL_S = before
 
 
 def restores(store, steps, more):

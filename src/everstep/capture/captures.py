@@ -4,7 +4,7 @@ collect the state → the strategy chooses what of it → a slot → eager copie
 copies → seal → the keeper, which is told of it
 """
 
-import math
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ from everstep.capture.copy_speed import Pace
 from everstep.capture.hooks import Hook
 from everstep.capture.in_flight import Capture, row_of
 from everstep.capture.log import Log
-from everstep.capture.plan import Planner
-from everstep.capture.pool import SLOTS, SLOTS_MIN, SLOTS_OF_GROUPS, Pool
+from everstep.capture.plan import Plan, Planner
+from everstep.capture.pool import SLOTS, SLOTS_MIN, SLOTS_OF_GROUPS, Pool, Slot
 from everstep.capture.rank_agreement import Ranks
-from everstep.capture.saves import Saves
+from everstep.capture.saves import STALLED, Saves
 from everstep.capture.settings import Settings, Strategy
 from everstep.errors import EverstepError, Unavailable
 from everstep.format.tables import is_own
@@ -35,8 +35,10 @@ from everstep.sharding.topology import topology
 from everstep.state.view import Collected, State
 from everstep.store.names import CheckpointName
 
-RECORD_PATIENCE_S = 30.0
-"""How long a record waits for memory, also where whole states are skipped at once."""
+log = logging.getLogger("everstep")
+
+_SLOW_S = 10.0
+"""Training that has waited so long in all is told that the disk is slower."""
 _PASSES_TOLD = 64
 """After the last record: the other ranks will have heard by then."""
 
@@ -64,7 +66,8 @@ class Captures:
         self._state = state
         self._pace = pace
         self._every = settings.every
-        self._patience_s = math.inf if settings.under_pressure == "wait" else 0.0
+        self._waits = settings.under_pressure == "wait"
+        self._waited_s = 0.0
         self._client = client
         self._saves = saves
         self._metrics = metrics
@@ -72,8 +75,6 @@ class Captures:
         self.pool = Pool(client, settings.memory_budget, slots)
         saves.attach(client, self.pool)
         self._losses = client.losses
-        self._commits_waited = -1
-        """When it was waited for memory in vain."""
         self._passes = 0
         """So many more steps are told that are not saved here."""
         self._planners: dict[object, Planner] = {}
@@ -204,10 +205,8 @@ class Captures:
                 self._saves.leave_out(handle, "its window has ended")
             return False
         try:
-            patience_s = math.inf if must_wait else self._patience_s
-            if self._is_worth_waiting(captured, handle.call):
-                patience_s = max(patience_s, RECORD_PATIENCE_S)
-            self._capture(handle, captured, tag, metrics, patience_s)
+            waits = self._waits or must_wait or self._is_worth_waiting(captured, handle.call)
+            self._capture(handle, captured, tag, metrics, waits)
         except BaseException:
             if self.strategy:  # what was taken for the record is gone
                 self.strategy.end_chain()
@@ -234,7 +233,7 @@ class Captures:
         captured: Captured,
         tag: str | None,
         metrics: dict[str, Any],
-        patience_s: float,
+        waits: bool,
     ) -> None:
         collected = captured.collected
         plan = self._planner(captured).plan(collected)
@@ -242,12 +241,9 @@ class Captures:
         if (lent := self.pool.lent) and not self._copier.was_given(lent):
             self._copier.devices.synchronize()
             self.pool.take_back(lent)
-        commits = self._metrics.commits
-        slot = self.pool.acquire(plan, self._descriptor_size, patience_s)
+        slot = self._slot(handle.step, plan, waits)
         if slot is None:
-            if patience_s:
-                self._commits_waited = commits
-            self._saves.skip(handle, patience_s)
+            self._saves.skip(handle)
             if self.strategy:
                 self.strategy.end_chain()
             return
@@ -271,6 +267,24 @@ class Captures:
             self._copier.give_up(capture, _interrupted(handle.step, error))
             raise
         self.pool.lent = None
+
+    def _slot(self, step: int, plan: Plan, waits: bool) -> Slot | None:
+        """Memory for a capture; None where none is free, and it does not wait. Raises Unavailable
+        where it has waited in vain."""
+        began = time.monotonic()
+        slot = self.pool.acquire(plan, self._descriptor_size, waits=waits)
+        waited_s = time.monotonic() - began
+        if slot is None and waits:
+            raise Unavailable(f"saving step {step}: after {waited_s:.0f} s of waiting, {STALLED}")
+        if self._waited_s <= _SLOW_S < self._waited_s + waited_s:
+            log.warning(
+                "training has waited %.0f s for saves: the disk takes longer for one than training "
+                "for what is between two. Save less often (every=), record a log (strategy='log'), "
+                "or leave steps out (under_pressure='skip')",
+                self._waited_s + waited_s,
+            )
+        self._waited_s += waited_s
+        return slot
 
     def _planner(self, captured: Captured) -> Planner:
         """One for each thing that comes again: states, records, the n-th shares of windows."""
@@ -311,11 +325,7 @@ class Captures:
         }
 
     def _is_worth_waiting(self, captured: Captured, call: int) -> bool:
-        """Whether a log would end, or a window be in vain, without this. But who has waited in vain
-        waits no more before anything was saved: training must not go at the pace of a disk that
-        hangs."""
-        if self._commits_waited == self._metrics.commits:
-            return False
+        """Whether a log would end, or a window be in vain, without this."""
         return captured.continues or (self._log is not None and self._log.awaits(call))
 
     def _on_whole(self, step: int, epoch: int) -> None:
@@ -342,8 +352,7 @@ class Captures:
         return lambda count: self._client.tell_copied(capture.sequence, count)
 
     def _seal(self, capture: Capture) -> None:
-        """All is copied: hand it to the keeper. Sealing thread."""
-        self._client.ensure()
+        """All is copied: hand it to the keeper, or to the next one. Sealing thread."""
         if self.epoch is None:
             self._claim()
         if (handle := self._saves.handle_of(capture)) is None:

@@ -26,6 +26,7 @@ SLOTS_OF_GROUPS = 16
 """At most, where records are held back to be committed in groups, and the budget has room."""
 BUDGET_FORMULA = "3 slots where they fit into half of the available memory (of all ranks), else 2"
 _DOCUMENT_SLACK_BYTES = 1 << 20
+_LOOK_S = 0.2
 
 
 @dataclass(slots=True)
@@ -57,7 +58,6 @@ class Pool:
         """The first job of this process: those before it are a dead trainer's."""
         self.lent: Slot | None = None
         """The last that `acquire` gave, until it is in other hands."""
-        self.failure: str | None = None
         self.on_release: Callable[[Arena], None] = lambda arena: None
 
     def describe(self) -> dict[str, object]:
@@ -97,25 +97,26 @@ class Pool:
         self._sequence += 1
         return self._sequence
 
-    def acquire(self, plan: Plan, descriptor_size: int, patience_s: float) -> Slot | None:
+    def acquire(self, plan: Plan, descriptor_size: int, *, waits: bool) -> Slot | None:
         """A slot for this plan, in state CAPTURING and with its headers in place.
 
         `descriptor_size`: of the last one, as the next is not made yet; there is room for growth.
-        Blocks while none is free, up to `patience_s`; None then. Raises Unavailable where the
-        budget is too small, or the keeper is lost.
+        Where it `waits`, it blocks while no slot is free or there is no keeper, as long as the
+        client's patience lasts. None where no slot is free then. Raises Unavailable where the
+        budget is too small, or there is no keeper.
         """
-        deadline = time.monotonic() + patience_s
-        if not self.reserve(plan, descriptor_size, deadline):
+        since = time.monotonic() if waits else None
+        with self._changed:
+            self._await_keeper(since)
+        if not self.reserve(plan, descriptor_size, since):
             return None
         assert self._current
         key, arena = self._current
         with self._changed:
-            self._check_failure()
             while (index := arena.free_slot(self._own_from)) is None:
-                self._client.flush(self._sequence)
-                if not self._wait(deadline):
+                if not self._wait(since):
                     return None
-                self._check_failure()
+                self._await_keeper(since)
             slot = self.lent = Slot(key, arena, index)
             arena.set_state(index, SlotState.CAPTURING)
         if self._plans.get((key, index)) is not plan:
@@ -132,11 +133,12 @@ class Pool:
             slot.arena.set_state(slot.index, SlotState.FREE)
         self.lent = None
 
-    def reserve(self, plan: Plan, descriptor_size: int, deadline: float) -> bool:
+    def reserve(self, plan: Plan, descriptor_size: int, since: float | None) -> bool:
         """Make sure that there is an arena for this plan: one that is outgrown is retired.
 
-        Blocks while the one before it is still in use, up to `deadline` (time.monotonic()); False
-        then. So there are never more than two, however fast a state grows. Raises Unavailable.
+        Blocks while the one before it is still in use, as long as who waits since then
+        (time.monotonic(); None: does not wait) may go on; False then. So there are never more than
+        two, however fast a state grows. Raises Unavailable.
         """
         local, here = self._client.place
         said = 3 * descriptor_size + 64 * plan.layout.digest_count
@@ -150,23 +152,33 @@ class Pool:
                 self._take_back()
                 if not self._retired:
                     break
-                self._check_failure()
-                self._client.flush(self._sequence)
-                if not self._wait(deadline):
+                if not self._wait(since):
                     return False
+                self._await_keeper(since)
         adopted = self._adopt(image, documents)
         outgrown, self._current = self._current, adopted or self._create(image, documents)
         if outgrown:
             self._retired.append(outgrown)
         return True
 
-    def _wait(self, deadline: float) -> bool:
+    def _wait(self, since: float | None) -> bool:
         """For what changes meanwhile, not long: a new keeper changes states without a message to
-        us. False where it is late already. `_changed` is locked."""
-        left = deadline - time.monotonic()
-        if left > 0:
-            self._changed.wait(min(0.2, left))
-        return left > 0
+        us. False where who waits since then has no patience left. `_changed` is locked."""
+        may_wait = since is not None and self._client.patience.lasts(since)
+        if may_wait:
+            self._changed.wait(_LOOK_S)
+        return may_wait
+
+    def _await_keeper(self, since: float | None) -> None:
+        """Raises Unavailable where there is none in time. `_changed` is locked."""
+        while True:
+            try:
+                self._client.ensure()
+            except Unavailable:
+                if not self._wait(since):
+                    raise
+            else:
+                return
 
     def notify(self) -> None:
         """A slot may have become free."""
@@ -201,10 +213,6 @@ class Pool:
         self.on_release(arena)
         self._plans = {at: plan for at, plan in self._plans.items() if at[0] != key}
         self._client.release_arena(key)
-
-    def _check_failure(self) -> None:
-        if self.failure:
-            raise Unavailable(self.failure)
 
     def _adopt(self, image: int, documents: int) -> tuple[str, Arena] | None:
         chosen = None

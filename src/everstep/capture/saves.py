@@ -22,6 +22,15 @@ from everstep.keeper.wire import Message
 log = logging.getLogger("everstep")
 
 _TORN_MAX = 64
+_LOOK_S = 1.0
+_TOLD_MAX = 10
+"""Failures in a row that are logged one by one; then each hundredth is."""
+
+
+STALLED = (
+    "nothing is being saved. Does the disk hang? Training goes on, and waits no more before "
+    "something is saved again"
+)
 
 
 class Skipped(Unavailable):
@@ -38,6 +47,7 @@ class Saves:
         self.newest: SaveHandle | None = None
         self._before: SaveHandle | None = None
         self._calls = 0
+        self._failures_in_row = 0
         self._metrics = metrics
         self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
         self._torn: dict[int, str] = {}
@@ -110,6 +120,17 @@ class Saves:
         if newest and newest.error and not isinstance(newest.error, Skipped):
             raise newest.error
 
+    def await_durable(self, handle: SaveHandle) -> None:
+        """Block until a save is durable, as long as patience lasts. Raises the save's error, or
+        Unavailable. For the thread that trains."""
+        since = time.monotonic()
+        while not handle.done() and self._client.patience.lasts(since):
+            with contextlib.suppress(TimeoutError):
+                handle.wait("local", _LOOK_S)
+        if not handle.done():
+            raise Unavailable(f"waiting for step {handle.step} to be durable: {STALLED}")
+        handle.wait("local")
+
     def on_event(self, message: Message) -> None:
         """What the keeper says of a save, or of itself. Client's thread."""
         kind = message["type"]
@@ -155,6 +176,7 @@ class Saves:
             self._on_torn(capture, handle, problem)
 
     def _on_commit(self, capture: Capture, handle: SaveHandle, message: Message) -> None:
+        self._failures_in_row = 0
         is_part = bool(message.get("is_part"))  # of a later checkpoint, with which it is committed
         self._metrics.commits += not is_part
         self._metrics.bytes_written += message["bytes"]
@@ -172,9 +194,11 @@ class Saves:
     def _on_news(self, message: Message) -> None:
         """Of the keeper itself, or of what it does for no save in particular."""
         if message["type"] == "lost":
-            self._on_loss(message["message"])
+            self._pool.notify()
+            if message["is_final"]:
+                self._on_loss(message["message"])
         elif message["type"] == "found":
-            self._pool.failure = None
+            self._pool.notify()
         elif message["type"] in ("whole", "not_whole"):
             self._on_catch_up(message)
 
@@ -213,7 +237,7 @@ class Saves:
         self._forget(capture)
 
     def _on_loss(self, reason: str) -> None:
-        self._pool.failure = reason
+        """Nothing that is on its way waits for another keeper any more."""
         for capture, handle in list(self._begun.values()):
             # What is not copied by now will not be sealed, and no other keeper finds it.
             if problem := capture.await_check() if capture.copied.is_set() else None:
@@ -227,13 +251,12 @@ class Saves:
             known[1].hasten_with(None)
         self._pool.notify()
 
-    def skip(self, handle: SaveHandle, waited_s: float) -> None:
-        """There was no memory for it, however long it waited."""
+    def skip(self, handle: SaveHandle) -> None:
+        """There was no memory for it."""
         self._metrics.skips += 1
-        after = f" after {waited_s:.0f} s" if waited_s else ""
         text = (
-            f"saving step {handle.step}: skipped{after}, because earlier saves are still being "
-            f"written. Save less often "
+            f"saving step {handle.step}: skipped, because earlier saves are still being written. "
+            f"Save less often "
             f"(every=), give more memory (memory_budget=), or wait instead (under_pressure='wait')"
         )
         if self._metrics.skips == 1 or self._metrics.skips % 100 == 0:
@@ -259,7 +282,9 @@ class Saves:
                 return
             self._metrics.failures += 1
             self._metrics.last_error = str(error)
-            log.error("step %s was not saved: %s: %s", handle.step, kind_of(error), error)
+            self._failures_in_row += 1
+            if self._failures_in_row <= _TOLD_MAX or self._failures_in_row % 100 == 0:
+                log.error("step %s was not saved: %s: %s", handle.step, kind_of(error), error)
             self._fail(handle, error)
 
     def _fail(self, handle: SaveHandle, error: EverstepError) -> None:

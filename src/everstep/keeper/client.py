@@ -23,6 +23,7 @@ from typing import NamedTuple
 from everstep.errors import KINDS, Corrupt, Unavailable
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
+from everstep.keeper.patience import Patience
 from everstep.keeper.process import IDLE_S
 from everstep.keeper.spawn import START_S, cannot_start, spawn
 from everstep.store.names import CheckpointName
@@ -32,9 +33,10 @@ log = logging.getLogger("everstep")
 
 _GREETING_S = 5.0
 _REPLY_S = 3600.0
-_PATIENCE_S = 30.0
+_REMIND_S = 30.0
+_LOOK_S = 0.2
 _ASKED_MAX = 5
-_PAUSE_S_MAX = 60.0
+_PAUSE_S_MIN, _PAUSE_S_MAX = 1.0, 60.0
 _DEATHS_MAX, _DEATHS_S = 5, 60.0
 
 _GAPS_MAX = 16
@@ -64,8 +66,9 @@ class Client:
 
     `on_event` gets the keeper's messages about jobs ("held", "written", "local", "failed"), and of
     steps that were made "whole", or "not_whole", in a thread of the client's own; {"type": "lost",
-    "message": ...} where no keeper can be had any more, and {"type": "found"} where one can be had
-    again. After a keeper's death messages about a job may come again.
+    "message": ..., "is_final": ...} each time that no keeper can be had, and {"type": "found"}
+    where one can be had again. "is_final": what is on its way shall wait for none any longer. After
+    a keeper's death messages about a job may come again.
     """
 
     def __init__(
@@ -102,6 +105,8 @@ class Client:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._lost: str | None = None
+        self._pause_s = _PAUSE_S_MIN
+        self.patience = Patience()
         self.attachments = 1
         """How often a keeper was found: another one knows nothing of what the last had in mind."""
         self.losses = 0
@@ -119,13 +124,15 @@ class Client:
         return (self._team.local, self._team.here) if self._team else (0, 1)
 
     def ensure(self) -> None:
-        """Raises Unavailable where no keeper can be had; does not block. It is sought further."""
+        """Raises Unavailable where no keeper can be had now; does not block. It is sought
+        further."""
         if self._lost is not None:
             raise Unavailable(self._lost)
 
     def claim(self, parent: CheckpointName | None) -> int:
-        """Claim an epoch that goes on from `parent` (None: nothing). Blocks; raises Unavailable.
-        All ranks of a team make the same claims, and get the same epochs."""
+        """Claim an epoch that goes on from `parent` (None: nothing). Blocks, for a keeper as well
+        as long as patience lasts; raises Unavailable. All ranks of a team make the same claims, and
+        get the same epochs."""
         number = self._claims + 1  # the same again where it fails: perhaps only for this rank
         message = {
             "type": "claim",
@@ -134,7 +141,7 @@ class Client:
             "fork": parent.step if parent else 0,
         }
         self._claiming = number, parent
-        reply, _ = self._request(message)
+        reply, _ = self._request(message, waits=True)
         if "epoch" not in reply:
             raise KINDS.get(reply["kind"], Unavailable)(reply["message"])
         return int(reply["epoch"])
@@ -157,7 +164,7 @@ class Client:
     def adopt(self, key: str, arena: Arena) -> bool:
         """Go on with the arena of a trainer that died, as after `add_arena`. False where the keeper
         has it no more."""
-        reply, _ = self._request({"type": "adopt", "arena": key})
+        reply, _ = self._request({"type": "adopt", "arena": key}, waits=True)
         if reply["ok"]:
             self.add_arena(key, arena)  # a keeper that came since does not know it
         return bool(reply["ok"])
@@ -255,41 +262,54 @@ class Client:
         except OSError as error:
             log.debug("the keeper did not take %s: %s", message["type"], error)
 
-    def _request(self, message: wire.Message) -> tuple[wire.Message, list[int]]:
-        """Send and wait for the reply, over the deaths of a few keepers."""
+    def _request(
+        self, message: wire.Message, *, waits: bool = False
+    ) -> tuple[wire.Message, list[int]]:
+        """Send and wait for the reply, over the deaths of a few keepers; `waits`: also while there
+        is none, as long as patience lasts."""
+        since = time.monotonic() if waits else None
         number = next(self._ids)
         replies: queue.SimpleQueue[_Reply] = queue.SimpleQueue()
         with self._lock:
             self._waiting[number] = replies
         try:
-            for _ in range(_ASKED_MAX):
+            for asked in itertools.count(1):
                 self._send({**message, "id": number})
-                reply = self._wait_for(replies, message["type"])
+                reply = self._wait_for(replies, message["type"], since)
                 if reply:
                     return reply
+                if asked >= _ASKED_MAX and not self._may_wait(since):
+                    break
             raise Unavailable(
-                f"asking the keeper of {self._store} ({message['type']}): it was lost "
-                f"{_ASKED_MAX} times"
+                f"asking the keeper of {self._store} ({message['type']}): it was lost {asked} times"
             )
         finally:
             with self._lock:
                 del self._waiting[number]
 
-    def _wait_for(self, replies: "queue.SimpleQueue[_Reply]", what: str) -> _Reply:
+    def _wait_for(
+        self, replies: "queue.SimpleQueue[_Reply]", what: str, since: float | None
+    ) -> _Reply:
         """None where it has to be asked again."""
-        waited = 0.0
-        while waited < _REPLY_S:
-            self.ensure()
+        began = reminded = time.monotonic()
+        while (now := time.monotonic()) - began < _REPLY_S:
+            if not self._may_wait(since):
+                self.ensure()
             if self._stop.is_set():
                 raise Unavailable(f"asking the keeper of {self._store}: this client is closed")
-            try:
-                return replies.get(timeout=_PATIENCE_S)
-            except queue.Empty:
-                waited += _PATIENCE_S
+            if now - reminded >= _REMIND_S:
+                reminded = now
+                waited = now - began
                 log.warning(
                     "the keeper of %s: no answer (%s) for %.0f s", self._store, what, waited
                 )
+            with contextlib.suppress(queue.Empty):
+                return replies.get(timeout=_LOOK_S)
         raise Unavailable(f"asking the keeper of {self._store} ({what}): no answer in {_REPLY_S} s")
+
+    def _may_wait(self, since: float | None) -> bool:
+        """Whether one who waits since then (None: does not wait) goes on without a keeper."""
+        return since is not None and self.patience.lasts(since)
 
     # ---- listening -------------------------------------------------------------------------
 
@@ -308,6 +328,12 @@ class Client:
                 self._reconnect()
 
     def _dispatch(self, message: wire.Message, fds: list[int]) -> None:
+        if message["type"] == "progress":
+            self.patience.note_bytes(message["bytes"])
+            return
+        if message["type"] == "local":
+            self._pause_s = _PAUSE_S_MIN
+            self.patience.note_commit()
         if message["type"] == "claimed" and "epoch" in message:
             # Here, since this thread greets the next keeper, which must be told.
             self._claims, self._parent = self._claiming
@@ -334,37 +360,35 @@ class Client:
     def _reconnect(self) -> None:
         """The keeper has died: start another, and go on until that works or the client is closed.
 
-        Where keepers cannot be started, or die one after the other, that is told once, and tried
-        again after a while.
+        Where keepers cannot be started, or die one after the other, that is told, and tried again
+        after a while: a longer one each time, until something is committed.
         """
         self.losses += 1
         log.warning("the keeper of %s was lost; looking for another", self._store)
         self._deaths.append(time.monotonic())
-        pause = 1.0
         is_full = len(self._deaths) == _DEATHS_MAX
         if is_full and self._deaths[-1] - self._deaths[0] < _DEATHS_S:
-            self._deaths.clear()
-            self._give_up_for_now(
-                cannot_start(self._store, f"{_DEATHS_MAX} were lost in {_DEATHS_S:.0f} s")
-            )
-            self._stop.wait(_PAUSE_S_MAX)
+            self._rest(cannot_start(self._store, f"{_DEATHS_MAX} were lost in {_DEATHS_S:.0f} s"))
         while not self._stop.is_set():
             try:
                 connection = self._attach()
             except Exception as error:  # noqa: BLE001 - without this thread nothing is ever told
-                self._give_up_for_now(str(error))
-                self._stop.wait(pause)
-                pause = min(2 * pause, _PAUSE_S_MAX)
+                self._rest(str(error))
                 continue
             self._switch_to(connection)
             return
 
-    def _give_up_for_now(self, reason: str) -> None:
-        if self._lost is None and not self._stop.is_set():
-            self._lost = reason
-            with self._lock:
-                self._wake_waiting()
-            self._announce({"type": "lost", "message": self._lost})
+    def _rest(self, reason: str) -> None:
+        """Tell that there is no keeper for now, and let some time pass."""
+        if self._stop.is_set():
+            return
+        if self._lost is None:
+            log.error("%s", reason)
+        self._lost = reason
+        is_final = not self.patience.lasts_without_keeper()
+        self._announce({"type": "lost", "message": reason, "is_final": is_final})
+        self._stop.wait(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
 
     def _switch_to(self, connection: socket.socket) -> None:
         """Use a new keeper, and give it the arenas, in which it finds what is sealed."""
@@ -376,6 +400,7 @@ class Client:
                 self._connection.close()
             self._connection = connection
             self.attachments += 1
+            self.patience.note_keeper()
             for key, arena in self._arenas.items():
                 self._send_locked({"type": "arena", "arena": key}, [arena.fd])
             for message in self._gaps:

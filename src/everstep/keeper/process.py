@@ -22,6 +22,7 @@ from everstep.keeper.home import Home
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
 from everstep.tiers.disk import Disk
+from everstep.tiers.system import System
 
 log = logging.getLogger("everstep.keeper")
 
@@ -44,16 +45,32 @@ HALF_STEP_S = 5.0
 """How long somebody who restores waits for a step of others, of which some ranks are dead, and some
 live and have not handed in theirs."""
 
+PULSE_S = 5.0
+"""How often trainers are told how much was written, while something is."""
+
 SESSIONS_MAX = 1024
 _TICK_S = 0.5
 _MESSAGES_AT_ONCE = 64
+
+
+class _Counting(System):
+    """Counts the bytes that are written, about."""
+
+    written = 0
+
+    def pwrite(self, fd: int, data: memoryview | bytes, offset: int) -> int:
+        """As System, and count."""
+        count = super().pwrite(fd, data, offset)
+        self.written += count
+        return count
 
 
 class Keeper:
     """The event loop. Everything here runs in the main thread."""
 
     def __init__(self, store: str, home: Home, idle_s: float) -> None:
-        self._disk = Disk(store)
+        self._system = _Counting()
+        self._disk = Disk(store, self._system)
         self._home = home
         self._idle_s = idle_s
         self._sessions: list[Session] = []
@@ -67,7 +84,8 @@ class Keeper:
         )
         self._leaving = False
         self._was_used = False
-        self._last_use = self._looked_home = time.monotonic()
+        self._last_use = self._looked_home = self._told = time.monotonic()
+        self._written_told = 0
 
     def leave_when_free(self) -> None:
         """On SIGTERM: finish what is sealed, serve the trainers that live, then exit."""
@@ -81,6 +99,7 @@ class Keeper:
             self._end_silence()
             self._answer_settled()
             self._tidy()
+            self._tell_progress()
             self._look_after_home()
 
     def _is_over(self) -> bool:
@@ -348,6 +367,15 @@ class Keeper:
         )
         in_peace = orphan.detached and not orphan.holds_uncommitted()
         return not orphan.arenas or in_peace or succeeded
+
+    def _tell_progress(self) -> None:
+        """So that nobody takes a slow disk for one that hangs."""
+        now, written = time.monotonic(), self._system.written
+        if now - self._told < PULSE_S or written == self._written_told:
+            return
+        self._told, self._written_told = now, written
+        for session in self._sessions:
+            session.tell({"type": "progress", "bytes": written})
 
     def _look_after_home(self) -> None:
         """Once a second: a cleaner of temporary files may have taken lock or socket away."""

@@ -1,0 +1,80 @@
+"""How long calls wait: what counts as progress, and what does not."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from everstep.keeper import patience
+from everstep.keeper.patience import STALL_S, Patience
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    now = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now.s))
+    return now
+
+
+def test_a_wait_is_bounded_by_its_own_beginning(clock: SimpleNamespace) -> None:
+    waiting = Patience()
+    clock.s += 10 * STALL_S  # nothing was saved, as nobody wanted to
+    since = clock.s
+    clock.s += STALL_S - 1
+    assert waiting.lasts(since)
+    clock.s += 1
+    assert not waiting.lasts(since)
+
+
+def test_nobody_waits_before_something_is_committed(clock: SimpleNamespace) -> None:
+    waiting = Patience()
+    since = clock.s
+    clock.s += STALL_S
+    assert not waiting.lasts(since)
+    assert not waiting.lasts(clock.s)
+    waiting.note_bytes(5)
+    assert not waiting.lasts(clock.s)
+    waiting.note_commit()
+    assert waiting.lasts(clock.s)
+
+
+def test_a_slow_disk_makes_progress(clock: SimpleNamespace) -> None:
+    waiting = Patience()
+    since = clock.s
+    for count in range(1, 20):
+        clock.s += STALL_S / 2
+        waiting.note_bytes(count)
+        assert waiting.lasts(since)
+    for _ in range(2):
+        clock.s += STALL_S / 2
+        waiting.note_bytes(count)
+    assert not waiting.lasts(since)
+
+
+def test_keepers_that_die_at_the_same_byte_make_no_progress(clock: SimpleNamespace) -> None:
+    waiting = Patience()
+    waiting.note_bytes(900)
+    waiting.note_commit()
+    waiting.note_bytes(1000)  # 100 of the next one
+    since = clock.s
+    for _ in range(3):
+        clock.s += STALL_S / 3
+        waiting.note_keeper()
+        waiting.note_bytes(100)
+    assert not waiting.lasts(since)
+    waiting.note_commit()
+    waiting.note_bytes(101)
+    assert waiting.lasts(since)
+
+
+def test_what_is_on_its_way_waits_for_a_keeper_since_the_first_was_lost(
+    clock: SimpleNamespace,
+) -> None:
+    waiting = Patience()
+    assert waiting.lasts_without_keeper()
+    clock.s += STALL_S - 1
+    assert waiting.lasts_without_keeper()
+    waiting.note_commit()
+    clock.s += STALL_S - 1
+    assert waiting.lasts_without_keeper()
+    clock.s += STALL_S
+    assert not waiting.lasts_without_keeper()
