@@ -30,6 +30,7 @@ from everstep.restore.choose import candidates
 from everstep.restore.load import Loader
 from everstep.state.view import State
 from everstep.tiers.disk import Disk
+from stores import rewrite
 
 ROOM_BYTES = 2 << 30
 DEEP, NAN = "@@deep", "@@nan"
@@ -98,9 +99,20 @@ def stores(tmp_path_factory):
                 saver.save(step, **({"tag": "best"} if step == 2 else {})).wait("local")
         end_keeper(store)
         found.append(store)
-    shutil.copytree(found[0], found[0].with_name("parts"))
-    divide(found[0].with_name("parts"), 4, 5)
-    return [*found, found[0].with_name("parts")]
+    for kind in ("parts", "ranks"):
+        found.append(shutil.copytree(found[0], found[0].with_name(kind)))
+    divide(found[-2], 4, 5)
+    rewrite(found[-1] / "checkpoints/00000004-0001/manifest.json", share_out)
+    return found
+
+
+def share_out(manifest):
+    """Some of its objects are those of each of two ranks."""
+    own = {name: manifest["objects"].pop(name) for name in ("rng", "python")}
+    manifest["ranks"] = [
+        {name: {"index": rank, "count": 2, "value": value} for name, value in own.items()}
+        for rank in range(2)
+    ]
 
 
 def places_in(value):
@@ -245,7 +257,7 @@ def check(stores, path, seed):
 
 
 def test_resealed_documents(stores, tmp_path):
-    run(stores, tmp_path, 100)
+    run(stores, tmp_path, 60)
 
 
 @pytest.mark.slow

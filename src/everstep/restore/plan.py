@@ -8,7 +8,6 @@ a hundred reads of a kilobyte take longer than one of a megabyte.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from everstep.errors import Unsupported
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import Part
@@ -61,11 +60,6 @@ def plan(
     by_pack: dict[int, list[Target]] = {}
     for entry, boxes in wanted:
         for piece in entry.pieces:
-            if piece.codec != "raw":
-                raise Unsupported(
-                    f"restoring {entry.spec.name!r}: it is encoded ({piece.codec}), which takes a "
-                    f"newer everstep"
-                )
             meets = [meet for box in boxes if (meet := piece.box.intersect(box))]
             if not meets:
                 continue

@@ -63,13 +63,9 @@ def unowned(name: str) -> str:
 def values_by_index(ranks: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     """What each number had of this name, in order; nothing where it is no such thing. Raises
     Corrupt."""
-    try:
-        rows = [own[name] for own in ranks if name in own]
-        found = {int(row["index"]): row["value"] for row in reversed(rows)}  # of equals the first
-        counts = {int(row["count"]) for row in rows}
-    except (KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"reading what the ranks have of {name!r}: {error!r}") from error
-    if counts and (len(counts) > 1 or sorted(found) != list(range(max(counts)))):
+    rows = [own[name] for own in ranks if name in own]
+    found = {row["index"]: row["value"] for row in reversed(rows)}  # of equals the first
+    if {row["count"] for row in rows} - {len(found)} or sorted(found) != list(range(len(found))):
         raise Corrupt(f"reading what the ranks have of {name!r}: numbers are missing")
     return [found[index] for index in sorted(found)]
 
