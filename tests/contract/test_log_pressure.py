@@ -143,7 +143,7 @@ def test_a_tag_does_not_wait_for_ever(store, monkeypatch):
                 saver.save(4, tag="best")
         handle.wait()
         saver.save(4, tag="best")
-    assert Store(store).tags()["best"].step == 4
+    assert Store(store).manifest("best").step == 4
 
 
 def test_shares_of_a_window_wait(store):
