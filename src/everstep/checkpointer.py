@@ -63,7 +63,6 @@ class Checkpointer:
         audit: Literal["sample", "full"] = "sample",
         catch_up: int | None = None,
         keep_exact: bool = True,
-        group_commit: tuple[int, float] | None = None,
         keep: Keep | None = None,
         memory_budget: int | None = None,
         under_pressure: Literal["skip", "wait"] = "wait",
@@ -101,12 +100,6 @@ class Checkpointer:
         keep_exact: what `catch_up` makes of a run on a GPU differs in last bits: the log, which is
             exact, stays what restore() takes, and nothing is deleted for it. False: that state
             stands for the log, so that retention bounds it, and restore() is not exact from there.
-        group_commit: (bytes, milliseconds): a log's records wait until there are so many bytes of
-            them, or so much time has passed since the first was written, and are made durable
-            together. A crash of this process loses no more than without, one of the machine those
-            records as well. Not while anybody waits for one, nor where no memory is free
-            (memory_budget may give more than three states then). None: only what waits anyway is
-            taken together.
         keep: retention. None: all is kept.
         memory_budget: bytes of host memory for captures, at least two states. None: three states
             where they fit into half of the available memory, else two.
@@ -142,7 +135,7 @@ class Checkpointer:
         """
         settings = Settings(
             every, strategy, base_every, window, recovery_budget, audit, catch_up, keep_exact,
-            group_commit, keep, memory_budget, under_pressure,
+            keep, memory_budget, under_pressure,
         )  # fmt: skip
         if not os.fspath(store):
             raise ValueError("store must be a directory, not ''; for the current one say '.'")
@@ -169,7 +162,6 @@ class Checkpointer:
             keep,
             self._saves.on_event,
             catch_up=catch_up,
-            group_commit=group_commit,
             team=team,
             keep_exact=keep_exact,
         )

@@ -31,7 +31,6 @@ class SaveHandle:
         """Of a record that is local: which part of its gradients' bytes was not written, as they
         were packed; 0 to 1."""
         self._confirm: Callable[[], str | None] | None = None
-        self._hasten: Callable[[], None] | None = None
         self._changed = threading.Condition()
         self.times["called"] = time.monotonic()
 
@@ -43,8 +42,6 @@ class SaveHandle:
         """Block until `level` is reached. Raises the save's error, or TimeoutError after `timeout`
         seconds (in another thread than the one that trains: up to one more)."""
         check_level(level)
-        if level == "local" and self._hasten:
-            self._hasten()
         deadline = None if timeout is None else time.monotonic() + timeout
         is_captured = self._await("captured", deadline)
         confirm = self._confirm  # others may let go of it
@@ -63,10 +60,6 @@ class SaveHandle:
         """For everstep: how to check the copy when somebody has waited for it, and may change
         tensors next."""
         self._confirm = check
-
-    def hasten_with(self, flush: Callable[[], None] | None) -> None:
-        """For everstep: whom to tell that somebody waits for it to be durable."""
-        self._hasten = flush
 
     def advance(self, level: str, error: EverstepError | None = None) -> None:
         """For everstep: the save has reached `level`; a level never falls. `error`: what went wrong

@@ -1,7 +1,6 @@
 """A trainer without torch: a client, an arena, and what the keeper said. Also run as a process:
 
-python keepers.py STORE SCRIPT IDLE_S [BYTES MILLISECONDS]: runs the script with `trainer` and the
-names of this module.
+python keepers.py STORE SCRIPT IDLE_S: runs the script with `trainer` and the names of this module.
 """
 
 import os
@@ -37,9 +36,7 @@ def until(condition, what):
 class Trainer:
     """Attached to the keeper of `store`; `confirms=False`: "written" is left to the test."""
 
-    def __init__(
-        self, store, idle_s=600.0, specs=stores.SMALL, confirms=True, slots=3, group_commit=None
-    ):
+    def __init__(self, store, idle_s=600.0, specs=stores.SMALL, confirms=True, slots=3):
         self.specs, self.confirms = specs, confirms
         self.events = []
         self._changed = threading.Condition()
@@ -47,7 +44,7 @@ class Trainer:
         self.table = encode_table(self.layout, {}, {}, {})
         self.slots = slots
         self.key, self.arena, self.sequence = f"key-{os.getpid()}-{id(self)}", None, 0
-        self.client = Client(Path(store), None, self._on_event, idle_s, group_commit=group_commit)
+        self.client = Client(Path(store), None, self._on_event, idle_s)
 
     @property
     def keeper(self):
@@ -152,10 +149,9 @@ class Trainer:
 class Process:
     """A script with a trainer in a process of its own; `read` takes a line that it printed."""
 
-    def __init__(self, store, script, idle_s=600.0, env=None, group_commit=None):
-        bounds = map(str, group_commit or ())
+    def __init__(self, store, script, idle_s=600.0, env=None):
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(store), script, str(idle_s), *bounds],
+            [sys.executable, __file__, str(store), script, str(idle_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -225,8 +221,5 @@ def socket_of(store):
 
 
 if __name__ == "__main__":
-    bounds = tuple(map(int, sys.argv[4:])) or None
-    with Trainer(
-        sys.argv[1], float(sys.argv[3]), slots=8 if bounds else 3, group_commit=bounds
-    ) as (trainer):
+    with Trainer(sys.argv[1], float(sys.argv[3])) as trainer:
         exec(sys.argv[2])  # noqa: S102 - the test's own words

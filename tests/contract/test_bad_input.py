@@ -300,14 +300,14 @@ def test_arguments_of_a_wrong_kind(store, option, expected):
 @pytest.mark.parametrize(
     ("strategy", "unused"),
     [
-        ("full", ["base_every", "window", "catch_up", "group_commit"]),
-        ("spread", ["base_every", "group_commit"]),
+        ("full", ["base_every", "window", "catch_up"]),
+        ("spread", ["base_every"]),
         ("log", []),
         ("auto", []),
     ],
 )
 def test_options_that_do_nothing_are_told(store, caplog, strategy, unused):
-    options = {"base_every": 5, "window": 2, "catch_up": 50, "group_commit": (1 << 20, 5)}
+    options = {"base_every": 5, "window": 2, "catch_up": 50}
     with checkpointer(store, build(1), strategy=strategy, **options):
         pass
     told = [record.args[0] for record in caplog.records if "does nothing with" in record.message]

@@ -35,12 +35,10 @@ class Run:
         steps: int = STEPS,
         every: int = 1,
         log: int | None = None,
-        group: int | None = None,
     ) -> None:
-        """`log`: steps from base to base; None: whole states. `group`: milliseconds for which its
-        records wait for each other."""
+        """`log`: steps from base to base; None: whole states."""
         strategy = "log" if log else "full"
-        self.process = forked.Forked(trainer.main, str(store), steps, every, strategy, log, group)
+        self.process = forked.Forked(trainer.main, str(store), steps, every, strategy, log)
         self.begun.append(self)
         self.losses: dict[int, str] = {}
         self.last = 0
@@ -122,12 +120,11 @@ def die_and_go_on(
     kills: int,
     keeper_too: bool,
     log: int | None = None,
-    group: int | None = None,
 ) -> None:
     losses: dict[int, str] = {}
     previous = 0
     for kill in range(kills):
-        run = Run(store, log=log, group=group)
+        run = Run(store, log=log)
         assert previous - run.restored <= 1, (
             f"kill {kill}: {previous} was done, {run.restored} restored"
         )
@@ -144,7 +141,7 @@ def die_and_go_on(
         losses.update(run.losses)
         # The step whose line was not printed any more may still have been taken.
         previous = max(run.last, run.restored)
-    run = Run(store, log=log, group=group)
+    run = Run(store, log=log)
     assert previous - run.restored <= 1
     run.finish()
     losses.update(run.losses)
@@ -159,11 +156,6 @@ def test_trainer_killed_at_random_moments(store):
 @pytest.mark.parametrize("base_every", [3, *slow(50)])
 def test_trainer_with_a_log_killed_at_random_moments(store, base_every):
     die_and_go_on(store, random.Random(seed()), kills=4, keeper_too=False, log=base_every)
-
-
-def test_trainer_with_groups_killed_at_random_moments(store):
-    """Groups that end by themselves after an hour: the keeper has what the disk does not have."""
-    die_and_go_on(store, random.Random(seed()), kills=4, keeper_too=False, log=50, group=3_600_000)
 
 
 @pytest.mark.slow

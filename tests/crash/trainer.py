@@ -1,6 +1,6 @@
 """A real training run in a process of its own, to be killed: prints one JSON line for each event.
 
-python trainer.py STORE STEPS EVERY [STRATEGY [BASE_EVERY [GROUP_MILLISECONDS]]]
+python trainer.py STORE STEPS EVERY [STRATEGY [BASE_EVERY]]
 """
 
 import json
@@ -45,7 +45,6 @@ def main(
     every: int,
     strategy: str = "full",
     base_every: int | None = None,
-    group: int | None = None,
 ) -> None:
     state = build()
     keep = everstep.Keep(last=3)
@@ -55,8 +54,6 @@ def main(
         every=every,
         strategy=strategy,
         base_every=base_every,
-        group_commit=(1 << 30, group) if group else None,
-        memory_budget=16 << 20 if group else None,
         keep=keep,
         under_pressure="wait",
     ) as checkpointer:

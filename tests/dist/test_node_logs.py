@@ -188,16 +188,6 @@ def test_what_ranks_say_of_calls_for_themselves(gang, store, layout, more, kind)
     check_all_steps(gang, store, states)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp"])
-def test_records_are_committed_together(gang, store, layout):
-    more = {"group_commit": (1 << 30, 60_000), "memory_budget": 64 << 20, "base_every": 20}
-    _, _, _, states = gang.run(trains, layout, store, NODES, 14, more)[0]
-    assert records_of(store) == {step: int(step > 1) for step in range(1, 15)}
-    assert Store(store).verify().ok
-    check_all_steps(gang, store, states)
-
-
 def trains_on(store, nodes, steps, files, surprised=()):
     """Step after step, each when there is a file for it: the state after each, and why it is not
     durable. At the steps `surprised` the last rank changes its weights by hand."""

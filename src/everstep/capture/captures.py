@@ -18,7 +18,7 @@ from everstep.capture.hooks import Hook
 from everstep.capture.in_flight import Capture, row_of
 from everstep.capture.log import Log
 from everstep.capture.plan import Plan, Planner
-from everstep.capture.pool import SLOTS, SLOTS_MIN, SLOTS_OF_GROUPS, Pool, Slot
+from everstep.capture.pool import SLOTS_MIN, Pool, Slot
 from everstep.capture.rank_agreement import Ranks
 from everstep.capture.saves import STALLED, Saves
 from everstep.capture.settings import Settings, Strategy
@@ -71,8 +71,7 @@ class Captures:
         self._client = client
         self._saves = saves
         self._metrics = metrics
-        slots = SLOTS_OF_GROUPS if settings.group_commit else SLOTS
-        self.pool = Pool(client, settings.memory_budget, slots)
+        self.pool = Pool(client, settings.memory_budget)
         saves.attach(client, self.pool)
         self._losses = client.losses
         self._passes = 0

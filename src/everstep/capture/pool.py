@@ -22,8 +22,6 @@ from everstep.keeper.recoverable import place_of
 SLOTS = 3
 SLOTS_MIN = 2
 """So that one good copy is whole while the next one is made."""
-SLOTS_OF_GROUPS = 16
-"""At most, where records are held back to be committed in groups, and the budget has room."""
 BUDGET_FORMULA = "3 slots where they fit into half of the available memory (of all ranks), else 2"
 _DOCUMENT_SLACK_BYTES = 1 << 20
 _LOOK_S = 0.2
@@ -41,12 +39,10 @@ class Slot:
 class Pool:
     """The arena in use, those that are being retired, and who may write where. Thread-safe."""
 
-    def __init__(self, client: Client, budget: int | None, slots: int = SLOTS) -> None:
-        """`budget`: bytes of host memory for captures; None: BUDGET_FORMULA. `slots`: how many of
-        them are used at most."""
+    def __init__(self, client: Client, budget: int | None) -> None:
+        """`budget`: bytes of host memory for captures; None: BUDGET_FORMULA."""
         self._client = client
         self._budget = budget
-        self._slots_max = slots
         self._chosen_budget = budget
         self._changed = threading.Condition()
         self._current: tuple[str, Arena] | None = None
@@ -245,7 +241,7 @@ class Pool:
                 f"{slot_bytes} bytes a "
                 f"slot, and two slots, so that one good copy is whole while the next is made"
             )
-        arena = Arena.create(min(self._slots_max, budget // slot_bytes), documents, image)
+        arena = Arena.create(min(SLOTS, budget // slot_bytes), documents, image)
         key = secrets.token_hex(8)
         self._client.add_arena(key, arena)
         return key, arena

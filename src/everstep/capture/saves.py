@@ -93,7 +93,6 @@ class Saves:
     def begin(self, capture: Capture, handle: SaveHandle) -> None:
         """The capture is about to be copied."""
         handle.confirm_with(capture.await_check)
-        handle.hasten_with(lambda: self._client.flush(capture.sequence))
         self._begun[capture.sequence] = (capture, handle)
 
     def handle_of(self, capture: Capture) -> SaveHandle | None:
@@ -110,8 +109,6 @@ class Saves:
         """See Checkpointer.wait."""
         deadline = None if timeout is None else time.monotonic() + timeout
         begun = list(self._begun.items())
-        if level == "local" and begun:
-            self._client.flush(begun[-1][0])
         for _, (_, handle) in begun:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with contextlib.suppress(EverstepError):
@@ -248,7 +245,6 @@ class Saves:
     def _forget(self, capture: Capture) -> None:
         if known := self._begun.pop(capture.sequence, None):
             known[1].confirm_with(None)  # a handle that is kept must not keep the arena
-            known[1].hasten_with(None)
         self._pool.notify()
 
     def skip(self, handle: SaveHandle) -> None:

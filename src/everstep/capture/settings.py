@@ -13,7 +13,6 @@ from everstep.capture.log import Log
 from everstep.capture.rank_agreement import Ranks
 from everstep.capture.spread import Spread
 from everstep.errors import Unsupported
-from everstep.keeper.tasks import MILLISECONDS_MAX
 from everstep.redo.coupling import why_not
 from everstep.redo.derived import Derived
 from everstep.redo.refusals import check
@@ -40,10 +39,8 @@ _ONLY_WITH = {
     "base_every": ("log", "auto"),
     "window": ("spread", "log", "auto"),
     "catch_up": ("spread", "log", "auto"),
-    "group_commit": ("log", "auto"),
 }
 """The strategies that an option says anything to."""
-_GROUP = ([int, int], [int, float])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,6 @@ class Settings:
     audit: str
     catch_up: int | None
     keep_exact: bool
-    group_commit: tuple[int, float] | None
     keep: Keep | None
     memory_budget: int | None
     under_pressure: str
@@ -83,8 +79,6 @@ class Settings:
             raise TypeError(f"keep_exact must be True or False, not {self.keep_exact!r}")
         if not self.keep_exact and self.catch_up is None:
             raise ValueError("keep_exact=False says what catch_up may drop: give catch_up, too")
-        if self.group_commit is not None:
-            _check_group(self.group_commit)
         if self.keep is not None and not isinstance(self.keep, Keep):
             raise TypeError(f"keep must be an everstep.Keep, not {self.keep!r}")
 
@@ -142,17 +136,6 @@ class Settings:
         if self.strategy == "spread":
             return spread
         return Auto(make_log, spread, self.every, ranks)
-
-
-def _check_group(value: object) -> None:
-    if not isinstance(value, (tuple, list)) or [type(part) for part in value] not in _GROUP:
-        raise TypeError(f"group_commit must be two numbers, (bytes, milliseconds), not {value!r}")
-    size, milliseconds = value
-    if size < 1 or not 0 < milliseconds <= MILLISECONDS_MAX:
-        raise ValueError(
-            f"group_commit must be a positive number of bytes, and of milliseconds up to "
-            f"{MILLISECONDS_MAX} (an hour), not {value!r}"
-        )
 
 
 def _check_nodes(ranks: Ranks, what: str) -> None:

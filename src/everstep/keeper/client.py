@@ -78,22 +78,19 @@ class Client:
         on_event: Callable[[wire.Message], None],
         idle_s: float = IDLE_S,
         catch_up: int | None = None,
-        group_commit: tuple[int, float] | None = None,
         keep_exact: bool = True,
         team: TeamMate | None = None,
     ) -> None:
-        """Connects, which starts a keeper where none runs. `catch_up`, `group_commit`,
+        """Connects, which starts a keeper where none runs. `catch_up`,
         `keep_exact`: see Checkpointer. `team`: of several ranks. Raises Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event
         self._idle_s = idle_s
         self._catch_up = catch_up
-        self._group_commit = group_commit
         self._team = team
         self._claims = 0
         self._keep_exact = keep_exact
-        self._awaited = 0
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
         self._parent: CheckpointName | None = None
@@ -181,14 +178,6 @@ class Client:
     def confirm(self, sequence: int, problem: str | None) -> None:
         """Answer "written": None, or how the copy was torn."""
         self._send({"type": "confirm", "sequence": sequence, "problem": problem})
-
-    def flush(self, sequence: int) -> None:
-        """Somebody waits for the jobs up to this one: no group that has one of them shall wait for
-        more. A new keeper is told, too."""
-        with self._lock:
-            if self._group_commit and sequence > self._awaited:
-                self._awaited = sequence
-                self._send_locked({"type": "flush", "sequence": sequence})
 
     def leave_out(self, step: int, call: int, reason: str) -> None:
         """This rank has nothing of a step (in that call), which the others need not wait for
@@ -447,8 +436,6 @@ class Client:
             "parent": self._parent,
             "catch_up": self._catch_up,
             "keep_exact": self._keep_exact,
-            "group_commit": self._group_commit,
-            "awaited": self._awaited,
             "team": self._team and self._team._asdict(),
         }
         try:

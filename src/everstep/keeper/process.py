@@ -236,7 +236,7 @@ class Keeper:
         match message["type"]:
             case "arena":
                 self._take_arena(session, message["arena"], fds)
-            case "job" | "copied" | "confirm" | "claim" | "flush" | "gap" | "release":
+            case "job" | "copied" | "confirm" | "claim" | "gap" | "release":
                 session.hear(message)
             case "settle":
                 self._settle(session, message["id"])

@@ -107,8 +107,6 @@ class Session:
                 self.answer(message["sequence"], message["problem"])
             case "claim":
                 self.team.claim(message, self.local, self)
-            case "flush":
-                self.team.flush(self.local, wire.number(message["sequence"]))
             case "gap":
                 step, call = wire.number(message["step"]), wire.number(message["call"])
                 self.team.offer(self.local, Gap(step, call, str(message["reason"])[:TEXT_MAX]))
@@ -154,12 +152,10 @@ class Session:
                 job.arrival.advance(ALL)
                 if self.orphan:
                     job.answer(None)
-                self.team.nudge()
                 self.tell({"type": "held", "sequence": job.sequence})
             elif state is SlotState.TORN:
                 who = f"process {self.pid} died" if self.dead else f"process {self.pid} stopped"
                 job.arrival.give_up(f"{who} while its state was copied (job {sequence})")
-                self.team.nudge()
             if is_new:
                 self.team.offer(self.local, job)
 
@@ -254,7 +250,6 @@ class Session:
             if self.connection:
                 self.connection.close()
                 self.connection = None
-        self.team.nudge()  # nobody is waited for any more
 
     def close(self) -> None:
         """Release arenas and descriptors; the session must be idle."""
@@ -266,13 +261,6 @@ class Session:
         os.close(self.pidfd)
 
     # ---- for the team's thread -------------------------------------------------------------
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether the trainer is there, and finds a free slot for its next step."""
-        return self.connection is not None and all(
-            arena.free_slot() is not None for arena in list(self.arenas.values())
-        )
 
     def fail(self, job: Job, error: Exception) -> None:
         """Nothing came of a job."""

@@ -54,11 +54,6 @@ class Joint:
         return all(job.arrival.complete for job in self.jobs)
 
     @property
-    def is_over(self) -> bool:
-        """Whether every trainer has let go of its slot."""
-        return all(job.arrival.over for job in self.jobs)
-
-    @property
     def problem(self) -> str | None:
         """How a copy was torn, as far as the trainers have said."""
         return next((job.problem for job in self.jobs if job.problem), None)

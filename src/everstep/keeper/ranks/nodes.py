@@ -41,10 +41,6 @@ PARTS_S = float(os.environ.get("EVERSTEP_PARTS_S", 300.0))
 ORPHANS_S = min(30.0, PARTS_S)
 """How long it does where no trainer of its own lives: who starts again waits for that."""
 
-GATHER_S = 5.0
-"""How long records wait to be committed together (group_commit): one node may have no room left
-while another one still waits for more."""
-
 _UNTOLD_MAX = 64
 _REASON_MAX = 2000
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.002, 0.2

@@ -30,7 +30,7 @@ from everstep.keeper.persist import apply_retention, end_window, persist
 from everstep.keeper.ranks import nodes, process_liveness
 from everstep.keeper.ranks.node_save import Joint, call_of
 from everstep.keeper.ranks.place import Place
-from everstep.keeper.tasks import Bounds, Task, Tasks
+from everstep.keeper.tasks import Task, Tasks
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -55,10 +55,6 @@ class Member(Protocol):
 
     def fail(self, job: Job, error: Exception) -> None:
         """Nothing came of it."""
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether its trainer is there, and has room for its next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +83,6 @@ class Team:
         self.writer.place, self.writer.is_awaited = self.place, self._is_awaited
         self._absences = nodes.Absences(self.writer)
         self.committed = 0
-        bounds = Bounds.of(hello.get("group_commit"))
-        seconds = min(bounds.seconds, nodes.GATHER_S) if self.place.nodes > 1 else bounds.seconds
-        self._bounds = Bounds(bounds.bytes, seconds)
-        self._awaited = [0] * self.size
         self._wake = wake
         self._members: dict[int, Member] = {}
         self._queues: list[deque[Job | Gap]] = [deque() for _ in range(self.size)]
@@ -134,13 +126,11 @@ class Team:
         number = wire.number(hello.get("claims", 0))
         epoch = None if hello["epoch"] is None else wire.number(hello["epoch"])
         parent = CheckpointName(*map(wire.number, hello["parent"])) if hello["parent"] else None
-        awaited = wire.number(hello.get("awaited", 0))
         with self._lock:
             if here != self.size or not 0 <= local < here or local in self._members:
                 raise ValueError(f"local rank {local} of {here}: is taken, or not of {self.size}")
             self._members[local] = member
             self._gone.pop(local, None)
-            self._awaited[local] = awaited
         if epoch is not None:
             self._tasks.put(lambda: self._take_over(number, epoch, parent))
 
@@ -188,15 +178,6 @@ class Team:
     def put(self, task: Task) -> None:
         """Do it after what is queued."""
         self._tasks.put(task)
-
-    def nudge(self) -> None:
-        """A job has arrived, or ended: whoever waits looks again."""
-        self._tasks.nudge()
-
-    def flush(self, local: int, sequence: int) -> None:
-        """Somebody waits for the jobs up to this one of that rank."""
-        self._awaited[local] = max(self._awaited[local], sequence)
-        self._tasks.nudge()
 
     def close(self) -> None:
         """End the thread; nothing is queued any more."""
@@ -380,7 +361,7 @@ class Team:
         if self.writer.epoch is None and not self.writer.unclaimed:
             self._end_joint(first, Unavailable("saving: this trainer has claimed no epoch"))
             return
-        group = self._tasks.gather(first, self._bounds, self._may_wait)
+        group = self._tasks.gather(first)
         committed = self.committed
         for joint, outcome in persist(self.writer, group, self._announce_written):
             self._end_joint(joint, outcome)
@@ -410,14 +391,6 @@ class Team:
             self.committed += 1
             if self._catch_up:
                 self._catch_up.note(outcome.name, outcome.takes_replay)
-
-    def _may_wait(self, first: Joint) -> bool:
-        """Whether a group need not be committed yet: nobody waits for it, the trainers are there,
-        and find a free slot for their next step."""
-        members = list(self._members.values())
-        return all(member.may_wait for member in members) and all(
-            job.sequence > awaited for job, awaited in zip(first.jobs, self._awaited, strict=True)
-        )
 
     def _catch_up_every(self, every: int, is_resumed: bool, keep_exact: bool) -> CatchUp:
         """What was kept for the sake of later steps may go when one of them is whole."""
