@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from everstep.checkpointer import Checkpointer
     from everstep.handle import SaveHandle
     from everstep.redo.clipping import clip_grad_norm_
-    from everstep.redo.comm_hooks import compress
+    from everstep.redo.compression import compress
     from everstep.sharding.mapped import Shard
     from everstep.store.retain import Keep
     from everstep.store.store import Store
@@ -48,7 +48,7 @@ _HOMES = {
     "Keep": "everstep.store.retain",
     "Store": "everstep.store.store",
     "clip_grad_norm_": "everstep.redo.clipping",
-    "compress": "everstep.redo.comm_hooks",
+    "compress": "everstep.redo.compression",
 }
 
 

@@ -63,7 +63,7 @@ def test_goes_on_as_if_nothing_had_been(stores, kind, buckets_mb):
     straight = build(kind, bucket_cap_mb=buckets_mb)
     expected = [train(straight) for _ in range(12)]
     ends = snapshot(straight)
-    for last in (2, 3, 4, 7):  # before PowerSGD begins, at its first step, and after it
+    for last in (2, 3, 7):
         path = stores(last)
         state = build(kind, bucket_cap_mb=buckets_mb)
         run_logged(path, state, train, steps=last)
@@ -219,5 +219,5 @@ def test_a_scaler_that_skips(store, kind, options):
 
     frozen = run_logged(store, build_scaled(1), step, steps=9)
     assert kinds(store) == "brrrrrrrr"
-    assert bool(said(store, 5)) == bool(options.get("fused"))
+    assert ("model.second.weight" in sent(store, 5)) == bool(options.get("fused"))
     check_steps(store, build_scaled(2), frozen)

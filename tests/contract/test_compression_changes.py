@@ -18,7 +18,6 @@ from torch import nn
 
 import everstep
 from everstep import Store
-from everstep.capture import raw
 from examples import slow
 
 
@@ -67,6 +66,9 @@ def another_tensor(state, parameters):
         parameter.grad = parameter.grad * 0.5
 
 
+ZEROS = {"model.conv.bias", "model.first.bias"}
+"""Their gradients are zeros in float16, as a normalization comes next, and stay so."""
+
 CHANGES = {
     "clip by torch": lambda state, parameters: nn.utils.clip_grad_norm_(parameters, 0.001),
     "unscale": unscale,
@@ -95,7 +97,7 @@ def test_a_gradient_that_was_changed_is_recorded_dense(store, kind, change, is_v
     if change == "one" and not is_view:
         assert set(whole) - set(changed) <= {"model.conv.weight"}
     else:
-        assert not changed
+        assert set(changed) <= ZEROS
     check_steps(store, build(kind, 2, gradient_as_bucket_view=is_view), frozen)
 
 
@@ -119,25 +121,6 @@ def test_clipping_by_everstep_keeps_the_compressed_form(store, kind, is_view):
     check_steps(store, build(kind, 2, gradient_as_bucket_view=is_view), frozen)
 
 
-def test_compression_begins_when_raw_gradients_are_wanted_no_more(store):
-    """Only by them a gradient is known again after clipping."""
-
-    def step(state, number):
-        state["optimizer"].zero_grad()
-        backward(state)
-        everstep.clip_grad_norm_(state["model"].parameters(), 0.001)
-        state["optimizer"].step()
-
-    begin, options = raw.LOOKS + 5, {"matrix_approximation_rank": 2}
-    options["start_powerSGD_iter"] = begin - 1
-    state = build("powersgd", options=options)
-    frozen = run_logged(store, state, step, begin + 4, each=lambda handle: handle.wait("local"))
-    calls = [Store(store).manifest(number).records[0].calls[0] for number in range(2, begin + 5)]
-    assert ["clips" in call for call in calls].count(False) == 2
-    assert ["compressed" in call for call in calls] == [False] * (begin - 2) + [True] * 5
-    check_steps(store, build("powersgd", 2, options=options), frozen)
-
-
 @each_kind
 def test_unscaled_before_clipping(store, kind):
     def change(state, parameters):
@@ -146,7 +129,7 @@ def test_unscaled_before_clipping(store, kind):
 
     frozen = run_logged(store, build(kind), rewrite(change), steps=7)
     assert kinds(store) == "brrrrrr"
-    assert not said(store, 7)
+    assert set(sent(store, 7)) <= ZEROS
     check_steps(store, build(kind, 2), frozen)
 
 

@@ -5,17 +5,16 @@ import weakref
 
 import pytest
 import torch
-from hooked import KINDS, Net, build, one_rank, said, train
+from hooked import Net, build, one_rank, said, train
 from runs import check_same, check_steps, checkpointer, freeze, restore, run_logged
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
 from everstep import Mismatch, Store, Unsupported
 from everstep.cli.main import main
-from everstep.redo import compressed, kept
+from everstep.redo import clipping
 from everstep.restore.materialize import materialize
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
@@ -39,43 +38,6 @@ def test_casts_as_torch_does(kind):
     expected = [train({"model": theirs, "optimizer": optimizer}) for _ in range(5)]
     torch.manual_seed(5)
     assert [train(own) for _ in range(5)] == expected
-
-
-def test_powersgd_as_torch_does(monkeypatch):
-    """From the same first Q, which torch draws by bucket; but for how kernels round."""
-    own, found = build("powersgd"), []
-    hook = own["compression"]._compressor
-    divide = hook._divide
-
-    def divide_and_look(bucket):
-        plain, matrices = divide(bucket)
-        found.append(matrices)
-        return plain, matrices
-
-    monkeypatch.setattr(hook, "_divide", divide_and_look)
-    torch.manual_seed(5)
-    for _ in range(8):
-        train(own)
-    torch.manual_seed(1)
-    model, state = DistributedDataParallel(Net()), PowerSGDState(None, 2, 3)
-    model.register_comm_hook(state, powerSGD_hook)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    theirs = {"model": model, "optimizer": optimizer}
-    torch.manual_seed(5)
-    for _ in range(3):
-        train(theirs)
-    by_shape = {}
-    for matrix in found[0]:
-        by_shape.setdefault(matrix.whole.shape, []).append(matrix)
-    matrices = [matrix for same in by_shape.values() for matrix in same]
-    state.q_memory_dict[0] = torch.cat(
-        [hook._first_q(m.number, m.whole.shape[2] * m.rank, torch.float32) for m in matrices]
-    )
-    state.p_memory_dict[0] = torch.empty(sum(m.whole.shape[1] * m.rank for m in matrices))
-    for _ in range(5):
-        train(theirs)
-    for mine, other in zip(own["model"].parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -135,18 +97,17 @@ def test_nothing_is_kept_without_a_log(store):
         for step in range(1, 4):
             train(state)
             saver.step(step)
-            assert not compressed._entries
-    assert state["compression"]._round is None
+            assert not clipping._origins
 
 
 def test_a_log_is_made_whole(store, capsys):
-    frozen = run_logged(store, build("powersgd"), train, steps=8)
+    frozen = run_logged(store, build("topk"), train, steps=8)
     assert main(["show", str(store), "8"]) == 0
-    assert "5 compressed (low rank)" in capsys.readouterr().out
+    assert "11 compressed (sparse)" in capsys.readouterr().out
     disk = Disk(store)
     manifest = materialize(disk, catalog.find(disk, 8))
     assert manifest.exact
-    fresh = build("powersgd", 2)
+    fresh = build("topk", 2)
     assert restore(store, fresh, 8, only=["model", "optimizer", "compression"]) == 8
     check_same(freeze(fresh), frozen[8]["state"])
 
@@ -161,20 +122,17 @@ def test_what_is_refused(stores):
         everstep.compress(model, "topk", density=0)
     with pytest.raises(ValueError, match="floating"):
         everstep.compress(model, "topk", residual_dtype=torch.int8)
-    with pytest.raises(TypeError, match="warm_start"):
-        everstep.compress(model, "powersgd", warm_start=False)
-    with pytest.raises(ValueError, match="positive"):
-        everstep.compress(model, "powersgd", matrix_approximation_rank=0)
+    with pytest.raises(ValueError, match="torch's own powerSGD_hook"):
+        everstep.compress(model, "powersgd")
+    for kind in ("fp16", "topk"):
+        with pytest.raises(TypeError, match="warm_start"):
+            everstep.compress(model, kind, warm_start=False)
     waves = nn.Linear(8, 8, dtype=torch.complex64)
     with pytest.raises(Unsupported, match="complex"):
         everstep.compress(DistributedDataParallel(waves), "bf16")
     run_logged(stores(1), build("topk"), train, steps=2)
     with pytest.raises(Mismatch, match="'topk', the model's is 'fp16'"):
         restore(stores(1), build("fp16"))
-    run_logged(stores(2), build("powersgd"), train, steps=6)
-    options = KINDS["powersgd"] | {"matrix_approximation_rank": 1}
-    with pytest.raises(Mismatch, match="same options"):
-        restore(stores(2), build("powersgd", options=options))
 
 
 def test_the_hook_goes_when_the_model_does():
@@ -184,4 +142,4 @@ def test_the_hook_goes_when_the_model_does():
     del state
     gc.collect()
     assert model() is None
-    assert not kept.is_wanted()
+    assert not clipping.is_recording()

@@ -125,15 +125,6 @@ OPTIONS = {
             "residual_dtype": st.sampled_from([None, torch.bfloat16]),
         }
     ),
-    "powersgd": st.fixed_dictionaries(
-        {
-            "matrix_approximation_rank": st.integers(1, 4),
-            "start_powerSGD_iter": st.integers(2, 4),
-            "min_compression_rate": st.sampled_from([1, 2]),
-            "use_error_feedback": st.booleans(),
-            "orthogonalization_epsilon": st.just(1e-8),
-        }
-    ),
 }
 CHANGES = ["", "", "clip", "clip by torch", "one", "clip, then one", "one, then clip", "data"]
 CHANGES += ["clip twice", "none"]

@@ -20,7 +20,7 @@ from torch import nn
 
 import everstep
 from everstep import Store
-from everstep.capture import raw
+from everstep.redo.clipping import Recording
 from examples import examples
 
 # Of a scheduler that goes on after a restore, before the optimizer does.
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def raw_now_and_then():
-    """Such short runs would have all of their gradients from before clipping."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(raw, "LOOKS", 1)
-        patch.setattr(raw, "AGAIN_AFTER", 2)
-        yield
+def pre_clip():
+    """Where everstep clips, gradients from before that are recorded."""
+    recording = Recording()
+    recording.set(True, pre_clip=True)
+    yield
+    recording.set(False)
 
 
 class Momentum(Plain):

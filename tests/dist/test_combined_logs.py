@@ -10,6 +10,7 @@ import zoo
 
 from comparing import check_equal
 from everstep import Checkpointer, Shard, Store, clip_grad_norm_, compress
+from everstep.redo.clipping import Recording
 from independent_reader import read_log
 from stores import end_keeper
 
@@ -33,7 +34,9 @@ def trains(layout, store, nodes, last, options, clips: bool | str = False, wante
     job = zoo.build(layout, RECIPE)
     if isinstance(clips, str):
         compress(job.model, clips)
-    elif clips:
+    recording = Recording()  # for as long as this is alive
+    if clips is True:
+        recording.set(True, pre_clip=True)
         weights = list(job.model.parameters())
         job.optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(weights, 0.1) and None)
     state = {"model": job.model, "optimizer": job.optimizer}

@@ -29,7 +29,6 @@ def trains(store, kind, options, last):
     [
         ("bf16", {}),
         ("topk", {"density": 0.1}),
-        pytest.param("powersgd", {"start_powerSGD_iter": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_what_was_sent_is_replayed(gang, store, tmp_path, kind, options):

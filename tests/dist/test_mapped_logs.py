@@ -13,6 +13,7 @@ from test_mapped_layouts import train as train_parts
 import everstep
 from comparing import check_equal
 from everstep import Checkpointer, Store, Unsupported
+from everstep.redo.clipping import Recording
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -173,6 +174,8 @@ def goes_on_whole(make, source, store):
 def clips(store):
     """Raw gradients, of which each rank writes its part."""
     job = zoo.build("fsdp2", RECIPE)
+    recording = Recording()
+    recording.set(True, pre_clip=True)
     with attached(job, store) as checkpointer:
         for step in range(1, 4):
             inputs, targets = job.batch(step)

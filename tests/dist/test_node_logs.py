@@ -21,6 +21,7 @@ from comparing import check_equal
 from everstep import Keep, Store, clip_grad_norm_, compress
 from everstep.cli.main import main as cli
 from everstep.errors import EverstepError
+from everstep.redo.clipping import Recording
 from independent_reader import read_log
 from stores import keeper_pid
 
@@ -59,7 +60,9 @@ def trains(layout, store, nodes, last, more, recipe=RECIPE, kind=None):
     job = zoo.build(layout, recipe)
     if recipe.width == LARGE.width:
         job.optimizer.register_step_pre_hook(rounds)
+    recording = Recording()  # for as long as this is alive
     if kind == "clips":
+        recording.set(True, pre_clip=True)
         weights = list(job.model.parameters())
         job.optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(weights, 0.1) and None)
     elif kind:

@@ -13,7 +13,6 @@ KINDS = {
     "fp16": {},
     "bf16": {},
     "topk": {"density": 0.05},
-    "powersgd": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3},
 }
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everstep.redo import clipping, kept
-from everstep.redo.clipping import clip_grad_norm_, raw_gradient, scale
+from everstep.redo import clipping
+from everstep.redo.clipping import Origin, Recording, clip_grad_norm_, scale_in_place
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INFINITY, NAN = float("inf"), float("nan")
@@ -16,13 +16,23 @@ FOREACH = pytest.mark.parametrize("foreach", [None, True, False])
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[kept.Interest]:
-    """As while a log is written: raw gradients are wanted; afterwards none is left."""
-    interest = kept.Interest()
-    interest.set(True)
-    yield interest
-    interest.set(False)
-    assert not clipping._entries
+def recording() -> Iterator[Recording]:
+    """As for a log that wants gradients from before clipping; afterwards none is left."""
+    recording = Recording()
+    recording.set(True, pre_clip=True)
+    yield recording
+    recording.set(False)
+    assert not clipping._origins
+
+
+def origin_of(parameter: Tensor) -> Origin | None:
+    return clipping.origins([parameter]).get(id(parameter))
+
+
+def raw_of(parameter: Tensor) -> Tensor | None:
+    """The gradient from before clipping, where it is known."""
+    origin = origin_of(parameter)
+    return None if origin is None else origin.source
 
 
 def with_gradient(gradient: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -69,18 +79,16 @@ def assert_as_torch(
     before = make()
     for mine, theirs, raw in zip(found, expected, before, strict=True):
         assert_same(mine.grad, theirs.grad)
-        clipped = raw_gradient(mine)
-        assert (clipped is not None) == (kept and raw is not None)
-        if clipped is not None:
-            assert_same(clipped.raw, raw)
-            assert clipped.coefficient.dim() == 0
-            assert clipped.foreach == (options.get("foreach") is not False)
-            assert clipped.raw.untyped_storage().data_ptr() != (
-                mine.grad.untyped_storage().data_ptr() or None
-            )
-            [again] = scale([clipped.raw], clipped.coefficient, clipped.foreach)
+        origin = origin_of(mine)
+        assert (origin is not None) == (kept and raw is not None)
+        if origin is not None:
+            assert_same(origin.source, raw)
+            assert origin.coefficient.dim() == 0
+            assert origin.foreach == (options.get("foreach") is not False)
+            again = origin.source.clone()
+            scale_in_place([again], origin.coefficient, origin.foreach)
             assert_same(again, theirs.grad)
-            assert_same(clipped.raw, raw)
+            assert_same(origin.source, raw)
     return found
 
 

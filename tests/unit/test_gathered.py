@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from everstep import Shard
-from everstep.redo import forms
+from everstep.redo import compression
 from everstep.redo.gathered import gathered_name, gradient_of
 from everstep.sharding.mapped import Mapped
 
@@ -27,7 +27,7 @@ def fused():
 
 def of(tensors, said):
     parameter, mapped = fused()
-    compressed = forms.by_parameter({"compressed": said})
+    compressed = compression.by_parameter({"compressed": said})
     return gradient_of(tensors, "@0", "model.qk", parameter, mapped, compressed)
 
 
@@ -42,7 +42,7 @@ def form(kind, shape):
     else:
         tensor = torch.randn(2, 3, generator=generator)
         indices = torch.stack([torch.randperm(count, generator=generator)[:3] for _ in range(2)])
-    return forms.CompressedGradient(kind, tensor, indices, torch.float32, shape, strides)
+    return compression.CompressedGradient(kind, tensor, indices, torch.float32, shape, strides)
 
 
 @pytest.mark.parametrize("kind", ["cast", "low rank", "sparse"])
@@ -50,7 +50,7 @@ def test_compressed_ones_are_made_dense_and_cut(kind):
     q, k = form(kind, Q), form(kind, K)
     found = of(
         q.tensors("@0", "model.q") | k.tensors("@0", "model.k"),
-        forms.describe({"model.q": q, "model.k": k}),
+        compression.describe({"model.q": q, "model.k": k}),
     )
     assert torch.equal(found[:8].view(2, 4).t(), q.expand()[:, 1:])
     assert torch.equal(found[8:14].view(3, 2).t(), k.expand())
@@ -59,7 +59,7 @@ def test_compressed_ones_are_made_dense_and_cut(kind):
 
 def test_one_may_be_compressed_and_the_other_not():
     q, k = form("sparse", Q), torch.randn(K)
-    found = of(q.tensors("@0", "model.q") | {"@0.model.k": k}, forms.describe({"model.q": q}))
+    found = of(q.tensors("@0", "model.q") | {"@0.model.k": k}, compression.describe({"model.q": q}))
     assert torch.equal(found[:8].view(2, 4).t(), q.expand()[:, 1:])
     assert torch.equal(found[8:14].view(3, 2).t(), k)
 

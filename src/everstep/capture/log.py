@@ -36,9 +36,9 @@ from everstep.capture.raw import Raw
 from everstep.capture.window_partition import Pieces, why_undivided
 from everstep.errors import EverstepError, Unsupported
 from everstep.handle import SaveHandle
+from everstep.redo.clipping import Recording
 from everstep.redo.coupling import why_not
 from everstep.redo.derived import Derived
-from everstep.redo.kept import Interest
 from everstep.redo.recorder import Recorder
 from everstep.redo.refusals import Held, Lasting, Refused, check_gradients, check_graphs
 from everstep.sharding.leaves import Leaf
@@ -106,7 +106,7 @@ class Log:
         self._pieces: Pieces | None = None
         self._base_due = 0
         self._is_whole_only = why_not(optimizers) is not None
-        self._interest = Interest()
+        self._recording = Recording()
         self._raw = Raw()
 
     @property
@@ -233,7 +233,7 @@ class Log:
             if captured.share and captured.share["ends"]:
                 self._base_step, self._pieces = handle.step, None
                 self._tell_base()
-            self._interest.set(self.is_on, self._wants_raw())
+            self._recording.set(self.is_on)
             self._recorded += 1
             self._together += 1
             self._renewals = 0
@@ -245,7 +245,7 @@ class Log:
         self._recorder.reset()
         self._base = self._pieces = None
         if not self.is_on:
-            self._interest.set(False)
+            self._recording.set(False)
             return
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
         self._base_call, self._shape = handle.call, shape_of(walk)
@@ -254,13 +254,7 @@ class Log:
         self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
         self._tell_base()
-        self._interest.set(True, self._wants_raw())
-
-    def _wants_raw(self) -> bool:
-        """Whether the next record has gradients from before clipping."""
-        if self._ranks:
-            return self._ranks.wants_raw(self._last_step + 1)
-        return self._raw.is_wanted
+        self._recording.set(True)
 
     def _tell_base(self) -> None:
         if self._ranks:
@@ -295,7 +289,7 @@ class Log:
     def pause(self) -> None:
         """Another strategy takes over for a while."""
         self.end_chain()
-        self._interest.set(False)
+        self._recording.set(False)
 
     def distrust(self, names: Collection[str]) -> None:
         """See Recorder."""

@@ -14,7 +14,6 @@ import torch
 from everstep.capture.copy_speed import Pace
 from everstep.format.manifest import FORMS
 from everstep.format.tables import raw_name
-from everstep.redo import kept
 from everstep.sharding.leaves import Leaf
 from everstep.state.view import State
 
@@ -58,7 +57,6 @@ class Ranks:
     def __init__(self, state: State) -> None:
         self._state = state
         self._world = state.world
-        self._has_given_up = False
         self._turn: int | None = None
         self._base: tuple[int, NextBase | None] = (-1, None)
         self._window: tuple[int, Figures | None] = (-1, None)
@@ -101,9 +99,6 @@ class Ranks:
             for row in call.get(key, ())
             for name in row["names"]
         }
-        if not (kept.takes_parts() or self._has_given_up):
-            self._has_given_up = True
-            self._world.tell("no raw parts", True)
         leaves = self._state.record_leaves(tensors, special, owner)
         told = {leaf.name for leaf in leaves} | self._spoken_for(tensors, calls)
         said = [_only(call, f"@{number}.", told) for number, call in enumerate(calls)]
@@ -126,8 +121,6 @@ class Ranks:
     def note_base(self, step: int, following: NextBase) -> None:
         """A base is made at this step. What the first rank says of the next one holds for all."""
         self._base = (step, None)
-        if self._world.heard("no raw parts"):  # this step's ranks have come apart over that
-            kept.give_up_parts()
         if self._world.rank == 0:
             self._base = (step, following)
             self._world.tell(f"base/{step}", following)

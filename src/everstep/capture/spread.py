@@ -35,8 +35,8 @@ from everstep.capture.rank_agreement import Figures, Ranks
 from everstep.capture.window_partition import Pieces, measured, why_undivided
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
+from everstep.redo.clipping import Recording
 from everstep.redo.coupling import why_not
-from everstep.redo.kept import Interest
 from everstep.redo.recorder import Recorder
 from everstep.redo.refusals import Held, Lasting, Refused, check_gradients, check_graphs
 from everstep.sharding.leaves import Leaf
@@ -88,7 +88,7 @@ class Spread:
         self._planned: tuple[Walk, Pace] | None = None
         """For which the schedule was made."""
         self._broken_due: int | None = None
-        self._interest = Interest()
+        self._recording = Recording()
         self.refusal = why_not(optimizers)
         """Why windows have one step in this run."""
         self._held = Held()
@@ -302,7 +302,7 @@ class Spread:
         self._window = None
         self._recorder.reset()
         self._recorder.only = None
-        self._interest.set(False)
+        self._recording.set(False)
 
     def _measure(self, walk: Walk) -> bool:
         """Bytes of a state, and of the gradients of all parameters; once for each walk. Whether it
@@ -338,7 +338,7 @@ class Spread:
         if calls is None:
             self._recorder.reset()
             self._recorder.watch()
-            self._interest.set(True)
+            self._recording.set(True)
         self._recorder.only = pieces.copied
         part = part_of(collected, (*leaves, *record), compared, collected.loose if is_due else ())
         if not is_due:  # ranks number hyperparameters together, in each

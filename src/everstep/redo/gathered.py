@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from everstep.format.boxes import Box
-from everstep.redo import forms
+from everstep.redo import compression
 from everstep.sharding.layout import is_dtensor, local_of, shards_like, wrapped_like
 from everstep.sharding.mapped import Mapped
 
@@ -27,12 +27,12 @@ def gradient_of(
     compressed: Mapping[str, Mapping[str, Any]],
 ) -> torch.Tensor | None:
     """What a call consumed of this parameter, which is called `name` here; None where it had no
-    gradient. `compressed`: of forms.by_parameter. Raises KeyError where a part of it is missing."""
+    gradient. `compressed`: of `compression.by_parameter`. Raises KeyError where one is missing."""
     pieces = mapped.split(parameter)
     if pieces is None:
         shape, device = tuple(parameter.shape), parameter.device
-        local = forms.gradient_of(tensors, at, name, shape, device, compressed)
-        if local is not None and name in compressed and not forms.has_shape(compressed[name]):
+        local = compression.gradient_of(tensors, at, name, shape, device, compressed)
+        if local is not None and name in compressed and not compression.has_shape(compressed[name]):
             local = _part_of(parameter, local)
         return None if local is None else wrapped_like(parameter, local)
     local = tensors.get(gathered_name(at, name))
@@ -41,7 +41,7 @@ def gradient_of(
     own = local_of(parameter)
     shapes = {piece.name: piece.shape for piece in pieces if piece.box.count}
     parts = {
-        each: forms.gradient_of(tensors, at, each, shape, own.device, compressed)
+        each: compression.gradient_of(tensors, at, each, shape, own.device, compressed)
         for each, shape in shapes.items()
     }
     if all(part is None for part in parts.values()):

@@ -23,7 +23,7 @@ import torch
 
 from everstep.errors import Unsupported
 from everstep.format.tables import raw_name
-from everstep.redo import clipping, compressed, forms, owners
+from everstep.redo import clipping, compression, owners
 from everstep.redo.autocast import autocast_now
 from everstep.redo.graphs import Pools
 from everstep.redo.hashes import Hashes
@@ -355,41 +355,41 @@ class Recorder:
 
     def _note_gradients(self, call: Call, must_copy: bool) -> None:
         clips: dict[tuple[int, bool], dict[str, Any]] = {}
-        shrunk: dict[str, forms.CompressedGradient] = {}
+        shrunk: dict[str, compression.CompressedGradient] = {}
         parameters = list(call.optimizer.parameters())
         rows = _rows(call.optimizer, parameters)
-        known = _forms(rows, call.optimizer.mapped)
+        known = _origins(rows, call.optimizer.mapped)
         must_copy |= call.optimizer.name in self._writers
         on_cuda = {row.gradient.device for row in rows if row.gradient.is_cuda}
         must_copy |= self._pools.are_apart(on_cuda)  # a graph's replay writes there, unseen
         in_buffers = set() if must_copy else self._unshared(rows)
-        for name, parameter, gradient, clipped in rows:
+        for name, parameter, gradient in rows:
             check_gradient(name, gradient)
             if self.only is not None and name not in self.only:
                 continue
             part = part_here(name, parameter, gradient, call.said["class"])
             self._noted[id(parameter)] += 1
-            if clipped:
-                _note_clip(clips, clipped, name, call)
-            if form := known.get(id(parameter)):
-                shrunk[name] = form
-                call.tensors |= form.tensors(call.at, name)
-            elif clipped:  # nobody else writes to the raw one
-                raw = clipped.raw
-                key = raw_name(call.at, name) if is_dtensor(raw) else f"{call.at}.{name}"
-                call.tensors[key] = local_gradient(name, parameter, raw)
+            origin = known.get(id(parameter))
+            source = origin.source if origin else None
+            if origin and origin.coefficient is not None:
+                _note_clip(clips, origin.coefficient, origin.foreach, name, call)
+            if isinstance(source, compression.CompressedGradient):
+                shrunk[name] = source
+                call.tensors |= source.tensors(call.at, name)
+            elif isinstance(source, torch.Tensor):  # nobody else writes to it
+                key = raw_name(call.at, name) if is_dtensor(source) else f"{call.at}.{name}"
+                call.tensors[key] = local_gradient(name, parameter, source)
             else:
                 copies = must_copy or not self._is_fresh(parameter, part, in_buffers)
                 _hold(call, name, parameter, gradient, part, copies)
             self._seen[id(parameter)] = weakref.ref(part.untyped_storage())
         updated = [parameter for _, _, parameter, _ in parameters]
         clipping.release(updated)
-        compressed.release(updated)
         check_parts(call.optimizer, {held.name: held.gradient for held in call.gradients})
         if clips:
             call.said["clips"] = list(clips.values())
         if shrunk:
-            call.said["compressed"] = forms.describe(shrunk)
+            call.said["compressed"] = compression.describe(shrunk)
 
     def _unshared(self, rows: "Sequence[_Row]") -> set[int]:
         """The storages of DTensors' gradients that nobody has but gradients and what is noted."""
@@ -409,9 +409,7 @@ class Recorder:
         is_all = not gradient._is_view() and storage.nbytes() == gradient.nbytes
         if not is_all and storage._cdata not in in_buffers:
             return False
-        if id(parameter) in self._reused or self._noted[id(parameter)] <= EAGER_TIMES:
-            return False
-        return not clipping.has_replaced(parameter)  # else somebody has changed that since
+        return id(parameter) not in self._reused and self._noted[id(parameter)] > EAGER_TIMES
 
 
 class _Row(NamedTuple):
@@ -420,14 +418,13 @@ class _Row(NamedTuple):
     name: str
     parameter: torch.Tensor
     gradient: torch.Tensor
-    clipped: clipping.Clipped | None
 
 
 def _rows(
     optimizer: OptimizerState, parameters: Iterable[tuple[int, str, torch.Tensor, bool]]
 ) -> list[_Row]:
     return [
-        _Row(name, parameter, gradient, _raw(parameter, optimizer.mapped))
+        _Row(name, parameter, gradient)
         for _, name, parameter, _ in parameters
         if takes_part(optimizer.optimizer, parameter)
         if (gradient := parameter.grad) is not None
@@ -450,16 +447,10 @@ def _hold(
     call.gradients.append(held)
 
 
-def _raw(parameter: torch.Tensor, mapped: Mapped) -> clipping.Clipped | None:
-    """The gradient before clipping. Of what is boxes of other tensors the clipped one is noted:
-    nobody could tell by which coefficient each rank's boxes of them were multiplied."""
-    return None if mapped.split(parameter) is not None else clipping.raw_gradient(parameter)
-
-
-def _forms(rows: Sequence[_Row], mapped: Mapped) -> Mapping[int, forms.CompressedGradient]:
-    """Compressed forms by id() of the parameter; likewise of none that is boxes."""
-    whole = (row for row in rows if mapped.split(row.parameter) is None)
-    return compressed.forms_of((row.parameter, row.clipped) for row in whole)
+def _origins(rows: Sequence[_Row], mapped: Mapped) -> Mapping[int, clipping.Origin]:
+    """What gradients were made of, by id() of the parameter. Of what is boxes of other tensors the
+    gradient itself is noted: nobody could tell how each rank's boxes of them were made."""
+    return clipping.origins(row.parameter for row in rows if mapped.split(row.parameter) is None)
 
 
 def _generators() -> dict[str, torch.Tensor]:
@@ -473,15 +464,16 @@ def _generators() -> dict[str, torch.Tensor]:
 
 def _note_clip(
     clips: dict[tuple[int, bool], dict[str, Any]],
-    clipped: clipping.Clipped,
+    coefficient: torch.Tensor,
+    foreach: bool,
     name: str,
     call: Call,
 ) -> None:
     """Gradients that were clipped together share a coefficient."""
-    group = (id(clipped.coefficient), clipped.foreach)
+    group = (id(coefficient), foreach)
     if group not in clips:
-        key = call.sink(f"clip.{len(clips)}", clipped.coefficient)
-        clips[group] = {"coefficient": key, "foreach": clipped.foreach, "names": []}
+        key = call.sink(f"clip.{len(clips)}", coefficient)
+        clips[group] = {"coefficient": key, "foreach": foreach, "names": []}
     clips[group]["names"].append(name)
 
 

@@ -20,7 +20,7 @@ from everstep.errors import Corrupt, EverstepError, Mismatch
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.global_tensors import GlobalTensor
 from everstep.format.tables import raw_name
-from everstep.redo import clipping, forms
+from everstep.redo import clipping, compression
 from everstep.redo.autocast import autocast_as, autocast_of
 from everstep.redo.gathered import Views, gradient_of
 from everstep.redo.samples import updated_of
@@ -193,7 +193,7 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
 
     call = _read(said, record.groups[said["optimizer"]], state, tensor)
     views = Views()
-    compressed = forms.by_parameter(said)
+    compressed = compression.by_parameter(said)
     for _, name, parameter, _ in state.parameters():
         parameter.grad = None
         if is_here(state.optimizer, parameter):
@@ -238,7 +238,7 @@ def check(
             check_generator(torch.default_generator, call.generators["cpu"])
         for row in said.get("clips", ()):
             tensor(row["coefficient"], "").reshape(())
-        compressed = forms.by_parameter(said)
+        compressed = compression.by_parameter(said)
         for row in compressed.values():
             if row["form"] not in _FORMS or row["dtype"] not in ITEM_SIZES:
                 raise ValueError(f"{row} is no form of a gradient")

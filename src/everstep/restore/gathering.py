@@ -16,7 +16,7 @@ from everstep.format.global_tensors import GlobalTensor, whole_tensors
 from everstep.format.manifest import Record
 from everstep.format.packs import Spec
 from everstep.format.tables import Table, TensorEntry, raw_name
-from everstep.redo import forms
+from everstep.redo import compression
 from everstep.redo.gathered import gathered_name
 from everstep.sharding.layout import local_of
 from everstep.sharding.mapped import Piece
@@ -123,7 +123,7 @@ def plan(
     found: list[Gathered] = []
     apart: set[str] = set()
     for number, call in enumerate(calls) if boxed else ():
-        at, compressed = f"@{number}", forms.by_parameter(call)
+        at, compressed = f"@{number}", compression.by_parameter(call)
         for each in boxed:
             if each.optimizer != call["optimizer"]:
                 continue

@@ -10,7 +10,7 @@ import torch
 from everstep.format.global_tensors import GlobalTensor, optimizers_of, whole_tensors
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
-from everstep.redo import forms
+from everstep.redo import compression
 from everstep.redo.replay import Clip, Loaded, as_stored, clip, of_rank
 from everstep.redo.samples import updated_name
 from everstep.restore import gathering
@@ -197,8 +197,8 @@ def load_record(
     unlike = {
         f"@{number}.{name}"
         for number, call in enumerate(calls)
-        for name, said in forms.by_parameter(call).items()
-        if not forms.has_shape(said)
+        for name, said in compression.by_parameter(call).items()
+        if not compression.has_shape(said)
     }
     places: list[tuple[str, TensorEntry, torch.Tensor | None]] = []
     owners: dict[str, torch.Tensor] = {}
@@ -241,7 +241,7 @@ def _clips(
     """What training clipped of these, but for what is compressed."""
     with as_stored(step):
         for number, call in enumerate(calls):
-            at, compressed = f"@{number}", forms.by_parameter(call)
+            at, compressed = f"@{number}", compression.by_parameter(call)
             for said in call.get("clips", ()):
                 names = dict.fromkeys(name for name in said["names"] if name not in compressed)
                 keys = (gradient_key(tensors, at, name) for name in names)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from everstep.redo import forms
-from everstep.redo.forms import CompressedGradient
+from everstep.redo import compression
+from everstep.redo.compression import CompressedGradient
 
 # What replay takes for a record that is not what the format says.
 REFUSED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
@@ -53,17 +53,23 @@ def expected(found):
 @pytest.mark.parametrize("layout", LAID_OUT)
 def test_by_way_of_a_record(kind, layout):
     found = form(kind, LAID_OUT[layout])
-    said = {"compressed": forms.describe({"w": found, "v": found})}
+    said = {"compressed": compression.describe({"w": found, "v": found})}
     tensors = found.tensors("@0", "w") | found.tensors("@0", "v")
     like = tuple(LAID_OUT[layout].shape), LAID_OUT[layout].device
-    groups = forms.by_parameter(said)
+    groups = compression.by_parameter(said)
     for name in ("w", "v"):
-        gradient = forms.gradient_of(tensors, "@0", name, *like, groups)
+        gradient = compression.gradient_of(tensors, "@0", name, *like, groups)
         assert gradient.stride() == LAID_OUT[layout].stride()
         torch.testing.assert_close(gradient, expected(found), rtol=1e-6, atol=1e-6)
         assert torch.equal(gradient, found.expand())
-    assert forms.gradient_of(tensors, "@1", "w", *like, groups) is None
-    assert torch.equal(forms.gradient_of(tensors, "@0", "w", *like, {}), found.tensor)
+        assert found.makes(gradient, None, False)
+        assert found.makes(gradient * 0.5, torch.tensor(0.5), True)
+        assert not found.makes(gradient * 0.5, None, False)
+        assert not found.makes(gradient.clone().fill_(1), torch.tensor(0.5), True)
+        assert not found.makes(gradient.double(), None, False)
+        assert not found.makes(gradient.t() if gradient.dim() == 2 else gradient[1:], None, False)
+    assert compression.gradient_of(tensors, "@1", "w", *like, groups) is None
+    assert torch.equal(compression.gradient_of(tensors, "@0", "w", *like, {}), found.tensor)
 
 
 @pytest.mark.parametrize(
@@ -85,4 +91,6 @@ def test_nonsense_is_refused(change):
     group = {"form": "sparse", "dtype": "float32", "names": ["w"]} | change
     tensors = {"@0.w": torch.randn(1, 3), "@0!indices.w": torch.tensor([[0, 1, 24]])}
     with pytest.raises(REFUSED):
-        forms.gradient_of(tensors, "@0", "w", *like, forms.by_parameter({"compressed": [group]}))
+        compression.gradient_of(
+            tensors, "@0", "w", *like, compression.by_parameter({"compressed": [group]})
+        )

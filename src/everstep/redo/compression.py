@@ -1,0 +1,415 @@
+"""Gradients that DistributedDataParallel sends compressed, and records that hold what was sent.
+
+    hook = everstep.compress(model, "topk", density=0.01)
+    checkpointer = everstep.Checkpointer(store, {"model": model, "compression": hook, ...})
+
+Training and replay make a gradient dense again by the same `expand`, and a record holds the
+compressed form only where that is the gradient which the optimizer consumes, bit for bit
+(`clipping.origins`). What top-k did not send yet is the hook's state. It is kept by parameter,
+since DistributedDataParallel makes its buckets anew in the second iteration of a process.
+Sources: torch.distributed.algorithms.ddp_comm_hooks; Stich et al., Sparsified SGD with Memory
+(NeurIPS 2018). Logs from before may hold the thin matrices of Vogels et al., PowerSGD (NeurIPS
+2019), which are still read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep.errors import Mismatch, Unsupported
+from everstep.format.tables import is_dense, raw_name
+from everstep.redo import clipping
+from everstep.sharding.leaves import canonical
+
+Kind = Literal["cast", "low rank", "sparse"]
+Future = torch.futures.Future[Tensor]
+# Its name since torch 2.13, and before.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_INT32_MAX = 2**31 - 1
+_WORD = 8
+"""Bytes to which what is sent is aligned."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompressedGradient:
+    """A gradient in compressed form. Nobody may change its tensors.
+
+    `tensor`: "cast": the gradient in another dtype, same shape and strides. "low rank": the
+    elements of P [rows, rank], then those of Q [columns, rank]. "sparse": values [ranks, count],
+    with `indices` of that shape into the gradient's memory. `dtype`, `shape`, `strides`: of the
+    gradient, which has neither gaps nor overlaps.
+    """
+
+    kind: Kind
+    tensor: Tensor
+    indices: Tensor | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def makes(self, gradient: Tensor, coefficient: Tensor | None, foreach: bool) -> Tensor:
+        """Returns whether this gradient comes of it, clipped by that, bit for bit: 0-d."""
+        layout = gradient.dtype, tuple(gradient.shape), gradient.stride()
+        if layout != (self.dtype, self.shape, self.strides):
+            return torch.zeros((), dtype=torch.bool, device=gradient.device)
+        made = self.expand()
+        if coefficient is not None:
+            clipping.scale_in_place([made], coefficient, foreach)
+        integers = _INTEGERS[gradient.element_size()]  # nan equals itself, 0.0 differs from -0.0
+        return (flat_of(made).view(integers) == flat_of(gradient.detach()).view(integers)).all()
+
+    def tensors(self, at: str, name: str) -> dict[str, Tensor]:
+        """Its tensors by their names in a record; `at`: the call's prefix."""
+        found = {f"{at}.{name}": self.tensor.contiguous() if self.kind != "cast" else self.tensor}
+        if self.indices is not None:
+            found[_indices_name(at, name)] = self.indices.contiguous()
+        return found
+
+    def expand(self) -> Tensor:
+        """The gradient: a new tensor."""
+        return expand(self.kind, self.tensor, self.indices, self.dtype, self.shape, self.strides)
+
+
+def expand(
+    kind: str,
+    tensor: Tensor,
+    indices: Tensor | None,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> Tensor:
+    """The gradient of a form, on its device. Raises ValueError, IndexError and RuntimeError for
+    what is no form."""
+    with torch.no_grad():
+        if kind == "cast":
+            return tensor.to(dtype)
+        if not is_dense(shape, strides):
+            raise ValueError(f"a gradient of shape {shape} cannot have {strides=}")
+        gradient = torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device)
+        flat = flat_of(gradient)
+        if kind == "low rank" and flat.numel():
+            flat.copy_(_product(tensor, shape[0], flat.numel() // shape[0]))
+        elif kind == "sparse" and indices is not None:
+            _scatter(tensor, indices, flat)
+        else:
+            raise ValueError(f"{kind!r} is no form of a gradient")
+        return gradient
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """A view of its elements in the order of memory; it must have neither gaps nor overlaps."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _scatter(values: Tensor, indices: Tensor, flat: Tensor) -> None:
+    """The mean over ranks of what each of them sent, into `flat`, rank by rank: no element is added
+    to twice at a time, so that the sums have one order. `values`, `indices`: [ranks, count]."""
+    flat.zero_()
+    for row, places in zip(values, indices, strict=True):
+        flat.index_add_(0, places, row)
+    flat.div_(len(values))
+
+
+def _product(factors: Tensor, rows: int, columns: int) -> Tensor:
+    """P times Q transposed, flat, by the kernel that training used. Both lie in one tensor, as they
+    did then, since kernels round by alignment."""
+    rank = factors.numel() // (rows + columns)
+    p, q = factors.split([rows * rank, columns * rank])
+    return torch.bmm(p.view(1, rows, rank), q.view(1, columns, rank).transpose(1, 2)).view(-1)
+
+
+# --- in a record ---------------------------------------------------------------------------------
+
+
+def describe(forms: Mapping[str, CompressedGradient]) -> list[dict[str, Any]]:
+    """What a record's call says of its compressed gradients, by name of the parameter."""
+    groups: dict[tuple[str, torch.dtype], dict[str, Any]] = {}
+    for name, form in forms.items():
+        dtype = str(form.dtype).removeprefix("torch.")
+        group = groups.setdefault(
+            (form.kind, form.dtype), {"form": form.kind, "dtype": dtype, "names": []}
+        )
+        group["names"].append(name)
+        if form.kind != "cast" and form.strides != _row_major(form.shape):
+            group.setdefault("strides", {})[name] = list(form.strides)
+    return list(groups.values())
+
+
+def by_parameter(said: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Of a call: what it says of each compressed gradient, by name of the parameter."""
+    return {name: group for group in said.get("compressed", ()) for name in group["names"]}
+
+
+def has_shape(said: Mapping[str, Any]) -> bool:
+    """Whether what is recorded in this form has the gradient's shape, so that ranks can read what
+    they have of it; else they read it whole."""
+    return bool(said["form"] == "cast")
+
+
+def gradient_of(
+    tensors: Mapping[str, Tensor],
+    at: str,
+    name: str,
+    shape: tuple[int, ...],
+    device: torch.device,
+    compressed: Mapping[str, Mapping[str, Any]],
+) -> Tensor | None:
+    """The gradient that a record has for a parameter of that shape, dense, on that device; None
+    where it has none. `compressed`: of `by_parameter`."""
+    tensor = tensors.get(f"{at}.{name}", tensors.get(raw_name(at, name)))
+    if tensor is None:
+        return None
+    tensor = tensor.to(device)
+    if name not in compressed:
+        return tensor
+    group = compressed[name]
+    indices = tensors.get(_indices_name(at, name))
+    return expand(
+        group["form"],
+        tensor,
+        None if indices is None else indices.to(device),
+        getattr(torch, group["dtype"]),
+        shape,
+        group.get("strides", {}).get(name, _row_major(shape)),
+    )
+
+
+def _indices_name(at: str, name: str) -> str:
+    return f"{at}!indices.{name}"
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(torch.empty(tuple(shape), device="meta").stride())
+
+
+# --- the hook ------------------------------------------------------------------------------------
+
+
+class _Bucket:
+    """What DistributedDataParallel sends at once: gradients, one behind the other in `buffer`."""
+
+    def __init__(self, source: Any, numbers: Mapping[int, int]) -> None:
+        """`source`: torch's GradBucket. `numbers`: of the model's parameters, by id()."""
+        self.buffer: Tensor = source.buffer()
+        self._parameters: list[Tensor] = source.parameters()
+        ends = accumulate((parameter.numel() for parameter in self._parameters), initial=0)
+        bounds = list(pairwise(ends))
+        self.starts = [start for start, _ in bounds]
+        self.pieces = [
+            (numbers[id(parameter)], self.buffer[start:end])
+            for parameter, (start, end) in zip(self._parameters, bounds, strict=True)
+        ]
+        """Each parameter's number and gradient: flat, in the order of memory, a view."""
+        self._is_recorded = clipping.is_recording()
+
+    def layout_of(self, position: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of a gradient: its parameter's, where these have no gaps."""
+        parameter = self._parameters[position]
+        shape, strides = tuple(parameter.shape), parameter.stride()
+        return shape, strides if is_dense(shape, strides) else _row_major(shape)
+
+    def note(
+        self, position: int, kind: Kind, tensor: Tensor, indices: Tensor | None = None
+    ) -> None:
+        """That gradient was made of this; of no use to a record where it is not smaller."""
+        size = tensor.nbytes + (0 if indices is None else indices.nbytes)
+        if self._is_recorded and size < self.pieces[position][1].nbytes:
+            form = kind, tensor, indices, self.buffer.dtype, *self.layout_of(position)
+            clipping.note(self._parameters[position], CompressedGradient(*form))
+
+
+class _Cast:
+    """Sends float16 or bfloat16, as torch's fp16_compress_hook does."""
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self._group = group
+        self._dtype = dtype
+        self.residuals: dict[int, Tensor] = {}
+        """There are none."""
+
+    def reduce(self, bucket: _Bucket) -> Future:
+        """The mean of what all ranks have, rounded before and after each sum."""
+        sent = bucket.buffer.to(self._dtype).div_(self._group.size())
+
+        def widen(done: Any) -> Tensor:
+            done.value()  # raises where it failed
+            for position, start in enumerate(bucket.starts):
+                shape, strides = bucket.layout_of(position)
+                bucket.note(position, "cast", sent.as_strided(shape, strides, start))
+            return bucket.buffer.copy_(sent)
+
+        future: Any = dist.all_reduce(sent, group=self._group, async_op=True).get_future()
+        widened: Future = future.then(widen)
+        return widened
+
+
+class _TopK:
+    """Each rank sends the elements of largest magnitude, and remembers the rest."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        density: float = 0.01,
+        error_feedback: bool = True,
+        residual_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not 0 < density <= 1:
+            raise ValueError(f"density must be in (0, 1], it is {density}")
+        if residual_dtype is not None and not residual_dtype.is_floating_point:
+            raise ValueError(f"residual_dtype must be a floating point dtype, not {residual_dtype}")
+        self._group = group
+        self._density = density
+        self._has_feedback = error_feedback
+        self._dtype = residual_dtype
+        self.residuals: dict[int, Tensor] = {}
+        """What was not sent yet, flat, by number of the parameter. Never written to."""
+
+    def reduce(self, bucket: _Bucket) -> Future:
+        """The mean of what all ranks send."""
+        values, places = [], []
+        for number, flat in bucket.pieces:
+            if number in self.residuals:
+                flat.add_(self.residuals[number])
+            count = min(flat.numel(), max(1, round(self._density * flat.numel())))
+            chosen = torch.topk(flat.abs(), count, sorted=False).indices
+            values.append(flat[chosen])
+            places.append(chosen)
+            if self._has_feedback:
+                # Not finite: a GradScaler skips this step, and it must not stay for ever.
+                rest = torch.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
+                rest[chosen] = 0
+                self.residuals[number] = rest if self._dtype is None else rest.to(self._dtype)
+        counts = [len(chosen) for chosen in values]
+        is_small = bucket.buffer.numel() <= _INT32_MAX
+        sent = [torch.cat(values), torch.cat(places).to(torch.int32 if is_small else torch.int64)]
+        row = _pack(sent)
+        rows = row.new_empty(self._group.size() * row.numel())
+
+        def spread(done: Any) -> Tensor:
+            done.value()  # raises where it failed
+            parts = (part.split(counts, dim=1) for part in _unpack(rows, row.numel(), sent))
+            for position, (found, at) in enumerate(zip(*parts, strict=True)):
+                _scatter(found, at, bucket.pieces[position][1])
+                bucket.note(position, "sparse", found, at)
+            return bucket.buffer
+
+        future: Any = _gather(rows, row, group=self._group, async_op=True).get_future()
+        spreading: Future = future.then(spread)
+        return spreading
+
+
+class Compression:
+    """A hook on a model, and its state: to be part of what is checkpointed. One per rank; not
+    thread-safe."""
+
+    is_by_rank = True
+    """Each rank has a residual of its own."""
+
+    def __init__(
+        self, model: DistributedDataParallel, kind: str, compressor: _Cast | _TopK
+    ) -> None:
+        self._kind = kind
+        self._compressor = compressor
+        named = list(model.module.named_parameters())
+        self._names = [canonical(name) for name, _ in named]
+        self._parameters: list[Tensor] = [parameter for _, parameter in named]
+        self._numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on; tensors by name of the parameter, not copied."""
+        found = self._compressor.residuals
+        residuals = {self._names[number]: found[number] for number in sorted(found)}
+        tensors = {"residual": residuals} if isinstance(self._compressor, _TopK) else {}
+        return {"kind": self._kind, "numbers": {}, "tensors": tensors}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from that; tensors are copied. Raises Mismatch where it is not for such a hook."""
+        if state_dict["kind"] != self._kind:
+            raise Mismatch(
+                f"restoring a compression: the checkpoint's is {state_dict['kind']!r}, the model's "
+                f"is {self._kind!r}. Compress as it was, or leave it out with only=[...]"
+            )
+        numbers = {name: number for number, name in enumerate(self._names)}
+        residuals = {}
+        for name, residual in state_dict["tensors"].get("residual", {}).items():
+            if name not in numbers:
+                raise Mismatch(f"restoring a compression: the model has no parameter {name!r}")
+            parameter = self._parameters[numbers[name]]
+            if residual.numel() != parameter.numel():
+                raise Mismatch(
+                    f"restoring a compression: the residual of {name!r} has {residual.numel()} "
+                    f"elements in the checkpoint, {parameter.numel()} in the model"
+                )
+            residuals[numbers[name]] = residual.detach().to(parameter.device, copy=True)
+        self._compressor.residuals = residuals
+
+    def reduce(self, source: Any) -> Future:
+        """Send one bucket, torch's; the hook."""
+        return self._compressor.reduce(_Bucket(source, self._numbers))
+
+
+def compress(model: DistributedDataParallel, kind: str, **options: Any) -> Compression:
+    """Send this model's gradients compressed, and record them so.
+
+    `kind`: "fp16" or "bf16": as torch's hooks. "topk": `density=0.01`, the part of a parameter's
+    elements that is sent, at least one; `error_feedback=True`: add what was not sent to the next
+    gradient; `residual_dtype=None`: in which that is kept, and recorded with each step (None: the
+    gradient's). Call it once, on all ranks, before the first backward, and put what it returns into
+    the state that is checkpointed. Raises ValueError and TypeError for unknown kinds and options,
+    Unsupported for a model that cannot be compressed so.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"compress() wants a DistributedDataParallel, not a {type(model).__name__}")
+    if kind == "powersgd":
+        raise ValueError(
+            "compress() has no 'powersgd'. Use 'bf16', 'fp16' or 'topk', or register torch's own "
+            "powerSGD_hook (torch.distributed.algorithms.ddp_comm_hooks): its gradients are "
+            "recorded dense, and its memory is in no checkpoint"
+        )
+    if kind not in (*_CASTS, "topk"):
+        raise ValueError(f"compress() knows {', '.join(_CASTS)}, topk, not {kind!r}")
+    if kind in _CASTS and options:
+        raise TypeError(f"compress() has no option {next(iter(options))!r} for {kind!r}")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not all(parameter.is_floating_point() for parameter in trained):
+        raise Unsupported(f"compressing by {kind!r}: a parameter is complex. Leave it uncompressed")
+    group = model.process_group
+    compressor = _TopK(group, **options) if kind == "topk" else _Cast(group, _CASTS[kind])
+    compression = Compression(model, kind, compressor)
+    model.register_comm_hook(compression, _hook)
+    return compression
+
+
+def _hook(
+    state: Compression,
+    bucket: dist.GradBucket,  # type: ignore[name-defined] # torch looks at it
+) -> torch.futures.Future[torch.Tensor]:
+    return state.reduce(bucket)
+
+
+def _pack(tensors: list[Tensor]) -> Tensor:
+    """Bytes of these, each aligned."""
+    parts = []
+    for tensor in tensors:
+        raw = tensor.view(torch.uint8)
+        parts += [raw, raw.new_zeros(-len(raw) % _WORD)]
+    return torch.cat(parts)
+
+
+def _unpack(rows: Tensor, size: int, like: list[Tensor]) -> list[Tensor]:
+    """What `_pack` made of tensors like these, of all ranks: [ranks, ...]."""
+    found, start = [], 0
+    table = rows.view(-1, size)
+    for tensor in like:
+        found.append(table[:, start : start + tensor.nbytes].view(tensor.dtype))
+        start += tensor.nbytes + -tensor.nbytes % _WORD
+    return found
