@@ -175,7 +175,6 @@ class Checkpointer:
             self._disk,
             self._client,
             self._captures,
-            self.metrics,
         )
         self._left_behind = len(catalog.committed(self._disk))
         """Checkpoints that were there, until one is restored."""

@@ -118,9 +118,6 @@ class Metrics:
     user_seconds: float = 0.0
     """The part of it spent in state_dict() methods of the user's own."""
     restore_seconds: float = 0.0
-    selftest: dict[str, str] = field(default_factory=dict)
-    """Of the newest restore, where it replayed a log under another build or machine: for each
-    optimizer "equal", "different" or "not run: why" (replay/selftest.py)."""
     durable_seconds: list[float] = field(default_factory=list, repr=False)
     """From the call to the commit, of the newest 1000 saves."""
     catch_ups: int = 0

@@ -35,7 +35,7 @@ def test_neither_call_nor_update_waits_for_the_device(store, strategy, options):
     with everstep.Checkpointer(
         store, state, strategy=strategy, under_pressure="wait", **settings
     ) as checkpointer:
-        for step in range(1, 9):  # arenas are pinned by then, and a log's self-test is made
+        for step in range(1, 9):  # arenas are pinned by then
             train(state)
             checkpointer.step(step)
         checkpointer.wait()

@@ -28,7 +28,6 @@ from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import SlotState, check_file_size, file_size_limit
 from everstep.keeper.client import Client
 from everstep.keeper.ranks.node_save import PLACE
-from everstep.redo import selftest
 from everstep.redo.derived import Derived
 from everstep.redo.refusals import Refused
 from everstep.sharding.topology import topology
@@ -300,10 +299,6 @@ class Captures:
             now["attributes"] = attributes
         if self._topology is None or not now.items() <= self._topology.items():
             self._topology = now
-        is_replayed = captured.record is not None or captured.share is not None
-        if is_replayed and "selftest" not in self._topology:
-            tests = selftest.record(self._state.optimizers)
-            self._topology = {**self._topology, "selftest": tests}  # the old one is still in use
         return {
             "objects": captured.collected.objects,
             "own": captured.collected.own,

@@ -5,8 +5,8 @@ on from nothing that could be told.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass
 
 from everstep.cli.replays import replayed
 from everstep.errors import EverstepError
@@ -31,16 +31,14 @@ class Origin:
 @dataclass(frozen=True, slots=True)
 class Whole:
     """The whole state that was made of a step that takes a replay: exactly, or but for last bits.
-    `size`: bytes of its packs. `ends_chain`: whether restores begin there. `differs`, `selftest`:
-    of one that is not exact, what was other than in the run, and what the self-test found, by
-    optimizer."""
+    `size`: bytes of its packs. `ends_chain`: whether restores begin there. `differs`: of
+    one that is not exact, what was other than in the run."""
 
     exact: bool
     size: int
     created: str
     ends_chain: bool = True
     differs: tuple[str, ...] = ()
-    selftest: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ class Chains:
                             state.size,
                             state.created,
                             state.ends_chain,
-                            *replayed(state.topology),
+                            replayed(state.topology),
                         )
         self._links[name] = _Link(behind, len(manifest.records), whole, is_whole)
 

@@ -14,7 +14,7 @@ from everstep.cli import wording
 from everstep.cli.chains import Chains, Whole
 from everstep.cli.records import call_pairs, chain_facts, chain_text, record_facts
 from everstep.cli.render import Cell, Column, Screen, align
-from everstep.cli.replays import test_pairs, without_tests
+from everstep.cli.replays import without_tests
 from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import tables_of_records
@@ -151,7 +151,6 @@ def _summary(shown: Shown, screen: Screen) -> list[str]:
         *_section("holds", [("", _holdings(shown))], screen),
         *_setting_lines("capture", manifest.capture, screen),
         *_setting_lines("topology", without_tests(manifest.topology), screen),
-        *_section("self-test", test_pairs(manifest.topology), screen),
         *_section("packs", _pack_pairs(manifest), screen),
         *_section("optimizers", _optimizer_pairs(manifest, shown.tables), screen),
         *_section("objects", objects, screen),
@@ -192,12 +191,8 @@ def _whole_pairs(whole: Whole | None) -> list[tuple[str, str]]:
     if not whole.exact:
         takes = "a restore takes it" if whole.ends_chain else "a restore goes on replaying"
         how = f"but for last bits: {takes}"
-    tests = [
-        f"a self-test of {name!r}, there against here: {result}"
-        for name, result in whole.selftest.items()
-    ]
     why = [f"not exact: {'; '.join(whole.differs)}"] if whole.differs else []
-    lines = [f"{made} ({wording.age(whole.created)}), {how}", *why, *tests]
+    lines = [f"{made} ({wording.age(whole.created)}), {how}", *why]
     return [("", wording.clean(line)) for line in lines]
 
 

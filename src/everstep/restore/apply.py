@@ -19,7 +19,6 @@ from everstep.format.document import digest_of
 from everstep.format.global_tensors import GlobalTensor
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own, owned_names, owners
-from everstep.redo import selftest
 from everstep.redo.replay import OtherBytes, as_stored, check, find, of_rank, redo
 from everstep.redo.rules import Rules, is_in
 from everstep.restore.choose import Candidate, Described, has_to_be_equal, moved
@@ -73,12 +72,10 @@ def apply(
         differing += sorted({text for found in each for text in found})
         is_moved = any(each)
     if must_be_exact and differing:
-        optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
-        found = selftest.describe(selftest.compare(replayed[-1].manifest.topology, optimizers))
         raise Unsupported(
             f"restoring step {candidate.name.step} exactly: it has to be replayed from step "
-            f"{_first_step(base)}, and was recorded under {'; '.join(differing)}"
-            f"{found and f' ({found})'}. Restore it there, or with exact='allow'"
+            f"{_first_step(base)}, and was recorded under {'; '.join(differing)}. Restore it "
+            f"there, or with exact='allow'"
         )
     if must_be_exact and not base.manifest.exact:
         raise Unsupported(f"{_inexact(candidate, base)}. Restore another step, or exact='allow'")

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 
 from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, kind_of
 from everstep.format.manifest import Manifest
-from everstep.handle import Metrics
 from everstep.keeper.arena import Arena
 from everstep.keeper.client import Client
-from everstep.redo import selftest
 from everstep.redo.derived import Derived
 from everstep.redo.replay import OtherBytes
 from everstep.redo.rules import Rules
@@ -50,7 +48,6 @@ class Restores:
         disk: Disk,
         client: Client,
         captures: "Captures",
-        metrics: Metrics,
     ) -> None:
         """`disk`: of the run's own store. `derived`: made with `rules`."""
         self._state = state
@@ -59,7 +56,6 @@ class Restores:
         self._disk = disk
         self._client = client
         self._captures = captures
-        self._metrics = metrics
 
     def restore(
         self,
@@ -222,17 +218,12 @@ class Restores:
 
     def _compare(self, manifest: Manifest, differing: list[str]) -> None:
         """Tell what is other here than where it was written, and what that may come to."""
-        self._metrics.selftest = {}
-        is_replayed = manifest.previous is not None or manifest.is_spread
         if not differing:
             return
-        if is_replayed:
-            optimizers = {optimizer.name: optimizer for optimizer in self._state.optimizers}
-            self._metrics.selftest = selftest.compare(manifest.topology, optimizers)
-        found = selftest.describe(self._metrics.selftest)
+        is_replayed = manifest.previous is not None or manifest.is_spread
         log.warning(
             "step %s was written under another build or machine (%s): %sgoing on from it may "
-            "differ in last bits%s",
+            "differ in last bits",
             manifest.step,
             "; ".join(differing),
             "the state is exact but for last bits of its replay, "
@@ -240,7 +231,6 @@ class Restores:
             else "the state is exact, "
             if manifest.exact
             else "",
-            f". {found}" if found else "",
         )
 
 
