@@ -62,6 +62,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     add("--every", type=_count, default=1, help="steps between saves (%(default)s)")
     add("--steps", type=_count, default=5, help="timed steps in a block (%(default)s)")
     add("--rounds", type=_count, default=3, help="blocks of each contender (%(default)s)")
+    add("--restores", type=_count, default=5, help="of each kind (%(default)s)")
     add("--records", type=_counts, default=(1, 10, 20), help="of the logs that are recovered")
     add("--tensors", type=_counts, default=(400,), help="of the models whose calls are timed")
     add("--ranks", type=_count, default=1, help="of one run on gloo")

@@ -30,8 +30,6 @@ WARM_SAVES = 6
 LEAD_STEPS = 5
 """Untimed, at the start of a block; the first one's save is waited for. A log copies the first
 records after a base eagerly."""
-RESTORE_ROUNDS = 5
-"""At least so many of each: a restore takes a third of a second, and varies by half."""
 CALLS_PER_ROUND = 20
 T = TypeVar("T")
 
@@ -255,7 +253,7 @@ class Bench:
         saving = [one for one in self._contenders if one.restores and one != BASELINE]
         for one in saving:
             self._try(one, self._keep)
-        for number in range(max(self._options.rounds, RESTORE_ROUNDS)):
+        for number in range(self._options.restores):
             self._tell(f"restores, round {number + 1}")
             for one in turned(saving, number):
                 self._try(one, self._restore, number)
@@ -302,7 +300,7 @@ class Bench:
         counts = [0, *self._options.records]
         for one in logs:
             self._try(one, self._write_log)
-        for number in range(max(self._options.rounds, RESTORE_ROUNDS)):
+        for number in range(self._options.restores):
             self._tell(f"recovery, round {number + 1}")
             for count in turned(counts, number):
                 for one in turned(logs, number):

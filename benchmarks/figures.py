@@ -62,7 +62,7 @@ def ratio(mine: Rounds, others: Rounds) -> dict[str, Any] | None:
         other = _median_of([row for _, row in rows])
         return _median_of([row for row, _ in rows]) / other if other else math.inf
 
-    return {"ratio": value(paired), "interval": interval(value, paired)}
+    return {"ratio": value(paired), "interval": interval(value, paired), "rounds": len(paired)}
 
 
 def interval(value: Callable[[list[Any]], float], rounds: Sequence[Any]) -> list[float]:

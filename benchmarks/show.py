@@ -14,7 +14,20 @@ from benchmarks.bench import BASELINE, BEFORE, LOG, PLAIN, Bench, Contender
 from benchmarks.figures import Samples, ratio, summary
 
 SCHEMA = 5
-SETTINGS = ("params", "every", "steps", "rounds", "ranks", "onto", "parallel", "records", "tensors")
+SETTINGS = (
+    "params",
+    "every",
+    "steps",
+    "rounds",
+    "restores",
+    "ranks",
+    "onto",
+    "parallel",
+    "records",
+    "tensors",
+)
+ROUNDS_MIN = 3
+"""Of fewer rounds an interval tells nothing, and no difference is marked."""
 Report = dict[str, Any]
 Column = tuple[str, str, str]
 """Head, figure, and how it is shown (see `cell`)."""
@@ -185,7 +198,7 @@ def _print_against(console: Console, report: Report) -> None:
         cells = []
         for name in names:
             found = report["against"][name].get(figure)
-            low, high = found["interval"] if found else (0, 2)
+            low, high = found["interval"] if found and found["rounds"] >= ROUNDS_MIN else (0, 2)
             style = "bold red" if low > 1 else "green" if high < 1 else ""
             cells.append(Text(" ".join(_ratio_cells(found)), style))
         table.add_row(figure.removesuffix("_s").replace("_", " "), *cells)

@@ -54,7 +54,7 @@ def test_a_ratio_is_drawn_round_by_round():
     drifting = [[1.0], [2.0], [4.0]]
     twice = [[2 * value for value in row] for row in drifting]
     found = figures.ratio(twice, drifting)
-    assert found == {"ratio": 2.0, "interval": [2.0, 2.0]}
+    assert found == {"ratio": 2.0, "interval": [2.0, 2.0], "rounds": 3}
     assert figures.ratio([], drifting) is None
     summary = figures.summary(drifting)
     assert summary
@@ -166,7 +166,7 @@ def test_code_of_before_is_a_column_of_ratios(tmp_path, monkeypatch):
     report, text = run_faked(monkeypatch, tmp_path, ["everstep-full"], against="/old")
     ratios = report["against"]["everstep-full"]
     assert {"step_s", "call_s", "durable_s", "restore_s", "400_tensors_call_s"} <= set(ratios)
-    assert ratios["restore_s"] == {"ratio": 1.0, "interval": [1.0, 1.0]}
+    assert ratios["restore_s"] == {"ratio": 1.0, "interval": [1.0, 1.0], "rounds": 5}
     assert "Now / before" in text
 
 
@@ -180,10 +180,20 @@ def test_code_that_is_none_is_refused(tmp_path):
 @pytest.mark.parametrize("words", [("--ranks", "1"), ("--ranks", "2")], ids=" ".join)
 def test_a_tiny_run_reports_all_that_was_asked_for(tmp_path, monkeypatch, words):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that spin would stand in each other's way
-    monkeypatch.setattr(bench, "RESTORE_ROUNDS", 1)
     paths = ["--json", str(tmp_path / "report.json"), "--plot", str(tmp_path / "report.png")]
     places = ["--store-root", str(tmp_path / "stores"), "--against", str(gang.REPOSITORY)]
-    small = ["--params", "tiny", "--rounds", "1", "--steps", "2", "--records", "1,2"]
+    small = [
+        "--params",
+        "tiny",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--restores",
+        "1",
+        "--records",
+        "1,2",
+    ]
     only = ["--only", "dcp,everstep-full,everstep-log"]
     assert command.main([*words, *small, *only, *paths, *places]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
