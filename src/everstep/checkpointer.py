@@ -32,8 +32,7 @@ from everstep.redo.rules import Rule, Rules
 from everstep.restore.restores import Restores
 from everstep.sharding.mapped import Layout
 from everstep.sharding.ranked import ByRank
-from everstep.sharding.teams import form_team
-from everstep.sharding.world import World
+from everstep.sharding.world import World, form_team
 from everstep.state.objects import plain_json
 from everstep.state.view import State
 from everstep.store import catalog

@@ -1,5 +1,5 @@
-"""The ranks of a run, and how they come to agree: through the torch.distributed.Store, without a
-collective.
+"""The ranks of a run, which of them share a node and with it a keeper, and how they come to agree:
+through the torch.distributed.Store, without a collective.
 
 Invariant: all ranks make the same calls in the same order. Where one does not come, the others are
 told which, after a while; nobody waits for ever.
@@ -9,13 +9,19 @@ import contextlib
 import json
 import logging
 import os
+import secrets
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from everstep.errors import KINDS, EverstepError, Unavailable, kind_of
+from everstep.keeper import wire
+from everstep.keeper.client import TeamMate
+from everstep.keeper.ranks import process_liveness
 
 log = logging.getLogger("everstep")
 
@@ -72,15 +78,21 @@ class World:
         """
         if self.is_alone:
             return [value]
-        assert self._store is not None
+        store = self._store
+        assert store is not None
         call, self._calls = self._calls, self._calls + 1
         keys = [f"{self._prefix}/{call}/{rank}" for rank in range(self.size)]
         try:
-            self._store.set(keys[self.rank], json.dumps([what, value]))
-            self._await(what, keys, timeout)
-            said = [json.loads(self._store.get(key)) for key in keys]
+            store.set(keys[self.rank], json.dumps([what, value]))
+            self._await(
+                what,
+                lambda: bool(store.check(keys)),
+                lambda: [rank for rank, key in enumerate(keys) if not store.check([key])],
+                timeout,
+            )
+            said = [json.loads(store.get(key)) for key in keys]
             if call > 1:  # all have come to this call, so all are through with the one before
-                self._store.delete_key(f"{self._prefix}/{call - 2}/{self.rank}")
+                store.delete_key(f"{self._prefix}/{call - 2}/{self.rank}")
         except RuntimeError as error:  # also of a store that is gone with its process
             raise Unavailable(f"{what}: the ranks' store does not answer: {error}") from error
         for rank, (theirs, _) in enumerate(said):
@@ -139,23 +151,16 @@ class World:
 
         Raises Unavailable, which names the ranks that have not told within `timeout` seconds.
         """
-        deadline, pause = time.monotonic() + timeout, _PAUSE_S_MIN
-        said = dict.fromkeys(range(self.size))
-        while True:
-            for rank in [rank for rank, value in said.items() if value is None]:
-                told = self.heard(f"{what}/{rank}")
-                said[rank] = told if told is not None and is_new(told) else None
-            missing = [rank for rank, value in said.items() if value is None]
-            if not missing:
-                return list(said.values())
-            if time.monotonic() > deadline:
-                raise Unavailable(
-                    f"asking for the ranks' {what}: of {self.size} ranks {missing} have not told "
-                    f"it within {timeout:.0f} s. All ranks make the same calls, and a state "
-                    f"changes on all of them at the same step"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSE_S_MAX)
+        said: dict[int, Any] = {}
+
+        def missing() -> list[int]:
+            for rank in set(range(self.size)) - said.keys():
+                if (told := self.heard(f"{what}/{rank}")) is not None and is_new(told):
+                    said[rank] = told
+            return sorted(set(range(self.size)) - said.keys())
+
+        self._await(what, lambda: not missing(), missing, timeout)
+        return [said[rank] for rank in range(self.size)]
 
     def heard(self, what: str) -> Any:
         """What was told under this name; None where nothing has come yet. Does not wait."""
@@ -167,26 +172,90 @@ class World:
                 return json.loads(self._store.get(key))
         return None
 
-    def _await(self, what: str, keys: list[str], timeout: float) -> None:
+    def _await(
+        self,
+        what: str,
+        is_done: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        timeout: float,
+    ) -> None:
         """By polling: a blocking get would hold a lock that others of this process need."""
-        assert self._store is not None
         began, pause, is_told = time.monotonic(), _PAUSE_S_MIN, False
-        while not self._store.check(keys):
+        while not is_done():
             waited = time.monotonic() - began
-            if waited > timeout or (waited > TELL_S and not is_told):
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                if waited > timeout:
-                    raise Unavailable(
-                        f"{what}: of {self.size} ranks {missing} did not come within "
-                        f"{timeout:.0f} s"
-                    )
+            if waited > timeout:
+                raise Unavailable(
+                    f"{what}: of {self.size} ranks {missing()} did not come within {timeout:.0f} "
+                    f"s. All ranks make the same calls, and a state changes on all of them at the "
+                    f"same step"
+                )
+            if waited > TELL_S and not is_told:
                 is_told = True
                 log.warning(
                     "%s: rank %s waits for ranks %s. All ranks of a process group make a "
                     "Checkpointer, and the same calls of it; one rank for itself takes alone=True",
                     what,
                     self.rank,
-                    missing,
+                    missing(),
                 )
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_S_MAX)
+
+
+def form_team(world: World, store: Path, alike: Mapping[str, Any]) -> TeamMate | None:
+    """This rank's place among those of its node; None for a run of one process. All ranks call it.
+
+    `alike`: what else all ranks have to say alike, as JSON: lists of names, and single settings.
+    Raises ValueError where ranks save to different stores, or differ in that; Unavailable where
+    one does not come.
+    """
+    if world.is_alone:
+        return None
+    here = f"{socket.gethostname()} {_boot()} {wire.node()}"
+    mine = [
+        secrets.token_hex(8),
+        here,
+        os.path.realpath(store),
+        process_liveness.this_process(),
+        dict(alike),
+    ]
+    said = world.gather("attaching", mine)
+    if elsewhere := [rank for rank, each in enumerate(said) if each[2] != said[0][2]]:
+        raise ValueError(
+            f"rank {elsewhere[0]} saves to {said[elsewhere[0]][2]}, rank 0 to {said[0][2]}: all "
+            f"ranks of a run save to one store"
+        )
+    for what in alike:
+        _check_alike(what, [each[4].get(what) for each in said])
+    nodes = list(dict.fromkeys(each[1] for each in said))
+    local = tuple(rank for rank, each in enumerate(said) if each[1] == here)
+    own, processes = local.index(world.rank), tuple(said[rank][3] for rank in local)
+    return TeamMate(said[0][0], own, len(local), local, nodes.index(here), len(nodes), processes)
+
+
+def _check_alike(what: str, said: Sequence[Any]) -> None:
+    """What would fail at each save, or only when it is to be restored. Raises ValueError."""
+    first = said[0]
+    if isinstance(first, list):  # in whatever order
+        said = [sorted(each) for each in said]
+    other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+    if other is None:
+        return
+    if not isinstance(first, list):
+        raise ValueError(
+            f"{what} is {first!r} on rank 0, {said[other]!r} on rank {other}: all ranks of a run "
+            f"give the same"
+        )
+    here, there = sorted(set(first) - set(said[other])), sorted(set(said[other]) - set(first))
+    raise ValueError(
+        f"{what}: {here or 'nothing'} only on rank 0, {there or 'nothing'} only on rank {other}. "
+        f"All ranks of a run give the same names; where a rank does not have a part, the value is "
+        f"None"
+    )
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

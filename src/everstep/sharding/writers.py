@@ -11,8 +11,8 @@ from typing import Any
 
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
+from everstep.sharding.layout import ShardingSpec
 from everstep.sharding.leaves import Leaf
-from everstep.sharding.spec import ShardingSpec
 from everstep.sharding.topology import PADDED
 from everstep.sharding.world import World
 
