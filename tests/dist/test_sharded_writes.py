@@ -17,6 +17,7 @@ from zoo_model import loss_of
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store, clip_grad_norm_
 from everstep.capture.copier import Copier
+from everstep.redo.clipping import Recording
 from examples import slow
 
 STEPS, AT = 7, 3
@@ -91,7 +92,9 @@ def quietly():
 
 
 def edits_gradients(store, edit, options):
-    """After everstep's clipping."""
+    """After everstep's clipping, from before which gradients are recorded."""
+    recording = Recording()
+    recording.set(True, pre_clip=True)
     with quietly():
         run = Run(store, **options)
         for step in range(1, STEPS + 1):

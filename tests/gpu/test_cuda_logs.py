@@ -5,7 +5,7 @@ import torch
 from test_cuda import build, check_steps, state_bytes
 
 import everstep
-from everstep.redo import room
+from everstep.redo import clipping
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -17,6 +17,15 @@ def plain(state):
     state["optimizer"].zero_grad()
     loss_of(state).backward()
     state["optimizer"].step()
+
+
+@pytest.fixture(autouse=True)
+def _pre_clip():
+    """Where everstep clips, gradients from before that are recorded."""
+    recording = clipping.Recording()
+    recording.set(True, pre_clip=True)
+    yield
+    recording.set(False)
 
 
 def clipped(state):
@@ -138,8 +147,10 @@ def test_a_learning_rate_on_the_device_is_noted_as_it_was(store):
 
 def test_without_room_the_clipped_gradients_are_recorded(store, monkeypatch):
     device = torch.device("cuda", torch.cuda.current_device())
-    assert 0 < room.free_bytes(device) <= torch.cuda.get_device_properties(device).total_memory
-    monkeypatch.setattr(room, "free_bytes", lambda device: 0)
+    assert clipping.has_room([torch.zeros(1, device=device)])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
+    assert not clipping.has_room([torch.zeros(1, device=device)])
     state, expected = make(1, clipped, {"fused": True}), {}
     with everstep.Checkpointer(
         store, state, strategy="log", base_every=100, under_pressure="wait"

@@ -7,8 +7,8 @@ any case: what is noted beside it changes neither the gradients nor what is comm
 """
 
 import ctypes
-import types
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -50,7 +50,7 @@ class Origin:
     foreach: bool = False
     clipped: TensorWeakRef | None = None
     look: tuple[int, int, bytes] = (0, 0, b"")
-    """At the clipped gradient, where `source` is the one from before."""
+    """Of the gradient from before: what clipping made of it, and how that looked."""
 
 
 _origins = WeakTensorKeyDictionary()
@@ -122,18 +122,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients' total norm: calls torch.nn.utils.clip_grad_norm_, and returns the norm
     before clipping. A log with `pre_clip` holds a copy of each gradient until the update."""
-    if isinstance(parameters, types.GeneratorType):
-        parameters = list(parameters) or parameters  # torch warns of an empty one
-    elif not isinstance(parameters, Tensor):
-        parameters = list(parameters)
-    holders: list[Tensor] = []
-    if is_recording():
-        listed = [parameters] if isinstance(parameters, Tensor) else parameters
-        holders = [parameter for parameter in listed if parameter.grad is not None]
+    rest = norm_type, error_if_nonfinite, foreach
+    if not is_recording():
+        return torch_clipping.clip_grad_norm_(parameters, max_norm, *rest)
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    holders = [parameter for parameter in listed if parameter.grad is not None]
     copies = _copies(holders) if any(_recordings.values()) else {}
-    norm = torch_clipping.clip_grad_norm_(
-        parameters, max_norm, norm_type, error_if_nonfinite, foreach
-    )
+    # Of a generator that is empty torch warns.
+    norm = torch_clipping.clip_grad_norm_(listed or parameters, max_norm, *rest)
     if copies or _origins:
         _note_clipped(holders, copies, max_norm, norm, foreach)
     return norm
@@ -155,22 +151,16 @@ def scale_in_place(raw: Sequence[Tensor], coefficient: Tensor, foreach: bool) ->
 
 
 def has_room(tensors: Iterable[Tensor]) -> bool:
-    """Whether their devices have memory to spare for copies. Host memory is not looked at. Asks the
-    driver, and waits for no kernel."""
-    sizes: dict[torch.device, int] = {}
+    """Whether their devices have memory to spare for copies: what nobody has, and what torch keeps
+    for later. Host memory is not looked at. Asks the driver, and waits for no kernel."""
+    sizes: Counter[torch.device] = Counter()
     for tensor in tensors:
-        if tensor.is_cuda:
-            sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes
-    return all(
-        size
-        <= ROOM_PART
-        * (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
-        for device, size in sizes.items()
-    )
+        sizes[tensor.device] += tensor.nbytes if tensor.is_cuda else 0
+    for device in +sizes:
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        if sizes[device] > ROOM_PART * (free - torch.cuda.memory_allocated(device)):
+            return False
+    return True
 
 
 def _copies(holders: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -185,15 +175,11 @@ def _copies(holders: Sequence[Tensor]) -> dict[int, Tensor]:
     }
     memories = [layout.local_of(gradient).detach() for gradient in gradients.values()]
     places = [memory.data_ptr() for memory in memories if memory.numel()]
-    if (
-        len(set(places)) < len(places)
-        or torch.is_inference_mode_enabled()
-        or not has_room(memories)
-    ):
+    is_one_twice = len(set(places)) < len(places)
+    if not memories or is_one_twice or torch.is_inference_mode_enabled() or not has_room(memories):
         return {}
     copies = [torch.empty_like(memory) for memory in memories]
-    for group in _groups(memories):
-        torch._foreach_copy_([copies[i] for i in group], [memories[i] for i in group])
+    torch._foreach_copy_(copies, memories)
     rows = zip(gradients.items(), copies, strict=True)
     return {index: layout.with_local(gradient, copy) for (index, gradient), copy in rows}
 

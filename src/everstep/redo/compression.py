@@ -362,9 +362,11 @@ def compress(model: DistributedDataParallel, kind: str, **options: Any) -> Compr
 
     `kind`: "fp16" or "bf16": as torch's hooks. "topk": `density=0.01`, the part of a parameter's
     elements that is sent, at least one; `error_feedback=True`: add what was not sent to the next
-    gradient; `residual_dtype=None`: in which that is kept, and recorded with each step (None: the
-    gradient's). Call it once, on all ranks, before the first backward, and put what it returns into
-    the state that is checkpointed. Raises ValueError and TypeError for unknown kinds and options,
+    gradient; `residual_dtype=None`: in which that is kept (None: the gradient's). Call it once, on
+    all ranks, before the first backward, and put what it returns into the state that is
+    checkpointed: what was not sent is as large as the gradients, and is in each record. Left out of
+    the state it makes no record larger, and a restored run owes nothing: it goes on, but not
+    exactly. Raises ValueError and TypeError for unknown kinds and options,
     Unsupported for a model that cannot be compressed so.
     """
     if not isinstance(model, DistributedDataParallel):
