@@ -127,7 +127,7 @@ class Checkpointer:
         alone: save this process for itself, to a store of its own, though a process group is up.
         check_replicas: compare what several ranks hold (in whole states, not in what a log has
             between them): different bytes under one name make the save fail on all ranks, with
-            Mismatch. Costs memory: each rank also copies what others write of what it holds.
+            Mismatch. Costs time: each rank digests all that it holds within the call.
 
         Raises ValueError, TypeError, Unavailable; Unsupported where "log" or "spread" does not fit
         the optimizers.

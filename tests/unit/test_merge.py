@@ -18,14 +18,7 @@ from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.dtypes import ITEM_SIZES, carried_as
 from everstep.format.manifest import Part, check_table
-from everstep.format.merge import (
-    VANISHED,
-    Merged,
-    RankTable,
-    check_coverage,
-    merge,
-    with_replicas,
-)
+from everstep.format.merge import Merged, RankTable, check_coverage, merge
 from everstep.format.merged_sets import merge_sets
 from everstep.format.packs import Layout, Spec, entry_name, lay_out
 from everstep.format.tables import FileLink, Table, decode_table, encode_table, extents
@@ -59,14 +52,11 @@ def partitions(draw, shape: tuple[int, ...], cuts_max: int = 5) -> list[Box]:
 @dataclass
 class Rank:
     written: list[Spec] = field(default_factory=list)
-    compared: list[Spec] = field(default_factory=list)
     aliases: dict[str, list[str]] = field(default_factory=dict)
     optimizers: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = lay_out(self.written)
-        self.layout: Layout = with_replicas(own, lay_out(self.compared))
-        self.count = len(own.packs)
+        self.layout: Layout = lay_out(self.written)
         document = encode_table(self.layout, self.aliases, {}, self.optimizers)
         self.table: Table = decode_table(document, "a rank's table")
 
@@ -91,7 +81,7 @@ def part_of(spec: Spec) -> bytes:
 
 
 def merged(ranks: list[Rank]) -> Merged:
-    return merge([RankTable(i, rank.table, rank.count, {}) for i, rank in enumerate(ranks)])
+    return merge([RankTable(i, rank.table, {}) for i, rank in enumerate(ranks)])
 
 
 def digests_of(table: Table, files: list[bytes]) -> list[str]:
@@ -115,10 +105,9 @@ def limits(entries: int) -> Iterator[None]:
 
 @st.composite
 def worlds(draw) -> list[Rank]:
-    """Ranks that hold boxes of the same tensors: each is written by one, and compared by some."""
+    """Ranks that hold boxes of the same tensors: each is written by one."""
     count = draw(st.integers(1, 4))
     written: list[list[Spec]] = [[] for _ in range(count)]
-    compared: list[list[Spec]] = [[] for _ in range(count)]
     for number in range(draw(st.integers(0, 6))):
         name = draw(st.sampled_from(["a", "b.weight", "ü", "x[0:1]"])) + str(number)
         dtype, shape = draw(st.sampled_from(sorted(ITEM_SIZES))), draw(SHAPES)
@@ -127,12 +116,12 @@ def worlds(draw) -> list[Rank]:
             owner = draw(st.integers(0, count - 1))
             written[owner].append(spec)
             for rank in range(count):
-                if rank != owner and draw(st.booleans()):
-                    (compared if box.count else written)[rank].append(spec)
-    for specs in written + compared:
+                if not box.count and rank != owner and draw(st.booleans()):
+                    written[rank].append(spec)
+    for specs in written:
         order = draw(st.randoms(use_true_random=False))
         order.shuffle(specs)
-    return [Rank(*pair) for pair in zip(written, compared, strict=True)]
+    return [Rank(specs) for specs in written]
 
 
 @MANY
@@ -148,7 +137,7 @@ def test_large_boxes():
     upper, lower = Box((0, 0), (1100, 1024)), Box((1100, 0), (200, 1024))
     big, odd = Spec("w", "float32", (1300, 1024), upper), Spec("v", "int8", ((1 << 20) + 5,))
     rest = Spec("w", "float32", (1300, 1024), lower)
-    check_merged([Rank([big], [odd]), Rank([odd, rest]), Rank([], [rest, big])], 1)
+    check_merged([Rank([big]), Rank([odd, rest]), Rank()], 1)
 
 
 def check_merged(ranks: list[Rank], file_count: int | None) -> None:
@@ -184,41 +173,11 @@ def check_merged(ranks: list[Rank], file_count: int | None) -> None:
         assert piece.offset % (4096 if is_large else ITEM_SIZES[spec.dtype]) == 0
 
     # digests
-    own = [_rank_digests(rank, image) for rank, image in zip(ranks, images, strict=True)]
-    joined: list = [None] * found.digest_count
-    for header, index in zip(found.headers, found.header_digests, strict=True):
-        joined[index] = digest_of(header)
-    for digests, new in zip(own, found.digests, strict=True):
-        assert len(digests) == len(new)
-        for digest, index in zip(digests, new, strict=True):
-            if index != VANISHED:
-                assert joined[index] is None
-                joined[index] = digest
-    assert joined == digests_of(found.table, files)
+    joined = digests_of(found.table, files)
     links = tuple(FileLink(f"data/{i}", len(file)) for i, file in enumerate(files))
     part = Part(0, FileLink("data/table", 1, "0" * 32), links, tuple(joined), 0)
     check_table(found.table, part, "merged")
-    check_coverage([found.table], [found.holders], found.elsewhere)
-
-    # replicas
-    again = sorted((i, spec.entry) for i, rank in enumerate(ranks) for spec in rank.compared)
-    assert again == sorted(
-        (r.other, entry_name(r.name, found.table.tensors[r.name].spec.shape, r.box))
-        for r in found.replicas
-    )
-    assert found.alone == found.elsewhere == ()
-    for replica in found.replicas:
-        kept = [own[replica.kept][i] for i in replica.kept_digests]
-        assert kept == [own[replica.other][i] for i in replica.other_digests]
-
-
-def _rank_digests(rank: Rank, image: bytes) -> list[str]:
-    starts = packs.pack_starts(pack.size for pack in rank.layout.packs)
-    files = [
-        image[start : start + pack.size]
-        for start, pack in zip(starts, rank.layout.packs, strict=True)
-    ]
-    return digests_of(rank.table, files)
+    check_coverage([found.table], [found.holders])
 
 
 @MANY
@@ -259,27 +218,6 @@ def boxes_in(draw, shape: tuple[int, ...]) -> Box:
     return Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
 
-def test_a_tensor_that_every_rank_leaves_to_others():
-    spec = Spec("w", "int8", (4,))
-    found = merged([Rank(compared=[spec]), Rank(compared=[spec])])
-    assert (found.headers, found.table.packs, found.table.tensors) == ((), (), {})
-    assert [(r.kept, r.other) for r in found.replicas] == [(0, 1)]
-    assert found.elsewhere == ("w",)
-    check_coverage([found.table, Rank([spec]).table], names=found.elsewhere)
-    with pytest.raises(Mismatch, match="'w': hole"):
-        check_coverage([found.table], names=found.elsewhere)
-
-
-def test_replicas_that_nobody_else_has():
-    half = Box((0,), (2,))
-    found = merged(
-        [Rank([Spec("w", "int8", (4,))]), Rank(compared=[Spec("w", "int8", (4,), half)])]
-    )
-    assert found.replicas == ()
-    assert found.alone == (("w", half, 1),)
-    assert found.elsewhere == ()
-
-
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
@@ -291,15 +229,9 @@ def test_replicas_that_nobody_else_has():
         (Spec("w", "float32", (4, 2)), r"overlap: rank 0 wrote .*0:4,0:2.* rank 1 wrote"),
     ],
 )
-@pytest.mark.parametrize("is_compared", [False, True])
-def test_ranks_that_disagree(other, expected, is_compared):
-    first = Rank([Spec("w", "float32", (4, 2))])
-    if is_compared and "overlap" in expected:
-        assert len(merged([first, Rank(compared=[other])]).replicas) == 1
-        return
-    second = Rank(compared=[other]) if is_compared else Rank([other])
+def test_ranks_that_disagree(other, expected):
     with pytest.raises(Mismatch, match=expected):
-        merged([first, second])
+        merged([Rank([Spec("w", "float32", (4, 2))]), Rank([other])])
 
 
 def test_names_that_collide_with_boxes():
@@ -312,9 +244,10 @@ def test_names_that_collide_with_boxes():
 
 
 def test_tied_tensors():
-    spec, other = Spec("a", "int8", (2,)), Spec("b", "int8", (2,))
+    spec, other = Spec("a", "int8", (2,), Box((0,), (1,))), Spec("b", "int8", (2,))
+    rest = Spec("a", "int8", (2,), Box((1,), (1,)))
     first = Rank([spec], aliases={"a": ["z", "y"]})
-    found = merged([first, Rank(compared=[spec], aliases={"a": ["x", "y"]})])
+    found = merged([first, Rank([rest], aliases={"a": ["x", "y"]})])
     assert found.table.tensors["a"].aliases == ("z", "y", "x")
     with pytest.raises(Mismatch, match="'z' is a tensor of its own"):
         merged([first, Rank([Spec("z", "int8", (2,))])])
@@ -326,7 +259,7 @@ def test_strides_stay_where_all_ranks_have_them():
     def rank(box: Box, strides) -> RankTable:
         layout = lay_out([Spec("w", "int8", (4, 2), box)])
         table = decode_table(encode_table(layout, {}, {"w": "cuda:1"}, {}, strides), "x")
-        return RankTable(0, table, 1, {})
+        return RankTable(0, table, {})
 
     upper, lower = Box((0, 0), (2, 2)), Box((2, 0), (2, 2))
     same = merge([rank(upper, {"w": (1, 4)}), rank(lower, {"w": (1, 4)})]).table.tensors["w"]
@@ -341,12 +274,11 @@ def test_many_shards_of_no_rows():
     found = merged([Rank([Spec("w", "int8", (5, 3), box)]) for box in boxes])
     check_coverage([found.table])
     assert found.holders == {"w": (0, 1, 2, 3, 4, 5)}
-    assert [own.count(VANISHED) for own in found.digests] == [1, 1, 1, 1, 1, 1, 2, 2]
 
 
 def test_optimizers_are_united():
     def rank(number: int, optimizers: dict, sets: dict) -> RankTable:
-        return RankTable(number, Rank(optimizers=optimizers).table, 0, sets)
+        return RankTable(number, Rank(optimizers=optimizers).table, sets)
 
     one = {"adam": {"groups": {"a": 0, "b": 1}, "state": {"a": ["m"], "b": ["m", "v"]}}}
     two = {

@@ -3,10 +3,9 @@
 import pytest
 
 from everstep.errors import Corrupt, Mismatch
-from everstep.format.boxes import Box
 from everstep.format.document import seal
 from everstep.format.manifest import Part
-from everstep.format.node_parts import Elsewhere, NodePart, decode_node_part, encode_node_part
+from everstep.format.node_parts import NodePart, decode_node_part, encode_node_part
 from everstep.format.tables import FileLink
 from everstep.keeper.ranks.node_save import merge_numbered
 from everstep.store import catalog, commit, names, parts, retain
@@ -21,21 +20,27 @@ RANKS = {
         "objects": {"one": 1, "two": [2.5], "three": None},
         "own": {"rng": {"index": 0, "count": 1, "value": 4}},
         "digests": {"a": "1", "b": "2"},
+        "held": {"w[0:1]": "5"},
     },
-    6: {"objects": {"one": True, "two": [2.5]}, "own": {}, "digests": {"b": "3"}},
-    9: {"objects": {}, "own": {}, "digests": {}},
+    6: {
+        "objects": {"one": True, "two": [2.5]},
+        "own": {},
+        "digests": {"b": "3"},
+        "held": {"w[0:1]": "5"},
+    },
+    9: {"objects": {}, "own": {}, "digests": {}, "held": {}},
     11: {
         "objects": {"one": 1.0, "four": {"$": "x"}, "three": None},
         "own": {},
         "digests": {"a": "1", "b": "2"},
+        "held": {"w[0:1]": "5"},
     },
 }
 
 
 def found_of(attempt="run.1", node=3, **more):
-    elsewhere = (Elsewhere("w", Box((0, 2), (1, 2)), 6, ("2" * 32,)),)
     sets = {"optimizer": [{"lr": 0.5}, {"lr": 1}]}
-    return NodePart(attempt, node, None, PART, sets, RANKS, elsewhere, **more)
+    return NodePart(attempt, node, None, PART, sets, RANKS, **more)
 
 
 def test_what_goes_in_comes_out():

@@ -127,16 +127,14 @@ def renewed(walk: Walk, before: tuple[Any, ...], now: tuple[Any, ...]) -> list[t
 def part_of(
     collected: Collected,
     leaves: tuple[Leaf, ...],
-    compared: Iterable[Leaf],
     loose: tuple[Leaf, ...],
 ) -> Collected:
-    """Those leaves as a state of their own, and of those in objects these. `compared`: what other
-    ranks write of it."""
+    """Those leaves as a state of their own, and of those in objects these."""
     names = {id(leaf.tensor): leaf.name for leaf in leaves}
     kept = {leaf.name for leaf in (*leaves, *loose)}
     aliases = {name: found for name, found in collected.aliases.items() if name in kept}
     sharded = tuple(leaf for leaf in collected.walk.sharded if leaf.name in kept)
-    walk = Walk(leaves, names, {}, collected.walk.optimizers, tuple(compared), sharded)
+    walk = Walk(leaves, names, {}, collected.walk.optimizers, sharded)
     return replace(collected, walk=walk, loose=loose, aliases=aliases)
 
 

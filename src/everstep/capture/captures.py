@@ -36,6 +36,8 @@ from everstep.store.names import CheckpointName
 
 log = logging.getLogger("everstep")
 
+_HELD_BYTES = 128
+"""In a descriptor for each tensor of which several ranks' are compared, about."""
 _SLOW_S = 10.0
 """Training that has waited so long in all is told that the disk is slower."""
 _PASSES_TOLD = 64
@@ -247,7 +249,7 @@ class Captures:
             return
         sequence = self.pool.next_sequence()
         said = self._describe(captured, tag, metrics)
-        said |= {"call": handle.call, "written": plan.written}
+        said["call"] = handle.call
         try:
             capture = self._copier.begin(handle.step, sequence, collected, plan, slot, said)
         except BaseException:
@@ -270,7 +272,8 @@ class Captures:
         """Memory for a capture; None where none is free, and it does not wait. Raises Unavailable
         where it has waited in vain."""
         began = time.monotonic()
-        slot = self.pool.acquire(plan, self._descriptor_size, waits=waits)
+        size = max(self._descriptor_size, _HELD_BYTES * self._state.held_count)
+        slot = self.pool.acquire(plan, size, waits=waits)
         waited_s = time.monotonic() - began
         if slot is None and waits:
             raise Unavailable(f"saving step {step}: after {waited_s:.0f} s of waiting, {STALLED}")
@@ -299,7 +302,10 @@ class Captures:
             now["attributes"] = attributes
         if self._topology is None or not now.items() <= self._topology.items():
             self._topology = now
+        share = captured.share
+        is_whole = share["ends"] if share else captured.record is None
         return {
+            "held": self._state.held() if is_whole else {},
             "objects": captured.collected.objects,
             "own": captured.collected.own,
             "digests": captured.collected.digests,

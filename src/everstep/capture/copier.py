@@ -222,7 +222,7 @@ class Copier:
             sharded = _by_owner(walk.sharded)
             parts = {
                 owner: _Bound.of(leaves, sharded.get(owner, ()), plan)
-                for owner, leaves in _by_owner((*walk.leaves, *walk.replicas)).items()
+                for owner, leaves in _by_owner(walk.leaves).items()
             }
             if RECORD_OWNER in parts:  # they do not come again, and are not to be held
                 return parts

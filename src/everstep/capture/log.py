@@ -206,7 +206,7 @@ class Log:
             self._break(error, step)
             self._check()
             return Captured(collected)
-        pieces, compared, share = self._share(step, collected.walk)
+        pieces, share = self._share(step, collected.walk)
         derived: dict[str, Any] = {}
         if self._derived:
             samples, derived = self._derived.describe(step, collected)
@@ -220,7 +220,7 @@ class Log:
             others = tuple(unowned(collected.walk.leaves))
             met = collected.loose
         leaves = (*pieces, *recorded, *others)  # updates wait for pieces, not for records
-        record = part_of(collected, leaves, compared, met)
+        record = part_of(collected, leaves, met)
         said = {"previous": self._last_step, "calls": calls, "derived": derived}
         return Captured(record, said, share)
 
@@ -382,20 +382,19 @@ class Log:
             return following is not None and step >= following.step
         return step - self._origin() >= self.distance.steps
 
-    def _share(self, step: int, walk: Walk) -> tuple[list[Leaf], list[Leaf], dict[str, Any] | None]:
-        """What of the next base is copied with this record, and what is compared with what other
-        ranks write of it. It is spread over the last steps before it is due: the records that bring
-        its pieces to one step are there anyway."""
+    def _share(self, step: int, walk: Walk) -> tuple[list[Leaf], dict[str, Any] | None]:
+        """What of the next base is copied with this record. It is spread over the last steps before
+        it is due: the records that bring its pieces to one step are there anyway."""
         if self._pieces is None:
             known = self._next_base()
             if known is None or known[1] == 1 or step <= known[0] - known[1]:
-                return [], [], None
+                return [], None
             self._base_due, size = known
             self._pieces = Pieces.of(self._optimizers, walk, size)
         ends = step >= self._base_due
-        own, others = self._pieces.take(step, ends)
+        own = self._pieces.take(step, ends)
         share = {"steps": list(self._pieces.steps), "calls": None, "ends": ends}
-        return own, others, share
+        return own, share
 
     def _next_base(self) -> tuple[int, int] | None:
         """When it is due, and over how many steps it is spread."""

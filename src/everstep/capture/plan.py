@@ -6,7 +6,6 @@ from typing import Any
 from weakref import ref
 
 from everstep.errors import Unsupported
-from everstep.format.merge import with_replicas
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import encode_table
 from everstep.sharding.leaves import Leaf
@@ -16,16 +15,13 @@ from everstep.state.view import Collected, Walk
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A layout, its table document, and the offset of each tensor (or box of one) in the image, by
-    its entry. The first `own` tensors, in `written` packs, go to the disk; what comes after them is
-    only to be compared with what other ranks write."""
+    its entry."""
 
     aliases: Mapping[str, list[str]]
     optimizers: Mapping[str, Any]
     layout: Layout
     table: bytes
     offsets: dict[str, int]
-    own: int
-    written: int
 
     def headers(self) -> list[tuple[int, bytes]]:
         """(offset in the image, bytes) of each pack's header."""
@@ -58,17 +54,16 @@ class Planner:
         ):
             return self._plan
         walk = collected.walk
-        written = (*walk.leaves, *collected.loose)
-        leaves = (*written, *walk.replicas)
+        leaves = (*walk.leaves, *collected.loose)
         forms = [_form(leaf) for leaf in leaves]
         fits = (
             self._plan is not None
-            and (self._forms, self._plan.own) == (forms, len(written))
+            and self._forms == forms
             and self._plan.aliases == collected.aliases
             and self._plan.optimizers == walk.optimizers
         )
         if not fits:
-            self._plan = _make(leaves, len(written), collected.aliases, walk.optimizers)
+            self._plan = _make(leaves, collected.aliases, walk.optimizers)
             self._forms = forms
         self._known = (ref(walk), loose, collected.aliases)
         assert self._plan is not None
@@ -83,10 +78,7 @@ def _form(leaf: Leaf) -> tuple[Any, ...]:
 
 
 def _make(
-    leaves: Sequence[Leaf],
-    own: int,
-    aliases: Mapping[str, list[str]],
-    optimizers: Mapping[str, Any],
+    leaves: Sequence[Leaf], aliases: Mapping[str, list[str]], optimizers: Mapping[str, Any]
 ) -> Plan:
     specs = [leaf.spec for leaf in leaves]
     devices = {leaf.name: str(leaf.tensor.device) for leaf in leaves}
@@ -97,10 +89,7 @@ def _make(
         raise Unsupported(
             f"capturing: several tensors have the same name, rename parts of the state: {twice}"
         )
-    layout = lay_out(specs[:own])
-    written = len(layout.packs)
-    if own < len(specs):
-        layout = with_replicas(layout, lay_out(specs[own:]))
+    layout = lay_out(specs)
     starts = pack_starts(pack.size for pack in layout.packs)
     offsets = {
         spec.entry: starts[piece.pack] + piece.offset
@@ -109,4 +98,4 @@ def _make(
     # A copy of the groups: the plan is compared with later walks, and must not change with them.
     table = encode_table(layout, aliases, devices, optimizers, strides)
     held, groups = dict(aliases), dict(optimizers)
-    return Plan(held, groups, layout, table, offsets, own, written)
+    return Plan(held, groups, layout, table, offsets)

@@ -327,10 +327,9 @@ class Spread:
             for call in calls if not is_due else ():
                 call.pop("digest", None)  # it is of all parameters, some of which come later
         self._window = window
-        leaves, compared = pieces.take(step, is_due)
+        leaves = pieces.take(step, is_due)
         if is_due:
             leaves += unowned(collected.walk.leaves)
-            compared += unowned(collected.walk.replicas)
         record = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
         if self._ranks and calls is not None:
             record, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
@@ -340,7 +339,7 @@ class Spread:
             self._recorder.watch()
             self._recording.set(True)
         self._recorder.only = pieces.copied
-        part = part_of(collected, (*leaves, *record), compared, collected.loose if is_due else ())
+        part = part_of(collected, (*leaves, *record), collected.loose if is_due else ())
         if not is_due:  # ranks number hyperparameters together, in each
             part = Collected(part.walk, (), part.aliases, {}, part.hyperparameters)
         return Captured(part, share=share)

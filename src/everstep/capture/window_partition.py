@@ -31,7 +31,6 @@ class Pieces:
     """Names of parameters."""
     _taken: set[str] = field(default_factory=set)
     _own: dict[str, list[Leaf]] = field(default_factory=dict)
-    _others: dict[str, list[Leaf]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -44,25 +43,23 @@ class Pieces:
         """To be copied over so many steps: as planned, or in equal shares."""
         units = _units(optimizers, walk)
         found = cls(walk, units, _groups(units, steps) if planned is None else planned)
-        for leaves, by_name in ((walk.leaves, found._own), (walk.replicas, found._others)):
-            for leaf in leaves:
-                if leaf.owner is not None:  # the others may be other tensors by then
-                    by_name.setdefault(leaf.name, []).append(leaf)
+        for leaf in walk.leaves:
+            if leaf.owner is not None:  # the others may be other tensors by then
+                found._own.setdefault(leaf.name, []).append(leaf)
         return found
 
-    def take(self, step: int, is_last: bool) -> tuple[list[Leaf], list[Leaf]]:
-        """What is copied at this step, and what is only to be compared with what other ranks write
-        of it; if it is the last, all that is left of what optimizers own."""
+    def take(self, step: int, is_last: bool) -> list[Leaf]:
+        """What is copied at this step; at the last, all that is left of what optimizers own."""
         index = len(self.steps)
         self.steps.append(step)
         if is_last:
-            left = [name for name in {**self._own, **self._others} if name not in self._taken]
-            return _all_of(left, self._own), _all_of(left, self._others)
+            left = [name for name in self._own if name not in self._taken]
+            return _all_of(left, self._own)
         group = self.groups[index] if index < len(self.groups) else ()
         self.copied.update(group)
         names = [leaf for name in group for leaf in self.units[name].leaves]
         self._taken.update(names)
-        return _all_of(names, self._own), _all_of(names, self._others)
+        return _all_of(names, self._own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,7 @@ def _shares_state(optimizer: OptimizerState) -> bool:
 
 def _units(optimizers: list[OptimizerState], walk: Walk) -> dict[str, Unit]:
     """Each parameter with all its optimizer state, where nobody else writes to any of it."""
-    eager = {leaf.name for leaf in (*walk.leaves, *walk.replicas) if leaf.owner is None}
+    eager = {leaf.name for leaf in walk.leaves if leaf.owner is None}
     units = {}
     for optimizer in optimizers:
         for _, name, parameter, _ in optimizer.parameters():

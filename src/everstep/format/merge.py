@@ -4,7 +4,7 @@ Each rank has laid out its own boxes (packs.lay_out); its image holds its packs 
 The merged file has one header for all, and behind it the data sections as they are:
 
     rank 0: │ header │ data a ┆ header │ data b │      merged: │ header │ data a │ data b │ data c │
-    rank 1: │ header │ data c ┆ header │ data d │                    data d is only to be compared
+    rank 1: │ header │ data c │
 
 All of these are whole pages, so what was aligned stays aligned. Of the digests only those of the
 ranks' own headers vanish; merged they are: the merged headers', then each rank's, in their order.
@@ -20,11 +20,11 @@ from everstep.format import packs
 from everstep.format.boxes import Box
 from everstep.format.dtypes import carried_as
 from everstep.format.merged_sets import merge_optimizers
-from everstep.format.packs import PAD_PREFIX, Layout, Piece, box_text, chunk_count, entry_name
+from everstep.format.packs import PAD_PREFIX, Piece, box_text, chunk_count, entry_name
 from everstep.format.tables import PackShape, Table, TensorEntry, seal_table
 from everstep.format.tiling import Flaw, find_flaw, find_overlap
 
-VANISHED = -1
+_VANISHED = -1
 _LISTED_MAX = 8
 
 _Key = tuple[str, tuple[int, ...], tuple[int, ...]]  # a box of a tensor
@@ -32,13 +32,11 @@ _Key = tuple[str, tuple[int, ...], tuple[int, ...]]  # a box of a tensor
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """What one rank has: its number (for messages), its table, how many of its packs are to be
-    written (pieces of those after them are only to be compared), and the merged index of each of
+    """What one rank writes: its number (for messages), its table, and the merged index of each of
     its hyperparameter sets by optimizer (`merged_sets.merge_sets`; none: they are the same)."""
 
     rank: int
     table: Table
-    written: int
     sets: Mapping[str, Sequence[int]]
 
 
@@ -51,61 +49,23 @@ class Section(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
-    """A box that the ranks at positions `kept` and `other` both hold; the digests of its chunks in
-    the lists of both. Its bytes are those of `kept`, where they are in the file at all."""
-
-    name: str
-    box: Box
-    kept: int
-    kept_digests: range
-    other: int
-    other_digests: range
-
-
-@dataclass(frozen=True, slots=True)
 class Merged:
     """One part of many ranks. File number i is `headers[i]`, then `sections[i]`, all whole pages.
 
-    `digests`: by position of a rank, the merged index of each of its digests, or VANISHED.
     `holders`: by tensor, the number of the rank that wrote each of its pieces, in their order.
-    `alone`: boxes (name, box, position) that were to be compared, but nobody else has that box.
-    `elsewhere`: tensors that these ranks have only to compare: others must write them.
     """
 
     document: bytes
     table: Table
     headers: tuple[bytes, ...]
-    header_digests: tuple[int, ...]
     sections: tuple[tuple[Section, ...], ...]
-    digests: tuple[list[int], ...]
-    digest_count: int
-    replicas: tuple[Replica, ...]
-    alone: tuple[tuple[str, Box, int], ...]
     holders: dict[str, tuple[int, ...]]
-    elsewhere: tuple[str, ...]
 
 
 class _Placed(NamedTuple):
     rank: int
     entry: TensorEntry
     piece: Piece
-
-
-def with_replicas(written: Layout, compared: Layout) -> Layout:
-    """The layout of a rank whose last packs, those of `compared`, are only to be compared."""
-    first, digest = len(written.packs), written.digest_count
-    moved = (
-        replace(piece, pack=piece.pack + first, digest=piece.digest + digest)
-        for piece in compared.pieces
-    )
-    behind = (replace(pack, digest=pack.digest + digest) for pack in compared.packs)
-    return Layout(
-        (*written.specs, *compared.specs),
-        (*written.pieces, *moved),
-        (*written.packs, *behind),
-        digest + compared.digest_count,
-    )
 
 
 def merge(ranks: Sequence[RankTable]) -> Merged:
@@ -115,7 +75,7 @@ def merge(ranks: Sequence[RankTable]) -> Merged:
     where names collide. Whether all elements are there is for `check_coverage` to say.
     """
     tensors = _unite([(f"rank {rank.rank}", rank.table) for rank in ranks])
-    units, compared = _by_pack(ranks)
+    units = _by_pack(ranks)
     kept = _kept(ranks, units)
     digests, first_digest = _digest_maps(ranks, units, kept)
     headers: list[bytes] = []
@@ -153,34 +113,21 @@ def merge(ranks: Sequence[RankTable]) -> Merged:
         seal_table(table),
         table,
         tuple(headers),
-        tuple(range(len(headers))),
         tuple(sections),
-        tuple(digests),
-        len(headers) + sum(index != VANISHED for own in digests for index in own),
-        *_replicas(kept, compared),
         holders,
-        tuple(sorted(tensors.keys() - found.keys())),
     )
 
 
 def check_coverage(
     tables: Sequence[Table],
     holders: Sequence[Mapping[str, Sequence[int]]] = (),
-    names: Iterable[str] = (),
 ) -> None:
     """Check that the pieces of all tables, the merged ones of all parts, cover each tensor exactly.
 
-    `holders`: those of each table (Merged.holders), for the message. `names` must be there
-    (Merged.elsewhere of all parts). Raises Mismatch, which names the tensor, its boxes, and the
-    elements that are missing or there twice.
+    `holders`: those of each table (Merged.holders), for the message. Raises Mismatch, which names
+    the tensor, its boxes, and the elements that are missing or there twice.
     """
     united = _unite([(f"part {number}", table) for number, table in enumerate(tables)])
-    for name in names:
-        if name not in united:
-            raise Mismatch(
-                f"merging the pieces of {name!r}: hole: each rank that has it left it to another "
-                f"one to write. Save the same state on all ranks"
-            )
     for name, entry in united.items():
         pieces = entry.pieces
         if len(tables) > 1:
@@ -245,25 +192,18 @@ def _agreed(known: TensorEntry, entry: TensorEntry, who: str, other: str) -> Ten
     return replace(known, aliases=aliases, strides=strides)
 
 
-def _by_pack(
-    ranks: Sequence[RankTable],
-) -> tuple[dict[tuple[int, int], list[_Placed]], list[_Placed]]:
-    """The pieces of each pack that is to be written, by position of its rank and its own, as they
-    lie in it; and those that are only to be compared."""
+def _by_pack(ranks: Sequence[RankTable]) -> dict[tuple[int, int], list[_Placed]]:
+    """The pieces of each pack, by position of its rank and its own, as they lie in it."""
     units: dict[tuple[int, int], list[_Placed]] = {}
-    compared: list[_Placed] = []
     for position, rank in enumerate(ranks):
         own: list[list[_Placed]] = [[] for _ in rank.table.packs]
         for entry in rank.table.tensors.values():
             for piece in entry.pieces:
                 own[piece.pack].append(_Placed(position, entry, piece))
         for pack, unit in enumerate(own):
-            if pack < rank.written:
-                unit.sort(key=lambda placed: (placed.piece.offset, placed.piece.size))
-                units[position, pack] = unit
-            else:
-                compared += unit
-    return units, compared
+            unit.sort(key=lambda placed: (placed.piece.offset, placed.piece.size))
+            units[position, pack] = unit
+    return units
 
 
 def _kept(
@@ -302,7 +242,7 @@ def _digest_maps(
     for rank in ranks:
         pieces = (piece for entry in rank.table.tensors.values() for piece in entry.pieces)
         count = len(rank.table.packs) + sum(chunk_count(piece.size) for piece in pieces)
-        maps.append([VANISHED] * count)
+        maps.append([_VANISHED] * count)
     for placed in kept.values():
         own = maps[placed.rank]
         for index in _digests(placed):
@@ -310,7 +250,7 @@ def _digest_maps(
     first = at = sum(1 for _ in _files(units))
     for own in maps:
         for index, value in enumerate(own):
-            if value != VANISHED:
+            if value != _VANISHED:
                 own[index] = at
                 at += 1
     return maps, first
@@ -381,27 +321,6 @@ def _place(
         base += shape.size - shape.header
         pad(base)
     return entries, places, at
-
-
-def _replicas(
-    kept: dict[_Key, _Placed], compared: list[_Placed]
-) -> tuple[tuple[Replica, ...], tuple[tuple[str, Box, int], ...]]:
-    """What is held twice, and what is not. Where none of these ranks wrote a box, the first that
-    has it is compared with."""
-    known = dict(kept)
-    replicas: list[Replica] = []
-    alone: dict[_Key, _Placed] = {}
-    for placed in compared:
-        key, box = _key(placed), placed.piece.box
-        first = known.setdefault(key, placed)
-        if first is placed:
-            alone[key] = placed
-            continue
-        alone.pop(key, None)
-        own, other = _digests(first), _digests(placed)
-        replicas.append(Replica(key[0], box, first.rank, own, placed.rank, other))
-    lonely = tuple((key[0], placed.piece.box, placed.rank) for key, placed in alone.items())
-    return tuple(replicas), lonely
 
 
 def _check_overlap(entry: TensorEntry, rows: Sequence[tuple[Piece, int]]) -> None:

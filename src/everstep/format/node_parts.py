@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.format.boxes import Box
-from everstep.format.document import FORMAT_VERSION, anything, digest, natural, seal, unseal
+from everstep.format.document import FORMAT_VERSION, anything, natural, seal, unseal
 from everstep.format.manifest import CALL, PART, Part, part_from_json, part_to_json
 
-_SHARED = ("objects", "digests")
+_SHARED = ("objects", "digests", "held")
 _ATTEMPT = {"attempt": str, "node": natural}
 _FAILED = {**_ATTEMPT, "failed": str, "kind?": str}
 _RANK = {
@@ -21,30 +20,22 @@ _RANK = {
     "own": {str: {"index": natural, "count": natural, "value": anything}},
     "objects": {str: anything},
     "digests": {str: str},
+    "held": {str: str},
     "without_objects": [str],
     "without_digests": [str],
+    "without_held": [str],
 }
 _NODE_PART = {
     **_ATTEMPT,
     "part": PART,
     "hyperparameters": {str: [{str: anything}]},
     "ranks": [_RANK],
-    "elsewhere": [[str, [natural], [natural], natural, [digest]]],
     "record?": {"previous": natural, "calls": [CALL]},
 }
 Said = Mapping[str, Any]
-"""What one rank says of a step: `objects` that it has, `own` ones of it alone, as tagged JSON, and
-`digests` of tensors that all ranks must have alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A box that a rank of this node has, and nobody of this node writes: its digests."""
-
-    name: str
-    box: Box
-    rank: int
-    digests: tuple[str, ...]
+"""What one rank says of a step: `objects` that it has, `own` ones of it alone, as tagged JSON,
+`digests` of tensors that all ranks must have alike, and of those (and boxes) that it holds, by
+entry, which whoever `held` them must have alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +54,6 @@ class NodePart:
     part: Part | None = None
     hyperparameters: Mapping[str, Sequence[Any]] | None = None
     ranks: Mapping[int, Said] | None = None
-    elsewhere: tuple[Elsewhere, ...] = ()
     record: Mapping[str, Any] | None = None
     kind: str | None = None
 
@@ -88,10 +78,6 @@ def encode_node_part(found: NodePart) -> bytes:
             "part": part_to_json(found.part),
             "hyperparameters": found.hyperparameters,
             "ranks": _short(found.ranks or {}),
-            "elsewhere": [
-                [each.name, each.box.offsets, each.box.lengths, each.rank, each.digests]
-                for each in found.elsewhere
-            ],
             **({} if found.record is None else {"record": found.record}),
         }
     )
@@ -103,10 +89,6 @@ def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:
     attempt, node = value["attempt"], value["node"]
     if "part" not in value:
         return NodePart(attempt, node, value["failed"], kind=value.get("kind"))
-    elsewhere = (
-        Elsewhere(name, Box(tuple(offsets), tuple(lengths)), rank, tuple(digests))
-        for name, offsets, lengths, rank, digests in value["elsewhere"]
-    )
     return NodePart(
         attempt,
         node,
@@ -114,7 +96,6 @@ def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:
         part_from_json(value["part"]),
         value["hyperparameters"],
         _long(value["ranks"]),
-        tuple(elsewhere),
         value.get("record"),
     )
 

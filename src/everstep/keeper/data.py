@@ -7,7 +7,6 @@ from concurrent.futures import Future
 import xxhash
 
 from everstep.format.manifest import Part
-from everstep.format.node_parts import Elsewhere
 from everstep.format.packs import pack_starts
 from everstep.format.tables import Extent, FileLink
 from everstep.keeper.image import Image
@@ -36,8 +35,6 @@ class Data:
         self._shares: list[Future[dict[int, str]]] = []
         if not self._packs_it:
             self._shares = self._begin_digests()
-        if image.replicas:
-            image.replicas.begin(writer.hasher)
 
     def write(self, name: CheckpointName) -> None:
         """Write the files of a checkpoint; they are durable after `sync`, and when the entries of
@@ -100,12 +97,6 @@ class Data:
             return None
         unwritten = tuple(FileLink(f"{names.DATA}/unwritten", size) for size in self._image.sizes)
         return Part(0, table, self.links or unwritten, self._digests(), step)
-
-    def check_replicas(self) -> list[Elsewhere]:
-        """Compare what several ranks hold; blocks until all is digested. Returns what another node
-        has to compare. Raises Mismatch."""
-        replicas = self._image.replicas
-        return replicas.check(self._digests()) if replicas else []
 
     def _digests(self) -> tuple[str, ...]:
         found = {

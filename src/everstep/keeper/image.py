@@ -18,7 +18,6 @@ from everstep.format.packed import Chunk, raw_chunks
 from everstep.format.packs import pack_starts
 from everstep.format.tables import Extent, Table, decode_table, extents, is_gradient
 from everstep.keeper.arrival import Arrival
-from everstep.keeper.ranks.replicas import Replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,6 @@ class Image:
 
     parsed: Parsed
     packs: Sequence[Sequence[Segment]]
-    replicas: Replicas | None = None
-    """What is only to be compared with it."""
     _starts: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:

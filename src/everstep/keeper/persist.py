@@ -10,7 +10,6 @@ from typing import Any
 from everstep.errors import EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
-from everstep.format.node_parts import Elsewhere
 from everstep.keeper.data import Data
 from everstep.keeper.existing import settle
 from everstep.keeper.job import Outcome, Writer
@@ -86,7 +85,6 @@ class Save:
     _share: Share | None
     _pieces: Share | None
     _data: Data
-    _elsewhere: list[Elsewhere]
     _mine: nodes.Mine
 
     def __init__(self, writer: Writer, job: Joint, before: "Save | None") -> None:
@@ -143,7 +141,6 @@ class Save:
 
     def tell(self) -> None:
         """All that this node has of it is durable: where another one commits it, tell."""
-        self.attempt(self._check_replicas)
         if self.job.place.nodes > 1:
             self.attempt(self._tell)
 
@@ -235,10 +232,6 @@ class Save:
             return Previous(step, epoch, "")
         return _previous(self._writer, step, parent, digest)
 
-    def _check_replicas(self) -> None:
-        """After the trainers' word: a copy that was torn is not to be blamed on a replica."""
-        self._elsewhere = self._data.check_replicas()
-
     @property
     def _attempt(self) -> str:
         return self.job.place.attempt(self.job.call)
@@ -246,7 +239,7 @@ class Save:
     def _tell(self) -> None:
         place, ranks = self.job.place, dict(zip(self.job.place.ranks, self.job.each, strict=True))
         document = bytes(self._data.document)
-        self._mine = nodes.Mine(self._manifest, ranks, self._elsewhere, document, self._record)
+        self._mine = nodes.Mine(self._manifest, ranks, document, self._record)
         if not self._exists and not place.commits:
             self._is_told = True
             nodes.tell_part(self._writer, self._mine, self._attempt)

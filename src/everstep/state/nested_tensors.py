@@ -105,10 +105,16 @@ def shared_in(value: Any) -> dict[str, str]:
     return {tag["v"]: tag[_SHARED] for tag in tensor_tags(value) if _SHARED in tag}
 
 
+def hash_of(tensor: torch.Tensor) -> str:
+    """Digest of its bytes. Blocks while it reads them."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return digest_of(plain.reshape(-1).view(torch.uint8).numpy().data)
+
+
 def digests_of(leaves: Iterable[Leaf]) -> dict[str, str]:
     """Of those that are whole, no rank's own, small, and on the CPU."""
     return {
-        leaf.name: digest_of(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        leaf.name: hash_of(tensor)
         for leaf in leaves
         for tensor in [leaf.tensor]
         if leaf.box is None and unowned(leaf.name) == leaf.name

@@ -26,7 +26,7 @@ from everstep.sharding.writers import Holders
 from everstep.state.attributes import plain_attributes
 from everstep.state.entries import Entry, entries_of, filled_in_place, places_in, shares_of
 from everstep.state.modules import ModuleState
-from everstep.state.nested_tensors import NestedTensors, OfRank, digests_of
+from everstep.state.nested_tensors import NestedTensors, OfRank, digests_of, hash_of
 from everstep.state.optimizers import OptimizerState
 from everstep.state.overlaps import memory_of, shared
 from everstep.state.placement import Placement, Saved
@@ -49,16 +49,14 @@ class Walk:
     and the optimizers' part of the table.
 
     The same object is returned for as long as nothing has changed. `names`: of the leaves, by id().
-    Of several ranks `leaves` are those that this one writes, and `replicas` those that others do,
-    where they are to be compared. `sharded`: the DTensors that leaves are parts of, which count
-    what torch writes to them, and their parts do not.
+    Of several ranks `leaves` are those that this one writes. `sharded`: the DTensors that leaves
+    are parts of, which count what torch writes to them, and their parts do not.
     """
 
     leaves: tuple[Leaf, ...]
     names: Mapping[int, str]
     aliases: Mapping[str, list[str]]
     optimizers: Mapping[str, Any]
-    replicas: tuple[Leaf, ...] = ()
     sharded: tuple[Leaf, ...] = ()
 
 
@@ -90,7 +88,7 @@ class State:
         layout: Layout | None = None,
     ) -> None:
         """`world`: None for one process alone. `by_rank`: parts that each rank has for itself, and
-        what becomes of them on other ranks. `check_replicas`: collect also what others write.
+        what becomes of them on other ranks. `check_replicas`: `held` has digests.
         `layout`: what parameters and buffers are globally.
         Raises TypeError and ValueError for what is no state."""
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
@@ -116,7 +114,8 @@ class State:
         self._loose_holders = Holders(self.world, "objects")
         self._layout = ALONE
         self._records: RecordShares | None = None
-        self._compares = check_replicas
+        self._compares = check_replicas and not self.world.is_alone
+        self._held: list[Leaf] = []
         self.mapped = Mapped(layout)
         self._is_renamed = layout is not None
         """Whether what is in a model may have any name."""
@@ -234,6 +233,16 @@ class State:
         loose = self._loose_shared_out(sink)
         digests = {} if self.world.is_alone else digests_of(sink.leaves.values())
         return Collected(walk, loose, aliases, objects, hyperparameters, own, digests)
+
+    @property
+    def held_count(self) -> int:
+        """How many `held` has; after `collect`."""
+        return len(self._held)
+
+    def held(self) -> dict[str, str]:
+        """Digests of the tensors, or boxes of them, that this rank holds at this moment, by entry,
+        where replicas are to be compared. Blocks while it reads them. After `collect`."""
+        return {leaf.spec.entry: hash_of(leaf.tensor) for leaf in self._held}
 
     def _check_places(self) -> None:
         for place in self._places:
@@ -383,9 +392,9 @@ class State:
         names = {id(leaf.tensor): leaf.name for leaf in leaves if leaf.name not in split}
         aliases = {name: others for name, others in aliases.items() if name not in split}
         own, others = self._shared_out(leaves)
-        held = [*own, *(others if self._compares else ())]
+        self._held = [*own, *others] if self._compares else []
         held = _own_storages(
-            [leaf._replace(owner=None) if self._is_eager(leaf) else leaf for leaf in held]
+            [leaf._replace(owner=None) if self._is_eager(leaf) else leaf for leaf in own]
         )
         here = {leaf.name: leaf.owner for leaf in held}
         sharded = tuple(
@@ -393,8 +402,7 @@ class State:
             for leaf in leaves
             if is_dtensor(leaf.tensor) and leaf.name in here
         )
-        count = len(own)
-        return Walk(tuple(held[:count]), names, aliases, table, tuple(held[count:]), sharded)
+        return Walk(tuple(held), names, aliases, table, sharded)
 
     def _shared_out(self, leaves: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
         """What of them this rank writes, box by box, and what others write of them."""

@@ -3,7 +3,7 @@
 A run of one process has joints of one job.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,6 @@ from everstep.keeper.arena import Row
 from everstep.keeper.image import Image, Parsed, gathered, parse, whole
 from everstep.keeper.job import Job
 from everstep.keeper.ranks.place import ALONE, Place
-from everstep.keeper.ranks.replicas import Replicas
 
 REFERENCE = b"the manifest beside the first rank's image: "
 """Stands, with the digest of that, where a slot is a part of a state."""
@@ -114,6 +113,7 @@ class Joint:
             ]
             said = each[0]
             if not self.place.is_alone:
+                check_held(self.step, zip(self.place.ranks, each, strict=True))
                 said, self._mapping = _together(each)
             self.said, self.each = said, each
         return self.said
@@ -136,22 +136,9 @@ class Joint:
             tuple((name, tuple(numbers)) for name, numbers in sorted(each.items()))
             for each in self._mapping
         )
-        written = tuple(said["written"] for said in self.each)
-        place, arrivals = self.place, [job.arrival for job in self.jobs]
-        merged, parsed = _merged(tuple(documents), mapping, written, place)
-        image = gathered(views, arrivals, merged, parsed)
-        if merged.replicas or merged.alone:
-            parsed_each = [parse(document) for document in documents]
-            image.replicas = Replicas(
-                self.step,
-                place.ranks,
-                merged,
-                [each.table for each in parsed_each],
-                [each.extents for each in parsed_each],
-                views,
-                arrivals,
-            )
-        return image
+        arrivals = [job.arrival for job in self.jobs]
+        merged, parsed = _merged(tuple(documents), mapping, self.place)
+        return gathered(views, arrivals, merged, parsed)
 
     def put_manifest(self, document: bytes) -> None:
         """Beside the images, from which it can be restored then: all of it with the first rank's,
@@ -216,6 +203,20 @@ def objects_of(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[
         if len({own.get(name) for own in digests}) > 1:
             raise _differs(name)
     return objects, ranks
+
+
+def check_held(step: int, each: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+    """Compare what several ranks, by their numbers, hold under one name. Raises Mismatch."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, said in each:
+        for entry, digest in said.get("held", {}).items():
+            other, known = first.setdefault(entry, (rank, digest))
+            if known != digest:
+                raise Mismatch(
+                    f"saving step {step}: {entry} has other bytes on rank {rank} than on rank "
+                    f"{other}. Make them equal (something changed one of them, or they began "
+                    f"differently), or give different tensors different names"
+                )
 
 
 def _differs(name: str) -> Mismatch:
@@ -356,16 +357,16 @@ def _has_tensors(value: Any) -> bool:
 
 @lru_cache(maxsize=4)
 def _merged(
-    documents: tuple[bytes, ...], mapping: tuple[Any, ...], written: tuple[int, ...], place: Place
+    documents: tuple[bytes, ...], mapping: tuple[Any, ...], place: Place
 ) -> tuple[Merged, Parsed]:
     """Of so many ranks' tables; they change rarely."""
     tables = [parse(document).table for document in documents]
     merged = merge(
         [
-            RankTable(rank, table, count, dict(sets))
-            for rank, table, count, sets in zip(place.ranks, tables, written, mapping, strict=True)
+            RankTable(rank, table, dict(sets))
+            for rank, table, sets in zip(place.ranks, tables, mapping, strict=True)
         ]
     )
     if place.nodes == 1:  # else there is more of it
-        check_coverage([merged.table], [merged.holders], merged.elsewhere)
+        check_coverage([merged.table], [merged.holders])
     return merged, Parsed.of(merged.document, merged.table)

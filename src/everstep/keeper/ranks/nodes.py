@@ -25,13 +25,11 @@ from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, check_table, encode_manifest
 from everstep.format.merge import check_coverage
 from everstep.format.merged_sets import merge_optimizers
-from everstep.format.node_parts import Elsewhere, NodePart, Said
-from everstep.format.packs import box_text, chunk_count
+from everstep.format.node_parts import NodePart, Said
 from everstep.format.tables import Table, decode_table, seal_table
 from everstep.keeper.job import Writer
-from everstep.keeper.ranks.node_save import merge_numbered, objects_of
+from everstep.keeper.ranks.node_save import check_held, merge_numbered, objects_of
 from everstep.keeper.ranks.place import Place
-from everstep.keeper.ranks.replicas import different
 from everstep.store import catalog, commit, names, parts
 from everstep.store.names import CheckpointName
 
@@ -61,21 +59,19 @@ class GivenUp(Unavailable):
 
 class Mine(NamedTuple):
     """What this node has of a step: its manifest as if there were no other node, what each rank
-    says, by its number, replicas that others have to compare, its table, and what its ranks say of
-    a record together."""
+    says, by its number, its table, and what its ranks say of a record together."""
 
     manifest: Manifest
     ranks: Mapping[int, Said]
-    elsewhere: Sequence[Elsewhere]
     table: bytes
     record: Mapping[str, Any] | None = None
 
     def part(self, place: Place, attempt: str) -> NodePart:
         """For the node that commits."""
         (part,) = self.manifest.all_parts
-        sets, elsewhere = self.manifest.hyperparameters, tuple(self.elsewhere)
+        sets = self.manifest.hyperparameters
         record = self.record and {key: self.record[key] for key in ("previous", "calls")}
-        return NodePart(attempt, place.node, None, part, sets, self.ranks, elsewhere, record)
+        return NodePart(attempt, place.node, None, part, sets, self.ranks, record)
 
 
 def commit_own(writer: Writer, mine: Mine, attempt: str) -> tuple[Manifest, str]:
@@ -85,6 +81,7 @@ def commit_own(writer: Writer, mine: Mine, attempt: str) -> tuple[Manifest, str]
     name = CheckpointName(manifest.step, manifest.epoch)
     every = [mine.part(writer.place, attempt), *await_parts(writer, name, attempt)]
     united = unite(writer, manifest.step, every, mine.table)
+    check_held(manifest.step, sorted(united.ranks.items()))
     objects, ranks = objects_of([said for _, said in sorted(united.ranks.items())])
     manifest = replace(
         manifest,
@@ -300,7 +297,6 @@ def unite(writer: Writer, step: int, every: Sequence[NodePart], own: bytes) -> U
         part = replace(found.part, rank=found.node, table=commit.table_link(document))
         check_table(table, part, part.table.path)
         done.append(part)
-    _compare(step, every, tables)
     ranks = {rank: said for found in every for rank, said in (found.ranks or {}).items()}
     return United(tuple(done), renumbered, hyperparameters, tuple(calls), ranks)
 
@@ -327,28 +323,6 @@ def _united(
             again = replace(table, optimizers=optimizers)
             found.append((again, seal_table(again)))
     return tuple(table for table, _ in found), tuple(document for _, document in found)
-
-
-def _compare(step: int, every: Sequence[NodePart], tables: Sequence[Table]) -> None:
-    """What a node holds and leaves to another one to write. Raises Mismatch."""
-    for found in every:
-        for held in found.elsewhere:
-            for other, table in zip(every, tables, strict=True):
-                entry = table.tensors.get(held.name)
-                pieces = () if entry is None or other is found else entry.pieces
-                piece = next((piece for piece in pieces if piece.box == held.box), None)
-                if piece is None or other.part is None:
-                    continue
-                end = piece.digest + chunk_count(piece.size)
-                if other.part.digests[piece.digest : end] != held.digests:
-                    where = f"node {other.node} (ranks {list(other.ranks or ())})"
-                    raise different(step, held.name, held.box, where, f"rank {held.rank}")
-                break
-            else:
-                raise Mismatch(
-                    f"saving step {step}: {held.name}{box_text(held.box)}, which rank {held.rank} "
-                    f"has, is written by nobody. Save the same state on all ranks"
-                )
 
 
 def _await(
