@@ -176,7 +176,7 @@ def _print_recovery(console: Console, report: Report) -> None:
     counts = report["settings"]["records"]
     heads = ["the base\ns"]
     for count in counts:
-        heads += [f"and {count} records\ns", "/ bound", "in 19 of 20"]
+        heads += [f"and {count} more\ns", "/ bound", "in 19 of 20"]
     table = _table("Recovery of a log; bound: base, plain reads, updates", heads)
     for name, ratios in report["recovery"].items():
         entry = report["contenders"][name]
