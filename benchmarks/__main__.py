@@ -23,7 +23,6 @@ PICTURE = Path(__file__).parent.parent / "docs" / "bench.png"
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, show, and write what was asked for. Returns 1 where something failed."""
     args = parsed(words)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers and stores go, too
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     contenders, missing = chosen(args.only, args.ranks, _code(args.against))
     args.store_root.mkdir(parents=True, exist_ok=True)
@@ -108,4 +107,5 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers and stores go, too
     sys.exit(main())
