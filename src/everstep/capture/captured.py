@@ -9,7 +9,8 @@ import torch
 from everstep.format.tables import is_own
 from everstep.redo.refusals import Refused
 from everstep.sharding.layout import local_of
-from everstep.sharding.leaves import Leaf, sample, version_of
+from everstep.sharding.leaves import Leaf
+from everstep.state.fingerprint import Fingerprint
 from everstep.state.view import Collected, Walk
 
 RECORD_OWNER = -1
@@ -46,18 +47,17 @@ class Seen:
 
     objects: dict[str, Any]
     hyperparameters: dict[str, Any]
-    tensors: dict[str, tuple[torch.Tensor, int, bytes]]
-    """By name, with their versions and a sample of their bytes (none on a device) then."""
+    tensors: dict[str, torch.Tensor]
+    fingerprint: Fingerprint
 
     @classmethod
     def of(cls, collected: Collected) -> "Seen":
         """Of a state, or of a part of one."""
         leaves = (*unowned(collected.walk.leaves), *collected.loose)
-        tensors = {
-            leaf.entry: (leaf.tensor, version_of(leaf.tensor), _sample(leaf.tensor))
-            for leaf in leaves
-        }
-        return cls(collected.objects, collected.hyperparameters, tensors)
+        tensors = {leaf.entry: leaf.tensor for leaf in leaves}
+        return cls(
+            collected.objects, collected.hyperparameters, tensors, Fingerprint(leaves)
+        )
 
     def is_still(self, collected: Collected, *, is_alone: bool) -> bool:
         """Whether the state has all of that as it was. May wait for a device. Of several ranks each
@@ -65,18 +65,15 @@ class Seen:
         said = self.objects, self.hyperparameters
         if said != (collected.objects, collected.hyperparameters):
             return False
-        now = Seen.of(collected).tensors if is_alone else {}
-        return all(
-            version_of(tensor) == version
-            and _sample(tensor) == seen
-            and name in now
-            and _are_equal(tensor, now[name][0])
-            for name, (tensor, version, seen) in (self.tensors.items() if is_alone else ())
+        if not is_alone:
+            return True
+        now = {
+            leaf.entry: leaf.tensor
+            for leaf in (*unowned(collected.walk.leaves), *collected.loose)
+        }
+        return not self.fingerprint.changed() and all(
+            name in now and _are_equal(tensor, now[name]) for name, tensor in self.tensors.items()
         )
-
-
-def _sample(tensor: torch.Tensor) -> bytes:
-    return sample(tensor) if tensor.is_contiguous() else b""
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from everstep.capture.timing import Span, Timing, mark
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.keeper.arena import SlotState
 from everstep.sharding.leaves import Leaf
-from everstep.state.fingerprint import Tripwire, sample_places
+from everstep.state.fingerprint import Fingerprint
 from everstep.state.view import Collected, Walk
 
 log = logging.getLogger("everstep")
@@ -97,7 +97,7 @@ class Copier:
             leaves = (*(known.leaves if known else ()), *leaves)
             bound[owner] = _Bound.of(leaves, known.sharded if known else (), plan)
         owned = {
-            owner: Owned(part.batch, part.tripwire(step))
+            owner: Owned(part.batch, part.fingerprint.again(step))
             for owner, part in bound.items()
             if owner is not None
         }
@@ -328,23 +328,18 @@ class Copier:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """Some leaves, how they are copied, and where they can be sampled."""
+    """Some leaves, and how they are copied."""
 
     leaves: tuple[Leaf, ...]
-    tensors: tuple[torch.Tensor, ...]
-    batch: Batch
-    places: list[tuple[int, int, int]]
     sharded: tuple[Leaf, ...]
     """See Walk."""
+    batch: Batch
+    fingerprint: Fingerprint
 
     @classmethod
     def of(cls, leaves: tuple[Leaf, ...], sharded: tuple[Leaf, ...], plan: Plan) -> "_Bound":
-        tensors = tuple(leaf.tensor for leaf in (*leaves, *sharded))
-        return cls(leaves, tensors, Batch.of(leaves, plan), sample_places(leaves), sharded)
-
-    def tripwire(self, step: int) -> Tripwire:
-        """Armed now."""
-        return Tripwire((*self.leaves, *self.sharded), self.tensors, self.places, step)
+        fingerprint = Fingerprint((*leaves, *sharded))
+        return cls(leaves, sharded, Batch.of(leaves, plan), fingerprint)
 
 
 def _by_owner(leaves: tuple[Leaf, ...]) -> dict[int | None, tuple[Leaf, ...]]:

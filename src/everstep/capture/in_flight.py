@@ -1,6 +1,6 @@
 """A capture: one state on its way into a slot, and whether its copy is clean.
 
-Its lazily copied tensors have a tripwire each owner. Whether somebody else than the owner wrote to
+Its lazily copied tensors have a fingerprint each owner. Whether somebody else than the owner wrote to
 them while they were copied is known when the trainer's thread has been in no operation since: torch
 counts a write when it ends.
 """
@@ -20,7 +20,7 @@ from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.format.document import seal
 from everstep.keeper.arena import Row
-from everstep.state.fingerprint import Tripwire, describe
+from everstep.state.fingerprint import Fingerprint, describe
 from everstep.state.view import Collected
 
 OPERATION_S = 1.0
@@ -32,9 +32,9 @@ class Owned:
     """One optimizer's tensors in one capture."""
 
     batch: Batch
-    """Emptied when it is copied, as the tripwire when it was looked at: tensors that nobody else
+    """Emptied when it is copied, as the fingerprint when it was looked at: tensors that nobody else
     needs (gradients) are not held up to the next capture."""
-    tripwire: Tripwire | None
+    fingerprint: Fingerprint | None
     ready: threading.Event = field(default_factory=threading.Event)
     ends: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     checked: bool = False
@@ -108,17 +108,17 @@ class Capture:
         """A thread that comes after the update had been allowed finds `checked` set and changed
         tensors: that is as it should be, hence the order of the two looks."""
         for index, owned in self.owned.items():
-            tripwire = owned.tripwire
-            if owner not in (None, index) or owned.checked or tripwire is None:
+            fingerprint = owned.fingerprint
+            if owner not in (None, index) or owned.checked or fingerprint is None:
                 continue
-            changed = tripwire.changed()
+            changed = fingerprint.changed()
             if changed and not owned.checked and not self.problem:
                 self.torn.put(changed)
                 self.problem = describe(self.step, changed)
             if changed or is_sure:
                 owned.is_torn |= bool(changed)
                 owned.checked = True
-                owned.tripwire = None
+                owned.fingerprint = None
         return self.problem
 
 

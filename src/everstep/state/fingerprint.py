@@ -1,76 +1,117 @@
-"""The tripwire: was a tensor written to between the call and the end of its copy?
+"""Fingerprint: the one answer to "did anybody write to these tensors?".
 
-Version counters are read, and a few bytes of each CPU tensor compared, because some writes (fused
-optimizers, `.data`, numpy) do not count. It is a tripwire, not a proof: docs/guarantees.md says
-what the user has to leave alone. On CUDA only the counters are read: bytes would cost a
-synchronisation.
+It reads the version counter of each tensor, because torch's operations count what they write; a
+few bytes of some CPU tensors, other ones each time, because other writes (fused optimizers,
+`.data`, numpy) do not count; and on request the address of each, because `tensor.data = other` puts
+other memory in its place. It is a tripwire, not a proof: docs/guarantees.md says what the user has
+to leave alone. Where all bytes are read, a thread of its own hashes them meanwhile.
+
+On CUDA only counters and addresses are read: bytes would cost a synchronisation.
 """
 
+import copy
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import Literal
 
 import torch
+import xxhash
 
+from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Leaf, fills_memory
 
 _SAMPLE_BYTES = 16
-_SAMPLES_MAX = 32  # cold memory is slow to look at; of more tensors, others at each step
-_STRIDE = 0x9E3779B1  # Fibonacci hashing: each step looks elsewhere
+_SAMPLES_MAX = 32  # cold memory is slow to look at; of more tensors, others each time
+_STRIDE = 0x9E3779B1  # Fibonacci hashing: each turn looks elsewhere
 _peek = ctypes.string_at
 _version = attrgetter("_version")
 
 
-class Tripwire:
-    """The versions and samples of some leaves at the moment of construction. Trainer's thread."""
-
-    __slots__ = ("_leaves", "_samples", "_tensors", "_versions")
+class Fingerprint:
+    """How some tensors are at the moment of construction. For the thread that trains, but that any
+    thread may ask what has changed."""
 
     def __init__(
         self,
-        leaves: Sequence[Leaf],
-        tensors: Sequence[torch.Tensor],
-        places: Sequence[tuple[int, int, int]],
-        step: int,
+        leaves: Iterable[Leaf],
+        turn: int = 0,
+        *,
+        depth: Literal["sample", "all"] = "sample",
+        follows: bool = False,
     ) -> None:
-        """`tensors`: those of the leaves. `places`: (address, bytes to sample from, index of the
-        leaf) of contiguous CPU tensors."""
-        self._leaves = leaves
-        self._tensors = tensors
-        self._versions = list(map(_version, self._tensors))
-        self._samples = []
-        turn = step * _STRIDE
-        first = step * _SAMPLES_MAX % max(1, len(places))
-        chosen = (*places[first : first + _SAMPLES_MAX], *places[:first])[:_SAMPLES_MAX]
-        for address, size, index in chosen:
-            at = address + (turn % (size - _SAMPLE_BYTES) if size > _SAMPLE_BYTES else 0)
-            length = min(size, _SAMPLE_BYTES)
-            self._samples.append((at, length, _peek(at, length), index))
+        """`turn`: other numbers sample other bytes. `depth`: of the bytes of dense CPU tensors, a
+        sample or all. `follows`: other memory in the place of a tensor's is a change; else it is
+        the memory of now that is looked at. That is kept alive."""
+        found = list(leaves)
+        # Detached: they share the counter, and keep the memory, whatever `.data` becomes.
+        held = [(leaf.name, local_of(leaf.tensor).detach()) for leaf in found]
+        self._on_cpu = [row for row in held if row[1].is_cpu]
+        counted = [row for row in held if not row[1].is_inference()]  # those count nothing
+        # What torch writes to a DTensor counts there, and not in its local tensor.
+        counted += [(leaf.name, leaf.tensor) for leaf in found if is_dtensor(leaf.tensor)]
+        self._names = [name for name, _ in counted]
+        self._counted = [tensor for _, tensor in counted]
+        self._live = found if follows else []
+        self._addresses = self._addresses_now()
+        self._read(turn)
+        self._digests: list[bytes] = []
+        self._hashing: threading.Thread | None = None
+        if depth == "all":
+            self._hashing = threading.Thread(target=self._hash, name="everstep-hash", daemon=True)
+            self._hashing.start()
+
+    def again(self, turn: int) -> "Fingerprint":
+        """One of the same tensors, in the same memory, as they are now, with a sample of bytes."""
+        other = copy.copy(self)
+        other._hashing, other._digests = None, []
+        other._read(turn)
+        return other
 
     def changed(self) -> list[str]:
-        """The names of the tensors that were written to since."""
+        """The names of the tensors that were written to since, or have other memory. Waits for the
+        thread that hashes."""
         found: list[str] = []
-        versions = list(map(_version, self._tensors))
+        versions = list(map(_version, self._counted))
         if versions != self._versions:
-            rows = zip(self._leaves, versions, self._versions, strict=True)
-            found += [leaf.name for leaf, version, known in rows if version != known]
-        found += [
-            self._leaves[index].name
-            for at, length, sample, index in self._samples
-            if _peek(at, length) != sample
-        ]
+            rows = zip(self._names, versions, self._versions, strict=True)
+            found += [name for name, version, known in rows if version != known]
+        found += [name for at, size, name, known in self._samples if _peek(at, size) != known]
+        if self._live and (addresses := self._addresses_now()) != self._addresses:
+            pairs = zip(self._live, addresses, self._addresses, strict=True)
+            found += [leaf.name for leaf, address, known in pairs if address != known]
+        if self._hashing and not found:
+            self._hashing.join()
+            digests = zip(self._on_cpu, self._digests, strict=True)
+            found = [name for (name, tensor), known in digests if _digest(tensor) != known]
         return sorted(set(found))
 
+    def _read(self, turn: int) -> None:
+        self._versions = list(map(_version, self._counted))
+        self._samples = []
+        first = turn * _SAMPLES_MAX % max(1, len(self._on_cpu))
+        chosen = (*self._on_cpu[first : first + _SAMPLES_MAX], *self._on_cpu[:first])
+        for name, tensor in chosen[:_SAMPLES_MAX]:
+            size = tensor.nbytes
+            if not size or not fills_memory(tensor):
+                continue
+            shift = turn * _STRIDE % (size - _SAMPLE_BYTES) if size > _SAMPLE_BYTES else 0
+            at, size = tensor.data_ptr() + shift, min(size, _SAMPLE_BYTES)
+            self._samples.append((at, size, name, _peek(at, size)))
 
-def sample_places(leaves: Sequence[Leaf]) -> list[tuple[int, int, int]]:
-    """Where bytes of these leaves can be looked at without a copy or a synchronisation."""
-    places = []
-    for index, leaf in enumerate(leaves):
-        tensor: torch.Tensor = leaf.tensor
-        size = tensor.nbytes
-        if tensor.is_cpu and size and fills_memory(tensor):
-            places.append((tensor.data_ptr(), size, index))
-    return places
+    def _addresses_now(self) -> list[int]:
+        return [local_of(leaf.tensor).data_ptr() for leaf in self._live]
+
+    def _hash(self) -> None:
+        self._digests = [_digest(tensor) for _, tensor in self._on_cpu]
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """XXH3-128 of a dense tensor's memory (of another's: of nothing); releases the GIL."""
+    size = tensor.nbytes if fills_memory(tensor) else 0
+    memory = (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
+    return xxhash.xxh3_128_digest(memory)
 
 
 def describe(step: int, changed: Sequence[str]) -> str:
