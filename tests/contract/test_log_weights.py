@@ -192,16 +192,6 @@ def test_python_numbers_as_optimizer_state(store):
     check_run(store, partial(build, kind=Counting), train, "brrrrrrr")
 
 
-def test_python_numbers_in_optimizer_state_changed_by_hand(store):
-    def change(state, step):
-        if step == 5:
-            for entry in state["optimizer"].state.values():
-                entry["count"] = 0
-        train(state)
-
-    check_run(store, partial(build, kind=Counting), change)
-
-
 def test_weights_that_forward_rewrites(store):
     def make(seed):
         torch.manual_seed(seed)

@@ -1,7 +1,5 @@
 """Optimizers of users, wrappers, and parameters that come late: back bit for bit as well."""
 
-from functools import partial
-
 import logs
 import pytest
 import torch
@@ -94,56 +92,6 @@ class Wrapper(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none=True):
         self.optimizer.zero_grad(set_to_none)
-
-
-class Renews(torch.optim.SGD):
-    """Puts new tensors into its state at each update, as transformers' Adafactor does."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            kept = self.state[parameter]
-            mean = kept.get("mean", torch.zeros_like(parameter)) * 0.9 + parameter.grad
-            kept |= {"mean": mean, "rms": mean.square().mean().sqrt()}
-            parameter -= 0.1 * mean / (kept["rms"] + 1.0)
-
-
-def twice(state, step=0):
-    logs.train(state)
-    logs.train(state)
-
-
-@pytest.mark.parametrize("train", [logs.train, twice])
-@pytest.mark.parametrize(
-    ("saved", "options"),
-    [
-        ("brrrrrrr", {}),
-        ("brrrrrrr", {"audit": "full"}),
-        ("brrrbrrr", {"base_every": 4, "window": 3}),
-    ],
-)
-def test_state_that_is_made_anew_at_each_update(store, caplog, train, saved, options):
-    logs.check_run(store, partial(logs.build, kind=Renews), train, saved, **options)
-    assert "begins anew" not in caplog.text
-
-
-@pytest.mark.parametrize("at", ["before", "after"])
-def test_state_that_somebody_else_makes_anew(store, caplog, at):
-    """Before or after the update."""
-
-    def train(state, step):
-        if at == "after":
-            logs.train(state)
-        if step == 4:
-            kept = state["optimizer"].state[state["model"][0].weight]
-            kept["mean"] = kept["mean"] * 0.5
-        if at == "before":
-            logs.train(state)
-
-    saved = "brrbrrrr"
-    logs.check_run(store, partial(logs.build, kind=Renews), train, saved, each=logs.durable)
-    said = "changed" if at == "before" else "is another tensor"
-    assert f" 'optimizer.model.0.weight.mean' {said}" in caplog.text
 
 
 class Imitation:

@@ -56,7 +56,7 @@ class Seen:
         leaves = (*unowned(collected.walk.leaves), *collected.loose)
         tensors = {leaf.entry: leaf.tensor for leaf in leaves}
         return cls(
-            collected.objects, collected.hyperparameters, tensors, Fingerprint(leaves)
+            collected.objects, collected.hyperparameters, tensors, Fingerprint(leaves, follows=True)
         )
 
     def is_still(self, collected: Collected, *, is_alone: bool) -> bool:
@@ -68,8 +68,7 @@ class Seen:
         if not is_alone:
             return True
         now = {
-            leaf.entry: leaf.tensor
-            for leaf in (*unowned(collected.walk.leaves), *collected.loose)
+            leaf.entry: leaf.tensor for leaf in (*unowned(collected.walk.leaves), *collected.loose)
         }
         return not self.fingerprint.changed() and all(
             name in now and _are_equal(tensor, now[name]) for name, tensor in self.tensors.items()
@@ -109,16 +108,6 @@ def moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
     then = {spec: place for spec, *_, place in before[0] if place}
     rows = ((spec, place) for spec, *_, place in now[0] if place)
     return [spec.name for spec, (_, at) in rows if then.get(spec, (None, at))[1] != at]
-
-
-def renewed(walk: Walk, before: tuple[Any, ...], now: tuple[Any, ...]) -> list[torch.Tensor] | None:
-    """Of two such shapes, the latter of `walk`: what optimizers own of it that is another tensor
-    now, or in other memory; None where something else is other, too."""
-    here, there = ([leaf[:-1] for leaf in shape[0]] for shape in (before, now))
-    if here != there or before[1:] != now[1:]:
-        return None
-    rows = zip(walk.leaves, before[0], now[0], strict=True)
-    return [leaf.tensor for leaf, was, is_now in rows if was != is_now]
 
 
 def part_of(

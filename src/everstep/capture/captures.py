@@ -298,8 +298,6 @@ class Captures:
         # Threads and the like may have been set anew.
         now = topology(self._state.world.size, self._state.layout())
         now["optimizers"] = self._state.classes()
-        if attributes := self._state.attributes():
-            now["attributes"] = attributes
         if self._topology is None or not now.items() <= self._topology.items():
             self._topology = now
         share = captured.share

@@ -1,8 +1,8 @@
 """A capture: one state on its way into a slot, and whether its copy is clean.
 
-Its lazily copied tensors have a fingerprint each owner. Whether somebody else than the owner wrote to
-them while they were copied is known when the trainer's thread has been in no operation since: torch
-counts a write when it ends.
+Its lazily copied tensors have a fingerprint each owner. Whether somebody else than the owner wrote
+to them while they were copied is known when the trainer's thread has been in no operation since:
+torch counts a write when it ends.
 """
 
 import math

@@ -24,7 +24,6 @@ from everstep.capture.captured import (
     moved,
     others_of,
     part_of,
-    renewed,
     shape_of,
     size_of,
     unowned,
@@ -40,7 +39,14 @@ from everstep.redo.clipping import Recording
 from everstep.redo.coupling import why_not
 from everstep.redo.derived import Derived
 from everstep.redo.recorder import Recorder
-from everstep.redo.refusals import Held, Lasting, Refused, check_gradients, check_graphs
+from everstep.redo.refusals import (
+    Held,
+    Lasting,
+    Overwritten,
+    Refused,
+    check_gradients,
+    check_graphs,
+)
 from everstep.sharding.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.recorded import leaves_of
@@ -195,8 +201,6 @@ class Log:
             self._recorder.refuse(problem)
         self._note_setbacks(step)
         self._note_walk(collected.walk, step)
-        if self._recorder.lasting and self.is_on:  # a base takes no record that would raise it
-            self._break(self._recorder.lasting, step)
         if self._refused or not self.is_on or not self._is_record(step, collected, tagged):
             self._check()
             return Captured(collected)
@@ -336,14 +340,8 @@ class Log:
         if (shape := shape_of(walk)) == self._shape:
             self._base = walk
             return
-        made = self._recorder.made()
-        others = None if self._pieces else renewed(walk, self._shape, shape)
-        if others is not None and all(id(tensor) in made for tensor in others):
-            self._base, self._shape = walk, shape
-            return
         self._renewals += 1
-        there = {leaf.name for leaf in walk.leaves if id(leaf.tensor) in made} | self._moved
-        if found := [name for name in moved(self._shape, shape) if name not in there]:
+        if found := [name for name in moved(self._shape, shape) if name not in self._moved]:
             self._moved.update(found)
             log.warning(
                 "the log begins anew at step %s, with a whole state: %s another tensor, or in "
@@ -424,7 +422,7 @@ class Log:
         if isinstance(error, Refused):
             self._refused = str(error)
             return
-        self._breaks += 1
+        self._breaks += not isinstance(error, Overwritten)
         if isinstance(error, Lasting):
             self._breaks, self.lasting = BREAKS_MAX, str(error)
         self._recorded = 0

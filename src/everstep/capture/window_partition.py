@@ -106,7 +106,7 @@ def why_undivided(optimizers: list[OptimizerState]) -> str | None:
     """Why not now. Numbers in an optimizer's state are stored once, with the last piece; and a
     tensor that parameters share would be of one step, and they of others."""
     for optimizer in optimizers:
-        if optimizer.plain() != "[]":
+        if optimizer.keeps_numbers:
             return f"{optimizer.name!r} keeps numbers that are no tensors in its state"
         if _shares_state(optimizer):
             return f"{optimizer.name!r} keeps one tensor for several parameters in its state"

@@ -193,18 +193,6 @@ class Manifest:
         return self.previous is None and not self.is_spread
 
     @property
-    def attributes(self) -> dict[tuple[str, str], str]:
-        """By optimizer and name what its optimizers kept beside their state, as far as it says."""
-        said = self.topology.get("attributes")
-        rows = said.items() if isinstance(said, dict) else ()
-        return {
-            (optimizer, name): value
-            for optimizer, own in rows
-            for name, value in (own.items() if isinstance(own, dict) else ())
-            if isinstance(value, str)
-        }
-
-    @property
     def classes(self) -> dict[str, str]:
         """Of its optimizers, module and qualified name, as far as it says them."""
         said = self.topology.get("optimizers")

@@ -163,6 +163,14 @@ def has_room(tensors: Iterable[Tensor]) -> bool:
     return True
 
 
+def copies_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Copies with the same strides, in few kernel launches."""
+    copies = [torch.empty_like(gradient) for gradient in gradients]
+    if copies:
+        torch._foreach_copy_(copies, list(gradients))
+    return copies
+
+
 def _copies(holders: Sequence[Tensor]) -> dict[int, Tensor]:
     """Returns gradients as they are now, by index: those of which nothing was sent, and whose
     arithmetic can be repeated from a copy. None where two are one, which torch scales twice."""
@@ -178,9 +186,7 @@ def _copies(holders: Sequence[Tensor]) -> dict[int, Tensor]:
     is_one_twice = len(set(places)) < len(places)
     if not memories or is_one_twice or torch.is_inference_mode_enabled() or not has_room(memories):
         return {}
-    copies = [torch.empty_like(memory) for memory in memories]
-    torch._foreach_copy_(copies, memories)
-    rows = zip(gradients.items(), copies, strict=True)
+    rows = zip(gradients.items(), copies_of(memories), strict=True)
     return {index: layout.with_local(gradient, copy) for (index, gradient), copy in rows}
 
 

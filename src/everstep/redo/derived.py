@@ -6,28 +6,16 @@ Their tensors are in bases only. A record has a sample of their bytes, or with a
 of all, which the replay compares with what the rules came to there.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from everstep.format.tables import owned_names
-from everstep.redo.rules import Rules, digest_of, is_in, own_sample, specs_of
+from everstep.redo.rules import Rules, digest_of, own_sample, specs_of
 from everstep.redo.samples import sample_of
 from everstep.sharding.leaves import Leaf
-from everstep.state.fingerprint import Tripwire, sample_places
+from everstep.state.fingerprint import Fingerprint
 from everstep.state.view import Collected, Walk
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """What is derived of one walk."""
-
-    walk: Walk
-    leaves: tuple[Leaf, ...]
-    watched: tuple[Leaf, ...]
-    places: list[tuple[int, int, int]]
 
 
 class Derived:
@@ -41,13 +29,10 @@ class Derived:
         self._audit = audit
         self._done: int | None = None
         self._problem: str | None = None
-        self._bound: _Bound | None = None
-        self._leaves: tuple[Leaf, ...] = ()
-        self._kept: tuple[torch.Tensor, ...] = ()
-        self._tripwire: Tripwire | None = None
-        self._plain: Any = None
+        self._bound: tuple[Walk, tuple[Leaf, ...]] | None = None
+        """What is derived of one walk."""
+        self._fingerprint: Fingerprint | None = None
         self._pointers: dict[str, int] = {}
-        self._digests: dict[str, str] = {}
 
     def check_log(self, is_alone: bool) -> None:
         """See Rules."""
@@ -87,7 +72,7 @@ class Derived:
 
     def leaves(self, collected: Collected) -> tuple[Leaf, ...]:
         """What is derived of this state."""
-        return (*self._bind(collected.walk).leaves, *self._loose(collected))
+        return (*self._bind(collected.walk), *self._loose(collected))
 
     def shape(self, collected: Collected) -> Any:
         """What must be as it is in the base, beside the walk: the tensors in objects, other
@@ -99,50 +84,27 @@ class Derived:
     def watch(self, collected: Collected, turn: int) -> str | None:
         """From now on until the next `run` nobody may write to what is derived. `turn`: other
         numbers look at other bytes. Returns why what came since the last one is no record."""
-        bound, loose = self._bind(collected.walk), _watchable(self._loose(collected))
-        self._leaves = (*bound.watched, *loose)
-        # Detached: they keep the memory that is looked at, whatever `.data` becomes.
-        self._kept = tuple(leaf.tensor.detach() for leaf in self._leaves)
-        shift = len(bound.watched)
-        places = [(at, size, index + shift) for at, size, index in sample_places(loose)]
-        places = [*bound.places, *places]
         sharded = [leaf for leaf in collected.walk.sharded if self._rules.part_of(leaf.name)]
-        counted = (*self._kept, *(leaf.tensor for leaf in sharded))
-        self._tripwire = Tripwire((*self._leaves, *sharded), counted, places, turn)
-        self._plain, self._pointers = self._rules.plain(), self._rules.pointers()
-        if self._audit:
-            self._digests = {part: self._digest(part) for part in self._rules.parts}
+        depth: Literal["sample", "all"] = "all" if self._audit else "sample"
+        self._fingerprint = Fingerprint(
+            (*self.leaves(collected), *sharded), turn, depth=depth, follows=True
+        )
+        self._pointers = self._rules.pointers()
         problem, self._problem = self._problem, None
         return problem
 
     def changed(self) -> list[str]:
         """What was written to, or replaced, since `watch`."""
-        if self._tripwire is None:
+        if self._fingerprint is None:
             return []
-        found = self._tripwire.changed()
-        found += [
-            leaf.name
-            for leaf, known in zip(self._leaves, self._kept, strict=True)
-            if leaf.tensor.data_ptr() != known.data_ptr()
-        ]
         pointers = self._rules.pointers()
-        found += [name for name, at in self._pointers.items() if pointers.get(name) != at]
-        found += sorted(pointers.keys() - self._pointers.keys())
-        if not found:
-            plain = self._rules.plain()
-            found = [f"a value in {name}" for name in plain if plain[name] != self._plain.get(name)]
-        if not found:
-            found = [
-                f"a tensor of {part}"
-                for part, digest in self._digests.items()
-                if self._digest(part) != digest
-            ]
-        return sorted(set(found))
+        names = self._pointers.keys() | pointers.keys()
+        found = [name for name in names if pointers.get(name) != self._pointers.get(name)]
+        return sorted({*self._fingerprint.changed(), *found})
 
     def release(self) -> None:
         """Look no more, and keep no tensor alive."""
-        self._leaves, self._kept, self._tripwire = (), (), None
-        self._pointers, self._digests, self._plain = {}, {}, None
+        self._fingerprint, self._pointers = None, {}
 
     def describe(
         self, step: int, collected: Collected
@@ -159,32 +121,22 @@ class Derived:
             }
         return samples, said
 
-    def _bind(self, walk: Walk) -> "_Bound":
-        if self._bound is None or self._bound.walk is not walk:
+    def _bind(self, walk: Walk) -> tuple[Leaf, ...]:
+        if self._bound is None or self._bound[0] is not walk:
             owned = set(owned_names(walk.optimizers))
             found = tuple(
                 leaf
                 for leaf in walk.leaves
                 if leaf.owner is None and leaf.name not in owned and self._rules.part_of(leaf.name)
             )
-            watched = _watchable(found)
-            places = sample_places(watched)
-            self._bound = _Bound(walk, found, watched, places)
-        return self._bound
+            self._bound = walk, found
+        return self._bound[1]
 
     def _loose(self, collected: Collected) -> tuple[Leaf, ...]:
         return tuple(
             leaf
             for leaf in collected.loose
             if leaf.owner is None and self._rules.part_of(leaf.name)
-        )
-
-    def _digest(self, part: str) -> str:
-        """Of a part as it is now: a rule's wherever its tensors are, others' where they were."""
-        if part in self._rules.ruled:
-            return digest_of(self._rules.tensors(part))
-        return digest_of(
-            {leaf.name: leaf.tensor for leaf in self._leaves if is_in(leaf.name, part)}
         )
 
     def _by_part(self, collected: Collected) -> dict[str, dict[str, torch.Tensor]]:
@@ -209,11 +161,6 @@ class Derived:
             }
             for part in self._rules.parts
         }
-
-
-def _watchable(leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
-    """Without inference tensors, which have no versions."""
-    return tuple(leaf for leaf in leaves if not leaf.tensor.is_inference())
 
 
 def _generators() -> list[torch.Tensor]:

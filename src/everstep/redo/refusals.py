@@ -37,6 +37,11 @@ class Outside(Unsupported):
     """Something changed tensors outside of an optimizer's step(), or may have."""
 
 
+class Overwritten(Unsupported):
+    """A gradient that was held by reference was written to. It is copied from now on, so that this
+    is no sign of what comes after it."""
+
+
 class Held:
     """Whether a log holds at all, as long as it has not shown it. For the thread that trains."""
 

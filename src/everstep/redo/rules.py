@@ -88,14 +88,6 @@ class Rules:
         """The part's live tensors, by all names that they have in it."""
         return self._state.tensors_of(part)
 
-    def plain(self) -> Any:
-        """What their rules find beside tensors, to be compared."""
-        return {
-            entry.name: entry.objects(lambda _name, _tensor: "")
-            for part in self.ruled
-            for entry in self._state.entries_of(part)
-        }
-
     def pointers(self) -> dict[str, int]:
         """Where the tensors of the parts' values lie; not those of modules, which the walk knows,
         nor of a state_dict(), which may be made anew each time."""

@@ -19,7 +19,7 @@ from everstep.format.document import digest_of
 from everstep.format.global_tensors import GlobalTensor
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, is_own, owned_names, owners
-from everstep.redo.replay import OtherBytes, as_stored, check, find, of_rank, redo
+from everstep.redo.replay import as_stored, check, find, of_rank, redo
 from everstep.redo.rules import Rules, is_in
 from everstep.restore.choose import Candidate, Described, has_to_be_equal, moved
 from everstep.restore.deliver import Staging, put
@@ -38,8 +38,6 @@ from everstep.state.placement import Destination, Placement, Saved
 from everstep.state.view import State
 
 log = logging.getLogger("everstep")
-
-_ROWS_MAX = 8
 
 Wanted = tuple[GlobalTensor, list[Destination]]
 """A stored tensor, and where its boxes are to go."""
@@ -102,7 +100,7 @@ def apply(
         together("reading", lambda: _fill(candidate, base, wanted, loader))
         placement.finish()
         return base.manifest, differences(base.manifest.topology)
-    with contextlib.ExitStack() as stack, _explained(replayed, state), _keeping_gradients(state):
+    with contextlib.ExitStack() as stack, _keeping_gradients(state):
         saved = _saved_after(base, replayed[-1], optimized)
         place_rest = partial(_place_rest, state, saved, optimized, derivation)
         replay = partial(_replay, candidate, base, replayed, state, placement, loader)
@@ -354,26 +352,6 @@ def _keeping_gradients(state: State) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
-
-
-@contextlib.contextmanager
-def _explained(replayed: Sequence[Described], state: State) -> Iterator[None]:
-    """OtherBytes tells what no checkpoint has, and is other here than it was then: perhaps why."""
-    try:
-        yield
-    except OtherBytes as error:
-        here = state.attributes()
-        now = {(name, key): value for name, own in here.items() for key, value in own.items()}
-        then = {key: value for each in replayed for key, value in each.manifest.attributes.items()}
-        rows = [
-            f"{name!r} has {key} = {now[name, key]} here, and had {value}"
-            for (name, key), value in then.items()
-            if now.get((name, key), value) != value
-        ]
-        if rows:
-            text = "; ".join(rows[:_ROWS_MAX])
-            error.args = (f"{error}. {text}: if updates depend on that, set it before restore()",)
-        raise
 
 
 def _first_step(base: Described) -> int:

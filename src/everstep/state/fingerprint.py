@@ -56,17 +56,13 @@ class Fingerprint:
         self._live = found if follows else []
         self._addresses = self._addresses_now()
         self._read(turn)
-        self._digests: list[bytes] = []
-        self._hashing: threading.Thread | None = None
-        if depth == "all":
-            self._hashing = threading.Thread(target=self._hash, name="everstep-hash", daemon=True)
-            self._hashing.start()
+        self._hash_all(depth)
 
-    def again(self, turn: int) -> "Fingerprint":
-        """One of the same tensors, in the same memory, as they are now, with a sample of bytes."""
+    def again(self, turn: int, depth: Literal["sample", "all"] = "sample") -> "Fingerprint":
+        """One of the same tensors, in the same memory, as they are now."""
         other = copy.copy(self)
-        other._hashing, other._digests = None, []
         other._read(turn)
+        other._hash_all(depth)
         return other
 
     def changed(self) -> list[str]:
@@ -102,6 +98,13 @@ class Fingerprint:
 
     def _addresses_now(self) -> list[int]:
         return [local_of(leaf.tensor).data_ptr() for leaf in self._live]
+
+    def _hash_all(self, depth: str) -> None:
+        self._digests: list[bytes] = []
+        self._hashing: threading.Thread | None = None
+        if depth == "all":
+            self._hashing = threading.Thread(target=self._hash, name="everstep-hash", daemon=True)
+            self._hashing.start()
 
     def _hash(self) -> None:
         self._digests = [_digest(tensor) for _, tensor in self._on_cpu]

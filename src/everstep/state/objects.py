@@ -106,17 +106,6 @@ def as_stored(doing: str) -> Iterator[None]:
         ) from error
 
 
-def text_of(value: Any, depth: int = 0) -> str:
-    """To compare a value with what it is later. Tensors go by identity and version, as to print
-    them would wait for a device."""
-    if isinstance(value, torch.Tensor):
-        return f"tensor {id(value)} {None if value.is_inference() else value._version}"
-    if isinstance(value, (list, tuple, deque, dict)) and depth < _DEPTH_MAX:
-        items = value.items() if isinstance(value, dict) else value
-        return f"[{', '.join(text_of(item, depth + 1) for item in items)}]"
-    return repr(value)
-
-
 def plain_json(value: Any, path: str) -> Json:
     """`value` as plain JSON that people read: 0-d tensors and numpy scalars become numbers,
     infinities and nan strings. Raises ValueError, with the path, for what is no JSON."""

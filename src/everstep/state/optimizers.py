@@ -24,7 +24,7 @@ from everstep.sharding.redundancy import (
     spread_hyperparameters,
 )
 from everstep.state.boxed_optimizer_state import place_state
-from everstep.state.objects import TensorSink, as_stored, encode, text_of
+from everstep.state.objects import TensorSink, as_stored, encode
 from everstep.state.placement import Placement, Saved
 
 _STRUCTURE = ("params", "param_names")
@@ -178,29 +178,17 @@ class OptimizerState:
                 yield from (value for value in state if isinstance(value, torch.Tensor))
 
     def tensors(self) -> Iterator[Leaf]:
-        """Its parameters and their state tensors, as far as they are here, whoever else may have
-        them."""
+        """Its parameters and their state tensors, whoever else may have them."""
         for _, name, parameter, _ in self.parameters():
-            yield Leaf(name, local_of(parameter), self.index)
+            yield Leaf(name, parameter, self.index)
             for key, value in self.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    yield Leaf(f"{self.name}.{name}.{key}", local_of(value), self.index)
-
-    def sharded(self) -> Iterator[Leaf]:
-        """Of those the DTensors, as they are."""
-        for _, name, parameter, _ in self.parameters():
-            if is_dtensor(parameter):
-                yield Leaf(name, parameter, self.index)
-            for key, value in self.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and is_dtensor(value):
                     yield Leaf(f"{self.name}.{name}.{key}", value, self.index)
 
-    def plain(self) -> Any:
-        """What its state holds beside tensors, to be compared; None where its class has methods of
-        its own for that."""
-        if self.has_own_methods:
-            return None
-        return text_of([state[key] for _, state, key in self._plain if key in state])
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether its state holds something beside tensors, or may: its class says what that is."""
+        return self.has_own_methods or bool(self._plain)
 
     def leaves(self, guard: Guard) -> list[Leaf]:
         """State tensors, and parameters that no module holds."""

@@ -23,7 +23,6 @@ from everstep.sharding.redundancy import class_of
 from everstep.sharding.topology import ALONE, PADDED
 from everstep.sharding.world import World
 from everstep.sharding.writers import Holders
-from everstep.state.attributes import plain_attributes
 from everstep.state.entries import Entry, entries_of, filled_in_place, places_in, shares_of
 from everstep.state.modules import ModuleState
 from everstep.state.nested_tensors import NestedTensors, OfRank, digests_of, hash_of
@@ -318,11 +317,6 @@ class State:
             for each in self.optimizers
             if only is None or _is_chosen(each.name, only)
         }
-
-    def attributes(self) -> dict[str, dict[str, str]]:
-        """Those of the optimizers that updates may depend on, and no checkpoint has."""
-        found = {each.name: plain_attributes(each) for each in self.optimizers}
-        return {name: rows for name, rows in found.items() if rows}
 
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
         """Let each part say where its tensors go. `only`: names of parts; others are left alone."""
