@@ -68,7 +68,7 @@ def train(store: Path, losses: Path, steps: int, killed_at: int) -> None:
 
     shared = {"loader": "replicate"}  # the loader's position is that of all ranks, however many
     with everstep.Checkpointer(
-        store, state, strategy="full", by_rank=shared, under_pressure="wait"
+        store, state, strategy="full", ranks=everstep.Ranks(by_rank=shared)
     ) as checkpointer:
         start = checkpointer.restore()
         if start and rank == 0:

@@ -16,6 +16,7 @@ from everstep.errors import (
 if TYPE_CHECKING:
     from everstep.checkpointer import Checkpointer
     from everstep.handle import SaveHandle
+    from everstep.options import Full, Log, Ranks, Spread
     from everstep.redo.clipping import clip_grad_norm_
     from everstep.redo.compression import compress
     from everstep.sharding.mapped import Shard
@@ -28,11 +29,15 @@ __all__ = [
     "Conflict",
     "Corrupt",
     "EverstepError",
+    "Full",
     "Keep",
+    "Log",
     "Mismatch",
     "Missing",
+    "Ranks",
     "SaveHandle",
     "Shard",
+    "Spread",
     "Store",
     "Unavailable",
     "Unsupported",
@@ -43,8 +48,12 @@ __all__ = [
 # Loaded at first use: the command and the keeper start without torch.
 _HOMES = {
     "Checkpointer": "everstep.checkpointer",
+    "Full": "everstep.options",
+    "Log": "everstep.options",
+    "Ranks": "everstep.options",
     "SaveHandle": "everstep.handle",
     "Shard": "everstep.sharding.mapped",
+    "Spread": "everstep.options",
     "Keep": "everstep.store.retain",
     "Store": "everstep.store.store",
     "clip_grad_norm_": "everstep.redo.clipping",

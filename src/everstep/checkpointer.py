@@ -16,22 +16,28 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, Never, SupportsIndex
 
 from everstep.capture.captures import Captures, chosen_strategy
 from everstep.capture.copy_speed import Pace
 from everstep.capture.saves import Saves, Skipped
-from everstep.capture.settings import Settings
 from everstep.ending import Ending
 from everstep.errors import EverstepError
 from everstep.handle import Metrics, SaveHandle, check_level
 from everstep.keeper.client import Client
+from everstep.options import (
+    Full,
+    Log,
+    Options,
+    Ranks,
+    Spread,
+    check_names,
+    refuse_unknown,
+)
 from everstep.preemption import Preemption
 from everstep.redo.derived import Derived
 from everstep.redo.rules import Rule, Rules
 from everstep.restore.restores import Restores
-from everstep.sharding.mapped import Layout
-from everstep.sharding.ranked import ByRank
 from everstep.sharding.world import World, form_team
 from everstep.state.objects import plain_json
 from everstep.state.view import State
@@ -55,22 +61,13 @@ class Checkpointer:
         state: dict[str, Any],
         *,
         every: int = 1,
-        strategy: Literal["full", "spread", "log", "auto"] = "auto",
-        base_every: int | None = None,
-        window: int | None = None,
-        recovery_budget: float = 10.0,
-        audit: Literal["sample", "full"] = "sample",
-        catch_up: int | None = None,
-        keep_exact: bool = True,
+        strategy: str | Full | Spread | Log = "auto",
         keep: Keep | None = None,
-        memory_budget: int | None = None,
-        under_pressure: Literal["skip", "wait"] = "wait",
-        rng: bool = True,
+        memory_bytes: int | None = None,
+        when_full: Literal["wait", "skip"] = "wait",
         derive: Mapping[str, Rule | None] | None = None,
-        by_rank: Mapping[str, ByRank] | None = None,
-        layout: Layout | None = None,
-        alone: bool = False,
-        check_replicas: bool = False,
+        ranks: Ranks | None = None,
+        **unknown: Never,
     ) -> None:
         """Open or make the store, and attach to its keeper, which is started where none runs.
 
@@ -81,91 +78,64 @@ class Checkpointer:
         state: names to nn.Module, Optimizer, anything with state_dict and load_state_dict,
             generators, tensors, or nested dicts and lists of values and tensors.
         every: step() saves each step that is a multiple of it.
-        strategy: how.
-            "full"    whole states
-            "spread"  a whole state, copied over several steps (`window` many; None: by how fast
-                      this run copies) up to the due one, with the gradients that bring its pieces
-                      to that step: restore() replays them
-            "log"     a whole state now and then (`base_every` steps apart; None: so that a recovery
-                      takes `recovery_budget` seconds at most), and of every step between the
-                      gradients that led there
-            "auto"    begins as "spread", and goes over to "log" and back by what is measured
-        audit: how records make sure that nothing but the optimizers changes their tensors: by a
-            sample of bytes at each step, or by all of them ("full": a pass over the whole state
-            before and after each update, and again at replay).
-        catch_up: when so many steps would have to be replayed, a process in the background makes
-            the newest durable one a whole state, from which a recovery begins then, so that
-            retention can delete what is older. None: never.
-        keep_exact: what `catch_up` makes of a run on a GPU differs in last bits: the log, which is
-            exact, stays what restore() takes, and nothing is deleted for it. False: that state
-            stands for the log, so that retention bounds it, and restore() is not exact from there.
+        strategy: how: an everstep.Full, Spread or Log; "full", "spread" and "log" are these as they
+            come. "auto" takes what writes least, and `everstep show` tells why.
         keep: retention. None: all is kept.
-        memory_budget: bytes of host memory for captures, at least two states. None: three states
-            where they fit into half of the available memory, else two.
-        under_pressure: what a save does when no memory is free: wait, or be skipped. It waits while
-            anything is saved; after 120 s in which nothing is it fails, and no call waits until
-            something is saved again. What goes on from the step before (a record of a log, a
-            window's next share) waits in any case, and so does a log's next base: without it whole
-            states are due.
-        rng: capture python's, numpy's and torch's generators.
+        memory_bytes: of host memory for captures, at least two states. None: three states where
+            they fit into half of the available memory, else two.
+        when_full: what a save does when no memory is free: wait, or be skipped. What goes on from
+            the step before (a record of a log, a window's next share) waits up to 30 s first in any
+            case, and so does a log's next base: without it whole states are due.
         derive: names of parts of the state to functions of the step that bring them forward
             ({"ema": lambda step: ema.update_parameters(model)}): step() calls each once for its
             step, before it saves, in place of the training loop; a log calls them again at replay
             instead of holding what they make. None in place of a function: nobody but optimizers
             changes the part (frozen weights; here also a module in a part: "model.encoder").
-        by_rank: names of parts of the state of which each rank has its own (a sampler's position),
-            to what becomes of them with another number of ranks: "exact" (they cannot be restored),
-            "replicate", or a function of (values of all ranks, this rank, ranks). (rule, number,
-            count) where not each rank has its own, but each data-parallel one, say. Loaders are
-            "exact" unless named here; generators are exact with as many ranks, else derived anew.
-        layout: what this rank's memory is globally, where DTensors do not say it: a function of
-            (name, tensor), called for each parameter and buffer when they are others than before.
-            It returns None (what its name says), a str (its name in the whole model: of a stage's
-            layers, of experts), or a sequence of `Shard`s, the boxes of global tensors of which
-            its memory consists: fused matrices, flat partitions (`Shard.flat`). Optimizer state
-            goes with its parameter. FSDP1's own flat parameters are known without it.
-        alone: save this process for itself, to a store of its own, though a process group is up.
-        check_replicas: compare what several ranks hold (in whole states, not in what a log has
-            between them): different bytes under one name make the save fail on all ranks, with
-            Mismatch. Costs time: each rank digests all that it holds within the call.
+        ranks: what ranks have of their own.
 
-        Raises ValueError, TypeError, Unavailable; Unsupported where "log" or "spread" does not fit
+        Raises ValueError, TypeError, Unavailable; Unsupported where a Log or Spread does not fit
         the optimizers.
         """
-        settings = Settings(
-            every, strategy, base_every, window, recovery_budget, audit, catch_up, keep_exact,
-            keep, memory_budget, under_pressure,
-        )  # fmt: skip
+        for name in unknown:
+            refuse_unknown(name)
+        options = Options.of(every, strategy, keep, memory_bytes, when_full)
         if not os.fspath(store):
             raise ValueError("store must be a directory, not ''; for the current one say '.'")
-        _check_kinds(derive=derive, by_rank=by_rank, layout=layout)
+        check_names("derive", derive)
+        own = ranks or Ranks()
         self.state = state
         self.metrics = Metrics()
         self._every = every
-        self._world = World(0, 1) if alone else World.current()
-        self._state = State(state, rng, self._world, by_rank, check_replicas, layout)
+        self._world = World(0, 1) if own.alone else World.current()
+        self._state = State(
+            state,
+            world=self._world,
+            by_rank=own.by_rank,
+            check_replicas=own.check,
+            layout=own.layout,
+        )
         self._rules = Rules(derive or {}, self._state)
         rank = None if self._world.is_alone else self._world.rank
-        self._derived = Derived(self._rules, settings.looks_at_all, rank)
+        how = options.strategy if isinstance(options.strategy, Log) else Log()
+        self._derived = Derived(self._rules, how.verify == "full", rank)
         pace, derived = Pace(), self._derived if self._rules.parts else None
         self._disk = Disk(Path(store).absolute())
-        alike = {"state": self._state.names, "every": every, "strategy": strategy}
+        alike = {"state": self._state.names, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._rules.parts)
         team = form_team(self._world, self._disk.root, alike)
         self._world.local = team.ranks if team else (self._world.rank,)
-        chosen = chosen_strategy(settings, self._state, pace, derived)
+        chosen = chosen_strategy(options, self._state, pace, derived)
         open_store(self._disk)
         self._saves = Saves(self.metrics)
         self._client = Client(
             self._disk.root,
             keep,
             self._saves.on_event,
-            catch_up=catch_up,
+            catch_up=how.catch_up,
             team=team,
-            keep_exact=keep_exact,
         )
         self._captures = Captures(
-            self._state, chosen, pace, settings, self._client, self._saves, self.metrics
+            self._state, chosen, pace, options, self._client, self._saves, self.metrics
         )
         self._restores = Restores(
             self._state,
@@ -420,14 +390,6 @@ def _checked(step: SupportsIndex) -> int:
         if not isinstance(step, bool) and 0 <= (number := operator.index(step)) < 10**18:
             return number
     raise ValueError(f"step must be a number of completed updates, not {step!r}")
-
-
-def _check_kinds(derive: object, by_rank: object, layout: object) -> None:
-    for name, value in {"derive": derive, "by_rank": by_rank}.items():
-        if value is not None and not isinstance(value, Mapping):
-            raise TypeError(f"{name} must be a dict by names of parts of the state, not {value!r}")
-    if layout is not None and not callable(layout):
-        raise TypeError(f"layout must be a function of (name, tensor), not {layout!r}")
 
 
 def _names(only: str | list[str] | None) -> list[str] | None:

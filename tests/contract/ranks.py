@@ -65,7 +65,7 @@ def main(rank, folder, meeting, last, dies):
         store = folder / f"{kind}.{rank}"
         state = build(kind)
         saver = everstep.Checkpointer(
-            store, state, strategy="log", alone=True, base_every=100, under_pressure="wait"
+            store, state, strategy=everstep.Log(base_every=100), ranks=everstep.Ranks(alone=True)
         )
         savers.append(saver)
         first = newest(store)

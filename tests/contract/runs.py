@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from choices import chosen
 from everstep import Checkpointer, Store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -110,7 +111,7 @@ def check_same(left, right):
 
 def checkpointer(store, state, **options):
     """A Checkpointer that never skips."""
-    return Checkpointer(store, state, **{"under_pressure": "wait", **options})
+    return Checkpointer(store, state, **chosen(**{"when_full": "wait", **options}))
 
 
 def save(store, state, step=1, **options):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from choices import chosen
 from everstep import Checkpointer, Store, Unsupported
 from everstep.capture import auto
 from everstep.capture.auto import Balance
@@ -36,7 +37,7 @@ def test_it_goes_over_to_a_log_and_every_step_is_exact(store, monkeypatch, caplo
     monkeypatch.setattr(auto, "SAVES_MIN", 5)
     monkeypatch.setattr(auto, "SLOWER", float("inf"))  # a step takes no time here
     state, expected = run_of(1), {}
-    with Checkpointer(store, state, strategy="auto", under_pressure="wait") as checkpointer:
+    with Checkpointer(store, state, strategy="auto") as checkpointer:
         assert not kept.is_wanted()  # which would cost memory for nothing
         for step in range(1, 21):
             train(state)
@@ -68,7 +69,7 @@ def test_a_run_that_starts_again_goes_on_from_what_it_had_measured(store, monkey
     expected = {}
     for first in (1, 5, 9):  # each process has fewer saves than it takes
         state = run_of(first)
-        with Checkpointer(store, state, under_pressure="wait") as checkpointer:
+        with Checkpointer(store, state) as checkpointer:
             assert checkpointer.restore() == first - 1
             for step in range(first, first + 4):
                 train(state)
@@ -163,7 +164,7 @@ def test_frozen_weights_keep_it_full(store, monkeypatch, caplog):
     monkeypatch.setattr(auto, "SAVES_MIN", 2)
     model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 2))
     state = {"model": model, "optimizer": torch.optim.SGD(model[1].parameters(), lr=0.1)}
-    with Checkpointer(store, state, strategy="auto", under_pressure="wait") as checkpointer:
+    with Checkpointer(store, state, strategy="auto") as checkpointer:
         for step in range(1, 8):
             model(torch.randn(2, 64)).sum().backward()
             state["optimizer"].step()
@@ -193,7 +194,7 @@ def test_large_tensors_that_no_module_has_keep_it_full(store, other_store, monke
 
     def run(path, **options):
         state = {**run_of(1, torch.optim.AdamW), "memory": make()}
-        with Checkpointer(path, state, under_pressure="wait", **options) as checkpointer:
+        with Checkpointer(path, state, **chosen(**options)) as checkpointer:
             for step in range(1, 8):
                 state["model"](torch.randn(2, 16)).sum().backward()
                 state["optimizer"].step()
@@ -228,8 +229,8 @@ def test_it_leaves_a_log_for_good_where_steps_take_longer():
 
 def test_until_then_it_spreads(store):
     state = run_of(1)
-    options = {"strategy": "auto", "every": 3, "window": 2, "under_pressure": "wait"}
-    with Checkpointer(store, state, **options) as checkpointer:
+    options = {"strategy": "auto", "every": 3, "window": 2, "when_full": "wait"}
+    with Checkpointer(store, state, **chosen(**options)) as checkpointer:
         for step in range(1, 7):
             train(state)
             checkpointer.step(step)
@@ -261,8 +262,8 @@ def test_it_leaves_a_log_between_two_due_steps(store, monkeypatch):
     monkeypatch.setattr(
         Balance, "decide", lambda self, distance: setattr(self, "is_log", wanted) or wanted
     )
-    options = {"strategy": "auto", "every": 4, "under_pressure": "wait"}
-    with Checkpointer(store, state, **options) as checkpointer:
+    options = {"strategy": "auto", "every": 4, "when_full": "wait"}
+    with Checkpointer(store, state, **chosen(**options)) as checkpointer:
         for step in range(1, 17):
             wanted = 4 <= step < 9
             train(state)

@@ -1,6 +1,7 @@
 """What does not fit is refused with a clear error of the right class, and nothing is changed."""
 
 import logging
+import re
 import threading
 
 import numpy as np
@@ -10,6 +11,8 @@ from runs import bits, check_same, checkpointer, freeze, restore, save, supervis
 from torch import nn
 from torch.utils.data import DataLoader
 
+import everstep
+from choices import chosen
 from everstep import (
     Checkpointer,
     Conflict,
@@ -260,14 +263,14 @@ def test_a_state_dict_that_raises_is_the_users_own_error(store):
         {"every": 1.5},
         {"every": True},
         {"strategy": "logs"},
-        {"under_pressure": "block"},
-        {"memory_budget": 0},
-        {"memory_budget": 1e9},
+        {"when_full": "block"},
+        {"memory_bytes": 0},
+        {"memory_bytes": 1e9},
     ],
 )
 def test_wrong_arguments(store, options):
     with pytest.raises(ValueError, match="must be"):
-        Checkpointer(store, {"x": 1}, **options)
+        Checkpointer(store, {"x": 1}, **chosen(**options))
     assert not store.exists()
 
 
@@ -293,25 +296,41 @@ def test_the_store_has_a_name():
 )
 def test_arguments_of_a_wrong_kind(store, option, expected):
     with pytest.raises(TypeError, match=f"{option} must be {expected}"):
-        Checkpointer(store, {"x": 1}, **{option: 3})
+        Checkpointer(store, {"x": 1}, **chosen(**{option: 3}))
     assert not store.exists()
 
 
 @pytest.mark.parametrize(
-    ("strategy", "unused"),
+    ("name", "now"),
     [
-        ("full", ["base_every", "window", "catch_up"]),
-        ("spread", ["base_every"]),
-        ("log", []),
-        ("auto", []),
+        ("audit", "Log(verify="),
+        ("base_every", "Log(base_every="),
+        ("window", "Spread(window="),
+        ("under_pressure", "when_full="),
+        ("memory_budget", "memory_bytes="),
+        ("check_replicas", "Ranks(check="),
+        ("rng", "generators are always captured"),
+        ("evry", "no argument 'evry'"),
     ],
 )
-def test_options_that_do_nothing_are_told(store, caplog, strategy, unused):
-    options = {"base_every": 5, "window": 2, "catch_up": 50}
-    with checkpointer(store, build(1), strategy=strategy, **options):
-        pass
-    told = [record.args[0] for record in caplog.records if "does nothing with" in record.message]
-    assert told == unused
+def test_a_name_that_is_gone_tells_the_new_one(store, name, now):
+    with pytest.raises(TypeError, match=re.escape(now)):
+        Checkpointer(store, {"x": 1}, **{name: 3})
+    assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: everstep.Log(verify="sample"),
+        lambda: everstep.Log(base_every=0),
+        lambda: everstep.Log(catch_up=1.5),
+        lambda: everstep.Spread(window=True),
+    ],
+)
+def test_options_of_strategies(make):
+    with pytest.raises(ValueError, match="must be"):
+        make()
 
 
 def test_wrong_states_and_steps(store):
@@ -322,7 +341,7 @@ def test_wrong_states_and_steps(store):
         Checkpointer(store, {"rng": 1})
     for name in ("model", "optimizer"):
         with pytest.raises(ValueError, match=f"by_rank: '{name}' is a model or an optimizer"):
-            Checkpointer(store, build(1), by_rank={name: "exact"})
+            Checkpointer(store, build(1), ranks=everstep.Ranks(by_rank={name: "exact"}))
     with pytest.raises(ValueError, match="several parts"):
         Checkpointer(store, {"a": {"b": nn.Linear(1, 1)}, "a.b": nn.Linear(1, 1)})
     with checkpointer(store, {"x": 1}) as saver:
@@ -420,10 +439,10 @@ def test_a_tag_that_cannot_be_set_is_told_and_the_step_is_saved(store):
 
 
 def test_a_memory_budget_that_is_too_small(store):
-    saver = checkpointer(store, {"x": torch.zeros(5000)}, memory_budget=4096)
+    saver = checkpointer(store, {"x": torch.zeros(5000)}, memory_bytes=4096)
     assert saver.step(1).done()
     assert saver.metrics.failures == 1
-    with pytest.raises(Unavailable, match="memory_budget=4096 bytes is too small"):
+    with pytest.raises(Unavailable, match="memory_bytes=4096 bytes is too small"):
         saver.close()
 
 
@@ -431,7 +450,7 @@ def test_saves_that_are_skipped_are_counted_and_said(store, caplog, monkeypatch)
     gate = threading.Event()
     state = {"x": torch.zeros(1000), "model": nn.Linear(2, 2)}
     optimizer = torch.optim.SGD(state["model"].parameters())
-    with checkpointer(store, {**state, "o": optimizer}, under_pressure="skip") as saver:
+    with checkpointer(store, {**state, "o": optimizer}, when_full="skip") as saver:
         seal = saver._captures._copier._seal
         monkeypatch.setattr(
             saver._captures._copier, "_seal", lambda capture: gate.wait(60) and seal(capture)
@@ -440,7 +459,7 @@ def test_saves_that_are_skipped_are_counted_and_said(store, caplog, monkeypatch)
             handles = [saver.step(step) for step in range(1, 6)]
         skipped = [handle for handle in handles if isinstance(handle.error, Unavailable)]
         assert len(skipped) == saver.metrics.skips == 2
-        assert "under_pressure='wait'" in str(skipped[0].error)
+        assert "when_full='wait'" in str(skipped[0].error)
         assert caplog.text.count("skipped") >= 1
         gate.set()
         saver.wait("local")
@@ -448,7 +467,7 @@ def test_saves_that_are_skipped_are_counted_and_said(store, caplog, monkeypatch)
     assert "closing: the newest is not saved: saving step 5: skipped" in caplog.text
     caplog.clear()
     gate.clear()
-    with checkpointer(store, {**state, "o": optimizer}, under_pressure="skip") as saver:
+    with checkpointer(store, {**state, "o": optimizer}, when_full="skip") as saver:
         saver.restore()
         seal = saver._captures._copier._seal
         monkeypatch.setattr(

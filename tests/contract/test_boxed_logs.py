@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import everstep
+from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, Mismatch, Shard, Store, Unsupported
 from everstep.format.boxes import Box
@@ -139,8 +140,8 @@ class Job:
 
     def attached(self, store, **more):
         state = {"model": self.model, "optimizer": self.optimizer}
-        more = {"strategy": "log", "base_every": 4, "under_pressure": "wait", **more}
-        return Checkpointer(store, state, layout=self.layout, **more)
+        more = {"strategy": "log", "base_every": 4, "when_full": "wait", **more}
+        return Checkpointer(store, state, **chosen(layout=self.layout, **more))
 
 
 def _inside(whole, offsets, view):
@@ -242,10 +243,10 @@ def test_a_part_is_taken_beside_the_state(store):
 )
 def test_audits_look_at_what_is_of_tensors(store, kind):
     """Padding is of none: it decays, and is in no checkpoint."""
-    frozen = runs(store, kind, audit="full")
+    frozen = runs(store, kind, verify="full")
     assert records(store) == [False, True, True, True, False, True]
     job = Job(kind)
-    with job.attached(store, audit="full") as checkpointer:
+    with job.attached(store, verify="full") as checkpointer:
         assert checkpointer.restore(4) == 4
     check_equal(job.whole(), frozen[4])
 

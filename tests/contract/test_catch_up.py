@@ -128,7 +128,7 @@ def test_going_on_after_a_restore_from_what_was_made_whole(store):
 def test_arguments(store):
     for wrong in (0, -1, 2.0, True, "3"):
         with pytest.raises(ValueError, match="catch_up must be"):
-            Checkpointer(store, build(1), strategy="log", catch_up=wrong)
+            Checkpointer(store, build(1), strategy=everstep.Log(catch_up=wrong))
 
 
 def test_the_settings_of_then_are_adopted(store):

@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-from keepers import until
 from runs import check_same, checkpointer, difference, logged, restore, snapshot
-from wholes import advance, build, fill, train, whole_steps
+from wholes import advance, build, fill, whole_steps
 
-from everstep import Checkpointer, Keep, Store, Unsupported
+from everstep import Keep, Store, Unsupported
 from everstep.cli.main import main
 from everstep.restore import materialize as materializing
 from everstep.restore.materialize import materialize
@@ -112,9 +111,9 @@ def test_what_goes_on_from_it_is_not_exact_either(store, elsewhere, monkeypatch)
 
 
 def test_digests_of_the_run_are_not_compared_with_it(store, elsewhere):
-    """audit="full" has one in each record, of bytes that are not these."""
+    """verify="full" has one in each record, of bytes that are not these."""
     state = build(1)
-    with logged(store, state, base_every=1000, audit="full") as saver:
+    with logged(store, state, base_every=1000, verify="full") as saver:
         frozen = advance(saver, state, range(1, 9))
     make_whole(store, 5)
     state, _ = weight_after(store, 8)
@@ -177,42 +176,3 @@ def test_an_exact_one_says_nothing_of_it(store):
     assert not made.replaces_log
     found = catalog.read_state(Disk(store), CheckpointName(3, 1))
     assert found == made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keep_exact", [True, False])
-def test_in_the_background(store, keep_exact):
-    """A run whose processor flushes denormals, which the worker cannot vouch for."""
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot")
-    options = {"catch_up": 5, "keep_exact": keep_exact, "keep": Keep(last=2)}
-    try:
-        state = build(1)
-        with logged(store, state, **options) as saver:
-            for step in range(1, 13):
-                train(state)
-                saver.step(step).wait("local")
-            until(lambda: saver.metrics.whole_step, "a catch-up")
-            whole = saver.metrics.whole_step
-            assert not catalog.read_state(Disk(store), CheckpointName(whole, 1)).exact
-            if not keep_exact:
-                until(lambda: Store(store).steps()[0] > 1, "retention")
-            assert saver._captures.strategy._whole_step == (1 if keep_exact else whole)
-    finally:
-        torch.set_flush_denormal(False)
-    assert (Store(store).steps()[0] == 1) is keep_exact
-    assert Store(store).verify().ok
-    weight_after(store, 12)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"keep_exact": False}, ValueError),
-        ({"keep_exact": None, "catch_up": 5}, TypeError),
-        ({"keep_exact": 0, "catch_up": 5}, TypeError),
-    ],
-)
-def test_what_it_may_be(store, options, error):
-    with pytest.raises(error, match="keep_exact"):
-        Checkpointer(store, build(1), **options)

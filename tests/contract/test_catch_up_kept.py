@@ -8,7 +8,7 @@ from runs import check_steps, logged, restore, snapshot
 from wholes import advance, build, fill, train, whole_steps
 
 from everstep import Conflict, Keep, Missing, Store, Unsupported
-from everstep.capture.base_interval import Distance
+from everstep.capture.base_interval import BaseInterval
 from everstep.restore.materialize import materialize
 from everstep.store import claims, commit, names, retain
 from everstep.store.names import CheckpointName
@@ -116,7 +116,7 @@ def test_what_is_not_exact_frees_nothing(store, monkeypatch):
 
 def test_a_base_is_not_due_where_a_step_was_made_whole(store, monkeypatch):
     """The distance counts from the newest whole state, and a real base still comes."""
-    monkeypatch.setattr(Distance, "steps", 10)
+    monkeypatch.setattr(BaseInterval, "steps", 10)
     state = build(1)
     with logged(store, state, base_every=None) as saver:
         for step in range(1, 40):

@@ -104,9 +104,9 @@ def test_a_state_that_is_spread(store, kind, clips):
 
 
 @each_kind
-@pytest.mark.parametrize("audit", ["sample", "full"])
-def test_bases_that_are_spread_over_the_log(store, kind, audit):
-    options = {"base_every": 5, "window": 3, "audit": audit}
+@pytest.mark.parametrize("verify", ["rolling", "full"])
+def test_bases_that_are_spread_over_the_log(store, kind, verify):
+    options = {"base_every": 5, "window": 3, "verify": verify}
     frozen = run_logged(store, build(kind), train, steps=13, **options)
     assert said(store, 12)
     check_steps(store, build(kind, 2), frozen)

@@ -29,10 +29,10 @@ from everstep.tiers.disk import Disk
 from examples import examples, slow
 
 
-@pytest.mark.parametrize("audit", ["sample", "full"])
+@pytest.mark.parametrize("verify", ["rolling", "full"])
 @pytest.mark.parametrize("make", WAYS)
-def test_every_step_comes_back(store, make, audit):
-    frozen = run(store, make, audit=audit)
+def test_every_step_comes_back(store, make, verify):
+    frozen = run(store, make, verify=verify)
     assert kinds(store) == "brrrrrrrr"
     for step in range(2, 10):
         (record,) = Store(store).manifest(step).records
@@ -41,7 +41,7 @@ def test_every_step_comes_back(store, make, audit):
         assert record.derived.keys() == build(3, make)[1].keys()
         assert all(said["rule"] for said in record.derived.values())
         assert all(
-            (said["digest"] is None) == (audit == "sample") for said in record.derived.values()
+            (said["digest"] is None) == (verify == "rolling") for said in record.derived.values()
         )
     check_all(store, make, frozen)
 
@@ -83,7 +83,7 @@ def test_bases_that_are_spread(store, make):
 @pytest.mark.parametrize("make", WAYS)
 def test_checkpoints_that_are_spread(store, make):
     options = {"strategy": "spread", "every": 4, "window": 3, "base_every": None}
-    frozen = run(store, make, 14, audit="full", **options)
+    frozen = run(store, make, 14, verify="full", **options)
     assert Store(store).steps() == [4, 8, 12]
     assert Store(store).manifest(8).is_spread
     check_all(store, make, frozen)

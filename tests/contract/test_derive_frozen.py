@@ -37,10 +37,10 @@ def run_adapted(store, change=lambda state, step: None, steps=9, **options):
     return frozen
 
 
-@pytest.mark.parametrize("audit", ["sample", "full"])
+@pytest.mark.parametrize("verify", ["rolling", "full"])
 @pytest.mark.parametrize("derive", [None, {"model": None, "table": None}])
-def test_frozen_weights_are_in_bases_only(store, audit, derive):
-    frozen = run_adapted(store, audit=audit, **({"derive": derive} if derive else {}))
+def test_frozen_weights_are_in_bases_only(store, verify, derive):
+    frozen = run_adapted(store, verify=verify, **({"derive": derive} if derive else {}))
     assert kinds(store) == "brrrrrrrr"
     (table,) = Store(store).tables(Store(store).manifest(5))
     assert not [name for name in table.tensors if name.startswith(("model", "table"))]
@@ -90,13 +90,13 @@ def test_frozen_weights_that_somebody_changes(store, caplog, how):
 
 
 def test_one_number_of_frozen_weights_changed_around_the_version_counter(store, other_store):
-    """A sample of bytes misses it, but perhaps not the replay's; a full audit sees it at once."""
+    """A sample of bytes misses it, but perhaps not the replay's; a full verify sees it at once."""
 
     def change(state, step):
         if step == 5:
             state["model"][0].weight.data[217, 3] += 1
 
-    frozen = run_adapted(store, change, audit="full")
+    frozen = run_adapted(store, change, verify="full")
     assert kinds(store) == "brrrbrrrr"
     check_steps(store, adapted(2), frozen)
     run_adapted(other_store, change)

@@ -101,7 +101,7 @@ def test_another_rule_is_found_out(store, caplog):
 
 
 def test_a_small_difference_is_found_out_by_a_full_audit(store):
-    run(store, by_hand, audit="full")
+    run(store, by_hand, verify="full")
     fresh, rules = build(2, by_hand)
 
     def rule(step):

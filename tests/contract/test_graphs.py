@@ -10,7 +10,7 @@ from logs import backward, build, check_run, train
 from runs import check_steps, checkpointer, kinds, logged, snapshot
 
 from everstep import Store, Unsupported
-from everstep.capture import full
+from everstep.capture import copier
 
 
 class Capturable(torch.optim.Optimizer):
@@ -132,33 +132,33 @@ def test_a_graph_waits_for_copies_and_not_for_the_keeper(store):
     """What is still copied breaks its capture; a save that cannot be sealed yet does not."""
     go, state = Event(), build(1)
     with logged(store, state) as saver:
-        full = saver._captures._copier
-        seal = full._seal
-        full._seal = lambda capture: (go.wait(), seal(capture))
+        copies = saver._captures._copier
+        seal = copies._seal
+        copies._seal = lambda capture: (go.wait(), seal(capture))
         train(state)
         handle = saver.step(1)
-        full.await_copies()
-        assert full._last.copied.is_set()
+        copies.await_copies()
+        assert copies._last.copied.is_set()
         assert handle.level is None
         go.set()
     assert Store(store).steps() == [1]
 
 
 def test_a_graph_does_not_wait_for_ever(store, monkeypatch):
-    monkeypatch.setattr(full, "COPIES_S", 0.1)
+    monkeypatch.setattr(copier, "COPIES_S", 0.1)
     go, state, frozen = Event(), build(1), {}
     with checkpointer(store, state, strategy="full") as saver:
-        copier = saver._captures._copier
-        announce = copier._announce
+        copies = saver._captures._copier
+        announce = copies._announce
         for step in (1, 2, 3):
             train(state)
             if step == 2:
-                copier._announce = lambda capture: (go.wait(), announce(capture))[1]
+                copies._announce = lambda capture: (go.wait(), announce(capture))[1]
             handle = saver.step(step)
             frozen[step] = snapshot(state)
             if step == 2:
-                copier.await_copies()
-                copier._announce = announce
+                copies.await_copies()
+                copies._announce = announce
                 go.set()
                 with pytest.raises(Unsupported, match="step 2: it was not copied within 0 s"):
                     handle.wait("local")

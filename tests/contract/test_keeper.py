@@ -206,12 +206,12 @@ def test_a_closed_trainer_leaves_nothing_in_its_process(store):
     state = {"weight": torch.arange(1000.0)}
     handles = []
     mapped = arenas_mapped("self")  # by the tests before this one
-    with Checkpointer(store, state, under_pressure="wait") as checkpointer:
+    with Checkpointer(store, state) as checkpointer:
         handles.append(checkpointer.save(1))
     del checkpointer
     before = sorted(descriptors("self").values())
     for step in range(2, 5):
-        with Checkpointer(store, state, under_pressure="wait") as checkpointer:
+        with Checkpointer(store, state) as checkpointer:
             checkpointer.restore()
             handles.append(checkpointer.save(step))
         assert arenas_mapped("self") <= mapped

@@ -75,7 +75,7 @@ if "everstep.keeper" in sys.orig_argv:
 
 @pytest.mark.parametrize("name", ["fail", "done"])
 def test_a_keeper_that_cannot_answer_leaves_it_to_the_next_one(store, tmp_path, monkeypatch, name):
-    """A trainer that has to wait (under_pressure="wait") would do so for ever."""
+    """A trainer that has to wait (when_full="wait") would do so for ever."""
     flag = tmp_path / "flag"
     (tmp_path / "sitecustomize.py").write_text(BROKEN.format(name=name, flag=str(flag)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import everstep
+from choices import chosen
 from everstep import Store, Unsupported
 from everstep.capture.copier import Copier
 from everstep.redo.recorder import Recorder
@@ -271,7 +272,7 @@ def test_gradients_are_let_go_of_when_they_are_saved(store, options):
     """Else a GPU holds them during the next forward and backward, those of each step of a
     window."""
     state = build(1)
-    with everstep.Checkpointer(store, state, under_pressure="wait", **options) as saver:
+    with everstep.Checkpointer(store, state, **chosen(**options)) as saver:
         for step in range(1, 17):
             train(state)
             parameters = state["model"].parameters()

@@ -1,4 +1,4 @@
-"""A keeper that stands still: nothing waits for it for ever. With under_pressure="skip" what goes
+"""A keeper that stands still: nothing waits for it for ever. With when_full="skip" what goes
 on from the step before waits all the same, since a whole state is larger, and so does a log's next
 base; other whole states are skipped at once."""
 
@@ -74,7 +74,7 @@ def advance(saver, state, steps, frozen):
 
 def test_records_wait(store):
     state, frozen = build(1), {}
-    with logged(store, state, under_pressure="skip") as saver:
+    with logged(store, state, when_full="skip") as saver:
         advance(saver, state, range(1, 5), frozen)
         saver.wait()
         with stopped_until_somebody_waits(saver):
@@ -90,7 +90,7 @@ def test_a_base_that_is_due_waits(store, base):
     """Whichever step it is that finds no memory: where the base is skipped, the next step is one,
     too, and is skipped again."""
     state, frozen = build(1), {}
-    with logged(store, state, under_pressure="skip", base_every=base - 1, window=1) as saver:
+    with logged(store, state, when_full="skip", base_every=base - 1, window=1) as saver:
         advance(saver, state, range(1, 9), frozen)
         saver.wait()
         with stopped_until_somebody_waits(saver):
@@ -106,7 +106,7 @@ def test_they_do_not_wait_for_ever(store, monkeypatch, caplog, pressure):
     """Training is held up once. Then the chain ends, and nothing waits before a step is saved."""
     monkeypatch.setattr(patience, "STALL_S", 1.0)
     state, frozen = build(1), {}
-    with logged(store, state, under_pressure=pressure) as saver:
+    with logged(store, state, when_full=pressure) as saver:
         handles = advance(saver, state, range(1, 5), frozen)
         saver.wait()
         with stopped(saver):
@@ -149,7 +149,7 @@ def test_a_tag_does_not_wait_for_ever(store, monkeypatch):
 def test_shares_of_a_window_wait(store):
     """But for the first, before which nothing was done in vain."""
     state, frozen = build(1), {}
-    options = {"strategy": "spread", "every": 8, "window": 7, "under_pressure": "skip"}
+    options = {"strategy": "spread", "every": 8, "window": 7, "when_full": "skip"}
     with checkpointer(store, state, **options) as saver:
         advance(saver, state, range(1, 11), frozen)  # 8 is whole; 10 is the first share of 16
         saver.wait()
@@ -164,7 +164,7 @@ def test_shares_of_a_window_wait(store):
 @pytest.mark.parametrize("options", [{"strategy": "full"}, {"base_every": 1}])
 def test_whole_states_do_not_wait(store, options):
     state, frozen = build(1), {}
-    with logged(store, state, under_pressure="skip", **options) as saver:
+    with logged(store, state, when_full="skip", **options) as saver:
         advance(saver, state, range(1, 3), frozen)
         saver.wait()
         with stopped(saver):
@@ -182,7 +182,7 @@ def test_no_record_is_announced_before_one_that_waits(store, monkeypatch):
     monkeypatch.setattr(copier, "_SEAL_S", 0.01)
     state = build(1)
     claimed, announced = threading.Event(), threading.Event()
-    with logged(store, state, under_pressure="wait") as saver:
+    with logged(store, state) as saver:
         begun = saver._captures
         client, announce = begun._client, begun._copier._announce
         claim, submit = client.claim, client.submit

@@ -428,7 +428,7 @@ def averages(seed):
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
-@pytest.mark.parametrize("audit", ["sample", "full"])
+@pytest.mark.parametrize("verify", ["rolling", "full"])
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -439,11 +439,11 @@ def averages(seed):
         ({"strategy": "spread", "every": 4, "window": 3}, [4, 8, 12]),
     ],
 )
-def test_buffers_that_are_made_anew(store, options, steps, audit):
+def test_buffers_that_are_made_anew(store, options, steps, verify):
     """A record has what no optimizer changes, wherever it lies. Two updates a step: a piece that is
     copied at a step has both."""
     state, frozen = averages(1), {}
-    with checkpointer(store, state, under_pressure="wait", audit=audit, **options) as saver:
+    with checkpointer(store, state, verify=verify, **options) as saver:
         for step in range(1, 13):
             supervised(state)
             supervised(state)

@@ -18,7 +18,7 @@ from runs import (
 from torch import nn
 
 from everstep import Conflict, EverstepError, Keep, Mismatch, Store, Unavailable, Unsupported
-from everstep.capture.base_interval import KEPT_STATES
+from everstep.capture.base_interval import STATES
 
 
 def test_several_updates_in_a_record_and_none(store):
@@ -37,7 +37,7 @@ def test_several_updates_in_a_record_and_none(store):
 def test_records_of_nothing(store):
     model = nn.Linear(3, 3)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    with logged(store, state, rng=False) as saver:
+    with logged(store, state) as saver:
         for step in range(1, 5):
             saver.step(step).wait("local")
     assert kinds(store) == "brrr"
@@ -151,17 +151,11 @@ def test_the_distance_goes_by_what_was_measured(store):
             handle = saver.step(step)
             handle.wait("local")
         strategy = saver._captures.strategy
-        assert strategy.distance.record_bytes == handle.bytes > 0
-        assert strategy.distance.steps > 10
-        figures = strategy.describe()["distance"]
-        assert figures["record_bytes"] == strategy.distance.record_bytes
-        assert figures["update_s"] > 0
-        assert Store(store).manifest(3).capture["distance"].keys() == figures.keys()
-    with checkpointer(store, state, strategy="log", recovery_budget=1e-9) as saver:
-        assert saver.restore() == 3
-        train(state)
-        saver.step(4).wait("local")
-        assert saver._captures.strategy.distance.steps == 10
+        assert strategy.interval.record_bytes == handle.bytes > 0
+        assert strategy.interval.steps > 10
+        figures = strategy.describe()["base_interval"]
+        assert figures["record_bytes"] == strategy.interval.record_bytes
+        assert Store(store).manifest(3).capture["base_interval"].keys() == figures.keys()
 
 
 def test_retention_bounds_what_a_log_takes(store):
@@ -169,17 +163,17 @@ def test_retention_bounds_what_a_log_takes(store):
     torch.manual_seed(1)
     model = nn.Linear(200, 200)
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    with checkpointer(store, state, strategy="log", keep=Keep(last=1), rng=False) as saver:
+    with checkpointer(store, state, strategy="log", keep=Keep(last=1)) as saver:
         for step in range(1, 81):
             model(torch.ones(1, 200)).square().sum().backward()
             state["optimizer"].step()
             state["optimizer"].zero_grad()
             saver.step(step).wait("local")
-        whole = saver._captures.strategy.distance.base_bytes
-        distance = saver._captures.strategy.distance.steps
-    assert 20 < distance < 30  # a record is a third
+        whole = saver._captures.strategy.interval.base_bytes
+        distance = saver._captures.strategy.interval.steps
+    assert 10 < distance < 15  # a record is a third
     sizes = [path.stat().st_size for path in (store / "data").glob("*.safetensors")]
-    assert sum(sizes) < (KEPT_STATES + 3) * whole
+    assert sum(sizes) < (STATES + 3) * whole
     assert len(kinds(store)) <= 2 * distance
 
 

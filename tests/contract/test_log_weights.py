@@ -47,8 +47,8 @@ def test_weights_changed_between_save_and_update(store, caplog, how, at):
     assert caplog.text.count(f"'model.0.weight' {said}") == 1
 
 
-@pytest.mark.parametrize("audit", ["sample", "full"])
-def test_weights_in_other_memory_again_and_again(store, caplog, audit):
+@pytest.mark.parametrize("verify", ["rolling", "full"])
+def test_weights_in_other_memory_again_and_again(store, caplog, verify):
     """It is told at once, and once of each."""
 
     def change(state, step):
@@ -59,7 +59,7 @@ def test_weights_in_other_memory_again_and_again(store, caplog, audit):
             entry = state["optimizer"].state[state["model"][2].weight]
             entry["exp_avg"] = entry["exp_avg"].clone()
 
-    check_run(store, build, change, "brrbbbbb", each=durable, audit=audit)
+    check_run(store, build, change, "brrbbbbb", each=durable, verify=verify)
     told = [line for line in caplog.messages if "the log begins anew" in line]
     assert [line.split(":")[0] for line in told] == [
         f"the log begins anew at step {step}, with a whole state" for step in (4, 6)
@@ -86,7 +86,7 @@ def test_parameters_that_are_made_anew_at_each_step(store, monkeypatch, caplog):
 
 @pytest.mark.parametrize("moment", [None, "exp_avg"])
 def test_few_elements_changed_around_the_version_counter(store, caplog, moment):
-    """A sample of bytes does not see it; audit="full" does, and names the tensor."""
+    """A sample of bytes does not see it; verify="full" does, and names the tensor."""
 
     def change(state, step):
         if step == 4:
@@ -95,7 +95,7 @@ def test_few_elements_changed_around_the_version_counter(store, caplog, moment):
             (entry[moment] if moment else weight).data[3, 17] += 1.0
         train(state)
 
-    check_run(store, build, change, "brrbrrrr", each=durable, audit="full")
+    check_run(store, build, change, "brrbrrrr", each=durable, verify="full")
     name = f"optimizer.model.2.weight.{moment}" if moment else "model.2.weight"
     assert f"'{name}' changed between two calls" in caplog.text
 
@@ -121,7 +121,7 @@ def test_digests_go_by_name(store, options):
         }
 
     state, frozen = make(1), {}
-    with logged(store, state, audit="full", **options) as saver:
+    with logged(store, state, verify="full", **options) as saver:
         for step in range(1, 9):
             train(state)
             saver.step(step)

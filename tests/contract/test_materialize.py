@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import everstep
 from everstep import Checkpointer, Corrupt, Keep, Missing, Store, Unsupported
 from everstep.cli.main import main
 from everstep.restore.materialize import materialize
@@ -49,7 +50,7 @@ def fill(store, kind=torch.optim.AdamW, options=None, steps=7, keep=None):
     """A run with a base at 1 and records after it; the weights and state of each step."""
     state, frozen = build(1, kind, options or {}), {}
     with Checkpointer(
-        store, state, strategy="log", base_every=100, under_pressure="wait", keep=keep
+        store, state, strategy=everstep.Log(base_every=100), keep=keep
     ) as checkpointer:
         for step in range(1, steps + 1):
             train(state)
@@ -131,7 +132,7 @@ def test_gc_and_retention_leave_it(store):
     fill(store)
     materialize(Disk(store), CheckpointName(3, 1))
     fresh = build(3, torch.optim.AdamW, {})
-    with Checkpointer(store, fresh, keep=Keep(last=2), under_pressure="wait") as checkpointer:
+    with Checkpointer(store, fresh, keep=Keep(last=2)) as checkpointer:
         checkpointer.restore(3)
         for step in (4, 5):
             train(fresh)
@@ -165,7 +166,7 @@ def test_gradients_of_another_dtype(store):
     weight = nn.Parameter(torch.randn(40, dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
     state = {"weight": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
-    with Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+    with Checkpointer(store, state, strategy="log") as checkpointer:
         for step in range(1, 5):
             weight.grad = torch.randn(40)
             state["optimizer"].step()

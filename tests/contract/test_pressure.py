@@ -25,7 +25,7 @@ from everstep.keeper import client, patience
 def test_a_growing_state_stays_within_two_arenas(store):
     """Each step outgrows the arena while nothing can be written: later saves are skipped."""
     history: list[torch.Tensor] = []
-    saver = checkpointer(store, {"history": history}, under_pressure="skip")
+    saver = checkpointer(store, {"history": history}, when_full="skip")
     saver.save(0).wait()
     keeper = saver._client.keeper_pid
     os.kill(keeper, signal.SIGSTOP)
@@ -47,7 +47,7 @@ def test_a_growing_state_stays_within_two_arenas(store):
 
 def test_a_growing_state_is_saved_at_each_step_where_saves_wait(store):
     history: list[torch.Tensor] = []
-    with checkpointer(store, {"history": history}, under_pressure="wait") as saver:
+    with checkpointer(store, {"history": history}) as saver:
         for step in range(1, 13):
             history.append(torch.full((300_000,), float(step)))
             saver.save(step)
@@ -93,7 +93,7 @@ def test_copies_go_on_while_the_epoch_cannot_be_claimed(store):
     """A keeper that does not answer holds up saves, and never the optimizer."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    saver = checkpointer(store, {"model": model, "optimizer": optimizer}, under_pressure="skip")
+    saver = checkpointer(store, {"model": model, "optimizer": optimizer}, when_full="skip")
     keeper = saver._client.keeper_pid
     os.kill(keeper, signal.SIGSTOP)
     try:

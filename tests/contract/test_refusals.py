@@ -12,7 +12,9 @@ from logs import Plain, build, check_run, train, train_in_closure, write
 from runs import check_same, check_steps, checkpointer, freeze, kinds, logged, restore, snapshot
 from torch import nn
 
+import everstep
 import forked
+from choices import chosen
 from everstep import Checkpointer, Store, Unsupported
 from everstep.capture import auto
 
@@ -344,7 +346,7 @@ def test_two_changes_at_the_begin_are_not_how_it_is_made(store):
 
 def is_preempted(store):
     state = build(1)
-    with Checkpointer(store, state, strategy="log", base_every=100) as saver:
+    with Checkpointer(store, state, strategy=everstep.Log(base_every=100)) as saver:
         for step in range(1, 9):
             train(state)
             write(state, "in place")
@@ -386,4 +388,4 @@ def test_what_was_taken_for_a_record_that_is_refused_is_in_none(store):
 def test_one_optimizer_under_two_names(store, options):
     state = build(1)
     with pytest.raises(Unsupported, match="'twin': it is the same optimizer as 'optimizer'"):
-        Checkpointer(store, {**state, "twin": state["optimizer"]}, **options)
+        Checkpointer(store, {**state, "twin": state["optimizer"]}, **chosen(**options))

@@ -38,11 +38,11 @@ def slabs(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("audit", "passes"), [("sample", 0), ("full", 6)])
+@pytest.mark.parametrize(("verify", "passes"), [("rolling", 0), ("full", 6)])
 def test_all_bytes_are_hashed_only_where_the_record_says_what_they_were(
-    store, monkeypatch, audit, passes
+    store, monkeypatch, verify, passes
 ):
-    frozen = run_logged(store, build(1), train, steps=7, audit=audit)
+    frozen = run_logged(store, build(1), train, steps=7, verify=verify)
     assert kinds(store) == "brrrrrr"
     digest, calls = OptimizerState.digest, []
     monkeypatch.setattr(
@@ -160,12 +160,12 @@ def test_the_last_record_is_updated_while_it_is_read(store, monkeypatch):
     assert len(others[1]) > 1
 
 
-@pytest.mark.parametrize("audit", ["sample", "full"])
+@pytest.mark.parametrize("verify", ["rolling", "full"])
 def test_derived_parts_are_hashed_only_where_the_record_says_what_they_were(
-    store, monkeypatch, audit
+    store, monkeypatch, verify
 ):
-    frozen = run(store, averaged, audit=audit)
+    frozen = run(store, averaged, verify=verify)
     digest, calls = derived.digest_of, []
     monkeypatch.setattr(derived, "digest_of", lambda found: calls.append(1) or digest(found))
     check_all(store, averaged, frozen)
-    assert bool(calls) == (audit == "full")
+    assert bool(calls) == (verify == "full")

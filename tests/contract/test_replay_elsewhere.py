@@ -57,7 +57,7 @@ def test_other_bits_are_damage_only_where_they_must_be_equal(
 ):
     run = build(1)
     run_logged(
-        store, run, train, LAST, audit="full", base_every=3 if window > 1 else 20, window=window
+        store, run, train, LAST, verify="full", base_every=3 if window > 1 else 20, window=window
     )
     trained = run["model"][0].weight
     if device == "cpu":

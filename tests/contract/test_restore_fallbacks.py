@@ -131,7 +131,7 @@ def beside(store, tmp_path, monkeypatch):
     """A trainer that saves a step, and keeps that one alone, whenever another begins to read one;
     as long as there are steps left. Its snapshots by step."""
     state, frozen = build(1), {}
-    saver = Checkpointer(store, state, keep=Keep(last=1), strategy="full", under_pressure="wait")
+    saver = Checkpointer(store, state, keep=Keep(last=1), strategy="full")
     left = [3]
 
     def save():

@@ -300,7 +300,7 @@ def test_what_is_left_of_a_window_by_a_dead_keeper_is_swept(store):
 
 
 def test_audit_looks_at_all_bytes_at_the_end(store):
-    frozen = run_saved(store, 12, audit="full", **SPREAD)
+    frozen = run_saved(store, 12, verify="full", **SPREAD)
     audited = ["digest" in record.calls[0] for record in Store(store).manifest(12).records]
     assert audited == [False, True]
     check_newest(store, make(2), frozen, 12)

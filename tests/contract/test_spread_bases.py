@@ -100,7 +100,7 @@ def test_a_spread_base_that_was_made_whole_leaves_nothing(store):
 
 
 def test_audit_of_a_log_with_spread_bases(store):
-    frozen = run_saved(store, 8, audit="full", **LOG)
+    frozen = run_saved(store, 8, verify="full", **LOG)
     check_steps(store, make(2), frozen, (5, 7, 8))
 
 

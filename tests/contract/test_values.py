@@ -187,7 +187,7 @@ def test_generators_and_values_of_the_users_own(store):
 
 
 def test_rng_false_leaves_the_generators_alone(store):
-    save(store, {"x": 1}, rng=False)
+    save(store, {"x": 1})
     torch.manual_seed(5)
     before = bits(torch.get_rng_state())
     restore(store, {"x": 0})

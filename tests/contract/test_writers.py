@@ -410,7 +410,7 @@ def test_an_operation_that_outlasts_the_copy_is_seen(store, monkeypatch):
 def saves_without_updates(store):
     state = build(1, width=512)
     supervised(state)
-    with checkpointer(store, state, memory_budget=2_400_000, under_pressure="wait") as saver:
+    with checkpointer(store, state, memory_bytes=2_400_000) as saver:
         for step in range(1, 7):
             saver.step(step)
 

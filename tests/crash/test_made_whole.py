@@ -48,9 +48,7 @@ def logged(tmp_path_factory):
     model = torch.nn.Linear(40, 40)
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     live = {}
-    with everstep.Checkpointer(
-        path, state, strategy="log", base_every=100, under_pressure="wait"
-    ) as checkpointer:
+    with everstep.Checkpointer(path, state, strategy=everstep.Log(base_every=100)) as checkpointer:
         for step in range(1, STEPS + 1):
             model(torch.randn(4, 40)).square().mean().backward()
             state["optimizer"].step()
@@ -161,7 +159,7 @@ def test_workers_and_keepers_killed_at_random_moments(store):
     rng = random.Random(seed)
     state, live = build(), {}
     with everstep.Checkpointer(
-        store, state, strategy="log", catch_up=3, keep=Keep(last=4), under_pressure="wait"
+        store, state, strategy=everstep.Log(catch_up=3), keep=Keep(last=4)
     ) as checkpointer:
         step = made = 0
         while step < 40 or made < 2:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import everstep
+from choices import chosen
 
 
 def build() -> dict[str, object]:
@@ -51,11 +52,13 @@ def main(
     with everstep.Checkpointer(
         store,
         state,
-        every=every,
-        strategy=strategy,
-        base_every=base_every,
-        keep=keep,
-        under_pressure="wait",
+        **chosen(
+            every=every,
+            strategy=strategy,
+            base_every=base_every,
+            keep=keep,
+            when_full="wait",
+        ),
     ) as checkpointer:
         start = checkpointer.restore()
         tell(restored=start, keeper=checkpointer._client.keeper_pid)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 import zoo
 
+from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, Store
 from everstep.keeper import wire
@@ -54,7 +55,9 @@ def states(last):
 def opened(job, store, **options):
     """A Checkpointer of a job."""
     state = {"model": job.model, "optimizer": job.optimizer}
-    return Checkpointer(store, state, **{"strategy": "full", "under_pressure": "wait", **options})
+    return Checkpointer(
+        store, state, **chosen(**{"strategy": "full", "when_full": "wait", **options})
+    )
 
 
 def trains(store, folder, last, how=None, victims=(), pause_s=0.0):

@@ -10,6 +10,7 @@ import zoo
 from torch.distributed.tensor import DTensor
 from zoo_model import loss_of
 
+from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store, clip_grad_norm_
 from everstep.format.tables import is_gradient
@@ -123,8 +124,8 @@ def trains(layout, store, last, edit=None, rooms=None):
     clipping. `rooms`: makes what says whether the second rank has room for copies."""
     job = zoo.build(layout, RECIPE)
     state = {"model": job.model, "optimizer": job.optimizer}
-    settings = {"strategy": "log", "base_every": 20, "under_pressure": "wait"}
-    checkpointer = store and Checkpointer(store, state, **settings)
+    settings = {"strategy": "log", "base_every": 20}
+    checkpointer = store and Checkpointer(store, state, **chosen(**settings))
     first = checkpointer.restore() if checkpointer else 0
     begun, errors = job.full_state(), {}
     with pytest.MonkeyPatch.context() as patch, pre_clip():

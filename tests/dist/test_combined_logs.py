@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import zoo
 
+from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, Shard, Store, clip_grad_norm_, compress
 from everstep.redo.clipping import Recording
@@ -40,8 +41,8 @@ def trains(layout, store, nodes, last, options, clips: bool | str = False, wante
         weights = list(job.model.parameters())
         job.optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(weights, 0.1) and None)
     state = {"model": job.model, "optimizer": job.optimizer}
-    options = {"strategy": "log", "base_every": 5, "under_pressure": "wait", **options}
-    with Checkpointer(store, state, **options) as made:
+    options = {"strategy": "log", "base_every": 5, "when_full": "wait", **options}
+    with Checkpointer(store, state, **chosen(**options)) as made:
         first = made.restore(wanted)
         begun, states, handles = job.full_state(), {}, []
         for step in range(first + 1, last + 1):
@@ -84,8 +85,8 @@ def test_boxes_over_nodes(gang, store, layout, nodes):
 
 
 WINDOWS = [
-    {"base_every": 6, "window": 3, "check_replicas": True},
-    {"strategy": "spread", "every": 4, "window": 3, "check_replicas": True, "base_every": None},
+    {"base_every": 6, "window": 3, "check": True},
+    {"strategy": "spread", "every": 4, "window": 3, "check": True, "base_every": None},
 ]
 
 
@@ -159,8 +160,8 @@ def trains_unlike(store, options):
         ]
 
     state = {"model": model, "optimizer": optimizer}
-    options = {"under_pressure": "wait", "layout": layout, **options}
-    with Checkpointer(store, state, **options) as made:
+    options = {"when_full": "wait", "layout": layout, **options}
+    with Checkpointer(store, state, **chosen(**options)) as made:
         handles = []
         for step in range(1, 15):
             for parameter in model.parameters():

@@ -14,7 +14,7 @@ def trains(store, kind, options, last):
     job = zoo.build("ddp", zoo.Recipe())
     hook = compress(job.model, kind, **options)
     state = {"model": job.model, "optimizer": job.optimizer, "hook": hook}
-    with Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+    with Checkpointer(store, state, strategy="log") as checkpointer:
         first = checkpointer.restore()
         losses = []
         for step in range(first + 1, last + 1):

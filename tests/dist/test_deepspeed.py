@@ -9,6 +9,7 @@ import torch.distributed as dist
 import zoo
 from zoo_model import BATCH, batch, decoder, loss_of, mean, optimizer_of
 
+import everstep
 from comparing import check_equal
 from everstep import Checkpointer, Store
 from stores import end_keeper
@@ -63,7 +64,7 @@ class Job:
         from everstep.integrations import deepspeed
 
         state, layout = deepspeed.parts(self.engine)
-        return Checkpointer(store, state, strategy=strategy, layout=layout, under_pressure="wait")
+        return Checkpointer(store, state, strategy=strategy, ranks=everstep.Ranks(layout=layout))
 
     def whole(self):
         """All parameters, as the module has them and in fp32, by DeepSpeed's own means."""

@@ -59,7 +59,7 @@ def trains(layout, store, clear, hold, last=STEPS):
     job = zoo.build(layout, RECIPE)
     state = {"model": job.model, "optimizer": job.optimizer}
     counts = []
-    with Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+    with Checkpointer(store, state, strategy="log") as checkpointer:
         first = checkpointer.restore()
         begun = job.full_state()
         for step in range(first + 1, last + 1):

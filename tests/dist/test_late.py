@@ -109,10 +109,10 @@ def test_a_rank_that_never_comes(gang, store, tmp_path, reference):
 def has_no_memory(store):
     """Rank 1 has too little for any save, and training goes on."""
     job, rank = zoo.build(LAYOUT, RECIPE), dist.get_rank()
-    with opened(job, store, memory_budget=4096 if rank == 1 else None) as saver:
+    with opened(job, store, memory_bytes=4096 if rank == 1 else None) as saver:
         for step in (1, 2):
             job.train(step)
-            with pytest.raises(Unavailable, match="memory_budget=4096"):
+            with pytest.raises(Unavailable, match="memory_bytes=4096"):
                 saver.step(step).wait("local")
         saver._saves.newest = None  # close() would say it once more
 
@@ -125,7 +125,7 @@ def test_a_rank_without_memory(gang, store):
 def skips(store, folder):
     """Rank 1 has two slots, rank 0 three, while the keeper stands still."""
     job, rank = zoo.build(LAYOUT, RECIPE), dist.get_rank()
-    options = {"under_pressure": "skip"}
+    options = {"when_full": "skip"}
     with opened(job, folder / "other", **options) as saver:
         job.train(1)
         saver.step(1)
@@ -133,7 +133,7 @@ def skips(store, folder):
         arena = saver._captures.pool._current[1]
         two = 2 * (arena.documents_size + arena.image_size)
     end_keeper(folder / "other")  # which may have told only one rank that step 1 is durable
-    with opened(job, store, memory_budget=two if rank else None, **options) as saver:
+    with opened(job, store, memory_bytes=two if rank else None, **options) as saver:
         handles = [saver.step(1)]
         saver.wait()
         _note(folder, "ready", 1)

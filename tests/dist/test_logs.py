@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import zoo
 
+from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, Store, Unsupported
 from everstep.capture import auto, rank_agreement
@@ -24,7 +25,7 @@ LAYOUTS = [
 
 def attached(job, store, **more):
     state = {"model": job.model, "optimizer": job.optimizer}
-    return Checkpointer(store, state, strategy="log", under_pressure="wait", **more)
+    return Checkpointer(store, state, **chosen(strategy="log", **more))
 
 
 def trains(layout, store, last):
@@ -115,7 +116,7 @@ def goes_by_itself(store, last):
     """Under auto; what became of each save."""
     job = zoo.build("fsdp2", RECIPE)
     state = {"model": job.model, "optimizer": job.optimizer}
-    with decides_soon(), Checkpointer(store, state, under_pressure="wait") as checkpointer:
+    with decides_soon(), Checkpointer(store, state) as checkpointer:
         first = checkpointer.restore()
         found, handles = job.full_state(), []
         for step in range(first + 1, last + 1):

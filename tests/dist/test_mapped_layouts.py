@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import everstep
 from comparing import check_equal
 from everstep import Checkpointer, Mismatch, Shard, Store
 from everstep.format.boxes import Box
@@ -84,7 +85,9 @@ def trains(make, store, steps, but=()):
     """Train `steps`, from what there is; save each."""
     model, optimizer, layout = build(make)
     state = {"model": model, "optimizer": optimizer}
-    with Checkpointer(store, state, strategy="full", layout=layout) as checkpointer:
+    with Checkpointer(
+        store, state, strategy="full", ranks=everstep.Ranks(layout=layout)
+    ) as checkpointer:
         assert checkpointer.restore() == steps[0] - 1
         for step in steps:
             train(model, optimizer, layout, step, but if step == 1 else ())
@@ -124,7 +127,9 @@ def copied(make, source, store):
     """The second step, after the first of another run."""
     model, optimizer, layout = build(make)
     state = {"model": model, "optimizer": optimizer}
-    with Checkpointer(store, state, strategy="full", layout=layout) as checkpointer:
+    with Checkpointer(
+        store, state, strategy="full", ranks=everstep.Ranks(layout=layout)
+    ) as checkpointer:
         assert checkpointer.restore(from_store=source) == 1
         train(model, optimizer, layout, 2)
         checkpointer.step(2)
@@ -331,7 +336,9 @@ def lacks_a_layer(source):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     state = {"model": model, "optimizer": optimizer}
     with (
-        Checkpointer(source, state, strategy="full", layout=make[1]) as checkpointer,
+        Checkpointer(
+            source, state, strategy="full", ranks=everstep.Ranks(layout=make[1])
+        ) as checkpointer,
         pytest.raises(Mismatch) as raised,
     ):
         checkpointer.restore()

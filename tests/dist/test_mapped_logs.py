@@ -11,6 +11,7 @@ from test_mapped_layouts import build, contents, dense, fused, unfused
 from test_mapped_layouts import train as train_parts
 
 import everstep
+from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, Store, Unsupported
 from everstep.redo.clipping import Recording
@@ -27,14 +28,14 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 def attached(job, store, **more):
     state = {"model": job.model, "optimizer": job.optimizer}
-    more = {"strategy": "log", "base_every": 5, "under_pressure": "wait", **more}
-    return Checkpointer(store, state, **more)
+    more = {"strategy": "log", "base_every": 5, "when_full": "wait", **more}
+    return Checkpointer(store, state, **chosen(**more))
 
 
-def trains(layout, store, last, recipe=RECIPE, audit="sample"):
+def trains(layout, store, last, recipe=RECIPE, verify="rolling"):
     """From what is restored up to a step: where it began, the losses and the full state."""
     job = zoo.build(layout, recipe)
-    with attached(job, store, audit=audit) as checkpointer:
+    with attached(job, store, verify=verify) as checkpointer:
         first = checkpointer.restore(exact="require")
         state, losses = job.full_state(), []
         for step in range(first + 1, last + 1):
@@ -58,10 +59,10 @@ def straight(gang, path, layout, recipe, size):
     return losses, final
 
 
-def check(gang, store, tmp_path, saved, others, recipe=RECIPE, size=None, audit="sample"):
+def check(gang, store, tmp_path, saved, others, recipe=RECIPE, size=None, verify="rolling"):
     size = size or zoo.SIZES[saved]
     losses, final = straight(gang, tmp_path / "straight", saved, recipe, size)
-    (_, _, before, state), *_ = gang.run(trains, saved, store, STEPS, recipe, audit, size=size)
+    (_, _, before, state), *_ = gang.run(trains, saved, store, STEPS, recipe, verify, size=size)
     assert before == losses[:STEPS]
     assert kinds(store) == [False] + [True] * 4 + [False, True]
     assert Store(store).verify().ok
@@ -70,7 +71,7 @@ def check(gang, store, tmp_path, saved, others, recipe=RECIPE, size=None, audit=
         assert first == STEPS
         check_equal(found, state)
     (first, found, after, ended), *_ = gang.run(
-        trains, saved, store, STEPS + 2, recipe, audit, size=size
+        trains, saved, store, STEPS + 2, recipe, verify, size=size
     )
     assert first == STEPS
     check_equal(found, state)
@@ -101,7 +102,7 @@ def test_records_are_replayed_there_and_elsewhere(gang, store, tmp_path, saved, 
 def test_of_another_optimizer_and_number_of_ranks(gang, store, tmp_path, saved):
     recipe = zoo.Recipe(grouped=False, tied=saved != "fsdp1_flat", optimizer=MOMENTUM)
     others = [("fsdp2", 2), (saved, 2)]
-    check(gang, store, tmp_path, saved, others, recipe, size=4, audit="full")
+    check(gang, store, tmp_path, saved, others, recipe, size=4, verify="full")
 
 
 @pytest.mark.slow
@@ -134,7 +135,7 @@ def records(make, store, last, strategy="log"):
     model, optimizer, layout = build(make)
     state = {"model": model, "optimizer": optimizer}
     with Checkpointer(
-        store, state, strategy=strategy, base_every=5, under_pressure="wait", layout=layout
+        store, state, **chosen(strategy=strategy, base_every=5, layout=layout)
     ) as checkpointer:
         first = checkpointer.restore(exact="require")
         for step in range(first + 1, last + 1):
@@ -162,7 +163,9 @@ def test_fused_matrices_with_grouped_queries(gang, store, tmp_path, make, size):
 def goes_on_whole(make, source, store):
     model, optimizer, layout = build(make)
     state = {"model": model, "optimizer": optimizer}
-    with Checkpointer(store, state, strategy="full", layout=layout) as checkpointer:
+    with Checkpointer(
+        store, state, strategy="full", ranks=everstep.Ranks(layout=layout)
+    ) as checkpointer:
         assert checkpointer.restore(from_store=source, exact="require") == 3
         train_parts(model, optimizer, layout, 4)
         checkpointer.step(4)
@@ -210,7 +213,12 @@ def records_alone(store):
     for strategy in ("log", "auto"):
         state = {"model": job.model, "optimizer": job.optimizer}
         try:
-            with Checkpointer(f"{store}-{torch.rand(1)}", state, strategy=strategy, alone=True):
+            with Checkpointer(
+                f"{store}-{torch.rand(1)}",
+                state,
+                strategy=strategy,
+                ranks=everstep.Ranks(alone=True),
+            ):
                 said.append("")
         except Unsupported as error:
             said.append(str(error))

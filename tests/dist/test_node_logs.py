@@ -43,7 +43,7 @@ LOG = {"strategy": "log", "base_every": 5}
 
 def checkpointer(job, store, nodes, **more):
     """Of this rank, on its node; `nodes`: a letter for each rank."""
-    return saves_as(job, store, nodes, **{**LOG, "under_pressure": "wait", **more})
+    return saves_as(job, store, nodes, **{**LOG, "when_full": "wait", **more})
 
 
 def rounds(optimizer, *_):
@@ -167,8 +167,8 @@ def test_each_node_packs_its_part(gang, store, layout):
 @pytest.mark.parametrize(
     ("layout", "more", "kind"),
     [
-        ("fsdp2", {"audit": "full"}, None),
-        ("ddp", {"audit": "full"}, None),
+        ("fsdp2", {"verify": "full"}, None),
+        ("ddp", {"verify": "full"}, None),
         ("ddp", {}, "bf16"),
         ("ddp", {}, "topk"),
         ("ddp", {}, "clips"),

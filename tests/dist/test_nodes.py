@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import zoo
 
+from choices import chosen
 from comparing import check_equal, check_stored
 from everstep import Checkpointer, Store
 from everstep.errors import EverstepError
@@ -31,7 +32,7 @@ def checkpointer(job, store, nodes, **more):
     """Of this rank, on its node; `nodes`: a letter for each rank."""
     os.environ["EVERSTEP_NODE"] = nodes[dist.get_rank()]
     state = {"model": job.model, "optimizer": job.optimizer}
-    with Checkpointer(store, state, **{"strategy": "full", **more}) as made:
+    with Checkpointer(store, state, **chosen(**{"strategy": "full", **more})) as made:
         yield made
 
 
@@ -66,7 +67,7 @@ def part_documents(store):
     "more",
     [
         pytest.param({}, id=""),
-        pytest.param({"check_replicas": True}, id="checked", marks=pytest.mark.slow),
+        pytest.param({"check": True}, id="checked", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(
@@ -372,7 +373,7 @@ def changes_a_replica(store, nodes, culprit):
     """What became of three steps, at the second of which one rank has other bytes."""
     job = zoo.build("hsdp", RECIPE)
     ended = []
-    with checkpointer(job, store, nodes, check_replicas=True) as made:
+    with checkpointer(job, store, nodes, check=True) as made:
         for step in range(1, 4):
             job.train(step)
             local = job.optimizer.param_groups[0]["params"][2].detach().to_local()
@@ -442,7 +443,7 @@ def test_what_ranks_of_a_node_read_alike_is_read_once(gang, store):
 def trains_through(store, nodes, steps, more):
     """Steps that are not waited for; the first one of them, and the newest save's error."""
     job = zoo.build("fsdp2", RECIPE)
-    with checkpointer(job, store, nodes, under_pressure="wait", **more) as made:
+    with checkpointer(job, store, nodes, **more) as made:
         first = made.restore() + 1
         for step in range(first, first + steps):
             job.train(step)

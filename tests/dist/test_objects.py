@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import zoo
 
+import everstep
 from everstep import Checkpointer, Mismatch, Store
 
 RECIPE = zoo.Recipe()
@@ -46,7 +47,9 @@ def saves(store, by_rank):
     np.random.seed(dist.get_rank())
     random.seed(dist.get_rank())
     state = objects()
-    with Checkpointer(store, state, strategy="full", by_rank=by_rank) as checkpointer:
+    with Checkpointer(
+        store, state, strategy="full", ranks=everstep.Ranks(by_rank=by_rank)
+    ) as checkpointer:
         checkpointer.step(1)
         checkpointer.wait()
     return state["sampler"].values(), drawn()
@@ -57,7 +60,9 @@ def loads(store, by_rank):
     state["sampler"] = Position(99)
     state["note"]["epoch"] = 0
     state["own"]["rank"] = None
-    with Checkpointer(store, state, strategy="full", by_rank=by_rank) as checkpointer:
+    with Checkpointer(
+        store, state, strategy="full", ranks=everstep.Ranks(by_rank=by_rank)
+    ) as checkpointer:
         try:
             checkpointer.restore()
         except Mismatch as error:
@@ -120,7 +125,7 @@ def trains_with_a_generator(store, last):
     model, generator = torch.nn.Linear(2, 2), torch.Generator().manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer, "generator": generator}
-    with Checkpointer(store, state, strategy="full", under_pressure="wait") as checkpointer:
+    with Checkpointer(store, state, strategy="full") as checkpointer:
         for step in range(checkpointer.restore() + 1, last + 1):
             model(torch.rand(3, 2, generator=generator)).sum().backward()
             optimizer.step()
@@ -149,7 +154,7 @@ def statistics_of(store, last):
     def found():
         return {name: buffer.tolist() for name, buffer in model[1].named_buffers()}
 
-    with Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+    with Checkpointer(store, state, strategy="log") as checkpointer:
         first = checkpointer.restore()
         begun = found()
         for step in range(first + 1, last + 1):
@@ -174,7 +179,9 @@ def shares(store, count, at):
     """Two ranks that have one sampler between them."""
     sampler = Position(at)
     state, mine = {"sampler": sampler}, ("exact", at, count)
-    with Checkpointer(store, state, strategy="full", by_rank={"sampler": mine}) as checkpointer:
+    with Checkpointer(
+        store, state, strategy="full", ranks=everstep.Ranks(by_rank={"sampler": mine})
+    ) as checkpointer:
         if not checkpointer.restore():
             sampler.at = 100 + at
             checkpointer.step(1)
@@ -196,7 +203,7 @@ def test_data_parallel_ranks_share(gang, store):
 def saves_model(store, strategy):
     job = zoo.build("fsdp2", RECIPE)
     state = {"model": job.model, "optimizer": job.optimizer}
-    with Checkpointer(store, state, strategy=strategy, under_pressure="wait") as checkpointer:
+    with Checkpointer(store, state, strategy=strategy) as checkpointer:
         for step in range(1, 4):
             job.train(step)
             checkpointer.step(step)

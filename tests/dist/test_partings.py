@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store
 from everstep.capture import auto, log
@@ -44,7 +45,7 @@ class Run:
         self.model, self.optimizer = build(1)
         state = {"model": self.model, "optimizer": self.optimizer, **(more or {})}
         self.saver = Checkpointer(
-            store, state, **{"strategy": "log", "base_every": 50, "rng": False, **options}
+            store, state, **chosen(**{"strategy": "log", "base_every": 50, "rng": False, **options})
         )
         self.handles, self.states = {}, {}
 
@@ -112,7 +113,7 @@ def fails_at_one_call(store):
     """On rank 1; the step is saved again then, which is a new save only there."""
     with unheard():
         part = Failing()
-        run = Run(store, {"part": part}, under_pressure="wait")
+        run = Run(store, {"part": part})
         run.train(AT - 1)
         part.is_off = dist.get_rank() == 1
         with contextlib.suppress(RuntimeError):
@@ -128,7 +129,7 @@ def names_alone(store, times):
     """Rank 1 gives a step a name, which makes it a whole state, and no other rank does."""
     with unheard(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(log, "PARTINGS_MAX", 4)  # one is counted twice where two steps are lost
-        run = Run(store, under_pressure="wait")
+        run = Run(store)
         for number in range(1, times + 1):
             run.train(number * WITHIN - 1)
             run.train(number * WITHIN, tag=f"best-{number}" if dist.get_rank() == 1 else None)
@@ -144,7 +145,7 @@ def outgrows(store):
     try:
         with unheard():
             part = {"rows": torch.zeros(1)}
-            options = {"strategy": "auto", "by_rank": {"part": "exact"}, "under_pressure": "wait"}
+            options = {"strategy": "auto", "by_rank": {"part": "exact"}, "when_full": "wait"}
             run = Run(store, {"part": part}, **options)
             run.train(AT)
             if dist.get_rank() == 1:
@@ -182,7 +183,7 @@ def hangs(store):
 def restores(store, steps, more):
     model, optimizer = build(2)
     state = {"model": model, "optimizer": optimizer, **(more or {})}
-    with Checkpointer(store, state, rng=False) as saver:
+    with Checkpointer(store, state) as saver:
         return [(saver.restore(step), tensors(model, optimizer)) for step in steps]
 
 
@@ -218,7 +219,7 @@ def test_each_surprise_counts_once(gang, store):
 def test_a_log_that_ends_on_one_rank_ends_on_all(gang, store, nodes, every):
     """And what is due from then on is saved: ranks that have ended save at fewer steps than those
     that have not heard."""
-    options = {"every": every, "under_pressure": "wait"}
+    options = {"every": every, "when_full": "wait"}
     gang.run(is_surprised, store, [20, 40, 60], options, nodes, size=2, timeout=100)
     due = {step for step in range(60 + WITHIN, LAST + 1) if step % every == 0}
     known = Store(store)

@@ -1,9 +1,10 @@
-"""check_replicas: different bytes under one name on several ranks are found when they are saved."""
+"""check: different bytes under one name on several ranks are found when they are saved."""
 
 import pytest
 import torch
 import zoo
 
+import everstep
 from everstep import Checkpointer, Store
 from everstep.errors import EverstepError, Mismatch
 from everstep.store import catalog
@@ -21,7 +22,9 @@ def trains(layout, store, changed_rank, what):
     job = zoo.build(layout, zoo.Recipe())
     state = {"model": job.model, "optimizer": job.optimizer}
     ended = []
-    with Checkpointer(store, state, strategy="full", check_replicas=True) as checkpointer:
+    with Checkpointer(
+        store, state, strategy="full", ranks=everstep.Ranks(check=True)
+    ) as checkpointer:
         for step in range(1, 4):
             job.train(step)
             parameter = job.optimizer.param_groups[0]["params"][2]
@@ -84,7 +87,9 @@ def saves_values(store, row):
     is_other = row is not None and torch.distributed.get_rank() == 1
     tensor = loose if row == -1 else model.weight.detach()[row or 0]
     said = None
-    with Checkpointer(store, {"model": model, "loose": loose}, check_replicas=True) as made:
+    with Checkpointer(
+        store, {"model": model, "loose": loose}, ranks=everstep.Ranks(check=True)
+    ) as made:
         before = tensor.clone()
         tensor[3] += is_other
         try:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import zoo
 from zoo_model import loss_of
 
+from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store, clip_grad_norm_
 from everstep.capture.copier import Copier
@@ -48,7 +49,7 @@ class Run:
     def __init__(self, store, **options):
         self.job, self.states, self.errors = zoo.build("fsdp2", RECIPE), {}, {}
         state = {"model": self.job.model, "optimizer": self.job.optimizer}
-        self.saver = Checkpointer(store, state, under_pressure="wait", rng=False, **options)
+        self.saver = Checkpointer(store, state, **chosen(**options))
 
     def backward(self, step):
         self.job.optimizer.zero_grad()
@@ -75,7 +76,7 @@ class Run:
         steps = Store(store).steps()
         again = zoo.build("fsdp2", RECIPE)
         state = {"model": again.model, "optimizer": again.optimizer}
-        with Checkpointer(store, state, rng=False) as saver:
+        with Checkpointer(store, state) as saver:
             for step in steps:
                 assert saver.restore(step) == step
                 check_equal(again.full_state(), self.states[step])

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import zoo
 from torch.distributed import fsdp
 
+import everstep
 from comparing import check_equal, check_stored
 from everstep import Checkpointer, Store
 from examples import slow
@@ -26,7 +27,7 @@ def checkpointer_of(job, store, strategy="full"):
             return f"model.{job.canonical(name.removeprefix('model.'))}"
 
     state = {"model": job.model, "optimizer": job.optimizer}
-    return Checkpointer(store, state, strategy=strategy, layout=layout)
+    return Checkpointer(store, state, strategy=strategy, ranks=everstep.Ranks(layout=layout))
 
 
 def trains_and_saves(layout, recipe, store):

@@ -11,6 +11,7 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from choices import chosen
 from everstep import Checkpointer, Store, Unavailable, Unsupported
 from everstep.sharding import world
 from everstep.sharding.world import World
@@ -19,7 +20,7 @@ from everstep.sharding.world import World
 def says(store, state, settings):
     """What making a Checkpointer says on this rank."""
     try:
-        with Checkpointer(store, state[dist.get_rank()], **settings[dist.get_rank()]):
+        with Checkpointer(store, state[dist.get_rank()], **chosen(**settings[dist.get_rank()])):
             return "made"
     except (ValueError, Unsupported) as error:
         return str(error)
@@ -134,7 +135,7 @@ def goes_on(layout, store, last):
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": wrapped, "optimizer": optimizer}
-    with Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+    with Checkpointer(store, state, strategy="log") as checkpointer:
         first = checkpointer.restore()
         for step in range(first + 1, last + 1):
             optimizer.zero_grad()

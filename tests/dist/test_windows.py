@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import zoo
 
+from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, Store
 from everstep.store import catalog
@@ -22,7 +23,7 @@ LAYOUTS = ["ddp", *slow("fsdp2", "hsdp", "tp", "fsdp_tp")]
 
 def attached(job, store, **options):
     state = {"model": job.model, "optimizer": job.optimizer}
-    return Checkpointer(store, state, **{"under_pressure": "wait", **options})
+    return Checkpointer(store, state, **chosen(**{"when_full": "wait", **options}))
 
 
 def trains(layout, store, last, options):
@@ -154,12 +155,12 @@ def derives(layout, store, way, steps, options, wanted=None):
     job = zoo.build(layout, RECIPE)
     ema, named, rule = averaged(job, layout, way)
     state = {"model": job.model, "optimizer": job.optimizer, "ema": ema}
-    options = {"under_pressure": "wait", "derive": {"ema": rule}, **options}
+    options = {"when_full": "wait", "derive": {"ema": rule}, **options}
 
     def averages():
         return {name: whole(tensor) for name, tensor in named.items()}
 
-    with Checkpointer(store, state, **options) as checkpointer:
+    with Checkpointer(store, state, **chosen(**options)) as checkpointer:
         first = checkpointer.restore(wanted)
         found, handles = averages(), []
         for step in range(first + 1, steps + 1):
@@ -180,7 +181,7 @@ def whole(tensor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("audit", ["full", "sample"])
+@pytest.mark.parametrize("verify", ["full", "rolling"])
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
@@ -191,8 +192,8 @@ def whole(tensor):
         ("hsdp", "model"),
     ],
 )
-def test_averages_are_derived_on_each_rank(gang, store, tmp_path, layout, way, audit):
-    size, log = zoo.SIZES[layout], {**LOG, "audit": audit}
+def test_averages_are_derived_on_each_rank(gang, store, tmp_path, layout, way, verify):
+    size, log = zoo.SIZES[layout], {**LOG, "verify": verify}
     straight = tmp_path / "straight"
     try:
         _, _, expected, _ = gang.run(
@@ -353,7 +354,7 @@ def test_ranks_that_have_nothing_of_a_share(gang, store, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [SPREAD, LOG])
 def test_replicas_are_compared_in_windows(gang, store, options):
-    options = {**options, "check_replicas": True}
+    options = {**options, "check": True}
     *_, errors = gang.run(trains, "ddp", store, 12, options, size=2)[0]
     assert errors == []
     manifests = [Store(store).manifest(step) for step in Store(store).steps()]

@@ -70,7 +70,7 @@ def test_every_step_is_exact_while_training_runs_ahead(tmp_path, options):
     """The host runs ahead of the device: copies must still see each step's own bytes."""
     state = build(0, **options)
     expected = {}
-    with everstep.Checkpointer(tmp_path / "run", state, under_pressure="wait") as checkpointer:
+    with everstep.Checkpointer(tmp_path / "run", state) as checkpointer:
         for step in range(1, 9):
             train(state)
             checkpointer.step(step)
@@ -91,7 +91,7 @@ def test_every_step_is_exact_while_training_runs_ahead(tmp_path, options):
 def test_update_is_held_on_the_stream_and_not_on_the_host(tmp_path):
     """With a long kernel queued ahead of the copies, step() and optimizer.step() return at once."""
     state = build(0)
-    with everstep.Checkpointer(tmp_path / "run", state, under_pressure="wait") as checkpointer:
+    with everstep.Checkpointer(tmp_path / "run", state) as checkpointer:
         for step in range(1, 4):
             train(state)
             checkpointer.step(step)
@@ -112,7 +112,7 @@ def test_update_is_held_on_the_stream_and_not_on_the_host(tmp_path):
 def test_memory_freed_after_the_call_is_not_reused_under_the_copy(tmp_path):
     """The caching allocator may hand out a freed block at once; a capture holds what it copies."""
     state = build(0)
-    with everstep.Checkpointer(tmp_path / "run", state, under_pressure="wait") as checkpointer:
+    with everstep.Checkpointer(tmp_path / "run", state) as checkpointer:
         train(state)
         expected = state_bytes(state)
         torch.cuda._sleep(1_000_000_000)
@@ -133,7 +133,7 @@ def test_grad_scaler_and_cuda_generators(tmp_path):
     state = build(0)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
     state["scaler"] = scaler
-    with everstep.Checkpointer(tmp_path / "run", state, under_pressure="wait") as checkpointer:
+    with everstep.Checkpointer(tmp_path / "run", state) as checkpointer:
         for step in range(1, 6):
             train(state, scaler)
             checkpointer.step(step)
@@ -172,7 +172,7 @@ def test_low_precision_and_strided_tensors(tmp_path):
 
 def test_captured_means_that_the_device_has_been_read(tmp_path):
     state = build(0, width=2048)
-    with everstep.Checkpointer(tmp_path / "run", state, under_pressure="wait") as checkpointer:
+    with everstep.Checkpointer(tmp_path / "run", state) as checkpointer:
         train(state)
         expected = state_bytes(state)
         handle = checkpointer.step(1)
@@ -189,7 +189,7 @@ def test_captured_means_that_the_device_has_been_read(tmp_path):
 
 def test_a_write_behind_the_optimizers_back_is_found(tmp_path):
     state = build(0)
-    with everstep.Checkpointer(tmp_path / "run", state, under_pressure="wait") as checkpointer:
+    with everstep.Checkpointer(tmp_path / "run", state) as checkpointer:
         train(state)
         checkpointer.step(1).wait()
         train(state)
@@ -208,7 +208,7 @@ def test_a_write_behind_the_optimizers_back_is_found(tmp_path):
 def test_pinning_makes_copies_fast(tmp_path, record_property):
     """Reports the bandwidth of a capture; asserts only that the arena really is pinned."""
     state = build(0, width=4096, layers=8)
-    with everstep.Checkpointer(tmp_path / "run", state, under_pressure="wait") as checkpointer:
+    with everstep.Checkpointer(tmp_path / "run", state) as checkpointer:
         for step in range(1, 5):
             train(state)
             torch.cuda.synchronize()

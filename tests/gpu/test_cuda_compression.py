@@ -61,9 +61,7 @@ def are_equal(left, right):
 @pytest.mark.parametrize("clips", [False, True])
 def test_every_step_comes_back(store, kind, is_view, clips):
     state, expected = build(kind, 1, is_view), {}
-    with everstep.Checkpointer(
-        store, state, strategy="log", base_every=100, under_pressure="wait"
-    ) as saver:
+    with everstep.Checkpointer(store, state, strategy=everstep.Log(base_every=100)) as saver:
         for step in range(1, 10):
             train(state, clips)
             saver.step(step)

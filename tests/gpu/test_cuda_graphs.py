@@ -7,6 +7,7 @@ from test_cuda import build, check_steps, state_bytes, train
 from torch import nn
 
 import everstep
+from choices import chosen
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's advice on graphs and compilers
 
@@ -51,9 +52,7 @@ def test_every_step_is_exact(store, strategy, with_update, is_first):
     state = build(0, capturable=True)
     graphed = Graphed(state, with_update) if is_first else None
     expected = {}
-    with everstep.Checkpointer(
-        store, state, strategy=strategy, under_pressure="wait"
-    ) as checkpointer:
+    with everstep.Checkpointer(store, state, strategy=strategy) as checkpointer:
         if graphed is None:  # the state of step 1 was copied while nobody knew of a graph
             train(state)
             checkpointer.step(1)
@@ -71,7 +70,7 @@ def test_every_step_is_exact(store, strategy, with_update, is_first):
 def test_a_graph_with_the_update_is_refused(store, options):
     """At once, where its capture was seen; at the third step that tells of it, where it was not."""
     state, expected = build(0, capturable=True), {}
-    with everstep.Checkpointer(store, state, under_pressure="wait", **options) as checkpointer:
+    with everstep.Checkpointer(store, state, **chosen(**options)) as checkpointer:
         for step in range(1, 4):
             train(state)
             checkpointer.step(step)
@@ -94,7 +93,7 @@ def test_a_graph_with_the_update_is_refused(store, options):
 def test_a_graph_that_nobody_saw_is_refused_by_a_log(store):
     state, expected = build(0, capturable=True), {}
     graphed = Graphed(state, with_update=True)
-    with everstep.Checkpointer(store, state, strategy="log", under_pressure="wait") as checkpointer:
+    with everstep.Checkpointer(store, state, strategy="log") as checkpointer:
         for step in range(1, 4):
             graphed.step()
             checkpointer.step(step)
@@ -108,9 +107,7 @@ def test_a_graph_that_nobody_saw_is_refused_by_a_log(store):
 def test_parts_of_a_capturable_log_are_refused(store):
     """They would be replayed on the CPU, where torch steps no such optimizer."""
     state = build(0, capturable=True)
-    with everstep.Checkpointer(
-        store, state, strategy="log", base_every=100, under_pressure="wait"
-    ) as checkpointer:
+    with everstep.Checkpointer(store, state, strategy=everstep.Log(base_every=100)) as checkpointer:
         for step in range(1, 6):
             train(state)
             checkpointer.step(step)
@@ -131,9 +128,7 @@ def test_gradients_of_a_compiled_graph_are_copied(store):
 
     state, expected = build_compiled(0), {}
     compiled = torch.compile(state["model"], mode="reduce-overhead")
-    with everstep.Checkpointer(
-        store, state, strategy="log", base_every=100, under_pressure="wait"
-    ) as checkpointer:
+    with everstep.Checkpointer(store, state, strategy=everstep.Log(base_every=100)) as checkpointer:
         for step in range(1, 13):
             torch.compiler.cudagraph_mark_step_begin()
             compiled(torch.randn(64, 1024, device="cuda")).square().mean().backward()

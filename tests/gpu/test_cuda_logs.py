@@ -95,12 +95,12 @@ def make(seed, train, options):
 @pytest.mark.parametrize(
     "train", [plain, clipped, accumulated, kept, scaled, scaled_and_clipped, in_closure]
 )
-@pytest.mark.parametrize("audit", ["sample", "full"])
+@pytest.mark.parametrize("verify", ["rolling", "full"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
-def test_every_step_comes_back(store, train, audit, options):
+def test_every_step_comes_back(store, train, verify, options):
     state, expected = make(1, train, options), {}
     with everstep.Checkpointer(
-        store, state, strategy="log", base_every=100, audit=audit, under_pressure="wait"
+        store, state, strategy=everstep.Log(base_every=100, verify=verify)
     ) as saver:
         for step in range(1, 16):
             train(state)
@@ -127,9 +127,7 @@ def test_a_learning_rate_on_the_device_is_noted_as_it_was(store):
         return state
 
     state, expected = with_rate(1), {}
-    with everstep.Checkpointer(
-        store, state, strategy="log", base_every=100, under_pressure="wait"
-    ) as saver:
+    with everstep.Checkpointer(store, state, strategy=everstep.Log(base_every=100)) as saver:
         for step in range(1, 10):
             plain(state)
             state["optimizer"].param_groups[0]["lr"].mul_(0.7)
@@ -152,9 +150,7 @@ def test_without_room_the_clipped_gradients_are_recorded(store, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
     assert not clipping.has_room([torch.zeros(1, device=device)])
     state, expected = make(1, clipped, {"fused": True}), {}
-    with everstep.Checkpointer(
-        store, state, strategy="log", base_every=100, under_pressure="wait"
-    ) as saver:
+    with everstep.Checkpointer(store, state, strategy=everstep.Log(base_every=100)) as saver:
         for step in range(1, 8):
             clipped(state)
             saver.step(step)
@@ -166,7 +162,7 @@ def test_a_replay_on_the_cpu_is_not_exact_and_no_damage(store):
     """As `materialize`, host catch-up and restore(only=) make them."""
     state = build(1, width=DATA[1], layers=2)
     with everstep.Checkpointer(
-        store, state, strategy="log", base_every=100, under_pressure="wait", audit="full"
+        store, state, strategy=everstep.Log(base_every=100, verify="full")
     ) as saver:
         for step in range(1, 6):
             plain(state)

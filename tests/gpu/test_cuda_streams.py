@@ -6,6 +6,7 @@ from test_cuda import build, check_steps, state_bytes, train
 from torch import nn
 
 import everstep
+from choices import chosen
 from everstep.capture.copies import Devices
 from everstep.keeper.arena import Arena
 
@@ -19,7 +20,7 @@ def test_every_step_is_exact_on_another_stream(store, strategy, options):
     with torch.cuda.stream(torch.cuda.Stream()):
         state = build(0, **options)
         with everstep.Checkpointer(
-            store, state, strategy=strategy, under_pressure="wait", **settings
+            store, state, **chosen(strategy=strategy, **settings)
         ) as checkpointer:
             for step in range(1, 13):
                 torch.cuda._sleep(20_000_000)
@@ -42,9 +43,7 @@ def test_gradients_that_a_record_holds_are_not_reused(store):
     """zero_grad() lets go of them while the device is still far from having copied them."""
     state = build(0)
     expected = {}
-    with everstep.Checkpointer(
-        store, state, strategy="log", base_every=100, under_pressure="wait"
-    ) as checkpointer:
+    with everstep.Checkpointer(store, state, strategy=everstep.Log(base_every=100)) as checkpointer:
         for step in range(1, 11):
             train(state)
             torch.cuda._sleep(100_000_000)
@@ -88,7 +87,7 @@ def test_gradients_with_strides_are_there_when_the_replay_wants_them(store):
     with torch.cuda.stream(torch.cuda.Stream()):
         state, expected = convolutions(0), {}
         with everstep.Checkpointer(
-            store, state, strategy="log", base_every=100, under_pressure="wait"
+            store, state, strategy=everstep.Log(base_every=100)
         ) as checkpointer:
             for step in range(1, 10):
                 data = torch.randn(4, 64, 32, 32, device="cuda")
@@ -122,9 +121,7 @@ def test_every_step_is_exact_on_two_devices(store, strategy):
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
 
     state, expected = split(0), {}
-    with everstep.Checkpointer(
-        store, state, strategy=strategy, under_pressure="wait"
-    ) as checkpointer:
+    with everstep.Checkpointer(store, state, strategy=strategy) as checkpointer:
         for step in range(1, 10):
             for device in ("cuda:0", "cuda:1"):
                 with torch.cuda.device(device):

@@ -9,6 +9,7 @@ import torch
 from test_cuda import build, state_bytes, train
 
 import everstep
+from choices import chosen
 from everstep.capture.copies import Devices
 from everstep.keeper.arena import Arena
 
@@ -33,7 +34,7 @@ def test_neither_call_nor_update_waits_for_the_device(store, strategy, options):
     state = build(0, **options)
     settings = {"every": 4, "window": 3} if strategy == "spread" else {}
     with everstep.Checkpointer(
-        store, state, strategy=strategy, under_pressure="wait", **settings
+        store, state, **chosen(strategy=strategy, **settings)
     ) as checkpointer:
         for step in range(1, 9):  # arenas are pinned by then
             train(state)
@@ -55,7 +56,7 @@ def test_window_and_bandwidth_are_those_of_the_device(store):
     cycles = _cycles_of(0.2)
     state = build(0, width=2048, layers=4)
     with everstep.Checkpointer(
-        store, state, strategy="spread", every=2, window=1, under_pressure="wait"
+        store, state, strategy=everstep.Spread(window=1), every=2
     ) as checkpointer:
         pace = checkpointer._captures._pace
         for step in range(1, 9):

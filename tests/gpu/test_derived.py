@@ -22,13 +22,13 @@ def all_bytes(state):
     }
 
 
-@pytest.mark.parametrize("audit", ["sample", "full"])
+@pytest.mark.parametrize("verify", ["rolling", "full"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
-def test_an_average_follows_at_the_replay(tmp_path, options, audit):
+def test_an_average_follows_at_the_replay(tmp_path, options, verify):
     state, derive = averaged(0, **options)
     expected = {}
     with everstep.Checkpointer(
-        tmp_path / "run", state, derive=derive, under_pressure="wait", strategy="log", audit=audit
+        tmp_path / "run", state, derive=derive, strategy=everstep.Log(verify=verify)
     ) as checkpointer:
         for step in range(1, 7):
             train(state)

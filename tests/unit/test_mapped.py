@@ -115,7 +115,7 @@ def trained(size, layout):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model.memory.grad = torch.zeros(size)
     optimizer.step()
-    state = State({"model": model, "optimizer": optimizer}, rng=False, layout=layout)
+    state = State({"model": model, "optimizer": optimizer}, layout=layout)
     return model, optimizer, state
 
 
@@ -230,14 +230,14 @@ def test_state_of_another_shape_is_refused():
     model = Flat(10 + PADDING)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.memory]["rows"] = torch.zeros(2)
-    state = State({"model": model, "optimizer": optimizer}, rng=False, layout=layout_of(TWO, 0))
+    state = State({"model": model, "optimizer": optimizer}, layout=layout_of(TWO, 0))
     with pytest.raises(Unsupported, match="another shape"):
         state.collect()
 
 
 def test_an_object_cannot_hold_what_is_boxes():
     model = Flat(10 + PADDING)
-    state = State({"model": model, "best": model.memory}, rng=False, layout=layout_of(TWO, 0))
+    state = State({"model": model, "best": model.memory}, layout=layout_of(TWO, 0))
     with pytest.raises(Unsupported, match="cannot be part of an object"):
         state.collect()
 

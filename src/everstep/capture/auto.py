@@ -188,9 +188,9 @@ class Auto:
         """See Recorder. Only while recording."""
         self._active.before_step(optimizer, args, kwargs)
 
-    def after_step(self, optimizer: OptimizerState, seconds: float) -> None:
+    def after_step(self, optimizer: OptimizerState) -> None:
         """See Recorder. Only while recording."""
-        self._active.after_step(optimizer, seconds)
+        self._active.after_step(optimizer)
 
     def refuse(self, problem: str) -> None:
         """See Recorder."""
@@ -231,7 +231,7 @@ class Auto:
         met = captured.collected.loose
         loose = loose_bytes(leaf for leaf in met if leaf.owner is None)
         if captured.record is not None and self._log:
-            self._balance.note_record(self._log.distance.record_bytes)
+            self._balance.note_record(self._log.interval.record_bytes)
         elif captured.commits and self._active is self._spread:
             state, gradients = self._spread.sizes
             self._balance.note_state(state + loose_bytes(met), gradients + loose)
@@ -286,7 +286,7 @@ class Auto:
         was_log = self._balance.is_log
         if self._log is None:
             return
-        distance = self._log.distance.steps
+        distance = self._log.interval.steps
         if not was_log and self._balance.weigh(distance)[0]:
             try:
                 self._log.check(collected)

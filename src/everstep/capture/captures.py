@@ -21,13 +21,14 @@ from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
 from everstep.capture.rank_agreement import Ranks
 from everstep.capture.saves import STALLED, Saves
-from everstep.capture.settings import Settings, Strategy
+from everstep.capture.settings import Strategy, make_strategy
 from everstep.errors import EverstepError, Unavailable
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import SlotState, check_file_size, file_size_limit
 from everstep.keeper.client import Client
 from everstep.keeper.ranks.node_save import PLACE
+from everstep.options import Options
 from everstep.redo.derived import Derived
 from everstep.redo.refusals import Refused
 from everstep.sharding.topology import topology
@@ -53,7 +54,7 @@ class Captures:
         state: State,
         strategy: Strategy | None,
         pace: Pace,
-        settings: Settings,
+        options: Options,
         client: Client,
         saves: Saves,
         metrics: Metrics,
@@ -66,13 +67,13 @@ class Captures:
         """Of what is saved from now on; None before the first save after a restore."""
         self._state = state
         self._pace = pace
-        self._every = settings.every
-        self._waits = settings.under_pressure == "wait"
+        self._every = options.every
+        self._waits = options.when_full == "wait"
         self._waited_s = 0.0
         self._client = client
         self._saves = saves
         self._metrics = metrics
-        self.pool = Pool(client, settings.memory_budget)
+        self.pool = Pool(client, options.memory_bytes)
         saves.attach(client, self.pool)
         self._losses = client.losses
         self._passes = 0
@@ -375,9 +376,9 @@ def _interrupted(step: int, error: BaseException) -> str:
 
 
 def chosen_strategy(
-    settings: Settings, state: State, pace: Pace, derived: Derived | None
+    options: Options, state: State, pace: Pace, derived: Derived | None
 ) -> Strategy | None:
-    """What the settings come to for this state; None for whole states. All ranks call it.
+    """What the options come to for this state; None for whole states. All ranks call it.
 
     `derived`: None where no part of the state is. Raises on all ranks what one of them does:
     Unsupported where it does not fit, Unavailable where no copy of the state can be made."""
@@ -388,6 +389,6 @@ def chosen_strategy(
             tensors = {id(tensor): tensor for tensor in state.live_tensors().values()}
             size = sum(tensor.nbytes for tensor in tensors.values()) // state.world.size
             check_file_size("copying this state in memory", SLOTS_MIN * size)
-        return settings.make(state.optimizers, state.modules, pace, derived, ranks)
+        return make_strategy(options, state.optimizers, state.modules, pace, derived, ranks)
 
     return state.world.together("choosing a strategy", make)

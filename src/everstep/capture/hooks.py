@@ -46,7 +46,6 @@ class Hook:
         self._log = log
         self._metrics = metrics
         self._writes_early = False
-        self._began = 0.0
         self._is_outside = False
         self._is_compiled = False
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
@@ -147,7 +146,6 @@ class Hook:
                 self._log.refuse(f"the step() of {self._state.name!r} is compiled")
             self._log.before_step(self._state, *_arguments(args, kwargs))
             self._count(began)
-        self._began = time.perf_counter()
 
     def _count(self, began: float) -> None:
         seconds = time.perf_counter() - began
@@ -157,7 +155,7 @@ class Hook:
     def _after_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._log
         if not is_capturing() and self._log.is_recording and len(self._steps()) < 2:
-            self._log.after_step(self._state, time.perf_counter() - self._began)
+            self._log.after_step(self._state)
 
     def _steps(self) -> list[Any]:
         """The functions step() of this optimizer that are on the stack, the innermost first: torch

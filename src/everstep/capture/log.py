@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
-from everstep.capture.base_interval import EVERY_MIN, Distance
+from everstep.capture.base_interval import EVERY_MIN, BaseInterval
 from everstep.capture.captured import (
     RECORD_OWNER,
     Captured,
@@ -28,7 +28,7 @@ from everstep.capture.captured import (
     size_of,
     unowned,
 )
-from everstep.capture.copy_speed import choose_window
+from everstep.capture.copy_speed import Pace, choose_window
 from everstep.capture.failures import Failures
 from everstep.capture.rank_agreement import NextBase, Ranks
 from everstep.capture.raw import Raw
@@ -70,15 +70,15 @@ class Log:
     def __init__(
         self,
         optimizers: list[OptimizerState],
-        distance: Distance,
+        interval: BaseInterval,
+        pace: Pace,
         audit: bool = False,
-        window: int | None = None,
         derived: Derived | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """`distance`: from one base to the next; it gets its figures here. `audit`: see Recorder.
-        `window`: steps over which a base is spread; None: chosen by the pace. `derived`: what
-        rules derive. `ranks`: of several. Raises Unsupported where there is no optimizer."""
+        """`interval`: from one base to the next; it gets its figures here. `pace`: by which a base
+        is spread over steps. `audit`: see Recorder. `derived`: what rules derive. `ranks`: of
+        several. Raises Unsupported where there is no optimizer."""
         if not optimizers:
             raise Unsupported(
                 "strategy='log' records what optimizers consume, and the state has none. "
@@ -88,7 +88,8 @@ class Log:
         self._ranks = ranks
         self._optimizers = optimizers
         self._derived = derived
-        self.distance = distance
+        self.interval = interval
+        self._pace = pace
         self._base: Walk | None = None
         self._shape: tuple[Any, ...] = ()
         self._base_step = self._base_call = 0
@@ -108,7 +109,6 @@ class Log:
         self._refused: str | None = None
         self.lasting: str | None = None
         """Why no log of this run is exact from here on, nor any window."""
-        self._window = window
         self._pieces: Pieces | None = None
         self._base_due = 0
         self._is_whole_only = why_not(optimizers) is not None
@@ -131,9 +131,8 @@ class Log:
         """See Recorder. Only while recording."""
         self._recorder.before_step(optimizer, args, kwargs)
 
-    def after_step(self, optimizer: OptimizerState, seconds: float) -> None:
-        """See Recorder. `seconds`: that the update took on the host. Only while recording."""
-        self.distance.update_seconds = seconds
+    def after_step(self, optimizer: OptimizerState) -> None:
+        """See Recorder. Only while recording."""
         self._recorder.after_step(optimizer)
 
     def refuse(self, problem: str) -> None:
@@ -171,7 +170,7 @@ class Log:
         """Whether a whole state of this call is worth waiting for memory, as a record is: all
         that came before is there, and records follow it; or other ranks count on it."""
         is_whole = self._last is not None and self._failures.may_follow(self._base_call)
-        is_followed = self.is_on and self.distance.steps > 1
+        is_followed = self.is_on and self.interval.steps > 1
         return is_followed and (is_whole or self._failures.joins_at(call))
 
     def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
@@ -219,7 +218,7 @@ class Log:
             recorded, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
         else:
             recorded = leaves_of(tensors, self._optimizers, RECORD_OWNER)
-        others, met = self._others(collected, self.distance.base_bytes)
+        others, met = self._others(collected, self.interval.base_bytes)
         if share and share["ends"]:  # a base has what is derived, too
             others = tuple(unowned(collected.walk.leaves))
             met = collected.loose
@@ -253,7 +252,7 @@ class Log:
             return
         self._base, self._base_step, self._whole_step = walk, handle.step, handle.step
         self._base_call, self._shape = handle.call, shape_of(walk)
-        self.distance.base_bytes = size_of(captured.collected)
+        self.interval.base_bytes = size_of(captured.collected)
         self._base_aliases = _owned_aliases(captured.collected)
         self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
@@ -262,21 +261,21 @@ class Log:
 
     def _tell_base(self) -> None:
         if self._ranks:
-            distance = self.distance.steps
-            window = min(self._window_size(), distance)
-            following = NextBase(self._base_step + distance, window, self._raw.is_wanted)
+            steps = self.interval.steps
+            window = min(self._window_size(), steps)
+            following = NextBase(self._base_step + steps, window, self._raw.is_wanted)
             self._ranks.note_base(self._base_step, following)
 
     def _note_record(self, captured: Captured, handle: SaveHandle) -> None:
         if captured.share is None and captured.record:
             leaves = (*captured.collected.walk.leaves, *captured.collected.loose)
-            self.distance.note_record(handle, sum(leaf.tensor.nbytes for leaf in leaves))
+            self.interval.note_record(handle, sum(leaf.tensor.nbytes for leaf in leaves))
             self._raw.note(captured.record["calls"], handle)
 
     def describe(self) -> dict[str, Any]:
         """What `everstep show` prints of the choice."""
         return (
-            {"strategy": "log"} | self.distance.describe() if self.is_on else {"strategy": "full"}
+            {"strategy": "log"} | self.interval.describe() if self.is_on else {"strategy": "full"}
         )
 
     def end(self) -> None:
@@ -378,7 +377,7 @@ class Log:
         if self._ranks:
             following = self._ranks.next_base()
             return following is not None and step >= following.step
-        return step - self._origin() >= self.distance.steps
+        return step - self._origin() >= self.interval.steps
 
     def _share(self, step: int, walk: Walk) -> tuple[list[Leaf], dict[str, Any] | None]:
         """What of the next base is copied with this record. It is spread over the last steps before
@@ -399,20 +398,18 @@ class Log:
         if self._ranks:
             following = self._ranks.next_base()
             return following and (following.step, following.window)
-        steps = self.distance.steps
+        steps = self.interval.steps
         return self._origin() + steps, min(self._window_size(), steps)
 
     def _origin(self) -> int:
-        return self.distance.origin(self._base_step, self._whole_step)
+        return self.interval.origin(self._base_step, self._whole_step)
 
     def _window_size(self) -> int:
         if self._is_whole_only or why_undivided(self._optimizers):
             return 1
         if self._ranks and self._ranks.why_whole():
             return 1
-        if self._window is not None:
-            return self._window
-        return choose_window(self.distance.base_bytes, self.distance.pace, EVERY_MIN)
+        return choose_window(self.interval.base_bytes, self._pace, EVERY_MIN)
 
     def _break(self, error: Unsupported, step: int) -> None:
         try:

@@ -237,7 +237,7 @@ class Pool:
         self._chosen_budget = budget
         if budget < SLOTS_MIN * slot_bytes:
             raise Unavailable(
-                f"capturing: memory_budget={budget} bytes is too small. This state needs "
+                f"capturing: memory_bytes={budget} bytes is too small. This state needs "
                 f"{slot_bytes} bytes a "
                 f"slot, and two slots, so that one good copy is whole while the next is made"
             )

@@ -34,7 +34,7 @@ STALLED = (
 
 
 class Skipped(Unavailable):
-    """A save that under_pressure="skip" left out."""
+    """A save that when_full="skip" left out."""
 
 
 class Saves:
@@ -253,7 +253,7 @@ class Saves:
         text = (
             f"saving step {handle.step}: skipped, because earlier saves are still being written. "
             f"Save less often "
-            f"(every=), give more memory (memory_budget=), or wait instead (under_pressure='wait')"
+            f"(every=), give more memory (memory_bytes=), or wait instead (when_full='wait')"
         )
         if self._metrics.skips == 1 or self._metrics.skips % 100 == 0:
             log.warning("%s. Skipped so far: %s", text, self._metrics.skips)

@@ -68,12 +68,11 @@ class Spread:
         every: int,
         pace: Pace,
         window: int | None = None,
-        audit: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         """`every`: the steps that are due are its multiples. `window`: steps of one; None: chosen
-        by `pace`. `audit`: see Recorder. `ranks`: of several, which go by what the first of them
-        has measured up to two windows before."""
+        by `pace`. `ranks`: of several, which go by what the first of them has measured up to two
+        windows before."""
         self._optimizers = optimizers
         self._every = every
         self._pace = pace
@@ -98,7 +97,7 @@ class Spread:
         self._due = 0
         self._first_due: int | None = None
         rank = ranks.rank if ranks else None
-        self._recorder = Recorder([] if self.refusal else optimizers, audit, rank)
+        self._recorder = Recorder([] if self.refusal else optimizers, rank=rank)
 
     @property
     def is_recording(self) -> bool:
@@ -111,9 +110,8 @@ class Spread:
         """See Recorder. Only while recording."""
         self._recorder.before_step(optimizer, args, kwargs)
 
-    def after_step(self, optimizer: OptimizerState, seconds: float) -> None:
+    def after_step(self, optimizer: OptimizerState) -> None:
         """See Recorder. Only while recording."""
-        del seconds
         self._recorder.after_step(optimizer)
 
     def refuse(self, problem: str) -> None:

@@ -4,7 +4,7 @@
 
     engine, *_ = deepspeed.initialize(...)
     state, layout = parts(engine)
-    checkpointer = everstep.Checkpointer(store, state, layout=layout)
+    checkpointer = everstep.Checkpointer(store, state, ranks=everstep.Ranks(layout=layout))
     checkpointer.restore()
 
 What is saved of a parameter is what the optimizer updates: the fp32 partition, under the name of

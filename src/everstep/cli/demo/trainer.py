@@ -15,7 +15,7 @@ from everstep.cli.demo.events import EventLog, Settings
 from everstep.cli.strategies import NO_BASE, WARM_SAVES
 
 if TYPE_CHECKING:
-    from everstep import Checkpointer, SaveHandle
+    from everstep import Checkpointer, Log, SaveHandle, Spread
     from everstep.cli.workload import Run
 
 _LEVELS = ("captured", "held", "local")
@@ -48,6 +48,16 @@ def main() -> None:
         train_reference(run, settings, log)
 
 
+def _strategy(settings: Settings, base_every: int | None) -> "str | Spread | Log":
+    import everstep
+
+    if settings.strategy == "log":
+        return everstep.Log(base_every=base_every)
+    if settings.strategy == "spread":
+        return everstep.Spread(window=settings.window)
+    return settings.strategy
+
+
 def train(run: "Run", settings: Settings, log: EventLog) -> None:
     """The run that is killed: goes on from the newest checkpoint, and saves every step."""
     import everstep
@@ -57,11 +67,8 @@ def train(run: "Run", settings: Settings, log: EventLog) -> None:
         settings.store,
         run.state(),
         every=settings.every,
-        strategy=settings.strategy,
-        base_every=settings.base_every,
-        window=settings.window,
+        strategy=_strategy(settings, settings.base_every),
         keep=everstep.Keep(last=3),
-        under_pressure="wait",
     ) as checkpointer:
         start = checkpointer.restore()
         log.write("restored", step=start)
@@ -184,11 +191,8 @@ def time_checkpoints(plain: "Run", settings: Settings, log: EventLog) -> None:
         settings.scratch,
         saved.state(),
         every=settings.every,
-        strategy=settings.strategy,
-        base_every=NO_BASE if is_log else None,
-        window=settings.window,
+        strategy=_strategy(settings, NO_BASE),
         keep=everstep.Keep(last=1),
-        under_pressure="wait",
     ) as checkpointer:
         block_steps = -(-BLOCK_STEPS // settings.every) * settings.every
         timing = Timing(plain, saved, checkpointer, is_log, block_steps, log)

@@ -1,0 +1,195 @@
+"""What a user may choose: how checkpoints are taken, and what several ranks have of their own.
+
+An option stands beside what it configures: that of a log in `Log`, that of many ranks in `Ranks`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+import torch
+
+from everstep.sharding.mapped import Layout
+from everstep.sharding.ranked import ByRank
+from everstep.store.retain import Keep
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Whole states, each of one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Whole states, each copied over several steps up to the due one, with the gradients that bring
+    its pieces to that step: restore() replays them.
+
+    window: so many steps; None: as many as this run's copies need.
+    """
+
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        _check_count("window", self.window, "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A whole state now and then (a base), and of every step between the gradients that led there.
+
+    base_every: steps from one base to the next; None: when the log has grown to as many bytes as
+        four states.
+    verify: how a record proves that its replay comes to the same bytes. "rolling": by a part of
+        them in each, so that some steps together have looked at all. "full": by all of them in
+        each, a pass over the whole state before and after each update, and again at replay.
+    catch_up: when so many steps would have to be replayed, a process in the background makes the
+        newest durable one a whole state, from which a recovery begins then. None: never.
+    pre_clip: record gradients as they were before `everstep.clip_grad_norm_`. They take fewer bytes
+        on the disk where they came out of arithmetic in bfloat16, and memory until the update.
+    optimizers: classes of optimizers beside torch's that you know to change their state in place.
+    """
+
+    base_every: int | None = None
+    verify: Literal["rolling", "full"] = "rolling"
+    catch_up: int | None = None
+    pre_clip: bool = False
+    optimizers: Sequence[type[torch.optim.Optimizer]] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, TypeError."""
+        _check_count("base_every", self.base_every, "steps")
+        _check_count("catch_up", self.catch_up, "steps")
+        _check_choice("verify", self.verify, ("rolling", "full"))
+        _check_flag("pre_clip", self.pre_clip)
+        kinds = tuple(self.optimizers) if isinstance(self.optimizers, (list, tuple)) else (None,)
+        if not all(isinstance(kind, type) for kind in kinds):
+            raise TypeError(f"optimizers must be classes in a list, not {self.optimizers!r}")
+        object.__setattr__(self, "optimizers", kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What ranks have of their own, and how they are taken together.
+
+    by_rank: names of parts of the state of which each rank has its own (a sampler's position), to
+        what becomes of them with another number of ranks: "exact" (they cannot be restored),
+        "replicate", or a function of (values of all ranks, this rank, ranks). (rule, number, count)
+        where not each rank has its own, but each data-parallel one, say. Loaders are "exact" unless
+        named here; generators are exact with as many ranks, else derived anew.
+    layout: what this rank's memory is globally, where DTensors do not say it: a function of
+        (name, tensor), called for each parameter and buffer when they are others than before. It
+        returns None (what its name says), a str (its name in the whole model: of a stage's layers,
+        of experts), or a sequence of `Shard`s, the boxes of global tensors of which its memory
+        consists: fused matrices, flat partitions (`Shard.flat`). Optimizer state goes with its
+        parameter. FSDP1's own flat parameters are known without it.
+    alone: save this process for itself, to a store of its own, though a process group is up.
+    check: compare what several ranks hold (in whole states, not in what a log has between them):
+        different bytes under one name make the save fail on all ranks, with Mismatch. Costs time:
+        each rank digests all that it holds within the call.
+    """
+
+    by_rank: Mapping[str, ByRank] | None = None
+    layout: Layout | None = None
+    alone: bool = False
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises TypeError."""
+        check_names("by_rank", self.by_rank)
+        if self.layout is not None and not callable(self.layout):
+            raise TypeError(f"layout must be a function of (name, tensor), not {self.layout!r}")
+        _check_flag("alone", self.alone)
+        _check_flag("check", self.check)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of Checkpointer that have these names; checked when this is made.
+
+    strategy: of those who say "auto" None.
+    """
+
+    every: int
+    strategy: Full | Spread | Log | None
+    keep: Keep | None
+    memory_bytes: int | None
+    when_full: str
+
+    @classmethod
+    def of(
+        cls, every: int, strategy: object, keep: Keep | None, memory: int | None, when_full: str
+    ) -> "Options":
+        """Of what a user gave. Raises ValueError, TypeError."""
+        named: dict[object, Full | Spread | Log | None] = {
+            "auto": None,
+            "full": Full(),
+            "spread": Spread(),
+            "log": Log(),
+        }
+        is_named = isinstance(strategy, str) and strategy in named
+        chosen = named[strategy] if is_named else strategy
+        if not isinstance(chosen, Full | Spread | Log | None):
+            raise ValueError(
+                f"strategy must be 'auto', 'full', 'spread', 'log', or an everstep.Full, Spread or "
+                f"Log, not {strategy!r}"
+            )
+        return cls(every, chosen, keep, memory, when_full)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, TypeError."""
+        if self.every is None:
+            raise ValueError("every must be a positive number of steps, not None")
+        _check_count("every", self.every, "steps")
+        _check_count("memory_bytes", self.memory_bytes, "bytes")
+        _check_choice("when_full", self.when_full, ("wait", "skip"))
+        if self.keep is not None and not isinstance(self.keep, Keep):
+            raise TypeError(f"keep must be an everstep.Keep, not {self.keep!r}")
+
+
+_RENAMED = {
+    "recovery_budget": "give strategy=everstep.Log(base_every=...), or leave it out",
+    "audit": "say strategy=everstep.Log(verify='full') for audit='full'",
+    "base_every": "say strategy=everstep.Log(base_every=...)",
+    "catch_up": "say strategy=everstep.Log(catch_up=...)",
+    "window": "say strategy=everstep.Spread(window=...)",
+    "keep_exact": "leave it out: the log stays what restore() takes",
+    "group_commit": "leave it out: what waits anyway is committed together",
+    "under_pressure": "say when_full=...",
+    "memory_budget": "say memory_bytes=...",
+    "rng": "leave it out: generators are always captured",
+    "by_rank": "say ranks=everstep.Ranks(by_rank=...)",
+    "layout": "say ranks=everstep.Ranks(layout=...)",
+    "alone": "say ranks=everstep.Ranks(alone=...)",
+    "check_replicas": "say ranks=everstep.Ranks(check=...)",
+}
+
+
+def refuse_unknown(name: str) -> NoReturn:
+    """Raises TypeError for an argument that Checkpointer does not have, with the one that it has in
+    its place."""
+    if name in _RENAMED:
+        raise TypeError(f"Checkpointer has no argument {name!r} any more: {_RENAMED[name]}")
+    raise TypeError(f"Checkpointer has no argument {name!r}")
+
+
+def check_names(name: str, value: object) -> None:
+    """Raises TypeError for what is no dict by parts of the state, nor None."""
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict by names of parts of the state, not {value!r}")
+
+
+def _check_count(name: str, value: object, unit: str) -> None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{name} must be a positive number of {unit}, not {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        known = " or ".join(map(repr, choices))
+        raise ValueError(f"{name} must be {known}, not {value!r}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if type(value) is not bool:
+        raise TypeError(f"{name} must be True or False, not {value!r}")

@@ -1,0 +1,27 @@
+"""The arguments of a Checkpointer from flat ones, which a test can list, merge and draw."""
+
+import everstep
+from everstep.capture import log
+
+_OF_LOG = ("base_every", "verify", "catch_up", "pre_clip", "optimizers")
+_OF_RANKS = ("by_rank", "layout", "alone", "check")
+_choose_window = log.choose_window
+
+
+def chosen(strategy="auto", window=None, **flat):
+    """`window` is of a Spread, the names in _OF_LOG of a Log, those in _OF_RANKS of Ranks; the rest
+    is Checkpointer's own. What is None is left out.
+
+    A log's `window` is that over which its bases are spread, which no user chooses: it holds from
+    here on, for all logs of this process, until the next call."""
+    flat = {name: value for name, value in flat.items() if value is not None}
+    own = {name: flat.pop(name) for name in _OF_LOG if name in flat}
+    ranks = {name: flat.pop(name) for name in _OF_RANKS if name in flat}
+    if strategy == "spread":
+        strategy = everstep.Spread(window=window)
+    elif strategy == "log":
+        strategy = everstep.Log(**own)
+        log.choose_window = _choose_window if window is None else lambda *_: window
+    if ranks:
+        flat["ranks"] = everstep.Ranks(**ranks)
+    return {"strategy": strategy, **flat}
