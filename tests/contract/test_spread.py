@@ -299,13 +299,6 @@ def test_what_is_left_of_a_window_by_a_dead_keeper_is_swept(store):
     assert len(packs_of(store)) == 2
 
 
-def test_audit_looks_at_all_bytes_at_the_end(store):
-    frozen = run_saved(store, 12, verify="full", **SPREAD)
-    audited = ["digest" in record.calls[0] for record in Store(store).manifest(12).records]
-    assert audited == [False, True]
-    check_newest(store, make(2), frozen, 12)
-
-
 def test_retention_keeps_what_a_spread_checkpoint_needs(store):
     frozen = run_saved(store, 24, keep=everstep.Keep(last=2), **SPREAD)
     until(lambda: Store(store).steps() == [20, 24], "the keeper deletes what is not kept")
