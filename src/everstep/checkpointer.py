@@ -83,9 +83,11 @@ class Checkpointer:
         keep: retention. None: all is kept.
         memory_bytes: of host memory for captures, at least two states. None: three states where
             they fit into half of the available memory, else two.
-        when_full: what a save does when no memory is free: wait, or be skipped. What goes on from
-            the step before (a record of a log, a window's next share) waits up to 30 s first in any
-            case, and so does a log's next base: without it whole states are due.
+        when_full: what a save does when no memory is free: wait, or be skipped. It waits while
+            anything is saved; after 120 s in which nothing is it fails, and no call waits until
+            something is saved again. What goes on from the step before (a record of a log, a
+            window's next share) waits in any case, and so does a log's next base: without it whole
+            states are due.
         derive: names of parts of the state to functions of the step that bring them forward
             ({"ema": lambda step: ema.update_parameters(model)}): step() calls each once for its
             step, before it saves, in place of the training loop; a log calls them again at replay

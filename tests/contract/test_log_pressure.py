@@ -134,7 +134,7 @@ def test_a_tag_does_not_wait_for_ever(store, monkeypatch):
     """For the step to be durable, which was saved already."""
     monkeypatch.setattr(patience, "STALL_S", 0.5)
     state = build(1)
-    with logged(store, state, under_pressure="wait") as saver:
+    with logged(store, state, when_full="wait") as saver:
         advance(saver, state, range(1, 4), {})
         saver.wait()
         with stopped(saver):

@@ -228,7 +228,7 @@ def is_preempted(store):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
-    saver = everstep.Checkpointer(store, state, under_pressure="skip")
+    saver = everstep.Checkpointer(store, state, when_full="skip")
 
     def step(number):
         model(torch.ones(1, 8)).sum().backward()

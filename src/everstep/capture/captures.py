@@ -282,7 +282,7 @@ class Captures:
             log.warning(
                 "training has waited %.0f s for saves: the disk takes longer for one than training "
                 "for what is between two. Save less often (every=), record a log (strategy='log'), "
-                "or leave steps out (under_pressure='skip')",
+                "or leave steps out (when_full='skip')",
                 self._waited_s + waited_s,
             )
         self._waited_s += waited_s

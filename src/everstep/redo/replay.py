@@ -127,7 +127,7 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
         except Exception as error:
             raise Raised(record.step, state.name, error) from error
         if record.is_comparable and digest is not None and digest != state.digest():
-            raise OtherBytes(record.step, state.name, "audit='full'")
+            raise OtherBytes(record.step, state.name, "verify='full'")
     for name, known in record.updated.items() if record.is_comparable else ():
         with as_stored(record.step):
             state = optimizers[name]
