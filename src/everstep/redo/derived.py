@@ -2,7 +2,8 @@
 
     step(t)   untouched since step t-1? → rules → collect → watch → record: a sample, or a digest
 
-Their tensors are in bases only. A record has a sample of their bytes, or with verify="full" a digest
+Their tensors are in bases only. A record has a sample of their bytes, or with verify="full" a
+digest
 of all, which the replay compares with what the rules came to there.
 """
 
