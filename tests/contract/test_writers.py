@@ -2,9 +2,12 @@
 
 import contextlib
 import json
+import operator
 import sys
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -367,10 +370,10 @@ def waits_quietly(handle, level):
         handle.wait(level)
 
 
-def outlasts_a_copy(store):
-    """As torch counts it: a write, and when it has ended, a version. The keeper has all of the copy
-    of step 2 before that."""
-    state, asked = build(1, width=64), threading.Event()
+def outlasts_a_copy(store, slow_copy):
+    """As torch counts it: a write, and when it has ended, a version, in one instruction of Python.
+    The keeper has all of the copy of step 2 before that."""
+    state, asked, goes_on = build(1, width=64), threading.Event(), threading.Lock()
     weight = state["model"][0].weight
     with checkpointer(store, state) as saver:
         hear = saver._client._on_event
@@ -379,31 +382,46 @@ def outlasts_a_copy(store):
             hear(message)
             if message["type"] == "written":
                 asked.set()
+                if goes_on.locked():
+                    threading.Timer(0.2, goes_on.release).start()
 
         saver._client._on_event = hear_and_tell
         for step in (1, 2, 3):
             supervised(state)
             asked.clear()
+            if step == 2:
+                goes_on.acquire()
+                slow_copy.clear()
             handle = saver.step(step)
             if step != 2:
                 handle.wait("local")
                 continue
-            weight.detach().numpy()[-1, -1] += 1
             waiting = threading.Thread(target=waits_quietly, args=(handle, "held"))
             waiting.start()  # who waits elsewhere knows no more of it
-            assert asked.wait(60)
-            torch.autograd.graph.increment_version(weight)
+            values = weight.detach().numpy()
+            operation = [
+                partial(values.__setitem__, (-1, -1), 7.0),
+                goes_on.acquire,
+                partial(torch._C._increment_version, [weight]),
+            ]
+            threading.Timer(0.2, slow_copy.set).start()
+            deque(map(operator.call, operation), maxlen=0)
+            assert asked.is_set()
             supervised(state)
             waiting.join()
             with pytest.raises(Unsupported, match=r"step 2: 'model.0.weight' changed while"):
                 handle.wait("local")
 
 
-def test_an_operation_that_outlasts_the_copy_is_seen(store, monkeypatch):
-    """In a thread: in the main one lines of Python could not stand for an operation."""
+@pytest.mark.parametrize("is_main", [True, False])
+def test_an_operation_that_outlasts_the_copy_is_seen(store, slow_copy, monkeypatch, is_main):
+    slow_copy.set()
     monkeypatch.setattr(in_flight, "OPERATION_S", 600.0)
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(outlasts_a_copy, store).result()
+    if is_main:
+        outlasts_a_copy(store, slow_copy)
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(outlasts_a_copy, store, slow_copy).result()
     assert Store(store).steps() == [1, 3]
 
 
@@ -422,8 +440,7 @@ def test_who_waits_for_memory_is_in_no_operation(store, monkeypatch):
     assert Store(store).steps() == list(range(1, 7))
 
 
-def test_a_copy_is_committed_between_two_lines_of_the_main_thread(store, monkeypatch):
-    monkeypatch.setattr(in_flight, "OPERATION_S", 600.0)
+def commits_between_two_lines(store):
     state = build(1)
     with checkpointer(store, state) as saver:
         supervised(state)
@@ -431,6 +448,16 @@ def test_a_copy_is_committed_between_two_lines_of_the_main_thread(store, monkeyp
         while not handle.done():
             torch.ones(3).add_(1)
     assert handle.level == "local"
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_copy_is_committed_between_two_lines_of_the_trainer(store, monkeypatch, is_main):
+    monkeypatch.setattr(in_flight, "OPERATION_S", 600.0)
+    if is_main:
+        commits_between_two_lines(store)
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(commits_between_two_lines, store).result()
 
 
 def test_a_copy_is_committed_where_the_trainer_never_comes_by(store):

@@ -1,12 +1,15 @@
 """A capture: one state on its way into a slot, and whether its copy is clean.
 
-Its lazily copied tensors have a fingerprint each owner. Whether somebody else than the owner wrote
-to them while they were copied is known when the trainer's thread has been in no operation since:
-torch counts a write when it ends.
+Its lazily copied tensors have a fingerprint each owner. torch counts a write when it ends, so that
+whether somebody else than the owner wrote to them while they were copied is known when the
+operation has ended that the trainer's thread was in then. A frame of Python is in one operation at
+a time: it has ended when the innermost frame has moved on, but for what runs Python in its midst (a
+TorchDispatchMode, the user's own autograd.Function).
 """
 
 import math
 import queue
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -14,7 +17,6 @@ from typing import Any
 
 import torch
 
-from everstep.capture.between import Moment
 from everstep.capture.copies import Batch, Landing
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
@@ -25,6 +27,8 @@ from everstep.state.view import Collected
 
 OPERATION_S = 1.0
 """So long after the copy no operation is still on that had begun before."""
+_LOOK_S, _LOOK_MAX_S = 0.0005, 0.02
+"""From one look at the frames to the next: each interrupts what runs Python."""
 
 
 @dataclass(slots=True)
@@ -65,8 +69,8 @@ class Capture:
     sealed: threading.Event = field(default_factory=threading.Event)
     """Set when it has been sealed, or given up."""
     _copied_at: float = math.inf
-    _was_between: Moment = field(default_factory=Moment)
-    """At which the trainer's thread was in no operation since."""
+    _frame: tuple[int, int] | None = None
+    """The innermost of the trainer's thread then, by id(), and its instruction."""
     _descriptor: bytes = b""
 
     @property
@@ -78,17 +82,14 @@ class Capture:
     def note_copied(self) -> None:
         """All of it has arrived, or it is given up. Copying thread."""
         self._copied_at = time.monotonic()
+        if frame := sys._current_frames().get(self.trainer):
+            self._frame = id(frame), frame.f_lasti
         self.copied.set()
-        if self.trainer == threading.main_thread().ident:
-            self._was_between.ask_main_thread()
 
     def check(self, owner: int | None = None) -> str | None:
         """Whether the copy of this owner's tensors, or all of it, is clean; remembers a torn one.
         When that is copied, in the thread that trains, or is about to update them."""
-        problem = self._look(owner, is_sure=True)
-        if self.is_checked():
-            self._was_between.come()
-        return problem
+        return self._look(owner, is_sure=True)
 
     def is_checked(self) -> bool:
         """Whether all of it has been found clean or torn."""
@@ -100,9 +101,18 @@ class Capture:
         self.copied.wait()
         if threading.get_ident() != self.trainer and not self.is_checked():
             self._look(None, is_sure=False)  # what is torn is known at once
-            if not self.is_checked():
-                self._was_between.wait(self._copied_at + OPERATION_S)
+            pause, until = _LOOK_S, self._copied_at + OPERATION_S
+            while not self.is_checked() and self._is_in_operation() and time.monotonic() < until:
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK_MAX_S)
         return self.check()
+
+    def _is_in_operation(self) -> bool:
+        """Whether the trainer's thread may still be in what it was in when all had been copied."""
+        frame = sys._current_frames().get(self.trainer) if self._frame else None
+        while frame and id(frame) != (self._frame or (0,))[0]:
+            frame = frame.f_back
+        return frame is not None and (id(frame), frame.f_lasti) == self._frame
 
     def _look(self, owner: int | None, *, is_sure: bool) -> str | None:
         """A thread that comes after the update had been allowed finds `checked` set and changed
