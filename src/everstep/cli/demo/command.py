@@ -11,23 +11,19 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from everstep.cli.demo.events import Event, Settings, read_events
+from everstep.cli.demo.events import Event, Settings, Strategy, read_events
 from everstep.cli.demo.kills import Trainer, draw_aims
 from everstep.cli.demo.report import Report, make_report
 from everstep.cli.demo.table import show
-from everstep.cli.strategies import (
-    DEFAULT_STRATEGY,
-    DEMO_STRATEGIES,
-    SPREAD_EVERY,
-    SPREAD_WINDOW,
-)
 
 THREADS_MAX = 8
-TIMED_STEPS = 40
+SPREAD_EVERY = 5
+"""Where a demo spreads its checkpoints: at every step there is nothing to spread over."""
 STEPS_MIN = 4
 PLAIN_COLUMNS = 120
 
@@ -48,17 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the report as JSON to this file")
     parser.add_argument(
         "--strategy",
-        choices=DEMO_STRATEGIES,
-        default=DEFAULT_STRATEGY,
+        choices=get_args(Strategy),
+        default="auto",
         help="how checkpoints are taken (default %(default)s)",
     )
     parser.add_argument(
         "--every",
         type=int,
         help=f"steps from one checkpoint to the next (default 1; spread: {SPREAD_EVERY})",
-    )
-    parser.add_argument(
-        "--base-every", type=int, help="steps between the bases of a log (default: everstep's)"
     )
     parser.add_argument(
         "--size", choices=["25m", "tiny"], default="25m", help="parameters (default 25m)"
@@ -71,8 +64,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"everstep demo: --steps must be at least {STEPS_MIN}, --kills 0 or more")
     if args.every is not None and not 1 <= args.every <= args.steps:
         raise ValueError("everstep demo: --every must be at least 1, and no more than --steps")
-    if args.base_every is not None and (args.base_every < 1 or args.strategy != "log"):
-        raise ValueError("everstep demo: --base-every is for --strategy log, and at least 1")
     if args.text:
         Path(args.text).open("rb").close()  # better an error now than from the trainer
     killed = _settings(args, _prepare(args.store))
@@ -85,12 +76,9 @@ def run(args: argparse.Namespace) -> int:
         f"(seed {killed.seed}; store {killed.store})"
     )
     console.print(title, soft_wrap=True)
-    try:
-        with _progress(console) as progress:
-            run_killed(killed, args.kills, progress)
-            run_reference(reference, progress)
-    finally:
-        shutil.rmtree(killed.scratch, ignore_errors=True)
+    with _progress(console) as progress:
+        run_killed(killed, args.kills, progress)
+        run_reference(reference, progress)
     return _report(args, killed, reference, console)
 
 
@@ -121,27 +109,22 @@ def run_killed(settings: Settings, kills: int, progress: Progress) -> None:
 
 
 def run_reference(settings: Settings, progress: Progress) -> None:
-    """The same run without interruption, then steps with and without checkpoints in turn."""
-    what = "the same run without interruption"
-    task = progress.add_task(what, total=settings.steps + settings.timed_steps)
+    """The same run without checkpoints and interruption."""
+    task = progress.add_task("the same run without interruption", total=settings.steps)
 
     def follow(event: Event) -> None:
-        if event["event"] in ("trained", "timed"):
+        if event["event"] == "trained":
             progress.advance(task)
-        elif event["event"] == "compared":
-            progress.update(task, description="the cost of checkpoints")
 
     trainer = Trainer(settings, follow)
     try:
         trainer.start()
         trainer.finish()
-        progress.update(task, completed=settings.steps + settings.timed_steps, description=what)
     finally:
         trainer.close()
 
 
 def _settings(args: argparse.Namespace, directory: Path) -> Settings:
-    is_spread = args.strategy == "spread"
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     return Settings(
         role="killed",
@@ -152,10 +135,7 @@ def _settings(args: argparse.Namespace, directory: Path) -> Settings:
         strategy=args.strategy,
         threads=min(THREADS_MAX, len(os.sched_getaffinity(0))),
         text=args.text and str(Path(args.text).resolve()),
-        timed_steps=TIMED_STEPS,
-        base_every=args.base_every,
-        every=args.every or (SPREAD_EVERY if is_spread else 1),
-        window=SPREAD_WINDOW if is_spread else None,
+        every=args.every or (SPREAD_EVERY if args.strategy == "spread" else 1),
     )
 
 

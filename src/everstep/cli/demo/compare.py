@@ -1,12 +1,11 @@
-"""Compares a stored checkpoint with the live state of another run, byte for byte.
+"""Compares the last checkpoint of the run that was killed with the live state of the other run.
 
-Both sides are read from torch's own objects or from the store, never through everstep's walk of a
-state, so that a mistake in that cannot hide on both.
+Both sides are read from torch's own objects, never through everstep's walk of a state, so that a
+mistake in that cannot hide on both.
 """
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,87 +17,50 @@ from everstep.cli import workload
 from everstep.cli.demo.events import Settings
 from everstep.cli.workload import Run
 from everstep.errors import EverstepError
-from everstep.state.objects import decode
-from everstep.store.store import Store
 
 _LISTED_MAX = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The newest checkpoint, as values to compare with those of a live run."""
-
-    step: int
-    tensors: dict[str, Tensor]
-    objects: object
-    hyperparameters: object
 
 
 def compare(run: Run, settings: Settings) -> dict[str, Any]:
     """What was compared (tensors, bytes, values) and every difference, for the event log.
 
-    A state is read from the store. What is replayed is restored into another run, which may draw
-    from the global generators: so what is live is looked at first.
+    The checkpoint is restored into a third run, of another seed. That may draw from the global
+    generators: so the live run is looked at first.
     """
-    live = {
-        "tensors": live_tensors(run),
-        "objects": live_objects(run),
-        "hyperparameters": {"optimizer": _hyperparameters(run)},
-    }
+    live = state_of(run)
+    other = workload.build(
+        workload.load_text(settings.text),
+        seed=settings.seed + 1,
+        steps=settings.steps,
+        size=settings.size,
+    )
     try:
-        manifest = Store(settings.store).manifest()
-        is_replayed = manifest.previous or manifest.is_spread
-        stored = (_restored if is_replayed else _read)(settings)
+        with Checkpointer(settings.store, other.state()) as checkpointer:
+            step = checkpointer.restore()
     except EverstepError as error:
         return {"step": None, "tensors": 0, "bytes": 0, "values": 0, "differences": [str(error)]}
-    found = {
-        "tensors": stored.tensors,
-        "objects": stored.objects,
-        "hyperparameters": stored.hyperparameters,
-    }
-    wanted = settings.steps
-    problems = []
-    if stored.step != wanted:
-        problems.append(f"the newest checkpoint is of step {stored.step}, not {wanted}")
-    problems += differences(live, found)
-    distinct = {tensor.data_ptr(): tensor.nbytes for tensor in stored.tensors.values()}
+    found = state_of(other)
+    problems = list(differences(live, found))
+    if step != settings.steps:
+        problems.insert(0, f"the newest checkpoint is of step {step}, not {settings.steps}")
+    distinct = {tensor.data_ptr(): tensor.nbytes for tensor in found["tensors"].values()}
     return {
-        "step": stored.step,
-        "tensors": len(stored.tensors),
+        "step": step,
+        "tensors": len(found["tensors"]),
         "bytes": sum(distinct.values()),
         "values": len(dict(flatten("", live))) - len(live["tensors"]),
         "differences": problems[:_LISTED_MAX],
     }
 
 
-def _read(settings: Settings) -> Stored:
-    """A state, read without a model and without anything that restores."""
-    store = Store(settings.store)
-    manifest, tensors = store.manifest(), store.read()
-    of_values: set[str] = set()
-
-    def take(name: str, device: str) -> Tensor:
-        of_values.add(name)
-        return tensors[name]
-
-    objects = decode(manifest.objects, take)
-    hyperparameters = decode(manifest.hyperparameters, take)
-    own = {name: tensor for name, tensor in tensors.items() if name not in of_values}
-    return Stored(manifest.step, own, objects, hyperparameters)
-
-
-def _restored(settings: Settings) -> Stored:
-    """Replayed by everstep into a run of another seed."""
-    run = workload.build(
-        workload.load_text(settings.text),
-        seed=settings.seed + 1,
-        steps=settings.steps,
-        size=settings.size,
-    )
-    with Checkpointer(settings.store, run.state()) as checkpointer:
-        step = checkpointer.restore()
-    hyperparameters = {"optimizer": _hyperparameters(run)}
-    return Stored(step, live_tensors(run), live_objects(run), hyperparameters)
+def state_of(run: Run) -> dict[str, Any]:
+    """All of a run, copied: tensors, hyperparameters, and what is neither."""
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in run.optimizer.param_groups
+    ]
+    tensors = {name: tensor.clone() for name, tensor in live_tensors(run).items()}
+    return {"tensors": tensors, "hyperparameters": groups, "objects": live_objects(run)}
 
 
 def live_tensors(run: Run) -> dict[str, Tensor]:
@@ -130,9 +92,9 @@ def differences(live: object, found: object) -> Iterator[str]:
     one, other = dict(flatten("", live)), dict(flatten("", found))
     for path in sorted(one.keys() | other.keys()):
         if path not in one or path not in other:
-            yield f"{path}: only in the {'live' if path in one else 'stored'} state"
+            yield f"{path}: only in the {'live' if path in one else 'restored'} state"
         elif not _is_same(one[path], other[path]):
-            yield f"{path}: {_brief(one[path])} live, {_brief(other[path])} stored"
+            yield f"{path}: {_brief(one[path])} live, {_brief(other[path])} restored"
 
 
 def flatten(path: str, tree: object) -> Iterator[tuple[str, object]]:
@@ -171,10 +133,3 @@ def _brief(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype}{list(value.shape)} from {value.detach().flatten()[:3].tolist()}"
     return repr(value)[:80]
-
-
-def _hyperparameters(run: Run) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in run.optimizer.param_groups
-    ]

@@ -6,10 +6,8 @@ of parent and children lie on one axis, and a line that was written outlives its
 Events of a trainer: start · imported · built · restored(step), then at each step begin · forward ·
 backward · update · trained(loss) · returned(stall_s, held_s, due), and, from a thread that watches
 the saves, replayed(base, records) of what was restored, and captured · held · local(kind, bytes)
-of each save; at last finished. The parent writes spawn and kill. The run without interruption
-writes compared(…) and timed(block, kind, seconds) after its last step.
-
-kind is "state" or "record"; of a timed step also "none".
+of each save, where kind is "state" or "record"; at last finished. The parent writes spawn and kill.
+The run without interruption writes compared(…) after its last step.
 """
 
 import json
@@ -19,9 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from everstep.cli.strategies import DemoStrategy
-
 Event = dict[str, Any]
+Strategy = Literal["auto", "full", "spread", "log"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +30,15 @@ class Settings:
     steps: int
     seed: int
     size: Literal["25m", "tiny"]
-    strategy: DemoStrategy
+    strategy: Strategy
     threads: int
     text: str | None = None
-    timed_steps: int = 0
-    base_every: int | None = None
     every: int = 1
-    window: int | None = None
 
     @property
     def store(self) -> Path:
         """Where the run that is killed keeps its checkpoints."""
         return Path(self.directory) / "store"
-
-    @property
-    def scratch(self) -> Path:
-        """The store that the reference run writes to while the slowdown is measured."""
-        return Path(self.directory) / "scratch"
 
     @property
     def events(self) -> Path:

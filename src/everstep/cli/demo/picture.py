@@ -17,8 +17,8 @@ Axes = Any  # matplotlib's own, which is not typed for us
 
 INK, FAINT, PAPER = "#1d2733", "#c3cad3", "#ffffff"
 TRAIN, FORWARD, BACKWARD, UPDATE = "#3b6fb6", "#9dc0e8", "#3b6fb6", "#1c3f74"
-COPY, WRITE, KILL, DOWN = "#f0a202", "#2a9d8f", "#d7263d", "#eceff3"
-BASE, RECORD = "#0b6e63", "#63c5a4"
+COPY, KILL, DOWN = "#f0a202", "#d7263d", "#eceff3"
+WRITTEN = {"state": "#0b6e63", "record": "#63c5a4"}
 _BEHIND_TEXT = {"fc": PAPER, "alpha": 0.8, "lw": 0, "pad": 0.6}
 _MEGA = 1e6
 IMPORT, BUILD, RESTORE = "#b8bfc9", "#959eab", "#8e5ea2"
@@ -62,7 +62,6 @@ class Timeline:
     attempts: list[Attempt]
     begin: float
     end: float
-    is_log: bool
 
     def seconds(self, at: float) -> float:
         """On the axis of the picture."""
@@ -82,7 +81,7 @@ class Timeline:
             yield step, self.seconds(event["at"]), end, done
 
     def saves(self, attempt: Attempt) -> Iterator[Save]:
-        """Each save of an attempt. The first of a log is its base, also where none saw it end."""
+        """Each save of an attempt. One whose end nobody saw is taken for what the last one was."""
         times = {
             level: {event["step"]: self.seconds(event["at"]) for event in attempt.all(level)}
             for level in ("returned", "captured", "local")
@@ -96,29 +95,29 @@ class Timeline:
                 continue
             copied, durable = (times[level].get(step, end) for level in ("captured", "local"))
             event = told.get(step, {})
-            yield Save(
-                step,
-                begin,
-                copied,
-                durable,
-                step in told,
-                event.get("kind", kind),
-                event.get("bytes", 0),
-            )
-            kind = "record" if self.is_log else "state"
+            kind, size = event.get("kind", kind), event.get("bytes", 0)
+            yield Save(step, begin, copied, durable, step in told, kind, size)
 
-    def written(self, kind: str) -> str:
-        """The colour of what is written."""
-        return WRITE if not self.is_log else (BASE if kind == "state" else RECORD)
+    def all_saves(self) -> list[Save]:
+        """Of all attempts."""
+        return [save for attempt in self.attempts for save in self.saves(attempt)]
+
+    def written_handles(self) -> list[Patch]:
+        """For a legend: the kinds of saves that there are."""
+        kinds = {save.kind for save in self.all_saves()}
+        return [
+            Patch(color=colour, label=f"{kind} written, synced")
+            for kind, colour in WRITTEN.items()
+            if kind in kinds
+        ]
 
 
 def draw(report: Report, killed: list[Event], reference: list[Event], path: Path) -> None:
     """Write the picture of a demo as a PNG."""
     attempts = split_attempts(killed)
-    is_log = report.is_log
-    timeline = Timeline(attempts, attempts[0].spawn_at, killed[-1]["at"], is_log)
+    timeline = Timeline(attempts, attempts[0].spawn_at, killed[-1]["at"])
     with mpl.rc_context(_STYLE):
-        heights = [2.6, 1.3, 1.1, *([1.1] if is_log else []), 1.9]
+        heights = [2.6, 1.3, 1.1, 1.9]
         figure = Figure(figsize=(14, 3.2 + 1.05 * sum(heights)), dpi=150, facecolor=PAPER)
         figure.set_layout_engine("constrained")
         grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
@@ -130,8 +129,6 @@ def draw(report: Report, killed: list[Event], reference: list[Event], path: Path
         _draw_progress(progress, timeline, reference)
         _draw_step_times(rows[1], timeline)
         _draw_saves(rows[2], timeline)
-        if is_log:
-            _draw_bytes(rows[3], timeline)
         for axes in rows:
             _draw_downtime(axes, timeline)
         progress.set_xlim(0, timeline.seconds(timeline.end))
@@ -167,26 +164,20 @@ def _draw_progress(axes: Axes, timeline: Timeline, reference: Sequence[Event]) -
         if points:
             axes.step(*zip(*points, strict=True), where="post", color=TRAIN, lw=2)
         if durable:
-            colour = timeline.written("record")
-            axes.step(*zip(*durable, strict=True), where="post", color=colour, lw=1.2)
-        bases = [(save.durable, save.step) for save in saves if save.kind == "state"]
-        if timeline.is_log and bases:
-            marker = {"ms": 5, "mec": PAPER, "mew": 0.7, "zorder": 4}
-            axes.plot(*zip(*bases, strict=True), "D", color=BASE, **marker)
+            axes.step(*zip(*durable, strict=True), where="post", color=WRITTEN["record"], lw=1.2)
+        states = [(save.durable, save.step) for save in saves if save.kind == "state"]
+        if states:
+            axes.plot(*zip(*states, strict=True), "D", color=WRITTEN["state"], ms=3, zorder=4)
     _draw_kills(axes, timeline)
-    if timeline.is_log:
-        _draw_replays(axes, timeline)
+    _draw_replays(axes, timeline)
     axes.set_ylim(0)
     axes.set_ylabel("step")
     axes.set_title("The run")
-    base = Line2D([], [], color=BASE, marker="D", ls="", ms=5, label="base: the whole state")
-    how = "restored: base + records replayed, in all"
-    restored = Line2D([], [], color=RESTORE, marker="s", ls="", ms=5, label=how)
     axes.legend(
         handles=[
             Line2D([], [], color=TRAIN, lw=2, label="trained, step() returned"),
-            Line2D([], [], color=timeline.written("record"), lw=1.2, label="durable"),
-            *([base, restored] if timeline.is_log else []),
+            Line2D([], [], color=WRITTEN["record"], lw=1.2, label="durable"),
+            Line2D([], [], color=WRITTEN["state"], marker="D", ls="", ms=3, label="a whole state"),
             Line2D([], [], color=FAINT, lw=1.5, ls="--", label="without checkpoints and kills"),
             Line2D([], [], color=KILL, marker="X", ls="", label="killed"),
             Patch(color=DOWN, label="starting again"),
@@ -220,7 +211,7 @@ def _draw_replays(axes: Axes, timeline: Timeline) -> None:
     for attempt in timeline.attempts[1:]:
         replayed, built = attempt.first("replayed"), attempt.first("built")
         restored = attempt.first("restored")
-        if replayed and built and restored:
+        if replayed and replayed["records"] and built and restored:
             seconds = restored["at"] - built["at"]
             text = f"{replayed['base']} + {replayed['records']} records\n{seconds:.2g} s"
             at = (timeline.seconds(restored["at"]), restored["step"])
@@ -246,50 +237,25 @@ def _draw_step_times(axes: Axes, timeline: Timeline) -> None:
 def _draw_saves(axes: Axes, timeline: Timeline) -> None:
     """Each save as a bar: copied beside forward and backward, then written."""
     lanes = 3
-    is_thin = timeline.is_log  # a record is written in less than a pixel
     for attempt in timeline.attempts:
         for save in timeline.saves(attempt):
             lane = save.step % lanes
-            _draw_save(axes, timeline, save, lane, lw=0.8 if is_thin else 0)
+            _draw_save(axes, save, lane, lw=0.8)  # a record is written in less than a pixel
             if not save.done and attempt.kill_at is not None:
                 axes.plot(save.durable, lane, "x", color=KILL, ms=5, mew=1.5)
     axes.set_yticks([])
     axes.set_ylim(-0.7, lanes - 0.3)
-    axes.set_title("Saves: copied, then written until durable; × in flight when killed")
-    handles = [Patch(color=COPY, label="copied"), *_written_handles(timeline)]
+    sizes = {save.kind: save.bytes for save in timeline.all_saves() if save.bytes}
+    each = ", ".join(f"a {kind} has {size / _MEGA:.3g} MB" for kind, size in sizes.items())
+    axes.set_title(f"Saves: copied, then written until durable; × in flight when killed. {each}")
+    handles = [Patch(color=COPY, label="copied"), *timeline.written_handles()]
     axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(1, 1.35), ncols=len(handles))
 
 
-def _draw_save(axes: Axes, timeline: Timeline, save: Save, lane: float, lw: float = 0) -> None:
-    written = timeline.written(save.kind)
+def _draw_save(axes: Axes, save: Save, lane: float, lw: float = 0) -> None:
     _bar(axes, lane, save.begin, save.copied, COPY, ec=COPY, lw=lw)
+    written = WRITTEN[save.kind]
     _bar(axes, lane, save.copied, save.durable, written, ec=written, lw=lw)
-
-
-def _written_handles(timeline: Timeline) -> list[Patch]:
-    if not timeline.is_log:
-        return [Patch(color=WRITE, label="written, synced")]
-    return [
-        Patch(color=BASE, label="base written, synced"),
-        Patch(color=RECORD, label="record written, synced"),
-    ]
-
-
-def _draw_bytes(axes: Axes, timeline: Timeline) -> None:
-    """What each commit took on the disk, where the trainer lived to see it."""
-    saves = [save for attempt in timeline.attempts for save in timeline.saves(attempt)]
-    width = timeline.seconds(timeline.end) / 300
-    means: dict[str, float] = {}
-    for kind in ("record", "state"):
-        known = [save for save in saves if save.kind == kind and save.bytes]
-        if known:
-            points = [(save.begin, save.bytes / _MEGA) for save in known]
-            axes.bar(*zip(*points, strict=True), width, color=timeline.written(kind))
-            means[kind] = sum(save.bytes for save in known) / len(known) / _MEGA
-    words = {"state": "bases", "record": "records"}
-    each = [f"{words[kind]} of {means[kind]:.3g} MB" for kind in words if kind in means]
-    axes.set_ylabel("MB")
-    axes.set_title(f"Bytes of each commit: {', '.join(each)}")
 
 
 def _bar(axes: Axes, lane: float, begin: float, end: float, colour: str, **more: Any) -> None:
@@ -326,7 +292,7 @@ def _draw_near(axes: Axes, timeline: Timeline) -> None:
         _draw_phases(axes, timeline, one)
         for save in timeline.saves(one):
             lane = 1 - save.step % 2
-            _draw_save(axes, timeline, save, lane)
+            _draw_save(axes, save, lane)
             if not save.done:
                 axes.plot(save.durable, lane, "x", color=KILL, ms=7, mew=2)
     axes.axvline(killed, color=KILL, lw=1.5)
@@ -369,14 +335,14 @@ def _near_legend(axes: Axes, timeline: Timeline) -> None:
         "update": UPDATE,
         "imports": IMPORT,
         "build": BUILD,
-        "restore and replay" if timeline.is_log else "restore": RESTORE,
+        "restore": RESTORE,
         "copied": COPY,
-        **({"base": BASE, "record": RECORD} if timeline.is_log else {"written": WRITE}),
     }
     handles = [Patch(color=colour, label=name) for name, colour in names.items()]
+    handles += timeline.written_handles()
     axes.legend(
         handles=handles,
-        ncols=len(names),
+        ncols=len(handles),
         loc="upper right",
         bbox_to_anchor=(1, 1.17),
         handlelength=1.2,

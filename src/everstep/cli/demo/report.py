@@ -1,6 +1,6 @@
 """What the event logs of a demo say: kills, losses compared, what checkpoints cost. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import ceil
@@ -87,17 +87,6 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Slowdown:
-    """By how much longer steps with a checkpoint take, over pairs of blocks; 0.1 is 10%."""
-
-    median: float
-    min: float
-    max: float
-    pairs: int
-    plain_step_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Bytes:
     """What the commits of one kind take, on average; those of which that is known."""
 
@@ -121,10 +110,10 @@ class Report:
     stall_s: Spread | None
     held_s: Spread | None
     durable_s: Spread | None
-    slowdown: Slowdown | None
-    """Of the steps with a whole state, or under `log` with a record."""
-    base_slowdown: Slowdown | None
-    """Under `log`: of the steps with a base."""
+    step_s: Spread | None
+    """Steps of the run that is killed, checkpoint included, ..."""
+    plain_step_s: Spread | None
+    """... and of the run without checkpoints, which comes after it."""
     bytes: dict[str, Bytes]
     """By kind of commit: "state", "record"."""
 
@@ -168,7 +157,6 @@ def make_report(
     kills = describe_kills(attempts)
     again, loss_problems = compare_losses(settings.steps, killed, reference)
     state = next((event for event in reference if event["event"] == "compared"), {"step": None})
-    is_log = settings.strategy == "log"
     parameters = [event["parameters"] for event in killed if event["event"] == "built"]
     return Report(
         settings=settings,
@@ -183,8 +171,8 @@ def make_report(
         stall_s=Spread.of(event["stall_s"] for event in killed if event["event"] == "returned"),
         held_s=Spread.of(event["held_s"] for event in killed if event["event"] == "returned"),
         durable_s=Spread.of(durable_seconds(attempts).values()),
-        slowdown=measure_slowdown(reference, "record" if is_log else "state"),
-        base_slowdown=measure_slowdown(reference, "state") if is_log else None,
+        step_s=Spread.of(step_seconds(killed, "returned")),
+        plain_step_s=Spread.of(step_seconds(reference, "trained")),
         bytes=count_bytes(killed),
     )
 
@@ -280,27 +268,14 @@ def durable_seconds(attempts: Sequence[Attempt]) -> dict[int, float]:
     return seconds
 
 
-def measure_slowdown(reference: Sequence[Event], kind: str) -> Slowdown | None:
-    """What a checkpoint of this kind at every step costs, from the blocks with and without.
-
-    Each block with checkpoints is compared with its neighbour without, so drift does not count.
-    """
-    seconds: dict[int, list[float]] = {}
-    kinds: dict[int, str] = {}
-    for event in reference:
-        if event["event"] == "timed":
-            seconds.setdefault(event["block"], []).append(event["seconds"])
-            kinds[event["block"]] = event["kind"]
-    means = {block: mean(values) for block, values in seconds.items()}
-    ratios = [
-        means[block] / means[block ^ 1] - 1
-        for block in means
-        if kinds[block] == kind and kinds.get(block ^ 1) == "none"
-    ]
-    if not ratios:
-        return None
-    plain_s = median(value for block, value in means.items() if kinds[block] == "none")
-    return Slowdown(median(ratios), min(ratios), max(ratios), len(ratios), plain_s)
+def step_seconds(events: Sequence[Event], end: str) -> Iterator[float]:
+    """How long each step took, from its begin to the event `end`."""
+    begun: dict[int, float] = {}
+    for event in events:
+        if event["event"] == "begin":
+            begun[event["step"]] = event["at"]
+        elif event["event"] == end and event["step"] in begun:
+            yield event["at"] - begun.pop(event["step"])
 
 
 def count_bytes(killed: Sequence[Event]) -> dict[str, Bytes]:

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.demo.report import Kill, Report, Slowdown, Spread, lost_max
+from everstep.cli.demo.report import Kill, Report, Spread, lost_max
 
 _MEGA = 1e6
 
@@ -117,25 +117,14 @@ def _cost_table(report: Report) -> Table:
 
 def cost_rows(report: Report) -> list[tuple[str, str]]:
     """What checkpoints cost, as names and values."""
-    is_log = report.is_log
-    rows = []
-    if slow := report.slowdown:
-        name = ", of a step with a record" if is_log else " against no checkpoints"
-        rows.append((f"slowdown{name}", _slowdown(slow)))
-    if slow := report.base_slowdown:
-        rows.append(("slowdown, of a step with a base", _slowdown(slow)))
-    rows.append(("stall in step()", _spread(report.stall_s)))
-    rows.append(("update held for a copy", _spread(report.held_s)))
-    rows.append(("durable after step()", _spread(report.durable_s)))
-    rows += _byte_rows(report)
-    return rows + _restart_rows(report)
-
-
-def _slowdown(slow: Slowdown) -> str:
-    return (
-        f"{slow.median:+.1%} (median of {slow.pairs} pairs of blocks of steps, {slow.min:+.1%} "
-        f"to {slow.max:+.1%}; {_time(slow.plain_step_s)} a step without)"
-    )
+    rows = [
+        ("a step, checkpoint included", _spread(report.step_s)),
+        ("a step of the run without checkpoints", _spread(report.plain_step_s)),
+        ("stall in step()", _spread(report.stall_s)),
+        ("update held for a copy", _spread(report.held_s)),
+        ("durable after step()", _spread(report.durable_s)),
+    ]
+    return [*rows, *_byte_rows(report), *_restart_rows(report)]
 
 
 def _byte_rows(report: Report) -> list[tuple[str, str]]:
