@@ -106,7 +106,7 @@ class Timeline:
         """For a legend: the kinds of saves that there are."""
         kinds = {save.kind for save in self.all_saves()}
         return [
-            Patch(color=colour, label=f"{kind} written, synced")
+            Patch(color=colour, label=f"{kind} written")
             for kind, colour in WRITTEN.items()
             if kind in kinds
         ]
