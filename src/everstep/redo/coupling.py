@@ -4,16 +4,11 @@ that a spread base has of an earlier step, or those whose gradients have been re
 Known of torch's own optimizers, and not of a class that nobody knows.
 """
 
-import itertools
-from collections.abc import Iterable
-
 import torch
-from torch.nn.parameter import is_lazy
 
-from everstep.sharding.layout import local_of
-from everstep.sharding.mapped import reach
 from everstep.sharding.redundancy import is_redundancy_free, is_torchs
 from everstep.state.optimizers import OptimizerState
+from everstep.state.overlaps import overlapping
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -34,7 +29,7 @@ def why_not(optimizers: list[OptimizerState]) -> str | None:
                 return f"{name!r} is boxes of other tensors"
             seen.add(id(parameter))
     parameters = (p for each in optimizers for _, _, p, _ in each.parameters())
-    if _share_memory(p for p in parameters if not is_lazy(p)):
+    if any(overlapping(enumerate(parameters))):  # the order of their updates may matter then
         return "parameters share memory"
     return None
 
@@ -54,14 +49,3 @@ def _coupling(optimizer: torch.optim.Optimizer) -> str | None:
         if kind is torch.optim.Adafactor and len({p.dtype for p in group["params"]}) > 1:
             return "is an Adafactor with parameters of several dtypes"
     return None
-
-
-def _share_memory(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether some of them do, or lie between each other's elements: the order of their updates may
-    matter then."""
-    spans = sorted(
-        (str(local.device), local.data_ptr(), local.data_ptr() + reach(local) * local.itemsize)
-        for local in map(local_of, parameters)
-        if local.numel()
-    )
-    return any(one[0] == other[0] and other[1] < one[2] for one, other in itertools.pairwise(spans))

@@ -19,6 +19,7 @@ from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
+from everstep.state.overlaps import Overlap, overlapping
 from everstep.state.placement import Placement
 from everstep.state.stateful import (
     GeneratorState,
@@ -111,15 +112,25 @@ def entries_of(places: Iterable[Place]) -> Iterator[Entry]:
             yield from _entry(place, indices)
 
 
-def filled_in_place(entries: Sequence[Entry]) -> Iterator[tuple[str | None, Tensor]]:
-    """All tensors into which a restore writes; those in values last, without a name."""
+def overlaps_of(entries: Sequence[Entry]) -> dict[int, Overlap]:
+    """Those in the values, by id(). What is trained is none."""
+    tensors: dict[int, tuple[str, Tensor, bool]] = {}
     for entry in entries:
         with contextlib.suppress(Unsupported):  # of a part that perhaps nobody wants
-            yield from ((leaf.name, leaf.tensor) for leaf in entry.leaves(Guard()))
+            for leaf in entry.leaves(Guard()):
+                tensors.setdefault(id(leaf.tensor), (leaf.name, leaf.tensor, False))
     for entry in entries:
         if isinstance(entry, ValueState):
             with contextlib.suppress(Unsupported):
-                yield from ((None, tensor) for tensor in entry.tensors().values())
+                for name, each in entry.tensors().items():
+                    tensors.setdefault(id(each), (name, each, not each.requires_grad))
+    found: dict[int, Overlap] = {}
+    for other, key in overlapping((key, row[1]) for key, row in tensors.items()):
+        if not tensors[key][2]:
+            key, other = other, key
+        if tensors[key][2]:
+            found[key] = Overlap(tensors[key][0], tensors[key][1], *tensors[other])
+    return dict(sorted(found.items(), key=lambda row: row[1].name))
 
 
 def shares_of(

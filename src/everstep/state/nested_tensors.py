@@ -1,8 +1,6 @@
 """Loose tensors: those met in objects, which are copied at the call."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -12,12 +10,9 @@ from everstep.sharding.layout import is_dtensor
 from everstep.sharding.leaves import Leaf, check_tensor, has_elements
 from everstep.sharding.mapped import Mapped
 from everstep.sharding.ranked import own_name, unowned
-from everstep.state.objects import tensor_tags
-from everstep.state.overlaps import Memory, memory_of
 from everstep.state.sharing import pieces_of
 
 _COMPARED_BYTES_MAX = 1 << 20
-_SHARED = "shared"
 
 
 class NestedTensors:
@@ -37,7 +32,6 @@ class NestedTensors:
         self._seen: dict[
             int, tuple[str, torch.Tensor]
         ] = {}  # keeps them alive, so that ids stay theirs
-        self._values: list[tuple[dict[str, Any], Memory | None]] = []
 
     def __call__(self, name: str, tensor: torch.Tensor) -> str:
         """Take it; raises Unsupported for one that cannot be stored."""
@@ -66,43 +60,15 @@ class NestedTensors:
                 self.leaves[leaf.entry] = leaf
         return name
 
-    def note_values(self, found: Iterable[tuple[dict[str, Any], torch.Tensor]]) -> None:
-        """Tags of tensors in values of the user's own."""
-        self._values += ((tag, memory_of(tensor)) for tag, tensor in found)
-
-    def mark_shared(self, memories: Mapping[Memory, str]) -> None:
-        """Say of the values which lie in one of these memories, by what that is called, or in
-        another value's, by the first one's name."""
-        counts = Counter(memory for _, memory in self._values)
-        names: dict[Memory, str] = dict(memories)
-        for tag, memory in self._values:
-            if memory is not None and (memory in memories or counts[memory] > 1):
-                tag[_SHARED] = names.setdefault(memory, tag["v"])
+    def of_rank(self, rank: int) -> Callable[[str, torch.Tensor], str]:
+        """The same, where tensors are one rank's own, and named so."""
+        return lambda name, tensor: self(own_name(name, rank), tensor)
 
     def all_aliases(self, others: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
         """More names of tensors, and these."""
         names = dict.fromkeys((*others, *self.aliases))
         found = {name: [*others.get(name, ()), *self.aliases.get(name, ())] for name in names}
         return found if self.aliases else others
-
-
-class OfRank:
-    """The same, where tensors are one rank's own, and named so."""
-
-    def __init__(self, loose: NestedTensors, rank: int) -> None:
-        self._loose = loose
-        self._rank = rank
-        self.note_values = loose.note_values
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> str:
-        """Take it."""
-        return self._loose(own_name(name, self._rank), tensor)
-
-
-def shared_in(value: Any) -> dict[str, str]:
-    """Of the tensors to which tagged JSON refers, by name, those that shared memory: the name of
-    the first in it."""
-    return {tag["v"]: tag[_SHARED] for tag in tensor_tags(value) if _SHARED in tag}
 
 
 def hash_of(tensor: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ from everstep.sharding.leaves import dtype_name
 from everstep.sharding.mapped import Mapped
 from everstep.sharding.ranked import Adapt, Share, seed_of, values_by_index
 from everstep.state.objects import as_stored, decode, references
-from everstep.state.overlaps import Memory, memory_of
+from everstep.state.overlaps import Overlap
 
 log = logging.getLogger("everstep")
 
@@ -112,9 +112,9 @@ class Placement:
     """This rank, for what differed between ranks though nobody had said that it would."""
     mapped: Mapped = field(default_factory=Mapped)
     """What the state's parameters are globally."""
-    shared: Mapping[Memory, str | None] = field(default_factory=dict)
-    """Memory of the state in which several of its tensors lie, and the name of the first that is
-    in no value."""
+    overlaps: Mapping[int, Overlap] = field(default_factory=dict)
+    """By id() the tensors in values that lie in memory of others, which is filled for these: they
+    get memory of their own."""
     settled: Container[int] = frozenset()
     """The tensors, by id(), that a replay brings to where they are to be."""
     settled_names: Set[str] = frozenset()
@@ -148,23 +148,6 @@ class Placement:
         shape, boxes = shards_of(tensor)
         if self._is_alike(entry, name, shape, tensor.dtype):
             self._add(entry, tensor, boxes)
-
-    def is_in_place(self, tensor: torch.Tensor, group: str | None, mates: Set[str | None]) -> bool:
-        """Whether a value's tensor is filled where it lies: by itself, or in memory with the same
-        others as when it was saved. `group`: the first that lay with it then; `mates`: those of
-        all tensors of the value that lie with it here. What is trained always is."""
-        memory = memory_of(tensor)
-        is_trained = isinstance(tensor, torch.nn.Parameter) or id(tensor) in self.settled
-        if is_trained or tensor.requires_grad or memory is None or memory not in self.shared:
-            return True
-        first = self.shared[memory]
-        return group is not None and (mates == {group} if first is None else group == first)
-
-    def beside(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """As `into`, but into a new tensor like this one, which is returned."""
-        made = torch.empty_like(like)
-        self.into(name, made)
-        return made
 
     def into_box(self, name: str, shape: tuple[int, ...], box: Box, memory: torch.Tensor) -> None:
         """Restore a box of the stored tensor `name`, of that shape, into plain memory."""

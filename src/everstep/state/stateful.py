@@ -15,9 +15,8 @@ from torch.amp.grad_scaler import GradScaler
 from everstep.sharding.layout import is_dtensor
 from everstep.sharding.leaves import Guard, Leaf
 from everstep.sharding.ranked import unowned
-from everstep.state.nested_tensors import NestedTensors, OfRank, shared_in
-from everstep.state.objects import TensorSink, as_stored, encode, references, tensor_tags
-from everstep.state.overlaps import memory_of
+from everstep.state.objects import TensorSink, as_stored, encode, references
+from everstep.state.overlaps import settle
 from everstep.state.placement import Placement
 
 
@@ -58,12 +57,15 @@ class StatefulState:
         """Its load_state_dict gets an equal state_dict, with DTensors where its own has some now,
         as torch.distributed.checkpoint does it."""
         dtensors = cache(self._dtensors)
-        if state := placement.object_of(self.name, like=lambda name: dtensors().get(name)):
-            stored = placement.stored(self.name)
-            if not isinstance(stored, dict) and isinstance(self._value.state_dict(), dict):
-                placement.problems.append(
-                    f"other: {self.name!r} has no state_dict in the checkpoint"
-                )
+
+        def check(state: Any) -> None:
+            if not isinstance(state, dict) and isinstance(self._value.state_dict(), dict):
+                problem = f"other: {self.name!r} has no state_dict in the checkpoint"
+                placement.problems.append(problem)
+
+        if state := placement.object_of(
+            self.name, like=lambda name: dtensors().get(name), check=check
+        ):
             placement.then(lambda: self._value.load_state_dict(state()))
 
     def _dtensors(self) -> dict[str, torch.Tensor]:
@@ -156,19 +158,8 @@ class ValueState:
         return []
 
     def objects(self, sink: TensorSink) -> Any:
-        """The value as it is now. In a state's own sink it is noted which tensors share memory with
-        others."""
-        found: dict[str, torch.Tensor] = {}
-
-        def noting(name: str, tensor: torch.Tensor) -> str:
-            stored = sink(name, tensor)
-            found[stored] = tensor
-            return stored
-
-        value = encode(self._holder[self._key], self.name, noting)
-        if found and isinstance(sink, NestedTensors | OfRank):
-            sink.note_values((tag, found[tag["v"]]) for tag in tensor_tags(value))
-        return value
+        """The value as it is now."""
+        return encode(self._holder[self._key], self.name, sink)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors in it, by the names under which they are stored."""
@@ -178,12 +169,12 @@ class ValueState:
             found[name] = tensor
             return name
 
-        encode(self._holder[self._key], self.name, sink)
+        self.objects(sink)
         return found
 
     def prepare(self, placement: Placement) -> None:
         """Dicts, lists, tensors and arrays keep their identity; the rest is replaced, and tensors
-        that share memory here, and shared other memory, or none, when they were saved."""
+        in memory of others that got other bytes."""
         with as_stored(f"restoring {self.name!r}"):
             self._prepare(placement)
 
@@ -191,15 +182,12 @@ class ValueState:
         live: dict[str, torch.Tensor] = {}
         if (stored := placement.stored(self.name)) is not None:
             live = self._match(placement, references(stored))
-        groups = shared_in(stored)
-        mates: dict[Any, set[str | None]] = {}
         for name, tensor in live.items():
-            mates.setdefault(memory_of(tensor), set()).add(groups.get(name))
-        for name, tensor in list(live.items()):
-            if placement.is_in_place(tensor, groups.get(name), mates[memory_of(tensor)]):
+            if (overlap := placement.overlaps.get(id(tensor))) is None:
                 placement.into(name, tensor)
-            else:
-                live[name] = placement.beside(name, tensor)
+                continue
+            placement.into(name, restored := torch.empty_like(tensor))
+            placement.then(partial(settle, overlap, restored))
         if value := placement.object_of(self.name, live):
             placement.then(lambda: self._install(value()))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.errors import Mismatch
+from everstep.errors import Mismatch, Unsupported
 from everstep.format.document import digest_of
 from everstep.sharding.fsdp1 import flat_parameters, units_of
 from everstep.sharding.layout import is_dtensor
@@ -23,11 +23,11 @@ from everstep.sharding.redundancy import class_of
 from everstep.sharding.topology import ALONE, PADDED
 from everstep.sharding.world import World
 from everstep.sharding.writers import Holders
-from everstep.state.entries import Entry, entries_of, filled_in_place, places_in, shares_of
+from everstep.state.entries import Entry, entries_of, overlaps_of, places_in, shares_of
 from everstep.state.modules import ModuleState
-from everstep.state.nested_tensors import NestedTensors, OfRank, digests_of, hash_of
+from everstep.state.nested_tensors import NestedTensors, digests_of, hash_of
 from everstep.state.optimizers import OptimizerState
-from everstep.state.overlaps import memory_of, shared
+from everstep.state.overlaps import Memory, memory_of
 from everstep.state.placement import Placement, Saved
 from everstep.state.recorded import RecordShares
 from everstep.state.sharing import Of, Parts, places_of, shapes_of, shared_out
@@ -123,11 +123,14 @@ class State:
                 entry.mapped = self.mapped
         if layout or any(units_of(module) for module in self.modules.values()):
             self.name_parameters()  # whoever looks at parameters before the first walk
+        self._check_overlaps()
         self._walk: Walk | None = None
         self._common = Parts()
         self._guard = Guard()
         self._owners: dict[int, int | None] = {}
         self._graphed: set[int] = set()
+        self._memories: set[Memory | None] = set()
+        self._overlapping: set[str] = set()
         self._torn: Counter[str] = Counter()
         self.user_seconds = 0.0
         """Spent in state_dict() methods that are not ours."""
@@ -218,7 +221,7 @@ class State:
         for entry in self._entries:
             began = time.perf_counter()
             share = None if self.world.is_alone else self._shares.get(entry.name)
-            value = entry.objects(OfRank(sink, self.world.rank) if share else sink)
+            value = entry.objects(sink.of_rank(self.world.rank) if share else sink)
             if value is not None or isinstance(entry, ValueState | StatefulState):  # theirs is None
                 if share:
                     own[entry.name] = share.to_json(value)
@@ -227,7 +230,7 @@ class State:
             if isinstance(entry, StatefulState):
                 self.user_seconds += time.perf_counter() - began
         hyperparameters = {entry.name: entry.hyperparameters(sink) for entry in self.optimizers}
-        sink.mark_shared(self._memories)
+        self._warn_of_overlaps(sink.leaves.values())
         aliases = sink.all_aliases(walk.aliases)
         loose = self._loose_shared_out(sink)
         digests = {} if self.world.is_alone else digests_of(sink.leaves.values())
@@ -242,6 +245,36 @@ class State:
         """Digests of the tensors, or boxes of them, that this rank holds at this moment, by entry,
         where replicas are to be compared. Blocks while it reads them. After `collect`."""
         return {leaf.spec.entry: hash_of(leaf.tensor) for leaf in self._held}
+
+    def _check_overlaps(self) -> None:
+        """Raises Unsupported for values in the memory of models and optimizers."""
+        for each in overlaps_of(self._entries).values():
+            if not each.is_of_values:
+                raise Unsupported(
+                    f"capturing {each.name!r}: it lies in memory of {each.other_name!r}, so that "
+                    f"training or a restore of one changes the other. Clone it (tensor.clone(), "
+                    f"copy.deepcopy(model.state_dict())), or leave it out of the state"
+                )
+
+    def _warn_of_overlaps(self, nested: Iterable[Leaf]) -> None:
+        """Say it once where a value has come to lie in other memory: it is saved as it is."""
+        values = [entry.name for entry in self._entries if isinstance(entry, ValueState)]
+        found = {
+            leaf.name
+            for leaf in nested
+            if memory_of(leaf.tensor) in self._memories and _is_chosen(leaf.name, values)
+        }
+        if found <= self._overlapping:
+            return
+        self._overlapping |= found
+        for each in overlaps_of(self._entries).values():
+            if not each.is_of_values:
+                log.warning(
+                    "%r lies in memory of %r. It is saved as it is now, and has memory of its own "
+                    "after a restore. If it is to be a copy, clone it",
+                    each.name,
+                    each.other_name,
+                )
 
     def _check_places(self) -> None:
         for place in self._places:
@@ -343,7 +376,7 @@ class State:
         self._check_places()
         self.name_parameters()
         chosen = self._entries if only is None else self._chosen(only)
-        placement.shared = shared(filled_in_place(self._entries))
+        placement.overlaps = overlaps_of(self._entries)
         for entry in chosen:
             entry.prepare(placement)
         self._offer_all(placement, only)
@@ -376,8 +409,7 @@ class State:
         self.name_parameters()
         found = [leaf for entry in self._entries for leaf in entry.leaves(self._guard)]
         self._owners = owners = self._find_owners()
-        memories = ((memory_of(leaf.tensor), leaf.name) for leaf in reversed(found))
-        self._memories = {memory: name for memory, name in memories if memory}  # the first's name
+        self._memories = {memory_of(leaf.tensor) for leaf in found} - {None}
         leaves, aliases = find_aliases(
             Leaf(leaf.name, leaf.tensor, owners.get(id(leaf.tensor), leaf.owner)) for leaf in found
         )
