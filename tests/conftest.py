@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.keeper import wire
+from everstep.keeper import home
 from stores import end_keeper
 
 
@@ -44,7 +44,7 @@ def stores(tmp_path):
 def temporary_directory():
     """What stands for /tmp where keepers live, and nothing else is chosen; its path is short."""
     with tempfile.TemporaryDirectory(prefix="es-") as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "_temporary_directory", lambda: Path(name))
+        patch.setattr(home, "_temporary_directory", lambda: Path(name))
         patch.delenv("XDG_RUNTIME_DIR", raising=False)
         patch.delenv("EVERSTEP_RUNTIME_DIR", raising=False)
         yield Path(name)

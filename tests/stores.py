@@ -12,12 +12,12 @@ from pathlib import Path
 from everstep.format.document import seal
 from everstep.format.packs import Layout, Spec, lay_out
 from everstep.format.tables import encode_table
-from everstep.keeper import wire
+from everstep.keeper import home, wire
 from everstep.keeper.arena import Arena, Row
-from everstep.keeper.arrival import ALL
-from everstep.keeper.job import Job, Outcome, Writer
+from everstep.keeper.job import ALL, Job
 from everstep.keeper.persist import persist
 from everstep.keeper.ranks.node_save import Joint
+from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
@@ -205,7 +205,7 @@ def keeper_pid(path: Path, node: str = "") -> int | None:
     before = os.environ.get("EVERSTEP_NODE", "")
     os.environ["EVERSTEP_NODE"] = node
     try:
-        endpoint = wire.endpoint(path)
+        endpoint = home.endpoint(path)
     finally:
         os.environ["EVERSTEP_NODE"] = before
     try:

@@ -17,7 +17,7 @@ import stores
 from everstep.format.document import seal
 from everstep.format.packs import lay_out
 from everstep.format.tables import encode_table
-from everstep.keeper import wire
+from everstep.keeper import home
 from everstep.keeper.arena import Arena, Row, SlotState  # noqa: F401 - for the scripts
 from everstep.keeper.client import Client
 
@@ -217,7 +217,7 @@ def descriptors(pid):
 
 
 def socket_of(store):
-    return wire.endpoint(store).with_suffix(".sock")
+    return home.endpoint(store).with_suffix(".sock")
 
 
 if __name__ == "__main__":

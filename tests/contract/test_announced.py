@@ -10,7 +10,7 @@ from keepers import PATIENCE_S, Process, Trainer, crash, ended, until
 import stores
 from everstep import Checkpointer, Store
 from everstep.keeper.arena import SlotState
-from everstep.keeper.arrival import ALL, Arrival
+from everstep.keeper.job import ALL, Arrival
 from everstep.tiers.files import EXTENT_BYTES
 
 LARGE = (*stores.SMALL, stores.Spec("large", "float32", (6 * EXTENT_BYTES // 4,)))

@@ -1,17 +1,19 @@
-"""keep_exact=False: a state that was made whole with other last bits stands for its log."""
+"""Old stores (keep_exact=False): a state with other last bits that stands for its log."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from runs import check_same, checkpointer, difference, logged, restore, snapshot
-from wholes import advance, build, fill, whole_steps
+from runs import check_same, checkpointer, difference, restore, snapshot
+from wholes import build, fill
 
 from everstep import Keep, Store, Unsupported
 from everstep.cli.main import main
+from everstep.format.manifest import encode_manifest
 from everstep.restore import materialize as materializing
 from everstep.restore.materialize import materialize
-from everstep.store import catalog, claims, retain
+from everstep.store import claims, names, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import packs_of
@@ -36,11 +38,13 @@ def elsewhere(monkeypatch):
     monkeypatch.setattr("everstep.restore.materialize.differing_from", lambda logs: {"torch 1"})
 
 
-def make_whole(store, step, keep_exact=False):
-    made = materialize(Disk(store), CheckpointName(step, 1), keep_exact=keep_exact)
+def make_whole(store, step):
+    """As everstep did until it always kept the log of what is not exact."""
+    disk, name = Disk(store), CheckpointName(step, 1)
+    made = materialize(disk, name)
     assert not made.exact
-    assert made.ends_chain is not keep_exact
-    return made
+    assert not made.ends_chain
+    disk.replace(names.state_path(name), encode_manifest(replace(made, replaces_log=True)))
 
 
 def weight_after(store, step):
@@ -75,8 +79,7 @@ def test_it_is_what_a_restore_takes_and_says_so(store, elsewhere, caplog):
     assert "exact" not in caplog.text
 
 
-@pytest.mark.parametrize("only", [None, "model"])
-def test_an_exact_restore_refuses_it(store, elsewhere, only):
+def test_an_exact_restore_refuses_it(store, elsewhere):
     frozen = fill(store)
     make_whole(store, 5)
     state = build(2)
@@ -84,41 +87,9 @@ def test_an_exact_restore_refuses_it(store, elsewhere, only):
     with checkpointer(store, state) as restorer:
         for step in (5, 8):
             with pytest.raises(Unsupported, match=r"exact: false.*or exact='allow'"):
-                restorer.restore(step, exact="require", only=only)
+                restorer.restore(step, exact="require")
         check_same(snapshot(state), before)
         assert restorer.restore(4, exact="require") == 4
-    check_same(snapshot(state), frozen[4])
-
-
-def test_parts_come_from_it_too(store, elsewhere, caplog):
-    fill(store)
-    make_whole(store, 5)
-    _, weight = weight_after(store, 8)
-    state = build(2)
-    with checkpointer(store, state) as restorer:
-        restorer.restore(8, only="model")
-    assert torch.equal(state["model"][0].weight, weight)
-    assert caplog.text.count("(exact: false)") == 2
-
-
-def test_what_goes_on_from_it_is_not_exact_either(store, elsewhere, monkeypatch):
-    fill(store)
-    make_whole(store, 4)
-    retain.apply(Disk(store), Keep(last=5))
-    monkeypatch.setattr("everstep.restore.materialize.differing_from", lambda logs: set())
-    made = make_whole(store, 6)
-    assert "step 4, where it begins, is not exact" in made.topology["replayed"]["differs"]
-
-
-def test_digests_of_the_run_are_not_compared_with_it(store, elsewhere):
-    """verify="full" has one in each record, of bytes that are not these."""
-    state = build(1)
-    with logged(store, state, base_every=1000, verify="full") as saver:
-        frozen = advance(saver, state, range(1, 9))
-    make_whole(store, 5)
-    state, _ = weight_after(store, 8)
-    assert difference(snapshot(state), frozen[8])
-    assert restore(store, state, 4) == 4
     check_same(snapshot(state), frozen[4])
 
 
@@ -154,25 +125,3 @@ def test_retention_deletes_what_is_behind_it(store, elsewhere, capsys):
     for step in (8, 7, 6, 5):  # the log that it stood for goes with it
         assert Store(store).delete(step) > 0
     assert not packs_of(store)
-
-
-def test_it_stays_where_a_later_one_would_have_been_enough(store, elsewhere):
-    """One that stands for its log is no extra copy, which goes when the next comes."""
-    fill(store)
-    make_whole(store, 3)
-    make_whole(store, 5, keep_exact=True)
-    make_whole(store, 6, keep_exact=True)
-    retain.apply(Disk(store), Keep(last=1))
-    assert Store(store).steps() == [3, 4, 5, 6, 7, 8]
-    assert whole_steps(store) == [3, 6]
-    assert Store(store).verify().ok
-    weight_after(store, 8)
-
-
-def test_an_exact_one_says_nothing_of_it(store):
-    fill(store, 4)
-    made = materialize(Disk(store), CheckpointName(3, 1), keep_exact=False)
-    assert made.exact
-    assert not made.replaces_log
-    found = catalog.read_state(Disk(store), CheckpointName(3, 1))
-    assert found == made

@@ -9,7 +9,7 @@ from faults import Fault, FaultySystem, Medium
 from sweep import Promises, sweep
 
 from everstep import Conflict, EverstepError, Unavailable, Unsupported
-from everstep.keeper.job import Outcome
+from everstep.keeper.writer import Outcome
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk

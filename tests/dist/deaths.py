@@ -17,7 +17,7 @@ import zoo
 from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, Store
-from everstep.keeper import wire
+from everstep.keeper import home, wire
 from everstep.keeper.arena import SlotState
 
 LAYOUT = "fsdp2"
@@ -139,7 +139,7 @@ def noted(folder, what, ranks=2):
 def keeper_of(store):
     """The process id of the store's keeper; None where none runs."""
     try:
-        with wire.connect(wire.endpoint(store).with_suffix(".sock")) as connection:
+        with wire.connect(home.endpoint(store).with_suffix(".sock")) as connection:
             return wire.check_peer(connection)
     except OSError:
         return None

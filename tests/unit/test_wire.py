@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from everstep import Unavailable
-from everstep.keeper import wire
+from everstep.keeper import home, wire
 
 
 @pytest.fixture
@@ -82,14 +82,14 @@ def test_the_longest_failure_fits_into_a_message(pair):
 
 
 def test_one_lock_and_one_listener(tmp_path):
-    lock = wire.take_lock(tmp_path / "x.lock")
-    assert wire.take_lock(tmp_path / "x.lock") is None
+    lock = home.take_lock(tmp_path / "x.lock")
+    assert home.take_lock(tmp_path / "x.lock") is None
     os.close(lock)
-    again = wire.take_lock(tmp_path / "x.lock")
+    again = home.take_lock(tmp_path / "x.lock")
     assert again is not None
     os.close(again)
     for _ in range(2):  # what a dead keeper left is replaced
-        listener = wire.listen(tmp_path / "x.sock")
+        listener = home.listen(tmp_path / "x.sock")
         assert (tmp_path / "x.sock").stat().st_mode & 0o777 == 0o600
         connection = wire.connect(tmp_path / "x.sock")
         assert wire.check_peer(connection) == os.getpid()
@@ -103,13 +103,6 @@ def test_another_users_peer_is_refused(pair, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(PermissionError, match="other end"):
         wire.check_peer(pair[0])
-
-
-@pytest.fixture
-def temporary(temporary_directory):
-    wire._own_directory.cache_clear()
-    yield temporary_directory
-    wire._own_directory.cache_clear()
 
 
 def spoil(directory, how):
@@ -128,44 +121,36 @@ SPOILED = ["mode", "link", "file", *(["owner"] if os.getuid() == 0 else [])]
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_the_directory_is_this_users_alone(temporary, how, monkeypatch):
-    directory = wire.runtime_directory()
-    assert directory == temporary / f"everstep-{os.getuid()}"
+def test_the_directory_is_this_users_alone(temporary_directory, how, monkeypatch):
+    directory = home.runtime_directory()
+    assert directory == temporary_directory / f"everstep-{os.getuid()}"
     assert directory.stat().st_mode & 0o777 == 0o700
     directory.rmdir()
     spoil(directory, how)
-    assert wire.runtime_directory() == temporary / f"everstep-{os.getuid()}-1"
-    monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(directory))  # the user's word: nothing else
-    with pytest.raises(Unavailable, match="preparing"):
-        wire.runtime_directory()
-
-
-def test_a_process_whose_names_are_all_taken_has_one_of_its_own(temporary, caplog):
-    for directory in list(wire._shared_directories()):
-        spoil(directory, "file")
-    own = wire.runtime_directory()
-    assert own.parent == temporary
-    assert own.stat().st_mode & 0o777 == 0o700
-    assert wire.runtime_directory() == own
-    assert caplog.text.count("EVERSTEP_RUNTIME_DIR") == 1
+    for _ in range(2):
+        with pytest.raises(Unavailable, match=r"preparing.*EVERSTEP_RUNTIME_DIR"):
+            home.runtime_directory()
+        monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(directory))  # the user's word: nothing else
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_the_users_choice_comes_first(temporary, how, monkeypatch):
-    session = temporary / "session"
+def test_the_users_choice_comes_first(temporary_directory, how, monkeypatch):
+    session = temporary_directory / "session"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
-    assert wire.runtime_directory() == temporary / f"everstep-{os.getuid()}"  # it does not exist
+    assert (
+        home.runtime_directory() == temporary_directory / f"everstep-{os.getuid()}"
+    )  # it does not exist
     session.mkdir(mode=0o700)
-    assert wire.runtime_directory() == session / "everstep"
-    monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(temporary / "chosen"))
-    assert wire.runtime_directory() == temporary / "chosen"
-    monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(temporary / ("long" * 20)))
+    assert home.runtime_directory() == session / "everstep"
+    monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(temporary_directory / "chosen"))
+    assert home.runtime_directory() == temporary_directory / "chosen"
+    monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(temporary_directory / ("long" * 20)))
     with pytest.raises(Unavailable, match="shorter"):
-        wire.runtime_directory()
+        home.runtime_directory()
     monkeypatch.delenv("EVERSTEP_RUNTIME_DIR")
-    spoil(temporary / "other", how)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(temporary / "other"))
-    assert wire.runtime_directory() == temporary / f"everstep-{os.getuid()}"
+    spoil(temporary_directory / "other", how)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(temporary_directory / "other"))
+    assert home.runtime_directory() == temporary_directory / f"everstep-{os.getuid()}"
 
 
 def test_a_lock_whose_file_was_removed_is_made_anew(tmp_path, monkeypatch):
@@ -180,14 +165,14 @@ def test_a_lock_whose_file_was_removed_is_made_anew(tmp_path, monkeypatch):
         flock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    lock = wire.take_lock(path)
+    lock = home.take_lock(path)
     assert os.path.samestat(os.fstat(lock), path.stat())
-    assert wire.take_lock(path) is None
+    assert home.take_lock(path) is None
     os.close(lock)
 
 
 def test_every_name_of_a_store_has_one_endpoint(tmp_path):
     (tmp_path / "s").mkdir()
     (tmp_path / "l").symlink_to("s")
-    assert wire.endpoint(tmp_path / "s") == wire.endpoint(f"{tmp_path}/x/../l/")
-    assert wire.endpoint(tmp_path / "s") != wire.endpoint(tmp_path)
+    assert home.endpoint(tmp_path / "s") == home.endpoint(f"{tmp_path}/x/../l/")
+    assert home.endpoint(tmp_path / "s") != home.endpoint(tmp_path)

@@ -209,7 +209,7 @@ class Saves:
         self._metrics.catch_ups += 1
         self._metrics.catch_up_seconds += message["seconds"]
         self._metrics.whole_step = message["step"]
-        if message["ends_chain"]:
+        if message["exact"]:
             self.on_whole(message["step"], message["epoch"])
 
     def _on_torn(self, capture: Capture, handle: SaveHandle, problem: str) -> None:

@@ -7,8 +7,8 @@ import resource
 import signal
 import sys
 
-from everstep.keeper import process, wire
-from everstep.keeper.home import Home
+from everstep.keeper import process
+from everstep.keeper.home import Home, endpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--detach", action="store_true", help="return when it runs, in a process of its own"
     )
     chosen = parser.parse_args(arguments)
-    home = Home.take(wire.endpoint(chosen.store))
+    home = Home.take(endpoint(chosen.store))
     if home is None:
         return 0
     if chosen.detach:

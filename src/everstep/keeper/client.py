@@ -23,9 +23,9 @@ from typing import NamedTuple
 from everstep.errors import KINDS, Corrupt, Unavailable
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
+from everstep.keeper.home import START_S, cannot_start, endpoint, spawn
 from everstep.keeper.patience import Patience
 from everstep.keeper.process import IDLE_S
-from everstep.keeper.spawn import START_S, cannot_start, spawn
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
 
@@ -45,8 +45,7 @@ _REASON_MAX = 500
 
 class TeamMate(NamedTuple):
     """One rank among those of a run on this node: the run's attachment, which of them, of how
-    many; their numbers in the run, which of its nodes this is, of how many, and the processes of
-    all (keeper/mates.py; none where nobody knows)."""
+    many; their numbers in the run, and which of its nodes this is, of how many."""
 
     id: str
     local: int
@@ -54,7 +53,6 @@ class TeamMate(NamedTuple):
     ranks: tuple[int, ...]
     node: int = 0
     nodes: int = 1
-    mates: tuple[list[int], ...] = ()
 
 
 _Reply = tuple[wire.Message, list[int]] | None
@@ -78,11 +76,10 @@ class Client:
         on_event: Callable[[wire.Message], None],
         idle_s: float = IDLE_S,
         catch_up: int | None = None,
-        keep_exact: bool = True,
         team: TeamMate | None = None,
     ) -> None:
-        """Connects, which starts a keeper where none runs. `catch_up`,
-        `keep_exact`: see Checkpointer. `team`: of several ranks. Raises Unavailable."""
+        """Connects, which starts a keeper where none runs. `catch_up`: see Log. `team`: of several
+        ranks. Raises Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event
@@ -90,7 +87,6 @@ class Client:
         self._catch_up = catch_up
         self._team = team
         self._claims = 0
-        self._keep_exact = keep_exact
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
         self._parent: CheckpointName | None = None
@@ -407,9 +403,9 @@ class Client:
         reason: object = "no answer"
         pause = 0.005
         while time.monotonic() < deadline and not self._stop.is_set():
-            endpoint = wire.endpoint(self._store)
+            path = endpoint(self._store).with_suffix(".sock")
             try:
-                connection = wire.connect(endpoint.with_suffix(".sock"))
+                connection = wire.connect(path)
             except OSError as error:
                 reason = error
                 spawn(self._store, self._idle_s, self._stop)
@@ -435,7 +431,6 @@ class Client:
             "epoch": self._epoch,
             "parent": self._parent,
             "catch_up": self._catch_up,
-            "keep_exact": self._keep_exact,
             "team": self._team and self._team._asdict(),
         }
         try:

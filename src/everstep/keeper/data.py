@@ -1,21 +1,173 @@
 """The bytes of one part on their way to the disk: digested and written at the same time, and while
-they still arrive; a record packed, where that pays."""
+they still arrive; a record packed, where that pays.
 
+They are an image, the packs as they will lie on the disk, in the memory in which they arrive:
+
+    one rank      the slot's image itself
+    several       a header for all, then the data of each rank's packs, straight from its slot
+
+So any number of ranks and tensors becomes a few large files, and nothing is copied to that end.
+
+A packed record's chunks are encoded as they arrive, in several threads, and written in order.
+Whether that pays is found out for each record anew: by encoding its first large chunk, which costs
+a millisecond where nothing can be saved. Planes of zeros are always dropped; to squeeze the rest
+takes more time of the processor, and pays only where the disk is slow.
+"""
+
+import mmap
 import time
-from concurrent.futures import Future
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from secrets import token_hex
 
 import xxhash
 
+from everstep.codecs import planes
+from everstep.errors import Corrupt
+from everstep.format.document import digest_of
 from everstep.format.manifest import Part
-from everstep.format.packs import pack_starts
-from everstep.format.tables import Extent, FileLink
-from everstep.keeper.image import Image
-from everstep.keeper.job import Writer
-from everstep.keeper.pack import Packed, pays, write_packed
+from everstep.format.merge import Merged
+from everstep.format.packed import HEADER_BYTES, Chunk, header, raw_chunks
+from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
+from everstep.format.tables import Extent, FileLink, Table, decode_table, extents, is_gradient
+from everstep.keeper.job import Arrival
+from everstep.keeper.writer import Writer
 from everstep.store import commit, names
+from everstep.store.commit import NewPack
 from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+from everstep.tiers.files import NewFile
 
+SMALL_BYTES = 64 << 10
+BUFFER_BYTES = 8 << 20
+_AHEAD = 4
 _SHARE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A piece table, and what is made of it for every part that has it."""
+
+    document: bytes
+    table: Table
+    extents: list[Extent]
+    chunks: list[Chunk]
+    gradients: int
+    """Bytes of a record's gradients."""
+
+    @classmethod
+    def of(cls, document: bytes, table: Table) -> "Parsed":
+        """Everything that follows from a table."""
+        gradients = (entry for name, entry in table.tensors.items() if is_gradient(name))
+        size = sum(piece.size for entry in gradients for piece in entry.pieces)
+        return cls(document, table, extents(table), raw_chunks(table), size)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of a pack: its memory, and whose arrival says when bytes of it are there (None:
+    they are), `base` being where it begins in what arrives."""
+
+    view: memoryview
+    arrival: Arrival | None = None
+    base: int = 0
+
+    def wait(self, end: int) -> None:
+        """Block until the first `end` bytes are there. Raises Unsupported."""
+        if self.arrival:
+            self.arrival.wait(self.base + end)
+
+
+@dataclass(slots=True)
+class Image:
+    """All packs of one part. For the keeper's threads."""
+
+    parsed: Parsed
+    packs: Sequence[Sequence[Segment]]
+    _starts: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._starts = [pack_starts(len(each.view) for each in pack) for pack in self.packs]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each pack."""
+        return [sum(len(each.view) for each in pack) for pack in self.packs]
+
+    def view(self, pack: int, offset: int, size: int) -> memoryview:
+        """Bytes of a pack that lie in one segment, as those of a header and of a piece do; blocks
+        until they are there. Raises Unsupported where they never will be."""
+        at = max(0, bisect_right(self._starts[pack], offset) - 1)
+        segment, start = self.packs[pack][at], offset - self._starts[pack][at]
+        segment.wait(start + size)
+        return segment.view[start : start + size]
+
+    def views(self, pack: int, offset: int, size: int) -> Iterator[memoryview]:
+        """Bytes of a pack that may lie in several segments, in their order; fewer past its end. For
+        an image that has arrived."""
+        at = max(0, bisect_right(self._starts[pack], offset) - 1)
+        for segment, start in zip(self.packs[pack][at:], self._starts[pack][at:], strict=False):
+            if size > 0:
+                first = offset - start
+                view = segment.view[first : first + size]
+                yield view
+                offset, size = offset + len(view), size - len(view)
+
+    def wait(self, pack: int, end: int) -> None:
+        """Block until the first `end` bytes of a pack are there. Raises Unsupported."""
+        for segment, start in zip(self.packs[pack], self._starts[pack], strict=True):
+            if start < end:
+                segment.wait(min(len(segment.view), end - start))
+
+
+def whole(view: memoryview, arrival: Arrival, document: bytes, what: str) -> Image:
+    """The image of one slot, as its table says. Raises Corrupt."""
+    parsed = parse(document)
+    sizes = [pack.size for pack in parsed.table.packs]
+    _check_size(view, sum(sizes), what)
+    packs = [
+        [Segment(view[start : start + size], arrival, start)]
+        for start, size in zip(pack_starts(sizes), sizes, strict=True)
+    ]
+    return Image(parsed, packs)
+
+
+def gathered(
+    views: Sequence[memoryview], arrivals: Sequence[Arrival], merged: Merged, parsed: Parsed
+) -> Image:
+    """The images of several ranks' slots as one part. Raises Corrupt."""
+    packs = []
+    for first, sections in zip(merged.headers, merged.sections, strict=True):
+        pack = [Segment(_aligned(first))]
+        for rank, start, size in sections:
+            view = views[rank][start : start + size]
+            _check_size(view, size, f"the slot of local rank {rank}")
+            pack.append(Segment(view, arrivals[rank], start))
+        packs.append(pack)
+    return Image(parsed, packs)
+
+
+@lru_cache(maxsize=16)
+def parse(document: bytes) -> Parsed:
+    """Tables change rarely, and parsing one of 10,000 tensors outlasts the rest of a commit."""
+    return Parsed.of(document, decode_table(document, "a piece table in the arena"))
+
+
+def _check_size(view: memoryview, size: int, what: str) -> None:
+    if len(view) != size:
+        raise Corrupt(f"reading {what}: {len(view)} bytes, its table needs {size}")
+
+
+@lru_cache(maxsize=4)
+def _aligned(header: bytes) -> memoryview:
+    """In page-aligned memory, from which it can be written directly."""
+    memory = mmap.mmap(-1, len(header))
+    memory[:] = header
+    return memoryview(memory)
 
 
 class Data:
@@ -130,3 +282,120 @@ def _digest(image: Image, share: list[Extent]) -> dict[int, str]:
         )
         for extent in share
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed part, written: its file, and per digest the stored bytes and their digest.
+    `seconds`: spent writing, without the encoding."""
+
+    pack: NewPack
+    stored: tuple[int, ...]
+    digests: tuple[str, ...]
+    seconds: float
+
+
+def pays(image: Image, entropy: bool) -> bool:
+    """Whether this record should be packed; blocks until its first large chunk has arrived."""
+    chunks = image.parsed.chunks if len(image.packs) == 1 else ()
+    chunk = next((chunk for chunk in chunks if chunk.extent.size >= SMALL_BYTES), None)
+    if chunk is None:
+        return False
+    return planes.encode(_raw(image, chunk), chunk.item_size, entropy=entropy) is not None
+
+
+def write_packed(
+    disk: Disk,
+    name: CheckpointName,
+    image: Image,
+    pool: ThreadPoolExecutor,
+    entropy: bool,
+) -> Packed:
+    """Encode and write all chunks of a part of one pack; the file is not durable yet. Takes
+    BUFFER_BYTES and some chunks of memory, whatever the record's size. Raises what the arrival and
+    the disk raise."""
+    path = names.pack_path(name, token_hex(4), 0)
+    chunks = image.parsed.chunks
+    stored: dict[int, int] = {}
+    digests: dict[int, str] = {}
+    with disk.new_file(path) as file:
+        tail = _Tail(file)
+        waiting: deque[tuple[int, Future[tuple[bytes | memoryview, str]]]] = deque()
+        for chunk in [*chunks, None]:
+            while waiting and (chunk is None or len(waiting) > _AHEAD):
+                index, task = waiting.popleft()
+                data, digests[index] = task.result()
+                stored[index] = len(data)
+                tail.append(data)
+            if chunk:
+                task = pool.submit(_encode, image, chunk, entropy)
+                waiting.append((chunk.extent.digest, task))
+        size = tail.finish()
+        first = header(size - HEADER_BYTES)
+        tail.put_first(first)
+    (index,) = set(range(len(chunks) + 1)) - stored.keys()
+    stored[index], digests[index] = len(first), digest_of(first)
+    order = range(len(stored))
+    return Packed(
+        NewPack(FileLink(path, size), file),
+        tuple(stored[index] for index in order),
+        tuple(digests[index] for index in order),
+        tail.seconds,
+    )
+
+
+def _raw(image: Image, chunk: Chunk) -> memoryview:
+    return image.view(chunk.extent.pack, chunk.extent.offset, chunk.extent.size)
+
+
+def _encode(image: Image, chunk: Chunk, entropy: bool) -> tuple[bytes | memoryview, str]:
+    """The stored bytes of a chunk and their digest."""
+    raw = _raw(image, chunk)
+    encoded = None
+    if len(raw) >= SMALL_BYTES:
+        encoded = planes.encode(raw, chunk.item_size, entropy=entropy)
+    found = raw if encoded is None else encoded
+    return found, digest_of(found)
+
+
+class _Tail:
+    """The file's end in page-aligned memory: full buffers are written, the rest waits."""
+
+    def __init__(self, file: NewFile) -> None:
+        self._file = file
+        self._map = mmap.mmap(-1, BUFFER_BYTES)
+        self._buffer = memoryview(self._map)
+        self._used = 0
+        self._at = HEADER_BYTES
+        self.seconds = 0.0
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Copy these bytes to the end."""
+        view = memoryview(data)
+        while view:
+            part = min(len(view), BUFFER_BYTES - self._used)
+            self._buffer[self._used : self._used + part] = view[:part]
+            self._used, view = self._used + part, view[part:]
+            if self._used == BUFFER_BYTES:
+                self._flush()
+
+    def finish(self) -> int:
+        """Write the rest, padded with zeros to a whole page; the file's size."""
+        padded = round_up(self._used)
+        self._buffer[self._used : padded] = bytes(padded - self._used)
+        self._used = padded
+        self._flush()
+        return self._at
+
+    def put_first(self, first: bytes) -> None:
+        """Write the file's first page."""
+        assert len(first) == PAGE_BYTES
+        self._buffer[:PAGE_BYTES] = first
+        self._file.write(self._buffer[:PAGE_BYTES], 0)
+
+    def _flush(self) -> None:
+        began = time.monotonic()
+        if self._used:
+            self._file.write(self._buffer[: self._used], self._at)
+        self.seconds += time.monotonic() - began
+        self._at, self._used = self._at + self._used, 0

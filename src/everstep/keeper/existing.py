@@ -7,11 +7,10 @@ import xxhash
 from everstep.errors import Conflict, EverstepError
 from everstep.format.manifest import Manifest
 from everstep.format.tables import FileLink
-from everstep.keeper.data import Data
-from everstep.keeper.image import whole
-from everstep.keeper.job import Job, Outcome, Writer
+from everstep.keeper.data import Data, whole
+from everstep.keeper.job import Job
 from everstep.keeper.ranks.node_save import Joint
-from everstep.keeper.window import Share
+from everstep.keeper.writer import Outcome, Share, Writer
 from everstep.store import catalog, commit, names
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk

@@ -1,20 +1,172 @@
-"""Where a keeper lives in the file system: the lock that makes it the only one, socket and log."""
+"""Where the keeper of a store lives on a node (a directory of this user, in it a lock, a socket and
+a log), and how a trainer starts one there.
+
+Who holds the lock is the store's only keeper; the socket is its own, whatever lay there before.
+"""
 
 import contextlib
+import fcntl
+import hashlib
+import logging
 import os
 import socket
 import stat
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from everstep.errors import Unavailable
-from everstep.keeper import wire
+
+log = logging.getLogger("everstep")
+
+START_S = 20.0
+"""How long a keeper may take until it listens."""
 
 LOG_BYTES_MAX = 1 << 20
 _LOG_BYTES_KEPT = 64 << 10
+_BACKLOG = 128
+_DIRECTORY_BYTES_MAX = 107 - len("/.sock") - 24
+"""Linux takes 107 bytes for the path of a socket."""
 _TOUCH_S = 3600.0
 _LEFT_S = 86_400.0
 """How long the files of a keeper that was killed are kept: its log may be wanted."""
+
+
+# ---- the directory -------------------------------------------------------------------------------
+
+
+def runtime_directory() -> Path:
+    """Where this user's sockets, locks and keeper logs lie: nobody else can enter it.
+
+    It is the first of these that can be had: EVERSTEP_RUNTIME_DIR (nothing else where that is set),
+    XDG_RUNTIME_DIR/everstep, /tmp/everstep-UID. Raises Unavailable.
+    """
+    if chosen := os.environ.get("EVERSTEP_RUNTIME_DIR"):
+        return _prepared(Path(chosen).absolute())
+    *preferred, last = _shared_directories()
+    for directory in preferred:
+        with contextlib.suppress(Unavailable):
+            return _prepared(directory)
+    return _prepared(last)
+
+
+def _shared_directories() -> Iterator[Path]:
+    """Those that all processes of this user try, in this order."""
+    given = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    with contextlib.suppress(OSError):
+        if given.is_absolute() and _is_private(given.stat()):  # su may leave another user's
+            yield given / "everstep"
+    yield _temporary_directory() / f"everstep-{os.getuid()}"
+
+
+def _temporary_directory() -> Path:
+    """Without a look at TMPDIR where that is possible: it differs between a user's processes."""
+    return Path("/tmp" if os.access("/tmp", os.W_OK) else os.environ.get("TMPDIR", "/tmp"))
+
+
+def _prepared(directory: Path) -> Path:
+    """The directory, made where it is missing. Raises Unavailable where it does not serve."""
+    if len(os.fsencode(directory)) > _DIRECTORY_BYTES_MAX:
+        raise Unavailable(
+            f"preparing {directory}: a socket's path can be {_DIRECTORY_BYTES_MAX} bytes before "
+            f"its name. Set EVERSTEP_RUNTIME_DIR to a shorter one"
+        )
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise Unavailable(
+            f"preparing {directory}: {error.strerror}. Set EVERSTEP_RUNTIME_DIR to another one"
+        ) from error
+    if not _is_private(found):
+        raise Unavailable(
+            f"preparing {directory}: it must be a directory of user {os.getuid()} that nobody else "
+            f"can enter (found mode {stat.filemode(found.st_mode)}, owner {found.st_uid}). "
+            f"Remove it, or set EVERSTEP_RUNTIME_DIR to another, for all processes of a run"
+        )
+    return directory
+
+
+def _is_private(found: os.stat_result) -> bool:
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return is_own and not found.st_mode & 0o077
+
+
+def endpoint(store: str | os.PathLike[str]) -> Path:
+    """The path, without suffix, of a store's keeper on this node: .sock, .lock, .log."""
+    name = os.fsencode(os.path.realpath(store))
+    if part := node():
+        name += b"\0" + os.fsencode(part)
+    return runtime_directory() / hashlib.sha256(name).hexdigest()[:24]
+
+
+def node() -> str:
+    """What tells nodes apart that share a host: containers with one /tmp set EVERSTEP_NODE."""
+    return os.environ.get("EVERSTEP_NODE", "")
+
+
+# ---- the trainer starts a keeper -----------------------------------------------------------------
+
+
+def spawn(store: Path, idle_s: float, stop: threading.Event) -> None:
+    """Start a keeper, and wait until it listens (or another does), or `stop`. Raises Unavailable.
+
+    It gets a session and stdio of its own, and is no child: nobody who waits for the trainer's
+    pipes or children waits for the keeper, and no signal to the trainer's group reaches it.
+    """
+    source = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    options = ["--idle-s", str(idle_s), "--detach"]
+    at = endpoint(store)
+    output = _open_log(at.with_suffix(".log"))
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *("-P", "-m", "everstep.keeper", os.path.realpath(store), *options)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise Unavailable(cannot_start(store, error)) from error
+    finally:
+        os.close(output)
+    deadline = time.monotonic() + START_S
+    while (status := process.poll()) is None and not stop.wait(0.002):
+        if time.monotonic() > deadline:
+            break
+    if status is None:
+        process.kill()
+        process.wait()
+    if status and status > 0:  # one that was killed is started again by the client
+        raise Unavailable(cannot_start(store, f"it ended at once with status {status}"))
+
+
+def cannot_start(store: Path, reason: object) -> str:
+    """The message for whoever needs a keeper, and where to look."""
+    text = f"starting the keeper of {store}: {reason}"
+    with contextlib.suppress(Unavailable):
+        text += f". Its log is {endpoint(store).with_suffix('.log')}"
+    return text
+
+
+def _open_log(path: Path) -> int:
+    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+    try:
+        if path.exists() and path.stat().st_size > LOG_BYTES_MAX:
+            flags |= os.O_TRUNC
+        return os.open(path, flags, 0o600)
+    except OSError as error:  # a keeper without a log is better than none
+        log.warning("the keeper's log %s: %s", path, error.strerror)
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+
+# ---- the keeper lives there ----------------------------------------------------------------------
 
 
 class Home:
@@ -31,7 +183,7 @@ class Home:
     @classmethod
     def take(cls, endpoint: Path) -> "Home | None":
         """None where another keeper has it. Removes what keepers left behind that were killed."""
-        lock = wire.take_lock(endpoint.with_suffix(".lock"))
+        lock = take_lock(endpoint.with_suffix(".lock"))
         if lock is None:
             return None
         home = cls(endpoint, lock)
@@ -47,11 +199,11 @@ class Home:
         the only one: then this one has been replaced.
         """
         try:
-            wire.runtime_directory()
+            runtime_directory()
             if _identity(os.stat(self._lock_path)) != _identity(os.fstat(self._lock)):
                 return False
         except FileNotFoundError:
-            lock = wire.take_lock(self._lock_path)
+            lock = take_lock(self._lock_path)
             if lock is None:
                 return False
             os.close(self._lock)
@@ -94,7 +246,7 @@ class Home:
 
     def move_in(self) -> None:
         """Say at the socket that it is this process that listens, after a fork."""
-        self.listener.listen(wire.BACKLOG)
+        self.listener.listen(_BACKLOG)
 
     def leave(self) -> None:
         """Listen no more, and remove the files: the lock last, as who has it may listen."""
@@ -105,16 +257,47 @@ class Home:
         os.close(self._lock)
 
     def _listen(self) -> None:
-        self.listener: socket.socket = wire.listen(self._path)
+        self.listener: socket.socket = listen(self._path)
         self.listener.setblocking(False)
         self._socket_identity = _identity(os.stat(self._path))
+
+
+def take_lock(path: Path) -> int | None:
+    """The keeper's lock, held while the returned descriptor is open; None if another has it."""
+    while True:
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(fd)):
+                return fd
+        os.close(fd)  # the keeper that had it has ended, and removed it
+
+
+def listen(path: Path) -> socket.socket:
+    """Listen there; the caller holds the lock, so what lies there is left over. Raises OSError."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    previous = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(previous)
+    listener.listen(_BACKLOG)
+    return listener
 
 
 def _sweep(lock_path: Path) -> None:
     """Remove a keeper's files, if it has ended long ago."""
     if time.time() - lock_path.stat().st_mtime < _LEFT_S:
         return
-    lock = wire.take_lock(lock_path)
+    lock = take_lock(lock_path)
     if lock is not None:
         _remove_files(lock_path)
         os.close(lock)

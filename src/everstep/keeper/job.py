@@ -1,21 +1,58 @@
-"""A job: one slot on its way to the disk, and who writes it."""
+"""A job: one slot on its way to the disk, how much of its image has arrived."""
 
-import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from everstep.errors import Unsupported
 from everstep.keeper.arena import Arena
-from everstep.keeper.arrival import Arrival
-from everstep.keeper.pack import Speed
-from everstep.keeper.ranks.place import ALONE, Place
-from everstep.keeper.window import Window
-from everstep.store import retain
-from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
 
-_HASHERS = min(4, len(os.sched_getaffinity(0)))
+ALL = 1 << 62
+
+
+class Arrival:
+    """The bytes of one slot's image, from its start on, that will not change any more.
+
+    Thread-safe: the trainer's messages advance it, the threads that write and digest wait.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._bytes = 0
+        self._problem: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is there."""
+        return self._bytes == ALL
+
+    @property
+    def over(self) -> bool:
+        """Whether the trainer has let go of the slot: all is there, or will never be."""
+        return self.complete or self._problem is not None
+
+    def advance(self, count: int) -> None:
+        """`count` bytes are there; ALL for the whole image. Fewer than before change nothing."""
+        with self._changed:
+            self._bytes = max(self._bytes, count)
+            self._changed.notify_all()
+
+    def give_up(self, problem: str) -> None:
+        """The rest will never come, and what is there is worth nothing."""
+        with self._changed:
+            self._problem = None if self.complete else problem
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> None:
+        """Block until `count` bytes are there. Raises Unsupported where they never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._bytes >= count or self._problem is not None)
+            if self._problem is not None:
+                raise Unsupported(self._problem)
+
+    def wait_until_over(self) -> None:
+        """Block until the trainer has let go of the slot."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.over)
 
 
 @dataclass(slots=True)
@@ -40,44 +77,3 @@ class Job:
         """What the trainer says of the copy, from any thread: None, or how it was torn."""
         self.problem = problem
         self.answered.set()
-
-
-@dataclass(slots=True)
-class Writer:
-    """Who writes: one attachment of a trainer. `parent` is the newest checkpoint of its line."""
-
-    disk: Disk
-    keep: retain.Keep | None
-    epoch: int | None = None
-    parent: CheckpointName | None = None
-    parent_digest: str | None = None
-    run: str | None = None
-    place: Place = ALONE
-    is_awaited: Callable[[], bool] = lambda: True
-    """Whether a trainer lives that wants to know what becomes of it."""
-    orphaned: float | None = None
-    """Since when there is none, as far as was noticed."""
-    unclaimed: str | None = None
-    """Why it could not claim an epoch (a full disk): what it saves is in memory only."""
-    cache: retain.NeedsCache = field(default_factory=dict)
-    speed: Speed = field(default_factory=Speed)
-    window: Window = field(default_factory=Window)
-    hasher: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a commit cost: bytes written, seconds until durable. `squeezed`: which part of its
-    gradients' bytes was not written, as they were packed; None where it wrote none. `warning`: what
-    failed after it. `is_part`: durable, but committed by a later one. `takes_replay`: it is no
-    whole state."""
-
-    name: CheckpointName
-    bytes: int
-    seconds: float
-    squeezed: float | None = None
-    warning: str | None = None
-    is_part: bool = False
-    takes_replay: bool = False

@@ -12,10 +12,9 @@ from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
 from everstep.keeper.data import Data
 from everstep.keeper.existing import settle
-from everstep.keeper.job import Outcome, Writer
 from everstep.keeper.ranks import nodes
 from everstep.keeper.ranks.node_save import Joint
-from everstep.keeper.window import Share
+from everstep.keeper.writer import Outcome, Share, Writer
 from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk

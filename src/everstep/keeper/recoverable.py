@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from everstep.errors import EverstepError
 from everstep.format.document import digest_of, unseal
 from everstep.keeper.arena import Arena, Row, SlotState
-from everstep.keeper.arrival import ALL
-from everstep.keeper.image import Image
-from everstep.keeper.job import Job
+from everstep.keeper.data import Image
+from everstep.keeper.job import ALL, Job
 from everstep.keeper.ranks.node_save import PLACE, REFERENCE, Joint
 from everstep.keeper.ranks.place import ALONE, Place
 

@@ -25,9 +25,9 @@ import time
 from everstep.errors import Conflict, EverstepError, kind_of
 from everstep.keeper import wire
 from everstep.keeper.arena import SUBMITTED, Arena, SlotState
-from everstep.keeper.arrival import ALL
-from everstep.keeper.job import Job, Outcome, Writer
+from everstep.keeper.job import ALL, Job
 from everstep.keeper.ranks.team import TEXT_MAX, Gap, Team
+from everstep.keeper.writer import Outcome, Writer
 
 log = logging.getLogger("everstep.keeper")
 

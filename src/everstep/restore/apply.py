@@ -314,8 +314,7 @@ def _inexact(candidate: Candidate, base: Described) -> str:
     what = "It" if is_there else f"Step {base.manifest.step}, from which it goes on,"
     return (
         f"restoring step {candidate.name.step}: what is stored of it is the run's own but for last "
-        f"bits (exact: false). {what} was made whole by a replay elsewhere, in place of its log "
-        f"(keep_exact=False)"
+        f"bits (exact: false). {what} was made whole by a replay elsewhere, in place of its log"
     )
 
 

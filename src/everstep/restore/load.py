@@ -24,7 +24,7 @@ from everstep.errors import Corrupt, EverstepError
 from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
-from everstep.keeper.image import Image
+from everstep.keeper.data import Image
 from everstep.restore.deliver import Delivery, Staging, address, devices_of
 from everstep.restore.plan import Span, Target, plan
 from everstep.restore.prefetch import Queued

@@ -28,11 +28,10 @@ from everstep.tiers.disk import Disk
 log = logging.getLogger("everstep")
 
 
-def materialize(disk: Disk, name: CheckpointName, keep_exact: bool = True) -> Manifest:
+def materialize(disk: Disk, name: CheckpointName) -> Manifest:
     """Make the state of a log step whole, durably; blocks. Returns the state's manifest.
 
-    `keep_exact`: where it is not exact, the log, which is, stays what a restore takes; else the
-    state stands for it, and nothing before it is needed.
+    Where it is not exact, the log, which is, stays what a restore takes.
 
     Takes memory for the state, twice. Raises Missing, Corrupt, Unsupported (an optimizer that is
     not torch's own, or a step that is a state already).
@@ -55,7 +54,7 @@ def materialize(disk: Disk, name: CheckpointName, keep_exact: bool = True) -> Ma
             if not base.manifest.exact:
                 differing.add(f"step {base.manifest.step}, where it begins, is not exact")
             replayed = {"differs": sorted(differing)}
-        to = _Target(disk, name, log_digest, token, keep_exact)
+        to = _Target(disk, name, log_digest, token)
         try:
             return _write(to, base, logs[-1], tensors, replayed)
         except Conflict:  # somebody else has made it meanwhile
@@ -83,7 +82,6 @@ class _Target:
     name: CheckpointName
     log_digest: str
     token: str
-    keep_exact: bool
 
 
 def _write(
@@ -137,7 +135,6 @@ def _write(
         records=(),
         previous=None,
         exact=exact,
-        replaces_log=not (exact or to.keep_exact),
         topology=topology if exact else {**topology, "replayed": replayed},
         created=commit.now(),
         tag=None,

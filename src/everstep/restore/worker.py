@@ -1,5 +1,4 @@
-"""python -m everstep.restore.worker STORE STEP-EPOCH [drop-log]: make a step of a log whole, out of
-the way; with drop-log, to stand for the log even where it is not exact.
+"""python -m everstep.restore.worker STORE STEP-EPOCH: make a step of a log whole, out of the way.
 
 The keeper starts it (keeper/catch_up.py), watches it, and reads the one line of JSON that it
 prints. It ends when its standard input does: then its keeper is gone.
@@ -17,7 +16,6 @@ import time
 from pathlib import Path
 
 from everstep.errors import EverstepError
-from everstep.keeper.catch_up import DROPS_LOG
 from everstep.store.names import parse_checkpoint
 from everstep.tiers.disk import Disk
 
@@ -30,7 +28,7 @@ _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
 def main(arguments: list[str] | None = None) -> int:
     """Print what was made, or what went wrong; 0, or 1."""
-    store, reference, *more = sys.argv[1:] if arguments is None else arguments
+    store, reference = sys.argv[1:] if arguments is None else arguments
     name = parse_checkpoint(reference)
     if name is None:
         raise ValueError(f"not a checkpoint: {reference!r}")
@@ -41,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     began = time.monotonic()
     try:
-        made = materialize(Disk(store), name, keep_exact=more != [DROPS_LOG])
+        made = materialize(Disk(store), name)
     except EverstepError as error:
         print(json.dumps({"kind": type(error).__name__, "message": str(error)}), flush=True)
         return 1
@@ -50,7 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     seconds = time.monotonic() - began
     said = {"step": made.step, "epoch": made.epoch, "exact": made.exact, "bytes": made.size}
-    said["ends_chain"] = made.ends_chain
     print(json.dumps({**said, "seconds": seconds}), flush=True)
     return 0
 

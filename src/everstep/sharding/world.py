@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from everstep.errors import KINDS, EverstepError, Unavailable, kind_of
-from everstep.keeper import wire
 from everstep.keeper.client import TeamMate
-from everstep.keeper.ranks import process_liveness
+from everstep.keeper.home import node
 
 log = logging.getLogger("everstep")
 
@@ -211,12 +210,11 @@ def form_team(world: World, store: Path, alike: Mapping[str, Any]) -> TeamMate |
     """
     if world.is_alone:
         return None
-    here = f"{socket.gethostname()} {_boot()} {wire.node()}"
+    here = f"{socket.gethostname()} {_boot()} {node()}"
     mine = [
         secrets.token_hex(8),
         here,
         os.path.realpath(store),
-        process_liveness.this_process(),
         dict(alike),
     ]
     said = world.gather("attaching", mine)
@@ -226,11 +224,11 @@ def form_team(world: World, store: Path, alike: Mapping[str, Any]) -> TeamMate |
             f"ranks of a run save to one store"
         )
     for what in alike:
-        _check_alike(what, [each[4].get(what) for each in said])
+        _check_alike(what, [each[3].get(what) for each in said])
     nodes = list(dict.fromkeys(each[1] for each in said))
     local = tuple(rank for rank, each in enumerate(said) if each[1] == here)
-    own, processes = local.index(world.rank), tuple(said[rank][3] for rank in local)
-    return TeamMate(said[0][0], own, len(local), local, nodes.index(here), len(nodes), processes)
+    own = local.index(world.rank)
+    return TeamMate(said[0][0], own, len(local), local, nodes.index(here), len(nodes))
 
 
 def _check_alike(what: str, said: Sequence[Any]) -> None:

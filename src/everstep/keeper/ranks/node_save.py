@@ -14,7 +14,7 @@ from everstep.format.manifest import FORMS
 from everstep.format.merge import Merged, RankTable, check_coverage, merge
 from everstep.format.merged_sets import merge_sets
 from everstep.keeper.arena import Row
-from everstep.keeper.image import Image, Parsed, gathered, parse, whole
+from everstep.keeper.data import Image, Parsed, gathered, parse, whole
 from everstep.keeper.job import Job
 from everstep.keeper.ranks.place import ALONE, Place
 

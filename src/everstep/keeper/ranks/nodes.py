@@ -27,9 +27,9 @@ from everstep.format.merge import check_coverage
 from everstep.format.merged_sets import merge_optimizers
 from everstep.format.node_parts import NodePart, Said
 from everstep.format.tables import Table, decode_table, seal_table
-from everstep.keeper.job import Writer
 from everstep.keeper.ranks.node_save import check_held, merge_numbered, objects_of
 from everstep.keeper.ranks.place import Place
+from everstep.keeper.writer import Writer
 from everstep.store import catalog, commit, names, parts
 from everstep.store.names import CheckpointName
 

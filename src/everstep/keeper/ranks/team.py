@@ -25,12 +25,13 @@ from everstep.errors import EverstepError, Unavailable, kind_of
 from everstep.keeper import wire
 from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.existing import was_committed
-from everstep.keeper.job import Job, Outcome, Writer
+from everstep.keeper.job import Job
 from everstep.keeper.persist import apply_retention, end_window, persist
-from everstep.keeper.ranks import nodes, process_liveness
+from everstep.keeper.ranks import nodes
 from everstep.keeper.ranks.node_save import Joint, call_of
 from everstep.keeper.ranks.place import Place
 from everstep.keeper.tasks import Task, Tasks
+from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -39,7 +40,6 @@ log = logging.getLogger("everstep.keeper")
 
 TASKS_MAX = 1000
 TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
-_LOOK_S = 0.2
 
 
 class Member(Protocol):
@@ -75,9 +75,6 @@ class Team:
         Raises ValueError, KeyError or TypeError for a greeting that is none."""
         self.place = Place.of(hello.get("team"))
         self.id, self.size = self.place.id, len(self.place.ranks)
-        self._mates = (hello.get("team") or {}).get("mates") or [None] * self.size
-        if not isinstance(self._mates, list) or len(self._mates) != self.size:
-            raise ValueError(f"a team of {self.size} with other processes: {self._mates!r}")
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
         self.writer = Writer(disk, keep if self.place.commits else None)
         self.writer.place, self.writer.is_awaited = self.place, self._is_awaited
@@ -89,14 +86,13 @@ class Team:
         self._gone: dict[int, str] = {}
         self._claimed: dict[int, int] = {}
         self._settled: set[int] = set()
-        self._began = self._looked = time.monotonic()
+        self._began = time.monotonic()
         self._lock = threading.Lock()
         self._tasks = Tasks()
         every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
         every = every if self.place.commits else 0
-        keep_exact = hello.get("keep_exact") is not False
         is_resumed = hello["epoch"] is not None
-        self._catch_up = self._catch_up_every(every, is_resumed, keep_exact) if every else None
+        self._catch_up = self._catch_up_every(every, is_resumed) if every else None
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
 
     @property
@@ -153,16 +149,9 @@ class Team:
             self._gone.pop(local, None)
 
     def end_silence(self, seconds: float) -> None:
-        """Wait no longer than that for ranks that have never attached (to this keeper), and not for
-        processes that are gone."""
-        now = time.monotonic()
-        if len(self._members) >= self.size or now - self._looked < _LOOK_S:
-            return
-        self._looked = now
-        for local in set(range(self.size)) - self._members.keys() - self._gone.keys():
-            if process_liveness.has_died(self._mates[local]):
-                self.lose(local, "its process has died")
-            elif now - self._began > seconds:
+        """Wait no longer than that for ranks that have never attached (to this keeper)."""
+        if len(self._members) < self.size and time.monotonic() - self._began > seconds:
+            for local in set(range(self.size)) - self._members.keys() - self._gone.keys():
                 self.lose(local, "it has not attached")
 
     def offer(self, local: int, job: Job | Gap) -> None:
@@ -392,13 +381,12 @@ class Team:
             if self._catch_up:
                 self._catch_up.note(outcome.name, outcome.takes_replay)
 
-    def _catch_up_every(self, every: int, is_resumed: bool, keep_exact: bool) -> CatchUp:
+    def _catch_up_every(self, every: int, is_resumed: bool) -> CatchUp:
         """What was kept for the sake of later steps may go when one of them is whole."""
         return CatchUp(
             self.writer.disk,
             every,
             is_resumed=is_resumed,
-            keep_exact=keep_exact,
             tell=self._tell_all,
             on_whole=lambda: self._tasks.put(lambda: apply_retention(self.writer)),
         )

@@ -1,11 +1,43 @@
-"""The parts of a spread checkpoint: written step by step, committed by the last of them."""
+"""The writer of a run on this node: what it knows from one checkpoint to the next.
 
+A spread checkpoint is written step by step, and committed by the last of them.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
 from everstep.format.tables import FileLink
+from everstep.keeper.ranks.place import ALONE, Place
+from everstep.store import retain
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+
+SLOW_BYTES_PER_S = 700e6
+"""Of the disk, below which entropy coding (2.9 GB/s a core, where it works) pays."""
+
+_SPEED_BYTES_MIN = 8 << 20
+_HASHERS = min(4, len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a commit cost: bytes written, seconds until durable. `squeezed`: which part of its
+    gradients' bytes was not written, as they were packed; None where it wrote none. `warning`: what
+    failed after it. `is_part`: durable, but committed by a later one. `takes_replay`: it is no
+    whole state."""
+
+    name: CheckpointName
+    bytes: int
+    seconds: float
+    squeezed: float | None = None
+    warning: str | None = None
+    is_part: bool = False
+    takes_replay: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +119,46 @@ class Window:
         """Nothing is under way."""
         self.steps = ()
         self.parts, self.records, self.documents = [], [], []
+
+
+@dataclass(slots=True)
+class Speed:
+    """What a disk was seen to write, in bytes a second; None until then."""
+
+    bytes_per_s: float | None = None
+
+    def note(self, size: int, seconds: float) -> None:
+        """One write; a mean that forgets."""
+        if size >= _SPEED_BYTES_MIN and seconds > 0:
+            seen = size / seconds
+            self.bytes_per_s = 0.7 * (self.bytes_per_s or seen) + 0.3 * seen
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether bytes cost more than the time to squeeze them."""
+        return self.bytes_per_s is not None and self.bytes_per_s < SLOW_BYTES_PER_S
+
+
+@dataclass(slots=True)
+class Writer:
+    """Who writes: one attachment of a trainer. `parent` is the newest checkpoint of its line."""
+
+    disk: Disk
+    keep: retain.Keep | None
+    epoch: int | None = None
+    parent: CheckpointName | None = None
+    parent_digest: str | None = None
+    run: str | None = None
+    place: Place = ALONE
+    is_awaited: Callable[[], bool] = lambda: True
+    """Whether a trainer lives that wants to know what becomes of it."""
+    orphaned: float | None = None
+    """Since when there is none, as far as was noticed."""
+    unclaimed: str | None = None
+    """Why it could not claim an epoch (a full disk): what it saves is in memory only."""
+    cache: retain.NeedsCache = field(default_factory=dict)
+    speed: Speed = field(default_factory=Speed)
+    window: Window = field(default_factory=Window)
+    hasher: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")
+    )
