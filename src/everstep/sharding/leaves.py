@@ -15,7 +15,7 @@ from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Spec, entry_name
 from everstep.format.tables import is_dense
-from everstep.sharding.layout import is_dtensor, local_of
+from everstep.sharding.layout import is_dtensor, local_of, shards_of
 
 _shape, _dtype, _local = attrgetter("shape"), attrgetter("dtype"), attrgetter("_local_tensor")
 _SAMPLE_BYTES = 64
@@ -209,6 +209,14 @@ def has_elements(leaf: Leaf) -> bool:
     """Whether there is anything of it here, or nowhere."""
     shape = tuple(leaf.tensor.shape) if leaf.shape is None else leaf.shape
     return bool(leaf.tensor.numel()) or 0 in shape
+
+
+def pieces_of(leaf: Leaf) -> list[Leaf]:
+    """The leaf itself, or the boxes of a DTensor that are here."""
+    if not is_dtensor(leaf.tensor):
+        return [leaf]
+    shape, shards = shards_of(leaf.tensor)
+    return [Leaf(leaf.name, tensor, leaf.owner, box, shape) for box, tensor in shards]
 
 
 def find_aliases(leaves: Iterable[Leaf]) -> tuple[list[Leaf], dict[str, list[str]]]:

@@ -11,11 +11,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box, flat_boxes
-from everstep.sharding.layout import local_of
-from everstep.sharding.leaves import Leaf
+from everstep.sharding.layout import local_of, spread_of
+from everstep.sharding.leaves import Leaf, has_elements, pieces_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +96,24 @@ class Piece:
         )
 
 
+class StateOf(NamedTuple):
+    """Of what a tensor is the state: of a parameter, in an optimizer, under a key."""
+
+    optimizer: Optimizer
+    optimizer_name: str
+    name: str
+    parameter: torch.Tensor
+    key: str
+
+
 class Place(NamedTuple):
     """A leaf that can be written, and the parameter by which its holders are known: they hold this
-    box of it, if it lies `alike`, else some of it."""
+    box of it, if it lies `is_alike`, else some of it."""
 
     leaf: Leaf
     parameter: str
-    alike: bool
+    is_alike: bool
+    state: StateOf | None
 
 
 class Mapped:
@@ -168,34 +180,29 @@ class Mapped:
         memory = memory_like(parameter, tensor)
         return [Shard(each.name, each.shape, each.box.offsets, each.of(memory)) for each in found]
 
-    def places(
-        self, leaf: Leaf, state: tuple[str, str, torch.Tensor, str] | None
-    ) -> list[Place] | None:
-        """What is to be written for a leaf; None where it is the tensor of its name. `state`: of an
-        optimizer's state tensor, the optimizer, its parameter with its name, and the key. Raises
-        Unsupported."""
-        if state is None:
-            shards = self.pieces(leaf.tensor, leaf.tensor)
-            return None if shards is None else [_place(leaf, each, each.name) for each in shards]
-        optimizer, name, parameter, key = state
-        if self.split(parameter) is None:
-            return None
-        if has_shape_of(parameter, leaf.tensor, key):
-            return [
-                _place(leaf, each, f"{optimizer}.{each.name}.{key}")
-                for each in self.pieces(parameter, leaf.tensor) or ()
-            ]
-        if leaf.tensor.numel() > 1:
+    def places(self, leaf: Leaf, state: StateOf | None) -> list[Place]:
+        """What is to be written for a leaf, box by box; `state`: of an optimizer's state tensor.
+        Raises Unsupported."""
+        base, name = (leaf.tensor, leaf.name) if state is None else (state.parameter, state.name)
+        found: list[Place] = []
+        if self.split(base) is None:
+            is_alike = spread_of(base) == spread_of(leaf.tensor)
+            found = [Place(piece, name, is_alike, state) for piece in pieces_of(leaf)]
+        elif state is None or has_shape_of(base, leaf.tensor, state.key):
+            for shard in self.pieces(base, leaf.tensor) or ():
+                piece = Leaf(shard.name, shard.tensor, leaf.owner, shard.box, shard.shape)
+                found.append(Place(_named(piece, shard.name, state), shard.name, True, state))
+        elif leaf.tensor.numel() > 1:
             raise Unsupported(
                 f"capturing {leaf.name!r}: its parameter is several boxes of global tensors, and "
                 f"it has another shape ({list(leaf.tensor.shape)}) than that, so that nobody can "
                 f"tell what belongs to which. Use an optimizer whose state has its parameters' "
                 f"shapes, or do without layout="
             )
-        return [
-            Place(leaf._replace(name=f"{optimizer}.{each}.{key}"), each, False)
-            for each in self.names_here(name, parameter)
-        ]
+        else:
+            names = self.names_here(name, base)
+            found = [Place(_named(leaf, each, state), each, False, state) for each in names]
+        return [place for place in found if has_elements(place.leaf)]
 
     def _renamed(self, shard: Shard) -> str:
         found = self._layout(shard.name, shard.tensor) if self._layout else None
@@ -240,9 +247,8 @@ def memory_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return other
 
 
-def _place(leaf: Leaf, shard: Shard, name: str) -> Place:
-    moved = Leaf(name, shard.tensor, leaf.owner, shard.box, shard.shape)
-    return Place(moved, shard.name, True)
+def _named(leaf: Leaf, name: str, state: StateOf | None) -> Leaf:
+    return leaf._replace(name=f"{state.optimizer_name}.{name}.{state.key}" if state else name)
 
 
 def _pieces(name: str, parameter: torch.Tensor, shards: Iterable[Shard]) -> tuple[Piece, ...]:

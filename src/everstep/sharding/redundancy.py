@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from everstep.errors import Unsupported
@@ -140,29 +141,22 @@ def updates_elsewhere(optimizer: Optimizer) -> bool:
     return is_redundancy_free(optimizer) and bool(cast(Any, optimizer)._overlap_with_ddp)
 
 
-def ranks_of(optimizer: Optimizer, parameter: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """Which rank has the state of a parameter, and the ranks among which it was dealt out; None
-    where each that has the parameter has its state."""
-    if not is_redundancy_free(optimizer):
-        return None
-    import torch.distributed as dist
-
-    zero = cast(Any, optimizer)
-    ranks = dist.get_process_group_ranks(zero.process_group)
-    return ranks[zero._param_to_rank[parameter]], tuple(sorted(ranks))
-
-
-def redundancy_free(
-    name: str, holders: tuple[int, ...], owner: int, among: tuple[int, ...]
+def updating_ranks(
+    optimizer: Optimizer, parameter: torch.Tensor, name: str, ranks: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The ranks that have a state tensor. Raises Unsupported where others may have it too."""
-    if not set(holders) <= set(among):
+    """Of the ranks that have a parameter, those that update it and have its state. Raises
+    Unsupported, for the tensor `name`, where that cannot be told."""
+    if not is_redundancy_free(optimizer):
+        return ranks
+    zero = cast(Any, optimizer)
+    among = dist.get_process_group_ranks(zero.process_group)
+    if not set(ranks) <= set(among):
         raise Unsupported(
             f"capturing {name!r}: its ZeroRedundancyOptimizer deals it out among ranks "
-            f"{list(among)}, but ranks {list(holders)} have its parameter, each group its own "
+            f"{sorted(among)}, but ranks {list(ranks)} have its parameter, each group its own "
             f"state. Give it a process group of all of them, or use FSDP2"
         )
-    return (owner,)
+    return (among[zero._param_to_rank[parameter]],)
 
 
 def is_here(optimizer: Optimizer, parameter: torch.Tensor) -> bool:

@@ -9,10 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from everstep.errors import Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
-from everstep.sharding.layout import ShardingSpec
-from everstep.sharding.leaves import Leaf
+from everstep.sharding.layout import ShardingSpec, spread_of
+from everstep.sharding.leaves import Leaf, dtype_name
+from everstep.sharding.mapped import Mapped, Place
+from everstep.sharding.redundancy import updating_ranks
 from everstep.sharding.topology import PADDED
 from everstep.sharding.world import World
 
@@ -177,6 +182,79 @@ class Holders:
             or any(box.count for box in spread)
             or 0 in self._shapes[name].shape
         )
+
+
+class Common:
+    """What several parameters have in common, though it is one number of one tensor: `step` of q, k
+    and v which are one matrix globally. It is written once, and has to be the same."""
+
+    def __init__(self) -> None:
+        self._twins: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def once(self, places: Iterable[Place]) -> list[Place]:
+        """Without what is there twice."""
+        found: list[Place] = []
+        first: dict[str, torch.Tensor] = {}
+        for place in places:
+            leaf = place.leaf
+            if place.state and not place.is_alike and leaf.box is None:
+                known = first.setdefault(leaf.name, leaf.tensor)
+                if known is not leaf.tensor:
+                    self._twins.append((leaf.name, known, leaf.tensor))
+                    continue
+            found.append(place)
+        return found
+
+    def check(self) -> None:
+        """Raises Unsupported. Waits for a device, if they are on one."""
+        for name, one, other in self._twins:
+            if not torch.equal(one, other):
+                raise Unsupported(
+                    f"capturing {name!r}: it is {one} and {other}, in different parameters that "
+                    f"are parts of one tensor. Give parts that are not updated together names of "
+                    f"their own"
+                )
+
+
+def shared_out(
+    places: Iterable[Place], holders: Holders, rank: int
+) -> tuple[list[Leaf], list[Leaf]]:
+    """What of them this rank writes, and what others do. Raises Unsupported."""
+    held = []
+    for leaf, name, is_alike, state in places:
+        ranks = holders.of(name, leaf.box) if is_alike else holders.of_any(name)
+        if state:
+            ranks = updating_ranks(state.optimizer, state.parameter, leaf.name, ranks)
+        elif _is_buffer(leaf):
+            ranks = ranks[:1]
+        held.append(Held(leaf, ranks))
+    return assign_writers(held, rank)
+
+
+def _is_buffer(leaf: Leaf) -> bool:
+    """Whether it may be another on each rank, as BatchNorm's statistics: the first rank's count, as
+    DDP has it, and all of them, so that what comes back is what one rank had."""
+    is_parameter = leaf.owner is not None or isinstance(leaf.tensor, torch.nn.Parameter)
+    is_small = leaf.tensor.nbytes < LARGE_BYTES  # else it is some value, which all write together
+    return is_small and leaf.box is None and not is_parameter
+
+
+def shapes_of(leaves: Iterable[Leaf], mapped: Mapped) -> dict[str, Shape]:
+    """What other ranks are told of parameters and buffers."""
+    shapes: dict[str, Shape] = {}
+    boxes: dict[str, list[Box]] = {}
+    for leaf in leaves:
+        dtype = dtype_name(leaf.tensor.dtype)
+        pieces = mapped.split(leaf.tensor)
+        if pieces is None:
+            spread = spread_of(leaf.tensor)
+            shapes[leaf.name] = Shape(dtype, tuple(leaf.tensor.shape), spread)
+        for piece in pieces or ():
+            found = boxes.setdefault(piece.name, [])
+            found.append(piece.box)
+            listed = tuple(sorted(found, key=lambda box: (box.offsets, box.lengths)))
+            shapes[piece.name] = Shape(dtype, piece.shape, listed)
+    return shapes
 
 
 def _classes(shapes: Mapping[str, Shape]) -> dict[ShardingSpec | str | None, list[Any]]:

@@ -7,10 +7,9 @@ import torch
 from everstep.errors import Unsupported
 from everstep.format.document import digest_of
 from everstep.sharding.layout import is_dtensor
-from everstep.sharding.leaves import Leaf, check_tensor, has_elements
+from everstep.sharding.leaves import Leaf, check_tensor, has_elements, pieces_of
 from everstep.sharding.mapped import Mapped
 from everstep.sharding.ranked import own_name, unowned
-from everstep.state.sharing import pieces_of
 
 _COMPARED_BYTES_MAX = 1 << 20
 

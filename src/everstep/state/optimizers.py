@@ -4,7 +4,7 @@ torch's own load_state_dict casts (fp32 moments of a bf16 parameter become bf16)
 `optimizer.state` are made here as the checkpoint has them, unless the user's class has its own way.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -13,21 +13,23 @@ import torch
 import xxhash
 from torch.optim import Optimizer
 
-from everstep.errors import Unsupported
-from everstep.sharding.layout import is_dtensor, local_of, shards_of
+from everstep.errors import Mismatch, Unsupported
+from everstep.format.global_tensors import GlobalTensor
+from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Guard, Leaf, check_tensor
-from everstep.sharding.mapped import Mapped, has_shape_of
+from everstep.sharding.mapped import Mapped, StateOf, has_shape_of, memory_like
 from everstep.sharding.redundancy import (
     fetch_hyperparameters,
     inner_of,
     is_here,
     spread_hyperparameters,
 )
-from everstep.state.boxed_optimizer_state import place_state
 from everstep.state.objects import TensorSink, as_stored, encode
 from everstep.state.placement import Placement, Saved
 
 _STRUCTURE = ("params", "param_names")
+_DeviceOf = Callable[[str, str, str], torch.device]
+"""Where a state tensor goes: of its full name, its parameter's name, its key."""
 
 
 class OptimizerState:
@@ -87,103 +89,63 @@ class OptimizerState:
         for key in set(group) - set(values) - set(_STRUCTURE) - set(self.optimizer.defaults):
             del group[key]
 
-    def digest(self) -> str:
-        """XXH3-128 of all bytes of its parameters and their state tensors, in the order of their
-        names (groups may be others at a replay), as far as they are this rank's; of boxes of other
-        tensors, those. Waits for the device, and copies from it."""
-        return self.digests()[-1][1]
-
-    def digests(self) -> list[tuple[str, str]]:
-        """Of nothing, and after each tensor, its name and the digest of the bytes so far: the first
-        that differs tells which tensor does. The last is `digest`."""
-        digest = xxhash.xxh3_128()
-        found = [("", digest.hexdigest())]
-        for name, parameter in sorted(self._here(), key=itemgetter(0)):
-            state = self.state.get(parameter, {})
-            for key, value in [
-                ("", parameter),
-                *sorted(state.items(), key=lambda row: str(row[0])),
-            ]:
+    def owned(self) -> Iterator[tuple[Leaf, StateOf | None]]:
+        """Its parameters, each before the tensors of its state, as far as they are here, whoever
+        else may have them."""
+        for _, name, parameter, _ in self.parameters():
+            yield Leaf(name, parameter, self.index), None
+            for key, value in self.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    for part in self._parts_of(parameter, value, str(key)):
-                        flat = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                        digest.update(flat.numpy().data)
-                    full = name if value is parameter else f"{self.name}.{name}.{key}"
-                    found.append((full, digest.hexdigest()))
-        return found
+                    of = StateOf(self.optimizer, self.name, name, parameter, key)
+                    yield Leaf(f"{self.name}.{name}.{key}", value, self.index), of
+
+    def tensors(self) -> Iterator[Leaf]:
+        """The same alone."""
+        return (leaf for leaf, _ in self.owned())
+
+    def places(self) -> Iterator[Leaf]:
+        """The same as boxes of what they are globally."""
+        return (place.leaf for row in self.owned() for place in self.mapped.places(*row))
 
     def parameters_here(self) -> list[torch.Tensor]:
         """What of its parameters' memory this rank updates, in an order that is the same where the
         layout is."""
-        parts = {
-            f"{name} {number}": part.detach()
-            for name, parameter in self._here()
-            for number, part in enumerate(self._parts_of(parameter, parameter, ""))
-        }
-        return [part for _, part in sorted(parts.items()) if part.numel()]
+        return [part for (_, key, _), part in self._sorted_here() if not key and part.numel()]
 
     def state_here(self) -> list[torch.Tensor]:
         """Likewise of the tensors of their state; none where its class says itself what that is,
         and may bring it back in another form."""
         if self.has_own_methods:
             return []
-        parts = {
-            f"{name} {key} {number}": part.detach()
-            for name, parameter in self._here()
-            for key, value in self.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor)
-            for number, part in enumerate(self._parts_of(parameter, value, str(key)))
-        }
-        return [part for _, part in sorted(parts.items()) if part.numel()]
+        return [part for (_, key, _), part in self._sorted_here() if key and part.numel()]
 
-    def _here(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters of which this rank updates something, each with its name."""
-        for _, name, parameter, _ in self.parameters():
+    def digest(self) -> str:
+        """XXH3-128 of all bytes of its parameters and their state that are this rank's, in the
+        order of their names: groups may be others at a replay. Waits for the device, and copies
+        from it."""
+        digest = xxhash.xxh3_128()
+        for _, part in sorted(self._here().items(), key=itemgetter(0)):
+            flat = part.cpu().contiguous().view(-1).view(torch.uint8)
+            digest.update(flat.numpy().data)
+        return digest.hexdigest()
+
+    def _sorted_here(self) -> list[tuple[tuple[str, str, int], torch.Tensor]]:
+        """As records have them: parts by their numbers in words."""
+        return sorted(self._here().items(), key=lambda row: (*row[0][:2], str(row[0][2])))
+
+    def _here(self) -> dict[tuple[str, str, int], torch.Tensor]:
+        """This rank's memory of what it updates, of boxes of other tensors those: by the name of a
+        parameter, the key of its state ("" for itself), and the number of the part."""
+        found: dict[tuple[str, str, int], torch.Tensor] = {}
+        for leaf, of in self.owned():
+            name, parameter, key = (of.name, of.parameter, str(of.key)) if of else (*leaf[:2], "")
             if is_here(self.optimizer, parameter) and self.mapped.names_here(name, parameter):
-                yield name, parameter
-
-    def places(self) -> Iterator[Leaf]:
-        """The same tensors as `tensors`, as boxes of what they are globally."""
-        for _, name, parameter, _ in self.parameters():
-            state = self.state.get(parameter, {})
-            leaves: list[tuple[Leaf, tuple[str, str, torch.Tensor, str] | None]]
-            leaves = [(Leaf(name, parameter), None)]
-            leaves += [
-                (Leaf(f"{self.name}.{name}.{key}", value), (self.name, name, parameter, key))
-                for key, value in state.items()
-                if isinstance(value, torch.Tensor)
-            ]
-            for leaf, told in leaves:
-                found = self.mapped.places(leaf, told)
-                if found is not None:
-                    yield from (place.leaf for place in found)
-                    continue
-                shape, shards = shards_of(leaf.tensor)
-                yield from (Leaf(leaf.name, memory, None, box, shape) for box, memory in shards)
-
-    def _parts_of(
-        self, parameter: torch.Tensor, value: torch.Tensor, key: str
-    ) -> list[torch.Tensor]:
-        if not has_shape_of(parameter, value, key):
-            return [local_of(value)]
-        shards = self.mapped.pieces(parameter, value)
-        return [local_of(value)] if shards is None else [shard.tensor for shard in shards]
-
-    def live(self) -> Iterator[torch.Tensor]:
-        """Its parameters and their state tensors, as they are."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter
-                state = self.state.get(parameter, {}).values()
-                yield from (value for value in state if isinstance(value, torch.Tensor))
-
-    def tensors(self) -> Iterator[Leaf]:
-        """Its parameters and their state tensors, whoever else may have them."""
-        for _, name, parameter, _ in self.parameters():
-            yield Leaf(name, parameter, self.index)
-            for key, value in self.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    yield Leaf(f"{self.name}.{name}.{key}", value, self.index)
+                shards = None
+                if has_shape_of(parameter, leaf.tensor, key):
+                    shards = self.mapped.pieces(parameter, leaf.tensor)
+                parts = [local_of(leaf.tensor)] if shards is None else [e.tensor for e in shards]
+                found |= {(name, key, number): part.detach() for number, part in enumerate(parts)}
+        return found
 
     @property
     def keeps_numbers(self) -> bool:
@@ -391,7 +353,7 @@ class OptimizerState:
             return _device(placement.saved, full, name, parameter.device, is_counter)
 
         if self.mapped.split(parameter) is not None:
-            return place_state(placement, self.name, name, parameter, self.mapped, live, device_of)
+            return _boxed_state(placement, self.name, name, parameter, self.mapped, live, device_of)
         state: dict[str, Any] = {}
         for key in saved["state"].get(name, ()):
             full = f"{self.name}.{name}.{key}"
@@ -476,3 +438,104 @@ def install(group: dict[str, Any], values: dict[str, Any]) -> None:
                 live.copy_(value)
         else:
             group[key] = value
+
+
+def _boxed_state(
+    placement: Placement,
+    optimizer: str,
+    name: str,
+    parameter: torch.Tensor,
+    mapped: Mapped,
+    live: Mapping[str, Any],
+    device_of: _DeviceOf,
+) -> dict[str, Any]:
+    """The new state entry of a parameter: its own shape where the global tensors' state has theirs,
+    else what all of them have, which must be the same."""
+    saved, names = placement.saved, mapped.names_here(name, parameter)
+    keys = {each: saved.optimizers[optimizer]["state"].get(each, ()) for each in names}
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for own in keys.values() for key in own):
+        full = {each: f"{optimizer}.{each}.{key}" for each in names}
+        if absent := [each for each in names if full[each] not in saved.tensors]:
+            present = next(each for each in names if each not in absent)
+            placement.problems.append(
+                f"state: {present!r} and {absent[0]!r} are in one parameter, {name!r}, and in the "
+                f"checkpoint only the first has {key!r} in {optimizer!r}"
+            )
+            continue
+        entries = {each: saved.tensors[full[each]] for each in names}
+        device = device_of(full[names[0]], names[0], key)
+        if _follows(entries, parameter, mapped, key):
+            found[key] = _boxes(
+                placement, optimizer, key, entries, parameter, mapped, live.get(key), device
+            )
+        else:
+            found[key] = _common(placement, full, device)
+    plain = (placement.stored(optimizer) or {}).get("state", {})
+    values = {each: plain.get(each, {}) for each in names}
+    for each in names:
+        if repr(values[each]) != repr(values[names[0]]):
+            placement.problems.append(
+                f"state: {names[0]!r} and {each!r} are in one parameter, {name!r}, and differ in "
+                f"what {optimizer!r} keeps of them"
+            )
+    if names:
+        found.update(placement.decode(values[names[0]]))
+    return found
+
+
+def _follows(
+    entries: Mapping[str, GlobalTensor], parameter: torch.Tensor, mapped: Mapped, key: str
+) -> bool:
+    """Whether these have an element for each of their parameters'."""
+    shapes = {piece.name: piece.shape for piece in mapped.split(parameter) or ()}
+    alike = all(entry.spec.shape == shapes[each] for each, entry in entries.items())
+    return alike and not (key == "step" and not any(shapes[each] for each in entries))
+
+
+def _boxes(
+    placement: Placement,
+    optimizer: str,
+    key: str,
+    entries: Mapping[str, GlobalTensor],
+    parameter: torch.Tensor,
+    mapped: Mapped,
+    live: Any,
+    device: torch.device,
+) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, next(iter(entries.values())).spec.dtype)
+    if not _fits(live, parameter, dtype, device):
+        # zeros: padding belongs to no tensor
+        live = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    memory = memory_like(parameter, live)
+    for piece in mapped.split(parameter) or ():
+        full = f"{optimizer}.{piece.name}.{key}"
+        placement.into_box(full, piece.shape, piece.box, piece.of(memory))
+    assert isinstance(live, torch.Tensor)
+    return live
+
+
+def _fits(live: Any, parameter: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    if not isinstance(live, torch.Tensor) or (live.dtype, live.device) != (dtype, device):
+        return False
+    own, other = local_of(parameter), local_of(live)
+    same = own.stride() == other.stride() or (own.is_contiguous() and other.is_contiguous())
+    return own.shape == other.shape and same
+
+
+def _common(placement: Placement, full: Mapping[str, str], device: torch.device) -> torch.Tensor:
+    """One of several that must be equal: that is known when they have arrived."""
+    tensors = {name: placement.new(name, device) for name in full.values()}
+    placement.then(partial(_check_equal, tensors))
+    return next(iter(tensors.values()))
+
+
+def _check_equal(tensors: Mapping[str, torch.Tensor]) -> None:
+    (first, value), *others = tensors.items()
+    for name, other in others:
+        if not torch.equal(value.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)):
+            raise Mismatch(
+                f"restoring {first!r}: here it is one with {name!r}, and in the checkpoint they "
+                f"differ ({value} and {other}). Tensors are filled, optimizers are not restored: "
+                f"restore on a layout that has these parameters apart"
+            )

@@ -14,7 +14,7 @@ from everstep.sharding.layout import local_of, shards_like
 from everstep.sharding.leaves import Leaf, has_elements
 from everstep.sharding.mapped import Piece, memory_like
 from everstep.sharding.ranked import unowned
-from everstep.sharding.redundancy import ranks_of, redundancy_free
+from everstep.sharding.redundancy import updating_ranks
 from everstep.sharding.writers import Held, Holders, assign_writers, dealt_out
 from everstep.state.optimizers import OptimizerState
 
@@ -155,7 +155,7 @@ def _shares(optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -
         for _, name, parameter, _ in optimizer.parameters():
             if optimizer.mapped.split(parameter) is not None:
                 continue
-            ranks = _updaters(optimizer, name, parameter, holders.of(name))
+            ranks = updating_ranks(optimizer.optimizer, parameter, name, holders.of(name))
             local = local_of(parameter)
             shape, shards = shards_like(parameter, local)
             is_first = holders.of_any(name)[0] == rank
@@ -193,7 +193,7 @@ def _boxed_shares(
                 leaf = Leaf(shard.name, shard.tensor, len(names) - 1, shard.box, shard.shape)
                 if has_elements(leaf):
                     ranks = holders.of(shard.name, shard.box)
-                    ranks = _updaters(optimizer, shard.name, parameter, ranks)
+                    ranks = updating_ranks(optimizer.optimizer, parameter, shard.name, ranks)
                     held.append(Held(leaf, ranks))
     for leaf in assign_writers(held, rank)[0]:
         assert leaf.owner is not None
@@ -204,15 +204,6 @@ def _boxed_shares(
         shape = leaf.spec.shape
         pieces.append(Piece(leaf.name, shape, leaf.box, start, leaf.tensor.stride()))
     return found
-
-
-def _updaters(
-    optimizer: OptimizerState, name: str, parameter: torch.Tensor, ranks: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Of the ranks that have a parameter those that update it, who note its gradient. Raises
-    Unsupported."""
-    owner = ranks_of(optimizer.optimizer, parameter)
-    return ranks if owner is None else redundancy_free(name, ranks, *owner)
 
 
 def _inside(view: torch.Tensor, whole: torch.Tensor) -> tuple[slice, ...]:

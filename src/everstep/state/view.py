@@ -22,7 +22,7 @@ from everstep.sharding.ranked import ByRank, Share, own_name, unowned
 from everstep.sharding.redundancy import class_of
 from everstep.sharding.topology import ALONE, PADDED
 from everstep.sharding.world import World
-from everstep.sharding.writers import Holders
+from everstep.sharding.writers import Common, Holders, shapes_of, shared_out
 from everstep.state.entries import Entry, entries_of, overlaps_of, places_in, shares_of
 from everstep.state.modules import ModuleState
 from everstep.state.nested_tensors import NestedTensors, digests_of, hash_of
@@ -30,7 +30,6 @@ from everstep.state.optimizers import OptimizerState
 from everstep.state.overlaps import Memory, memory_of
 from everstep.state.placement import Placement, Saved
 from everstep.state.recorded import RecordShares
-from everstep.state.sharing import Of, Parts, places_of, shapes_of, shared_out
 from everstep.state.stateful import (
     GlobalGenerators,
     StatefulState,
@@ -125,7 +124,7 @@ class State:
             self.name_parameters()  # whoever looks at parameters before the first walk
         self._check_overlaps()
         self._walk: Walk | None = None
-        self._common = Parts()
+        self._common = Common()
         self._guard = Guard()
         self._owners: dict[int, int | None] = {}
         self._graphed: set[int] = set()
@@ -288,7 +287,7 @@ class State:
         rank, own = self.world.rank, own_name("", self.world.rank)
         spread = [leaf for leaf in sink.spread if not leaf.name.endswith(own)]
         self._loose_holders.ask(shapes_of(spread, self.mapped))
-        places = places_of(spread, {}, self.mapped)
+        places = [place for leaf in spread for place in self.mapped.places(leaf, None)]
         written, _ = shared_out(places, self._loose_holders, rank)
         others = (
             leaf
@@ -339,7 +338,7 @@ class State:
     ) -> Placement:
         """What a replay does not bring: it brings optimizers' tensors and `derived`, which are
         `names` in the checkpoint, and must have been found to fit before."""
-        settled = {id(tensor) for each in self.optimizers for tensor in each.live()}
+        settled = {id(tensor) for each in self.optimizers for _, tensor, *_ in each.tensors()}
         settled |= {id(tensor) for tensor in derived}
         return replace(self.place(saved), settled=settled, settled_names=names)
 
@@ -432,20 +431,20 @@ class State:
 
     def _shared_out(self, leaves: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
         """What of them this rank writes, box by box, and what others write of them."""
-        states = {
-            id(value): Of(optimizer, name, parameter, key)
-            for optimizer in self.optimizers
-            for _, name, parameter, _ in optimizer.parameters()
-            for key, value in optimizer.state.get(parameter, {}).items()
-        }
-        self._common = Parts()
-        places = self._common.once(places_of(leaves, states, self.mapped))
+        owned = (row for optimizer in self.optimizers for row in optimizer.owned())
+        states = {id(leaf.tensor): state for leaf, state in owned if state}
+        self._common = Common()
+        places = self._common.once(
+            place
+            for leaf in leaves
+            for place in self.mapped.places(leaf, states.get(id(leaf.tensor)))
+        )
         parameters = [p for each in self.optimizers for _, _, p, _ in each.parameters()]
         rows, is_padded = described(parameters, self.mapped)
         boxes = digest_of(json.dumps(rows).encode()) if rows else ""
         if self.world.is_alone:
             self._layout = f"{ALONE} {boxes}".strip() + (PADDED if is_padded else "")
-            return [place.leaf for place, _ in places], []
+            return [place.leaf for place in places], []
         self._records = None
         asked = (leaf for leaf in leaves if id(leaf.tensor) not in states)
         self._holders.ask(shapes_of(asked, self.mapped), boxes + (PADDED if is_padded else ""))
