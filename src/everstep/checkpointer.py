@@ -122,7 +122,7 @@ class Checkpointer:
         self._derived = Derived(self._rules, how.verify == "full", rank)
         pace, derived = Pace(), self._derived if self._rules.parts else None
         self._disk = Disk(Path(store).absolute())
-        alike = {"state": self._state.names, "every": every, "strategy": repr(options.strategy)}
+        alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._rules.parts)
         team = form_team(self._world, self._disk.root, alike)
         self._world.local = team.ranks if team else (self._world.rank,)

@@ -337,7 +337,7 @@ def test_wrong_states_and_steps(store):
     for state in ([nn.Linear(1, 1)], {1: "x"}):
         with pytest.raises(TypeError, match="names to models"):
             Checkpointer(store, state)
-    with pytest.raises(ValueError, match='"rng" is taken'):
+    with pytest.raises(ValueError, match="'rng' is that of"):
         Checkpointer(store, {"rng": 1})
     for name in ("model", "optimizer"):
         with pytest.raises(ValueError, match=f"by_rank: '{name}' is a model or an optimizer"):

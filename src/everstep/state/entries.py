@@ -15,7 +15,6 @@ from everstep.errors import Unsupported
 from everstep.sharding.leaves import Guard, Leaf
 from everstep.sharding.ranked import ByRank, Share
 from everstep.sharding.world import World
-from everstep.state.loaders import LoaderGenerator, LoaderState, is_loader
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
 from everstep.state.optimizers import OptimizerState
@@ -24,11 +23,14 @@ from everstep.state.placement import Placement
 from everstep.state.stateful import (
     GeneratorState,
     GlobalGenerators,
+    LoaderGenerator,
+    LoaderState,
     ScalerState,
     Stateful,
     StatefulState,
     ValueState,
     is_generator,
+    is_loader,
 )
 
 log = logging.getLogger("everstep")

@@ -1,6 +1,7 @@
 """State that speaks for itself: objects with state_dict and load_state_dict, plain values,
 generators."""
 
+import logging
 import random
 import sys
 from array import array
@@ -11,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from everstep.sharding.layout import is_dtensor
 from everstep.sharding.leaves import Guard, Leaf
@@ -18,6 +20,8 @@ from everstep.sharding.ranked import unowned
 from everstep.state.objects import TensorSink, as_stored, encode, references
 from everstep.state.overlaps import settle
 from everstep.state.placement import Placement
+
+log = logging.getLogger("everstep")
 
 
 @runtime_checkable
@@ -31,23 +35,30 @@ class Stateful(Protocol):
         """Go on from that."""
 
 
-class StatefulState:
+class _AtTheCall:
+    """A part of which nobody knows when its tensors change: they are taken with the objects, at the
+    call."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def leaves(self, guard: Guard) -> list[Leaf]:
+        """None."""
+        return []
+
+
+class StatefulState(_AtTheCall):
     """Anything with state_dict and load_state_dict: schedulers, data loaders, an EMA,
     the user's own."""
 
     def __init__(self, name: str, value: Stateful) -> None:
-        self.name = name
+        super().__init__(name)
         self._value = value
 
     @property
     def is_by_rank(self) -> bool:
         """Whether it says of itself that each of several ranks has its own."""
         return getattr(self._value, "is_by_rank", False) is True
-
-    def leaves(self, guard: Guard) -> list[Leaf]:
-        """None: nobody knows when its tensors change, so they are taken with the objects,
-        at the call."""
-        return []
 
     def objects(self, sink: TensorSink) -> Any:
         """Its state_dict at this moment."""
@@ -93,17 +104,13 @@ def _check_scaler(state: Any) -> None:
         raise TypeError(f"{state!r} are not all numbers")
 
 
-class ScalerState:
+class ScalerState(_AtTheCall):
     """GradScaler, whose own state_dict() synchronises the device:
     its scale and tracker are taken as tensors."""
 
     def __init__(self, name: str, scaler: GradScaler) -> None:
-        self.name = name
+        super().__init__(name)
         self._scaler = scaler
-
-    def leaves(self, guard: Guard) -> list[Leaf]:
-        """None: the scale changes in update(), outside of the optimizer."""
-        return []
 
     def objects(self, sink: TensorSink) -> Any:
         """The keys of its state_dict."""
@@ -140,7 +147,7 @@ class ScalerState:
             self._scaler.load_state_dict(numbers)
 
 
-class ValueState:
+class ValueState(_AtTheCall):
     """A value of the user's own: tensors, numbers, strings, nested in dicts and lists,
     put back in place.
 
@@ -149,13 +156,9 @@ class ValueState:
     """
 
     def __init__(self, name: str, holder: Any, key: Any) -> None:
-        self.name = name
+        super().__init__(name)
         self._holder = holder
         self._key = key
-
-    def leaves(self, guard: Guard) -> list[Leaf]:
-        """None: the user may write to a value at any time."""
-        return []
 
     def objects(self, sink: TensorSink) -> Any:
         """The value as it is now."""
@@ -204,16 +207,12 @@ class ValueState:
         self._holder[self._key] = _merge(self._holder[self._key], value)
 
 
-class GeneratorState:
+class GeneratorState(_AtTheCall):
     """torch.Generator, numpy's Generator or RandomState, random.Random."""
 
     def __init__(self, name: str, generator: Any) -> None:
-        self.name = name
+        super().__init__(name)
         self._generator = generator
-
-    def leaves(self, guard: Guard) -> list[Leaf]:
-        """None: anybody may draw from it at any time."""
-        return []
 
     def objects(self, sink: TensorSink) -> Any:
         """Its state."""
@@ -226,35 +225,46 @@ class GeneratorState:
 
     def prepare(self, placement: Placement) -> None:
         """At the very end of the restore."""
+        generator = self._generator
         if (seed := placement.seed(self.name)) is not None:
-            placement.at_last(lambda: self._seed(seed))
-        elif state := placement.object_of(
-            self.name, check=partial(check_generator, self._generator)
-        ):
-            placement.at_last(lambda: self._set(state()))
+            placement.at_last(lambda: _seed(generator, seed))
+        elif state := placement.object_of(self.name, check=partial(check_generator, generator)):
+            placement.at_last(lambda: _set(generator, state()))
 
-    def _seed(self, seed: int) -> None:
-        """Begin anew with it."""
-        generator = self._generator
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
-        elif isinstance(generator, np.random.RandomState):
-            generator.seed(seed % (1 << 32))
-        elif isinstance(generator, random.Random):
-            generator.seed(seed)
-        else:
-            generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
-    def _set(self, state: Any) -> None:
-        generator = self._generator
-        if isinstance(generator, torch.Generator):
-            generator.set_state(state.cpu())
-        elif isinstance(generator, np.random.RandomState):
-            generator.set_state(state)
-        elif isinstance(generator, random.Random):
-            generator.setstate(state)
-        else:
-            generator.bit_generator.state = state
+def _seed(generator: Any, seed: int) -> None:
+    """Begin anew with it."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed % (1 << 32))
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def check_generator(generator: Any, state: Any) -> None:
+    """Raises what such a generator would for this state. Of torch's the bytes are still to come."""
+    if isinstance(generator, torch.Generator):
+        known = generator.get_state()
+        if (state.dtype, state.shape) != (known.dtype, known.shape):
+            raise ValueError(f"{state.dtype}{list(state.shape)} is no generator's state")
+    elif isinstance(generator, np.random.Generator):
+        type(generator.bit_generator)(0).state = state
+    else:
+        _set(type(generator)(0), state)
 
 
 class _Seldom:
@@ -271,18 +281,13 @@ class _Seldom:
         return self._json
 
 
-class GlobalGenerators:
+class GlobalGenerators(_AtTheCall):
     """The random generators that training draws from: python's, numpy's,
     torch's on CPU and on each GPU."""
 
-    name = "rng"
-
     def __init__(self) -> None:
+        super().__init__("rng")
         self._python, self._numpy = _Seldom(), _Seldom()
-
-    def leaves(self, guard: Guard) -> list[Leaf]:
-        """None: see GeneratorState."""
-        return []
 
     def objects(self, sink: TensorSink) -> Any:
         """All their states; none of the calls synchronises a device."""
@@ -312,8 +317,7 @@ class GlobalGenerators:
         return self._numpy.of(known, lambda: encode(state, f"{self.name}.numpy", sink))
 
     def prepare(self, placement: Placement) -> None:
-        """At the very end; a checkpoint written with rng=False has none,
-        which changes nothing here."""
+        """At the very end. One that was written without them changes nothing here."""
         if not placement.saved.has(self.name):
             return
         if (seed := placement.seed(self.name)) is not None:
@@ -352,18 +356,70 @@ def _python_state_of(state: dict[str, Any]) -> Any:
     return version, tuple(words.tolist()), gauss
 
 
-def check_generator(generator: Any, state: Any) -> None:
-    """Raises what such a generator would for this state. Of torch's the bytes are still to come."""
-    if isinstance(generator, torch.Generator):
-        known = generator.get_state()
-        if (state.dtype, state.shape) != (known.dtype, known.shape):
-            raise ValueError(f"{state.dtype}{list(state.shape)} is no generator's state")
-    elif isinstance(generator, np.random.RandomState):
-        np.random.RandomState(0).set_state(state)
-    elif isinstance(generator, random.Random):
-        random.Random(0).setstate(state)
-    else:
-        type(generator.bit_generator)(0).state = state
+_CANNOT_RESUME = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""torch's own: they have no state, and draw another order when they are skipped forward."""
+
+
+class LoaderState(StatefulState):
+    """A StatefulDataLoader.
+
+    When it resumes, at the next iter(), it draws what the run that was interrupted drew when its
+    epoch began: a seed, and the order. The generators from which it does are restored already, to
+    where that run had come with them, so that it would draw twice, and the next epoch, or whatever
+    else draws from the global generators, would differ. So they are put back once more.
+    """
+
+    def __init__(self, name: str, loader: Any) -> None:
+        super().__init__(name, loader)
+        self._loader = loader
+        if isinstance(loader.sampler, _CANNOT_RESUME):
+            log.warning(
+                "%s: torchdata cannot resume torch's %s, which draws another order then. Use "
+                "shuffle=True, or a sampler that has state_dict() and load_state_dict()",
+                name,
+                type(loader.sampler).__name__,
+            )
+
+    def prepare(self, placement: Placement) -> None:
+        """As for anything with a state_dict."""
+        super().prepare(placement)
+        placement.then(self._watch)
+
+    def _watch(self) -> None:
+        """Wrap the one call that resumes."""
+        self._loader.__dict__["_get_iterator"] = self._resume
+
+    def _resume(self) -> Any:
+        loader = self._loader
+        loader.__dict__.pop("_get_iterator", None)
+        if loader.next_iter_state is None:
+            return loader._get_iterator()
+        python, numpy, default = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        own = loader.generator and loader.generator.get_state()
+        try:
+            return loader._get_iterator()
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(default)
+            if own is not None:
+                loader.generator.set_state(own)
+
+
+class LoaderGenerator(GeneratorState):
+    """The generator that a StatefulDataLoader was given. Its own state_dict does not have it."""
+
+    def prepare(self, placement: Placement) -> None:
+        """At the very end; a checkpoint without one was written before it was saved."""
+        if placement.saved.has(self.name):
+            super().prepare(placement)
+
+
+def is_loader(value: object) -> bool:
+    """Whether LoaderState can take it."""
+    module = sys.modules.get("torchdata.stateful_dataloader")  # else it is none
+    kind = getattr(module, "StatefulDataLoader", None)
+    return kind is not None and isinstance(value, kind) and hasattr(value, "_get_iterator")
 
 
 def set_on_gpus(states: Sequence[torch.Tensor], current: int | None) -> None:

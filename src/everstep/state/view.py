@@ -79,7 +79,6 @@ class State:
     def __init__(
         self,
         state: dict[str, Any],
-        rng: bool = True,
         world: World | None = None,
         by_rank: Mapping[str, ByRank] | None = None,
         check_replicas: bool = False,
@@ -91,21 +90,13 @@ class State:
         Raises TypeError and ValueError for what is no state."""
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise TypeError("state must be a dict of names to models, optimizers and values")
-        if rng and "rng" in state:
-            raise ValueError(
-                'the name "rng" is taken by the random generators; rename it or pass rng=False'
-            )
         self._places = places_in(state)
-        self._entries: list[Entry] = list(entries_of(self._places))
-        if rng:
-            self._entries.append(GlobalGenerators())
-        twice = [
-            name
-            for name, count in Counter(part.name for part in self._entries).items()
-            if count > 1
-        ]
-        if twice:
-            raise ValueError(f"several parts of the state have the same name, rename them: {twice}")
+        self._entries: list[Entry] = [*entries_of(self._places), GlobalGenerators()]
+        if twice := sorted(name for name, count in Counter(self.parts).items() if count > 1):
+            raise ValueError(
+                f"several parts of the state have the same name, rename them: {twice} ('rng' is "
+                f"that of the random generators)"
+            )
         self.world = world or World(0, 1)
         self._shares = shares_of(self._entries, by_rank or {}, self.world)
         self._holders = Holders(self.world)
@@ -135,11 +126,6 @@ class State:
         """Spent in state_dict() methods that are not ours."""
 
     @property
-    def names(self) -> list[str]:
-        """Of its parts, the nested ones too."""
-        return [entry.name for entry in self._entries]
-
-    @property
     def optimizers(self) -> list[OptimizerState]:
         """The optimizers, by their index."""
         return [entry for entry in self._entries if isinstance(entry, OptimizerState)]
@@ -163,7 +149,7 @@ class State:
 
     @property
     def parts(self) -> list[str]:
-        """The names of all parts."""
+        """The names of all parts, the nested ones too."""
         return [entry.name for entry in self._entries]
 
     def entries_of(self, part: str) -> list[Entry]:
