@@ -14,7 +14,7 @@ import xxhash
 
 from everstep.errors import Unsupported
 from everstep.sharding.layout import local_of
-from everstep.sharding.leaves import Leaf
+from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.sharding.ranked import own_name
 from everstep.state.modules import ModuleState
 from everstep.state.optimizers import OptimizerState
@@ -119,8 +119,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """XXH3-128 of all their bytes (on this rank), row-major, by name. Waits for the device."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
-        plain = local_of(tensors[name]).detach().resolve_conj().resolve_neg().cpu().contiguous()
-        digest.update(plain.view(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(tensors[name]).numpy().data)
     return digest.hexdigest()
 
 

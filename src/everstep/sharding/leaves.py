@@ -71,6 +71,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of its elements here, one after another on the CPU. Waits for its device."""
+    plain = local_of(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.view(-1).view(torch.uint8)
+
+
 def sample(tensor: torch.Tensor) -> bytes:
     """A few bytes from the middle of a dense CPU tensor's memory, to see whether it was written to;
     none of others, where it would cost a synchronisation."""
@@ -103,12 +109,6 @@ def canonical(name: str) -> str:
     """A parameter's name without what torch.compile, FSDP and activation checkpointing put into
     it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often it was written to, as far as torch counts; 0 for inference tensors."""
-    local = local_of(tensor)
-    return 0 if local.is_inference() else local._version
 
 
 class _Attributes:

@@ -7,7 +7,7 @@ import torch
 from everstep.errors import Unsupported
 from everstep.format.document import digest_of
 from everstep.sharding.layout import is_dtensor
-from everstep.sharding.leaves import Leaf, check_tensor, has_elements, pieces_of
+from everstep.sharding.leaves import Leaf, bytes_of, check_tensor, has_elements, pieces_of
 from everstep.sharding.mapped import Mapped
 from everstep.sharding.ranked import own_name, unowned
 
@@ -72,8 +72,7 @@ class NestedTensors:
 
 def hash_of(tensor: torch.Tensor) -> str:
     """Digest of its bytes. Blocks while it reads them."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return digest_of(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return digest_of(bytes_of(tensor).numpy().data)
 
 
 def digests_of(leaves: Iterable[Leaf]) -> dict[str, str]:

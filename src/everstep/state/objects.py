@@ -275,15 +275,11 @@ _DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
 }
 
 
-def tensor_tags(value: Json) -> Iterator[dict[str, Json]]:
-    """Those that stand for tensors in tagged JSON."""
-    if isinstance(value, dict) and value.get("$") == "tensor":
-        yield value
-    elif isinstance(value, (list, dict)):
-        for item in value if isinstance(value, list) else value.values():
-            yield from tensor_tags(item)
-
-
 def references(value: Json) -> list[str]:
     """The names of the tensors that tagged JSON refers to."""
-    return [tag["v"] for tag in tensor_tags(value)]
+    if not isinstance(value, (list, dict)):
+        return []
+    if isinstance(value, dict) and value.get("$") == "tensor":
+        return [value["v"]]
+    items = value if isinstance(value, list) else value.values()
+    return [name for item in items for name in references(item)]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from everstep.errors import Mismatch, Unsupported
 from everstep.format.global_tensors import GlobalTensor
 from everstep.sharding.layout import is_dtensor, local_of
-from everstep.sharding.leaves import Guard, Leaf, check_tensor
+from everstep.sharding.leaves import Guard, Leaf, bytes_of, check_tensor
 from everstep.sharding.mapped import Mapped, StateOf, has_shape_of, memory_like
 from everstep.sharding.redundancy import (
     fetch_hyperparameters,
@@ -125,8 +125,7 @@ class OptimizerState:
         from it."""
         digest = xxhash.xxh3_128()
         for _, part in sorted(self._here().items(), key=itemgetter(0)):
-            flat = part.cpu().contiguous().view(-1).view(torch.uint8)
-            digest.update(flat.numpy().data)
+            digest.update(bytes_of(part).numpy().data)
         return digest.hexdigest()
 
     def _sorted_here(self) -> list[tuple[tuple[str, str, int], torch.Tensor]]:
@@ -533,7 +532,7 @@ def _common(placement: Placement, full: Mapping[str, str], device: torch.device)
 def _check_equal(tensors: Mapping[str, torch.Tensor]) -> None:
     (first, value), *others = tensors.items()
     for name, other in others:
-        if not torch.equal(value.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)):
+        if not torch.equal(bytes_of(value), bytes_of(other)):
             raise Mismatch(
                 f"restoring {first!r}: here it is one with {name!r}, and in the checkpoint they "
                 f"differ ({value} and {other}). Tensors are filled, optimizers are not restored: "

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from everstep.sharding.layout import local_of
+from everstep.sharding.leaves import bytes_of
 from everstep.sharding.mapped import reach
 
 T = TypeVar("T")
@@ -61,18 +62,12 @@ def settle(overlap: Overlap, restored: Tensor) -> None:
     one stays as it is, else in memory of its own."""
     tensor, other = overlap.tensor, overlap.other
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        if overlap.is_of_values and _is_equal(tensor, restored):
+        if overlap.is_of_values and torch.equal(bytes_of(tensor), bytes_of(restored)):
             return
         if overlap.is_of_values and reach(local_of(tensor)) >= tensor.numel():
             before, known = tensor.clone(), other.clone()
             tensor.copy_(restored)
-            if _is_equal(other, known):
+            if torch.equal(bytes_of(other), bytes_of(known)):
                 return
             tensor.copy_(before)
         tensor.data = restored
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether they have the same bytes. Waits for their device."""
-    plain = (local_of(each).resolve_conj().resolve_neg().cpu() for each in (one, other))
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in plain))
