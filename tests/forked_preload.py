@@ -14,9 +14,6 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel  # noqa: F401
 
 import everstep  # noqa: F401
-from everstep.restore import portions
-
-portions.MIN_BYTES = 1  # what is replayed in tests is small: its last record comes in portions, too
 
 gc.collect()
 gc.freeze()  # what is here stays: the collections of a forked process are then quick

@@ -5,7 +5,7 @@ import torch
 
 from everstep import Shard
 from everstep.redo import compression
-from everstep.redo.gathered import gathered_name, gradient_of
+from everstep.redo.gathered import gradient_of
 from everstep.sharding.mapped import Mapped
 
 Q, K = (4, 3), (2, 3)
@@ -62,11 +62,6 @@ def test_one_may_be_compressed_and_the_other_not():
     found = of(q.tensors("@0", "model.q") | {"@0.model.k": k}, compression.describe({"model.q": q}))
     assert torch.equal(found[:8].view(2, 4).t(), q.expand()[:, 1:])
     assert torch.equal(found[8:14].view(3, 2).t(), k)
-
-
-def test_what_is_together_already_is_taken_as_it_is():
-    known = torch.randn(14 + PADDING)
-    assert of({gathered_name("@0", "model.qk"): known}, []) is known
 
 
 def test_none_has_none():

@@ -5,7 +5,7 @@ on from nothing that could be told.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from everstep.cli.replays import replayed
@@ -53,10 +53,8 @@ class _Link:
 class Chains:
     """Of one store. Reads each manifest at most once, and none before it is needed."""
 
-    def __init__(self, disk: Disk, by_log: Container[CheckpointName] = ()) -> None:
-        """`by_log`: log steps whose whole state does not count."""
+    def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._by_log = by_log
         self._links: dict[CheckpointName, _Link | None] = {}
 
     def note(self, manifest: Manifest) -> None:
@@ -65,7 +63,7 @@ class Chains:
         behind = CheckpointName(previous.step, previous.epoch) if previous else None
         name = CheckpointName(manifest.step, manifest.epoch)
         whole, is_whole = None, False
-        if manifest.records and name not in self._by_log:
+        if manifest.records:
             with contextlib.suppress(EverstepError):  # a damaged one is as none
                 if state := catalog.read_state(self._disk, name):
                     is_whole = state.ends_chain

@@ -52,10 +52,9 @@ def _cut_off(disk: Disk, verdict: Verdict) -> list[str]:
     """Logs that are whole themselves, and cannot be restored, since what they go on from is not."""
     committed = catalog.committed(disk)
     damaged = {names.parse_checkpoint(folder) for folder in verdict.problems}
-    by_log = {name for folder in verdict.by_log if (name := names.parse_checkpoint(folder))}
-    there = set(committed) - damaged | by_log
-    found = Chains(disk, by_log).cut_off(committed, lambda name: name not in there)
-    return [str(name) for name in found if name not in damaged - by_log]
+    there = set(committed) - damaged
+    found = Chains(disk).cut_off(committed, lambda name: name not in there)
+    return [str(name) for name in found if name in there]
 
 
 def _report(
@@ -66,8 +65,6 @@ def _report(
             print(
                 f"{screen.paint('✗', 'bad')} {screen.paint(name, 'bold')}  {wording.clean(problem)}"
             )
-        if name in verdict.by_log and name not in cut_off:
-            print("  only the state that was made of this step: a restore goes by its log instead")
     if cut_off:
         logs = wording.plural(len(cut_off), "log")
         which = cut_off[0] if len(cut_off) == 1 else f"{cut_off[0]} to {cut_off[-1]}"

@@ -12,12 +12,6 @@ from everstep.sharding.layout import is_dtensor, local_of, shards_like, wrapped_
 from everstep.sharding.mapped import Mapped
 
 
-def gathered_name(at: str, name: str) -> str:
-    """Under which a record in memory has the gradient of a parameter, by its local name; in no file
-    is a tensor called so. `at`: the call's prefix."""
-    return f"{at}!here.{name}"
-
-
 def gradient_of(
     tensors: Mapping[str, torch.Tensor],
     at: str,
@@ -35,9 +29,6 @@ def gradient_of(
         if local is not None and name in compressed and not compression.has_shape(compressed[name]):
             local = _part_of(parameter, local)
         return None if local is None else wrapped_like(parameter, local)
-    local = tensors.get(gathered_name(at, name))
-    if local is not None:
-        return wrapped_like(parameter, local)
     own = local_of(parameter)
     shapes = {piece.name: piece.shape for piece in pieces if piece.box.count}
     parts = {

@@ -79,9 +79,8 @@ class Clip:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A record in memory. `tensors`: by their names in the record; `groups`: by optimizer, the
-    hyperparameter set of each parameter. `is_last`: nothing more of this record follows; it may
-    come in portions, each with some of the gradients. `is_comparable`: after it, all parameters are
-    of this step, and came exactly from the run's own, on a machine like this one. `updated`: by
+    hyperparameter set of each parameter. `is_comparable`: after it, all parameters are of this
+    step, and came exactly from the run's own, on a machine like this one. `updated`: by
     optimizer, the sample of what its parameters came to. `clips`: what is still to be clipped of
     its gradients, but for compressed ones."""
 
@@ -89,7 +88,6 @@ class Loaded:
     calls: tuple[Any, ...]
     tensors: Mapping[str, torch.Tensor]
     groups: Mapping[str, Mapping[str, int]]
-    is_last: bool = True
     is_comparable: bool = True
     updated: Mapping[str, torch.Tensor] = field(default_factory=dict)
     clips: Sequence[Clip] = ()
@@ -259,7 +257,7 @@ def _read(
     """A call, without gradients; closures are as they were stored."""
     sets: dict[int, dict[str, Any]] = {}
     for index, name, parameter, _ in state.parameters():
-        # Every parameter of a group has the same set: restore.apply has checked that.
+        # Every parameter of a group has the same set: restore.records has checked that.
         for each in state.mapped.names(name, parameter):
             if index not in sets:
                 values = said["sets"][groups[each]].items()

@@ -2,27 +2,24 @@
 and from where."""
 
 import contextlib
-import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from everstep.errors import EverstepError, Missing
+from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.document import digest_of
-from everstep.format.global_tensors import check_whole, tables_of_records
-from everstep.format.manifest import Manifest, Part, Record, check_table, decode_manifest
+from everstep.format.global_tensors import check_whole
+from everstep.format.manifest import Manifest, Part, check_table, decode_manifest
 from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
 from everstep.keeper.persist import UNCLAIMED
 from everstep.keeper.recoverable import EndedJoint, ended_joints
+from everstep.restore.chain import Chain, Described
 from everstep.restore.load import ImageSource, MemorySource, Source
-from everstep.sharding.topology import ALONE, differences, layout_differences
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.read import check_size, open_pack
 from everstep.tiers.disk import Disk
-
-log = logging.getLogger("everstep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,49 +49,6 @@ class Held:
         return CheckpointName(self.manifest.step, self.manifest.epoch)
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A manifest, and the table of each of its parts."""
-
-    manifest: Manifest
-    tables: list[Table]
-
-    def differences(self, layout: str) -> list[str]:
-        """What is other here than where it was recorded, of what a replay may depend on. `layout`:
-        of the ranks that replay."""
-        then = self.manifest.topology
-        calls = (call for record in self.manifest.records for call in record.calls)
-        return differences(then) + layout_differences(then, layout, calls)
-
-    @property
-    def records(self) -> list[tuple[Record, tuple[Table, ...]]]:
-        """Each with the tables of its parts."""
-        return tables_of_records(self.manifest, self.tables)
-
-
-def moved(base: Described, kinds: Mapping[str, str] | None = None) -> list[str]:
-    """That it is replayed on another kind of device than the run's, which comes to other last bits.
-    `kinds`: of the parameters that are here, by name; None: all are, on the CPU."""
-    found = set()
-    for table in base.tables:
-        for optimizer in table.optimizers.values():
-            for name in optimizer["groups"].keys() & table.tensors.keys():
-                then, _, _ = table.tensors[name].device.partition(":")
-                now = "cpu" if kinds is None else kinds.get(name, then)
-                found |= {f"parameters on {then}, here on {now}"} if then != now else set()
-    return sorted(found)
-
-
-def has_to_be_equal(
-    base: Described, logs: Sequence[Described], layout: str, *, is_moved: bool
-) -> bool:
-    """Whether a replay on this machine, by ranks of this layout, comes to the run's own bytes on
-    each of them; or else something is wrong. `is_moved`: on another kind of device."""
-    is_same = all(each.manifest.topology.get("layout", ALONE) == layout for each in logs)
-    is_same &= base.manifest.exact and not is_moved
-    return is_same and not any(each.differences(layout) for each in logs)
-
-
 @dataclass(slots=True)
 class Candidate:
     """A checkpoint that may be restored, and the sources for its packs."""
@@ -102,24 +56,27 @@ class Candidate:
     name: CheckpointName
     disk: Disk
     held: Held | None = None
-    damaged: frozenset[CheckpointName] = frozenset()
-    """Log steps whose state that was made of them is not to be used."""
-    chain: tuple[CheckpointName, ...] = ()
-    """What it was rebuilt from when that was looked at last."""
     is_shared: bool = False
     """Whether other ranks of this node read the same: then the page cache does it once for all."""
+    _manifests: list[Manifest] = field(default_factory=list)
+    """What it was rebuilt from when that was looked at last, as far as it could be read."""
+    _damaged: set[int] = field(default_factory=set)
+    """By id(): the parts of them that turned out to be damaged."""
 
     @property
     def origin(self) -> CheckpointName | None:
         """What the next epoch goes on from, when this was restored."""
         return self.held.parent if self.held and self.held.is_unclaimed else self.name
 
-    def describe(self) -> list[Described]:
-        """What it is rebuilt from: a state (from memory where it is held), then the logs that go
-        on from it, itself last. Raises Missing, Corrupt."""
+    def describe(self) -> Chain:
+        """What it is rebuilt from: the state from memory, where it is held. Raises Missing,
+        Corrupt."""
         if self.held:
             check_whole(self.held.manifest, [self.held.table], "memory")
-            return [Described(self.held.manifest, [self.held.table])]
+            return Chain(Described(self.held.manifest, [self.held.table]), [])
+        self._manifests.clear()
+        for manifest in catalog.followed(self.disk, self.name):
+            self._manifests.insert(0, manifest)
         known: dict[str | None, Table] = {}  # most steps share one
         checked: set[tuple[int, ...]] = set()
 
@@ -132,45 +89,50 @@ class Candidate:
             return known[digest]
 
         def described(manifest: Manifest) -> Described:
-            for pack in (pack for part in manifest.all_parts for pack in part.packs):
-                check_size(self.disk, pack)  # memory is taken by it before a byte is read
-            tables = [table(part) for part in manifest.all_parts]
-            check_whole(manifest, tables, self.disk.root, checked)
+            with self._noting(manifest.all_parts):
+                for pack in (pack for part in manifest.all_parts for pack in part.packs):
+                    check_size(self.disk, pack)  # memory is taken by it before a byte is read
+                tables = [table(part) for part in manifest.all_parts]
+                check_whole(manifest, tables, self.disk.root, checked)
             return Described(manifest, tables)
 
-        chain = catalog.read_chain(self.disk, self.name, self.damaged)
-        self.chain = _names_of(chain)
-        return [described(manifest) for manifest in chain]
+        base, *logs = map(described, self._manifests)
+        return Chain(base, logs)
 
     def has_changed(self) -> bool:
-        """Whether it is rebuilt from something else by now: host catch-up has made a step whole
-        meanwhile, and what was before that may be deleted."""
-        if self.held or not self.chain:
-            return False
-        with contextlib.suppress(EverstepError):
-            now = catalog.read_chain(self.disk, self.name, self.damaged)
-            return self.chain != _names_of(now)
-        return False
-
-    def by_its_log(self) -> "Candidate | None":
-        """The same without the state that it goes on from, where that was made of a log step (or
-        ended there, as a log's base): the log may be whole. None where it goes on from no such
-        one, or from nothing that is there."""
+        """Whether it is gone, or rebuilt from something else by now: host catch-up has made a step
+        whole meanwhile, and what was before that may be deleted."""
         if self.held:
-            return None
-        with contextlib.suppress(EverstepError):
-            *_, base = catalog.followed(self.disk, self.name, self.damaged)
-            name = CheckpointName(base.step, base.epoch)
-            other = replace(self, damaged=self.damaged | {name})
-            if catalog.read_manifest(self.disk, name).previous and name not in self.damaged:
-                catalog.read_chain(self.disk, self.name, other.damaged)
-                return other
-        return None
+            return False
+        try:
+            now = catalog.read_chain(self.disk, self.name)
+        except EverstepError:
+            return not catalog.is_there(self.disk, self.name)
+        return list(map(_name_of, now)) != list(map(_name_of, self._manifests))
+
+    def following_damage(self) -> list[CheckpointName]:
+        """What it is rebuilt from, from the first on that was found to be damaged: nothing that
+        goes on from there need be tried."""
+        if not self._manifests or self._manifests[0].previous:  # what is before them is not there
+            first = 0
+        else:
+            found = (
+                at
+                for at, manifest in enumerate(self._manifests)
+                if any(id(part) in self._damaged for part in manifest.all_parts)
+            )
+            first = next(found, len(self._manifests))
+        return list(map(_name_of, self._manifests[first:]))
+
+    def following(self, step: int) -> list[CheckpointName]:
+        """What it is rebuilt from, from that step on."""
+        names = map(_name_of, self._manifests)
+        return [name for name in names if name.step >= step]
 
     @contextlib.contextmanager
     def sources(self, part: Part) -> Iterator[Sequence[Sequence[Source]]]:
         """For each pack of the part its sources, nearest first."""
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, self._noting([part]):
             found: list[list[Source]] = []
             for index, pack in enumerate(part.packs):
                 here: list[Source] = []
@@ -180,6 +142,15 @@ class Candidate:
                     here.append(_Lazy(self.disk, pack, stack, direct=not self.is_shared))
                 found.append(here)
             yield found
+
+    @contextlib.contextmanager
+    def _noting(self, parts: Iterable[Part]) -> Iterator[None]:
+        """That they are damaged, if that shows within."""
+        try:
+            yield
+        except Corrupt:
+            self._damaged.update(map(id, parts))
+            raise
 
 
 class _Lazy:
@@ -201,8 +172,8 @@ class _Lazy:
         self._reader.read_into(offset, view)
 
 
-def _names_of(chain: Iterable[Manifest]) -> tuple[CheckpointName, ...]:
-    return tuple(CheckpointName(manifest.step, manifest.epoch) for manifest in chain)
+def _name_of(manifest: Manifest) -> CheckpointName:
+    return CheckpointName(manifest.step, manifest.epoch)
 
 
 def is_of(disk: Disk, held: Held) -> bool:

@@ -25,9 +25,8 @@ from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
 from everstep.keeper.data import Image
-from everstep.restore.deliver import Delivery, Staging, address, devices_of
+from everstep.restore.deliver import Delivery, address, devices_of
 from everstep.restore.plan import Span, Target, plan
-from everstep.restore.prefetch import Queued
 from everstep.state.placement import Destination
 from everstep.store.read import check_chunk
 
@@ -105,13 +104,12 @@ class Loader:
         sources: Sequence[Sequence[Source]],
         destinations: Destinations,
         table: Table | None = None,
-        queued: Queued | None = None,
     ) -> None:
-        """Fill the destinations with what the part has of their boxes; blocks. The entries are the
-        part's own. `sources[pack]`: where that pack can be read, nearest first. `table`: the
-        part's, needed where it is packed."""
+        """Fill the destinations, which are `direct`, with what the part has of their boxes; blocks.
+        The entries are the part's own. `sources[pack]`: where that pack can be read, nearest first.
+        `table`: the part's, needed where it is packed."""
         with self._timed():
-            self._load(part, sources, destinations, table, queued)
+            self._load(part, sources, destinations, table)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -133,13 +131,11 @@ class Loader:
         sources: Sequence[Sequence[Source]],
         destinations: Destinations,
         table: Table | None,
-        queued: Queued | None,
     ) -> None:
-        staging = Staging()
         deliveries: dict[str, list[Delivery]] = {}
         for entry, found in destinations:
             deliveries.setdefault(entry.spec.name, []).extend(
-                Delivery.to(staging.direct(destination)) for destination in found
+                Delivery.to(destination) for destination in found
             )
         spans = plan(
             ((entry, [each.box for each in found]) for entry, found in destinations), part, table
@@ -152,15 +148,12 @@ class Loader:
             torch.cuda.synchronize(device)
         reads = [self._pool.submit(task.read, span) for span in spans]
         try:
-            if queued:
-                queued()
             for read in reads:
                 read.result()
         finally:
             for read in reads:  # after an error none may go on filling
                 read.cancel()
             wait(reads)
-        staging.finish()
         with self._lock:
             self.size += sum(span.size for span in spans)
 

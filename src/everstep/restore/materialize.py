@@ -7,17 +7,17 @@ else `exact` is false in it, and restores go on replaying the log, unless the us
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import xxhash
 
 from everstep.errors import Conflict, Missing, Unsupported
-from everstep.format.global_tensors import GlobalTensor, groups, optimizers_of, whole_tensors
+from everstep.format.global_tensors import optimizers_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import decode_table, encode_table, extents
-from everstep.restore.choose import Candidate, Described, moved
+from everstep.restore.chain import Chain
+from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.sharding.topology import ALONE, adopted
@@ -41,31 +41,33 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
             return made
         log_digest = catalog.digest_of_manifest(disk, name)
         candidate = Candidate(name, disk)
-        base, *logs = candidate.describe()
-        if base.manifest.is_spread:
-            logs.insert(0, base)
-        if not logs:
+        chain = candidate.describe()
+        if not chain.replayed:
             raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
-        then = logs[-1].manifest.topology
-        with adopted(then), Loader() as loader:
-            tensors = rebuilt(candidate, base, logs, loader)
-            differing = differing_from(logs)
-            differing |= set(moved(base))
-            if not base.manifest.exact:
-                differing.add(f"step {base.manifest.step}, where it begins, is not exact")
-            replayed = {"differs": sorted(differing)}
+        if ruled := sorted(chain.ruled):
+            raise Unsupported(
+                f"materialising {name} of {disk.root}, without the program: "
+                f"{', '.join(map(repr, ruled))} is derived by a rule of its own (derive=). Restore "
+                f"the whole step there instead"
+            )
+        base = chain.base.manifest
+        with adopted(chain.last.manifest.topology), Loader() as loader:
+            tensors = rebuilt(candidate, chain, loader)
+            differing = [*differing_from(chain), *chain.moved()]
+            if not base.exact:
+                differing.append(f"step {base.step}, where it begins, is not exact")
         to = _Target(disk, name, log_digest, token)
         try:
-            return _write(to, base, logs[-1], tensors, replayed)
+            return _write(to, chain, tensors, sorted(differing))
         except Conflict:  # somebody else has made it meanwhile
             if made := _find_whole(disk, name):
                 return made
             raise
 
 
-def differing_from(logs: Sequence[Described]) -> set[str]:
-    """What is other in this process than where they were recorded, which a replay may depend on."""
-    return {text for each in logs for text in each.differences(ALONE)}
+def differing_from(chain: Chain) -> list[str]:
+    """What is other in this process than where it was recorded, which a replay may depend on."""
+    return chain.differences(ALONE)
 
 
 def _find_whole(disk: Disk, name: CheckpointName) -> Manifest | None:
@@ -86,18 +88,15 @@ class _Target:
 
 def _write(
     to: _Target,
-    base: Described,
-    last: Described,
+    chain: Chain,
     tensors: Mapping[str, torch.Tensor],
-    replayed: dict[str, Any],
+    differing: Sequence[str],
 ) -> Manifest:
-    """Make the state durable, and publish it beside its log. `replayed`: how it may differ."""
+    """Make the state durable, and publish it beside its log. `differing`: why it is not exact."""
     disk, name = to.disk, to.name
-    entries: dict[str, GlobalTensor] = {}
-    for group in groups(base.manifest, base.tables):
-        entries |= whole_tensors(group)
-    _, of_last = last.records[-1]
-    entries |= {key: whole for key, whole in whole_tensors(of_last).items() if key in tensors}
+    _, of_last = chain.records[-1]
+    saved = chain.saved(chain.optimized).tensors.values()
+    entries = {whole.spec.name: whole for whole in saved}
     layout = lay_out(
         [
             Spec(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -119,7 +118,7 @@ def _write(
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
     links = commit.write_packs(disk, name, packs, token=to.token)
     part = Part(0, commit.table_link(table), links, _digests(table, packs), name.step)
-    exact = not replayed["differs"]
+    exact = not differing
     here = commit.find_state(disk, name)
     if here and here.exact and not exact:  # what the log goes on from may be gone
         commit.discard_packs(disk, name, links)
@@ -128,14 +127,14 @@ def _write(
             f"would not be exact (other build or machine, or a GPU) must not replace. Materialise "
             f"a later step"
         )
-    topology = last.manifest.topology
+    last = chain.last.manifest
     manifest = replace(
-        last.manifest,
+        last,
         parts=(part,),
         records=(),
         previous=None,
         exact=exact,
-        topology=topology if exact else {**topology, "replayed": replayed},
+        topology=last.topology | ({} if exact else {"replayed": {"differs": differing}}),
         created=commit.now(),
         tag=None,
     )

@@ -2,130 +2,83 @@
 from what the records say, their class, which must be torch's own, and their hyperparameters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.global_tensors import optimizers_of
-from everstep.format.manifest import Manifest, Record
-from everstep.format.tables import is_own, owned_names
 from everstep.redo.replay import redo
-from everstep.restore.choose import Candidate, Described, has_to_be_equal, moved
-from everstep.restore.derived import compare, derived_names
+from everstep.restore.chain import Chain, is_brought
+from everstep.restore.choose import Candidate
+from everstep.restore.fill import Wanted, fill
 from everstep.restore.load import Loader
 from everstep.restore.records import Records, empty
 from everstep.sharding.topology import ALONE
 from everstep.sharding.world import World
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
-from everstep.state.placement import Destination
-from everstep.tiers.disk import Disk
+from everstep.state.placement import Destination, Saved
 
 
-def rebuilt(
-    candidate: Candidate,
-    base: Described,
-    logs: Sequence[Described],
-    loader: Loader,
-    without_derived: bool = False,
-) -> dict[str, torch.Tensor]:
-    """The tensors of the state after the last record, by name, on the CPU; blocks. `logs`: with the
-    base as the first, where it is spread.
+def rebuilt(candidate: Candidate, chain: Chain, loader: Loader) -> dict[str, torch.Tensor]:
+    """The tensors of the state after the last record, by name, on the CPU; blocks. What rules
+    derive is left as it was at the base: nothing else depends on it.
 
-    `without_derived`: what rules derive is left as it was at the base; nothing else depends on it.
-    As exact as this process is like the one that wrote them (state.topology). Raises Corrupt,
-    Unsupported where it takes the program: an optimizer that is not torch's own, a derived part.
+    As exact as this process is like the one that wrote them (sharding.topology). Raises Corrupt;
+    Unsupported for an optimizer that is not torch's own.
     """
-    records = [record for described in logs for record in described.manifest.records]
-    derived = sorted({part for record in records for part in record.ruled})
-    if derived and not without_derived:
-        raise Unsupported(
-            f"replaying {candidate.name} of {candidate.disk.root} without the program: "
-            f"{', '.join(map(repr, derived))} is derived by a rule of its own (derive=). Restore "
-            f"the whole step there instead"
-        )
     with torch.device("cpu"):
-        return _replayed(candidate, base, logs, loader)
-
-
-def _replayed(
-    candidate: Candidate, base: Described, logs: Sequence[Described], loader: Loader
-) -> dict[str, torch.Tensor]:
-    constant = _constant(base, logs)
-    is_comparable = has_to_be_equal(base, logs, ALONE, is_moved=bool(moved(base)))
-    with Records(candidate, logs, None, loader, is_comparable, World(0, 1)) as records:
-        tensors = _tensors_of(candidate, base, loader)
-        optimizers = _rebuild(base, logs, tensors, candidate.disk)
-        for loaded in records:
-            redo(loaded, optimizers)
-            record, parts = constant.get(loaded.step, (None, {}))
-            for part, keys in parts.items():
-                assert record
-                compare(loaded, record, part, {key: tensors[key] for key in keys})
-            del loaded
+        wanted = _places(Saved.of(chain.base.manifest, chain.base.tables))
+        tensors = {name: destination.tensor for name, (_, (destination,)) in wanted.items()}
+        optimizers = _optimizers(candidate, chain, tensors)
+        is_comparable = chain.has_to_be_equal(ALONE, is_moved=bool(chain.moved()))
+        with Records(
+            candidate, chain, optimizers, loader, World(0, 1), is_comparable=is_comparable
+        ) as records:
+            records.check()
+            fill(candidate, chain.base.versions, wanted, loader)
+            for loaded in records:
+                redo(loaded, optimizers)
+                del loaded
+        saved = chain.saved(chain.optimized)
+        rest = _places(saved, chain.later_names, but=chain.optimized)
+        fill(candidate, chain.versions, rest, loader)
+    kept = {whole.spec.name for whole in saved.tensors.values()}
+    found = {name: tensor for name, tensor in tensors.items() if name in kept}
+    found |= {name: destination.tensor for name, (_, (destination,)) in rest.items()}
     for optimizer in optimizers.values():
         for _, parameter_name, parameter, _ in optimizer.parameters():
             for key, value in optimizer.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    tensors[f"{optimizer.name}.{parameter_name}.{key}"] = value
-    return tensors if logs[-1] is base else tensors | _tensors_of(candidate, logs[-1], loader)
-
-
-def _constant(
-    base: Described, logs: Sequence[Described]
-) -> dict[int, tuple[Record, dict[str, set[str]]]]:
-    """By step its record, and the names of the tensors in each part that nobody changes."""
-    optimized = {name for table in base.tables for name in owned_names(table.optimizers)}
-    rows = [record for each in logs if each is not base for record in each.manifest.records]
-    parts = {part for record in rows for part in record.derived}
-    names = {part: derived_names(base, {part}, optimized) for part in parts}
-    return {
-        record.step: (
-            record,
-            {part: names[part] for part in record.derived if part not in record.ruled},
-        )
-        for record in rows
-    }
-
-
-def _tensors_of(
-    candidate: Candidate, described: Described, loader: Loader
-) -> dict[str, torch.Tensor]:
-    """The tensors that a checkpoint brings itself, on the CPU; no gradients."""
-    found: dict[str, torch.Tensor] = {}
-    steps: dict[str, int] = {}
-    for part, table in zip(described.manifest.all_parts, described.tables, strict=True):
-        wanted = []
-        for key, entry in table.tensors.items():
-            if is_own(key):
-                continue
-            is_whole = bool(described.manifest.parts) or steps.get(key) == part.steps
-            if key not in found or not is_whole:  # each record has its own
-                found[key], steps[key] = empty(entry), part.steps
-            wanted.append((entry, [Destination.whole(found[key])]))
-        with candidate.sources(part) as sources:
-            loader.load(part, sources, wanted, table)
+                    found[f"{optimizer.name}.{parameter_name}.{key}"] = value
     return found
 
 
-def _rebuild(
-    base: Described, logs: Sequence[Described], tensors: dict[str, torch.Tensor], disk: Disk
-) -> dict[str, OptimizerState]:
-    """The optimizers that the records call, as they were at the base."""
-    classes = {
-        call["optimizer"]: call["class"]
-        for described in logs
-        for record in described.manifest.records
-        for call in record.calls
+def _places(
+    saved: Saved, names: set[str] | None = None, but: set[str] | frozenset[str] = frozenset()
+) -> Wanted:
+    """New tensors for these (None: all), whole."""
+    return {
+        whole.spec.name: (whole, [Destination.whole(empty(whole.entries[0]))])
+        for whole in {each.spec.name: each for each in saved.tensors.values()}.values()
+        if (names is None or whole.spec.name in names) and not is_brought(whole, but)
     }
-    tables = optimizers_of(base.tables)
+
+
+def _optimizers(
+    candidate: Candidate, chain: Chain, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, OptimizerState]:
+    """Those that the records call, as they are at the base once `tensors` are filled."""
+    calls = [call for record, _ in chain.records for call in record.calls]
+    classes = {call["optimizer"]: call["class"] for call in calls}
+    tables = optimizers_of(chain.base.tables)
     found = {}
     for index, (key, kind) in enumerate(classes.items()):
         if key not in tables:
-            raise Corrupt(f"replaying from {disk.root}: the base has no optimizer {key!r}")
-        found[key] = _optimizer(key, kind, index, tables[key], base.manifest, tensors)
+            raise Corrupt(f"replaying {candidate.name}: its base has no optimizer {key!r}")
+        found[key] = _optimizer(key, kind, index, tables[key], chain, tensors)
     return found
 
 
@@ -134,9 +87,10 @@ def _optimizer(
     kind: str,
     index: int,
     table: Mapping[str, Any],
-    manifest: Manifest,
-    tensors: dict[str, torch.Tensor],
+    chain: Chain,
+    tensors: Mapping[str, torch.Tensor],
 ) -> OptimizerState:
+    manifest = chain.base.manifest
     module, _, class_name = kind.rpartition(".")
     cls = getattr(torch.optim, class_name, None)
     if not module.startswith("torch.optim") or not isinstance(cls, type):  # nothing else is run

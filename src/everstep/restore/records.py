@@ -1,167 +1,39 @@
 """The records of a log, read and verified while the one before them is replayed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
+from everstep.errors import Mismatch
 from everstep.format.global_tensors import GlobalTensor, optimizers_of, whole_tensors
 from everstep.format.manifest import Record
-from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
+from everstep.format.tables import Table, TensorEntry, is_gradient, is_own, raw_name
 from everstep.redo import compression
-from everstep.redo.replay import Clip, Loaded, as_stored, clip, of_rank
+from everstep.redo.replay import Clip, Loaded, as_stored, check, clip, find, of_rank
 from everstep.redo.samples import updated_name
-from everstep.restore import gathering
 from everstep.restore.buffer_pool import Slabs, dtype_of
-from everstep.restore.choose import Candidate, Described
-from everstep.restore.gathering import Consumers, Gathered, gradient_key
+from everstep.restore.chain import Chain, Described
+from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
-from everstep.restore.portions import COUNT_MAX, portions
-from everstep.restore.prefetch import Ahead, Queued, Read
 from everstep.sharding.layout import is_dtensor, local_of, shards_like
+from everstep.sharding.mapped import Piece
 from everstep.sharding.ranked import own_name, unowned
+from everstep.sharding.redundancy import is_here
 from everstep.sharding.world import World
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Destination
 
-_LOADS_IN_FLIGHT = 2
-"""So that reads of the next wait where those of this one end: a disk that idles in between loses a
-tenth. Memory is there for two anyway: for the one that is replayed, and the next; and for half as
-much again of portions, which are taken in any order. On the CPU."""
-_UNDIVIDED: Sequence[Set[str]] = (frozenset(),)
-
-
-class Records:
-    """The records of a log in their order, each read and verified while what comes before it is
-    replayed; the first of them as soon as this is entered. Of a base that is spread, those that
-    bring its pieces together. The first and the last come in portions, where that can be: the
-    first with those of the base that it changes, so that its updates begin before all is read."""
-
-    def __init__(
-        self,
-        candidate: Candidate,
-        logs: Sequence[Described],
-        optimizers: Iterable[OptimizerState] | None,
-        loader: Loader,
-        is_comparable: bool,
-        world: World,
-    ) -> None:
-        """`logs`: with the base as the first, where it is spread. `optimizers`: that are to consume
-        the gradients; None: all is read whole, to the CPU. `is_comparable`: whether a replay has to
-        come to the run's own bytes. `world`: of the ranks that replay, each its part. Raises
-        Mismatch."""
-        self._world = world
-        self._is_comparable = is_comparable
-        self._candidate = candidate
-        records = [row for described in logs for row in described.records]
-        self._base_step = logs[0].manifest.step
-        self._since = _steps_of(logs[0])
-        self._united: dict[tuple[int, ...], United] = {}
-        self._consumers = None if optimizers is None else Consumers.of(optimizers)
-        if self._consumers:
-            gathering.check(records, self._consumers.boxed, self._since)
-        self._is_on_cpu = self._consumers is None or self._consumers.are_on_cpu
-        self._loader = loader
-        self._slabs = Slabs()
-        self.portions = self._portions(*records[0], optimizers)
-        """Of the first record: of which parameters each has the gradients."""
-        reads = []
-        for number, (record, tables) in enumerate(records):
-            found = self.portions
-            if number:
-                is_last = number == len(records) - 1
-                found = self._portions(record, tables, optimizers) if is_last else _UNDIVIDED
-            for part in _parts(record, tables, found):
-                reads.append(Read(partial(self._load, part), record.step))
-        threads = _LOADS_IN_FLIGHT - 1 + 2 * COUNT_MAX  # all portions at once, and the base's
-        self._ahead = Ahead(reads, _LOADS_IN_FLIGHT, threads, is_on_cpu=self._is_on_cpu)
-
-    def __enter__(self) -> "Records":
-        self._ahead.begin()
-        return self
-
-    def __exit__(self, failure: object, *_: object) -> None:
-        if failure:  # none may go on reading, and the next attempt needs the memory
-            self._ahead.close(is_failed=True)
-            self._slabs.release()
-        else:  # not before: who takes new memory would wait for it
-            self._ahead.later(self._slabs.release)
-            self._ahead.close(is_failed=False)
-
-    def read_base(self, loads: Sequence[Callable[[Queued], None]]) -> None:
-        """Read these too, once, before iterating: each before the portion of the first record of
-        the same number is given out. They run in other threads, several at once."""
-        self._ahead.put_between(loads)
-
-    def __iter__(self) -> Iterator[Loaded]:
-        """Once. Who lets go of what it got before it asks for the next leaves its memory to those
-        that are read then."""
-        for loaded in self._ahead:
-            yield _used_here(loaded)
-            del loaded
-
-    def _portions(
-        self, record: Record, tables: Sequence[Table], optimizers: Iterable[OptimizerState] | None
-    ) -> Sequence[Set[str]]:
-        if optimizers is None or not self._is_on_cpu:  # a GPU's updates take no time
-            return _UNDIVIDED
-        return portions(record, self._unite(tables).tensors, optimizers)
-
-    def _unite(self, tables: Sequence[Table]) -> "United":
-        key = tuple(map(id, tables))  # most steps share them
-        if key not in self._united:
-            self._united[key] = United.of(tables)
-        return self._united[key]
-
-    def _load(self, part: "_Part", queued: Queued) -> Loaded:
-        record = part.record
-        ahead = {name for name, step in self._since.items() if step >= record.step}
-        loaded = load_record(
-            self._candidate,
-            record,
-            self._unite(part.tables),
-            self._consumers,
-            self._loader,
-            self._slabs,
-            self._world,
-            ahead | part.without,
-            queued,
-        )
-        is_whole = part.is_last and (not ahead or record.step >= self._base_step)
-        is_comparable = is_whole and self._is_comparable
-        return clip(replace(loaded, is_last=part.is_last, is_comparable=is_comparable))
+_IN_FLIGHT = 2
+"""Loads at once, so that a disk does not idle between two records; memory is there for as many: for
+the one that is replayed, and the next."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What is read at once of a record: all of it, or it `without` the gradients of these."""
-
-    record: Record
-    tables: Sequence[Table]
-    without: Set[str]
-    is_last: bool
-
-
-def _parts(record: Record, tables: Sequence[Table], found: Sequence[Set[str]]) -> Iterator[_Part]:
-    """The record in these portions."""
-    names = set().union(*found)
-    for number, each in enumerate(found, 1):
-        yield _Part(record, tables, names - each, is_last=number == len(found))
-
-
-def _used_here(loaded: Loaded) -> Loaded:
-    """Its memory was taken on the reader's stream, and is free again only when this thread's stream
-    is done with it."""
-    for tensor in loaded.tensors.values():
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    return loaded
-
-
-@dataclass(frozen=True, slots=True)
-class United:
+class _United:
     """What the tables of a record's parts say together. `groups`: see Loaded."""
 
     tables: Sequence[Table]
@@ -169,128 +41,215 @@ class United:
     groups: Mapping[str, Mapping[str, int]]
 
     @classmethod
-    def of(cls, tables: Sequence[Table]) -> "United":
-        """Of these."""
+    def of(cls, tables: Sequence[Table]) -> "_United":
         optimizers = optimizers_of(tables)
         groups = {name: found["groups"] for name, found in optimizers.items()}
         return cls(tables, whole_tensors(tables), groups)
 
 
-def load_record(
-    candidate: Candidate,
-    record: Record,
-    united: United,
-    consumers: Consumers | None,
-    loader: Loader,
-    slabs: Slabs,
-    world: World,
-    ahead: Set[str] = frozenset(),
-    queued: Queued | None = None,
-) -> Loaded:
-    """Read and verify one; blocks. `consumers`: of its gradients; None: all is read, whole.
-    `ahead`: parameters that are of this step, or of a later one, already. Raises Corrupt,
-    Unavailable."""
-    calls = tuple(of_rank(call, world.rank, world.size) for call in record.calls)
-    plain, boxed = (consumers.plain, consumers.boxed) if consumers else ({}, ())
-    gathered, apart = gathering.plan(record.step, calls, united.tensors, boxed, ahead)
-    taken = None if consumers is None else {*plain, *apart}
-    unlike = {
-        f"@{number}.{name}"
-        for number, call in enumerate(calls)
-        for name, said in compression.by_parameter(call).items()
-        if not compression.has_shape(said)
-    }
-    places: list[tuple[str, TensorEntry, torch.Tensor | None]] = []
-    owners: dict[str, torch.Tensor] = {}
-    for name, whole in _needed(record, united, world, ahead, taken):
-        here = entry = whole.entries[0]
-        owner = plain.get(name.partition(".")[2])
-        is_part = is_gradient(name) and name not in unlike
-        if owner is not None and is_part and entry.spec.shape == tuple(owner.shape):
-            owners[name] = owner
-            here = _part_of(entry, owner)
-        places.append((name, here, owner))
-    places += [(each.name, each.entry, each.of.parameter) for each in gathered]
-    tensors = _memory(places, slabs)
-    wanted: dict[str, list[Destination]] = {}
-    for each in gathered:
-        for name, destination in each.into(tensors[each.name]):
-            wanted.setdefault(name, []).append(destination)
-    for name, _, _ in places[: len(places) - len(gathered)]:
-        tensor = tensors[name]
-        shards = shards_like(owners.get(name, tensor), tensor)[1]
-        wanted.setdefault(name, []).extend(Destination(box, memory) for box, memory in shards)
-    for part, table in zip(record.parts, united.tables, strict=True):
-        own = table.tensors
-        rows = [(own[name], to) for name, to in wanted.items() if name in own]
-        with candidate.sources(part) as sources:
-            loader.load(part, sources, rows, table, queued)
-    rank = None if world.is_alone else world.rank
-    optimizers = {name: updated_name(name, rank) for name in united.groups}
-    updated = {name: tensors[own] for name, own in optimizers.items() if own in tensors}
-    clips = tuple(_clips(record.step, calls, tensors, gathered))
-    return Loaded(record.step, calls, tensors, united.groups, updated=updated, clips=clips)
+@dataclass(frozen=True, slots=True)
+class _Boxed:
+    """A parameter that is boxes of other tensors, and those boxes of which there is something
+    here."""
+
+    optimizer: str
+    name: str
+    parameter: torch.Tensor
+    pieces: Sequence[Piece]
 
 
-def _clips(
-    step: int,
-    calls: Sequence[Mapping[str, Any]],
-    tensors: Mapping[str, torch.Tensor],
-    gathered: Sequence[Gathered],
-) -> Iterator[Clip]:
-    """What training clipped of these, but for what is compressed."""
-    with as_stored(step):
-        for number, call in enumerate(calls):
-            at, compressed = f"@{number}", compression.by_parameter(call)
-            for said in call.get("clips", ()):
-                names = dict.fromkeys(name for name in said["names"] if name not in compressed)
-                keys = (gradient_key(tensors, at, name) for name in names)
-                memory = [tensors[key] for key in keys if key in tensors]
-                for each in gathered:
-                    if each.at == at:
-                        memory += each.views(tensors[each.name], names)
-                yield Clip(memory, tensors[said["coefficient"]], said["foreach"])
+class Records:
+    """The records of a chain in their order. Iterate once, in a `with`: the first is read from its
+    beginning on. Who lets go of what it got before it asks for the next leaves its memory to those
+    that are read then."""
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        chain: Chain,
+        optimizers: Mapping[str, OptimizerState],
+        loader: Loader,
+        world: World,
+        *,
+        is_comparable: bool,
+    ) -> None:
+        """`optimizers`: those that are to consume the gradients, by name. `world`: of the ranks
+        that replay, each its part. `is_comparable`: whether a replay has to come to the run's own
+        bytes."""
+        self._candidate = candidate
+        self._optimizers = optimizers
+        self._loader = loader
+        self._world = world
+        self._is_comparable = is_comparable
+        self._base_step = chain.base.manifest.step
+        self._since = _steps_of(chain.base)
+        self._rows = chain.records
+        self._united: dict[tuple[int, ...], _United] = {}
+        self._plain: dict[str, torch.Tensor] = {}
+        self._boxed: list[_Boxed] = []
+        for state in optimizers.values():
+            self._note_parameters(state)
+        owners = [*self._plain.values(), *(each.parameter for each in self._boxed)]
+        self._is_on_cpu = all(each.device.type == "cpu" for each in owners)
+        self._devices = {
+            piece.name: each.parameter.device for each in self._boxed for piece in each.pieces
+        }
+        self._slabs = Slabs()
+        self._waiting = deque(self._rows)
+        self._begun: deque[Future[Loaded]] = deque()
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT, "everstep-records")
+
+    def __enter__(self) -> "Records":
+        self._begin(1)
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        self._waiting.clear()
+        if failure:  # none may go on reading, and the next attempt needs the memory
+            self._pool.shutdown(cancel_futures=True)
+            self._slabs.release()
+        else:  # not before: who takes new memory would wait for it
+            self._pool.submit(self._slabs.release)
+            self._pool.shutdown(wait=False)
+
+    def __iter__(self) -> Iterator[Loaded]:
+        while self._begun or self._waiting:
+            if not self._is_on_cpu:  # what a device still computes with is not free yet
+                wait(self._begun)
+            self._begin(_IN_FLIGHT)
+            loaded = self._begun.popleft().result()
+            yield _used_here(loaded)
+            del loaded
+
+    def check(self) -> None:
+        """Raises Mismatch where an optimizer that was called is not there, or is another, or has
+        parameters together that were apart then; Corrupt where what a record says of a call is
+        none. Reads nothing."""
+        merged: dict[tuple[tuple[int, ...], str], list[set[int]]] = {}
+        for record, tables in self._rows:
+            united, ahead = self._unite(tables), self._ahead(record)
+            for number, call in enumerate(record.calls):
+                state = find(record.step, call, self._optimizers)
+                key = tuple(map(id, tables)), state.name
+                with as_stored(record.step):
+                    groups = united.groups[state.name]
+                    if key not in merged:
+                        merged[key] = _merged(state, groups)
+                    _check_sets(record.step, call, state, merged[key])
+                said = of_rank(call, self._world.rank, self._world.size)
+                check(record.step, f"@{number}", said, groups, state, united.tensors)
+                for boxed in self._boxed:
+                    if boxed.optimizer == state.name:
+                        _check_boxed(record.step, f"@{number}", said, boxed, united.tensors, ahead)
+
+    def _note_parameters(self, state: OptimizerState) -> None:
+        for _, name, parameter, _ in state.parameters():
+            if not is_here(state.optimizer, parameter):
+                continue
+            pieces = state.mapped.split(parameter)
+            if pieces is None:
+                self._plain[name] = parameter
+            else:
+                here = [piece for piece in pieces if piece.box.count]
+                self._boxed.append(_Boxed(state.name, name, parameter, here))
+
+    def _unite(self, tables: Sequence[Table]) -> _United:
+        key = tuple(map(id, tables))  # most steps share them
+        if key not in self._united:
+            self._united[key] = _United.of(tables)
+        return self._united[key]
+
+    def _ahead(self, record: Record) -> set[str]:
+        """The parameters that are of this step, or of a later one, already."""
+        return {name for name, step in self._since.items() if step >= record.step}
+
+    def _begin(self, count: int) -> None:
+        while self._waiting and len(self._begun) < count:
+            self._begun.append(self._pool.submit(self._load, *self._waiting.popleft()))
+
+    def _load(self, record: Record, tables: Sequence[Table]) -> Loaded:
+        """Read and verify one; blocks. Raises Corrupt, Unavailable."""
+        united, ahead = self._unite(tables), self._ahead(record)
+        calls = [of_rank(call, self._world.rank, self._world.size) for call in record.calls]
+        wanted = self._tensors(record, calls, united, ahead)
+        for part, table in zip(record.parts, united.tables, strict=True):
+            own = table.tensors
+            rows = [(own[name], to) for name, (_, to) in wanted.items() if name in own]
+            with self._candidate.sources(part) as sources:
+                self._loader.load(part, sources, rows, table)
+        tensors = {name: tensor for name, (tensor, _) in wanted.items()}
+        rank = None if self._world.is_alone else self._world.rank
+        samples = {name: tensors.get(updated_name(name, rank)) for name in united.groups}
+        is_whole = not ahead or record.step >= self._base_step
+        return clip(
+            Loaded(
+                record.step,
+                tuple(calls),
+                tensors,
+                united.groups,
+                is_comparable=is_whole and self._is_comparable,
+                updated={name: found for name, found in samples.items() if found is not None},
+                clips=tuple(_clips(record.step, calls, tensors)),
+            )
+        )
+
+    def _tensors(
+        self,
+        record: Record,
+        calls: Sequence[Mapping[str, Any]],
+        united: _United,
+        ahead: Set[str],
+    ) -> dict[str, tuple[torch.Tensor, list[Destination]]]:
+        """Memory for what is needed of a record, by name, and the boxes that go there: where its
+        parameter is, and as much of a gradient as this rank has of it. Of one in several boxes, or
+        compressed, all: redo cuts it."""
+        unlike = {
+            f"@{number}.{name}"
+            for number, call in enumerate(calls)
+            for name, said in compression.by_parameter(call).items()
+            if not compression.has_shape(said)
+        }
+        owners: dict[str, torch.Tensor] = {}
+        places: list[tuple[str, TensorEntry, torch.device]] = []
+        for name, whole in self._needed(record, united, ahead):
+            entry, parameter = whole.entries[0], name.partition(".")[2]
+            owner, device = self._plain.get(parameter), self._devices.get(parameter)
+            is_alike = owner is not None and entry.spec.shape == tuple(owner.shape)
+            if owner is not None and is_alike and is_gradient(name) and name not in unlike:
+                owners[name] = owner
+                entry = _part_of(entry, owner)
+            places.append((name, entry, owner.device if owner is not None else device or _CPU))
+        on_cpu = [(name, entry) for name, entry, device in places if device.type == "cpu"]
+        made = self._slabs.tensors(entry for _, entry in on_cpu)
+        tensors = {name: tensor for (name, _), tensor in zip(on_cpu, made, strict=True)}
+        found: dict[str, tuple[torch.Tensor, list[Destination]]] = {}
+        for name, entry, device in places:
+            tensor = tensors[name] if name in tensors else empty(entry, device)
+            shards = shards_like(owners.get(name, tensor), tensor)[1]
+            found[name] = tensor, [Destination(box, memory) for box, memory in shards]
+        return found
+
+    def _needed(
+        self, record: Record, united: _United, ahead: Set[str]
+    ) -> Iterator[tuple[str, GlobalTensor]]:
+        """The record's own tensors that this rank consumes something of."""
+        size = max((len(call.get("ranks", ())) for call in record.calls), default=0)
+        rank = self._world.rank
+        for name, whole in united.tensors.items():
+            head, _, parameter = name.partition(".")
+            if not is_own(name) or (is_gradient(name) and parameter in ahead):
+                continue
+            if is_gradient(name) and not (parameter in self._plain or parameter in self._devices):
+                continue
+            # Other ranks have clipped what is needed here.
+            is_common = unowned(name) == name or head.endswith("!clip")
+            is_others = not is_common and name != own_name(unowned(name), rank)
+            if is_others and size == self._world.size:
+                continue
+            yield name, whole
 
 
-def _needed(
-    record: Record, united: United, world: World, ahead: Set[str], taken: Set[str] | None
-) -> Iterator[tuple[str, GlobalTensor]]:
-    """The record's own tensors that this rank needs as they are. `taken`: parameters, or tensors,
-    of the gradients among them; None: all."""
-    size = max((len(call.get("ranks", ())) for call in record.calls), default=0)
-    for name, whole in united.tensors.items():
-        head, _, rest = name.partition(".")
-        if not is_own(name) or (is_gradient(name) and rest in ahead):
-            continue
-        if is_gradient(name) and not (taken is None or rest in taken or name in taken):
-            continue
-        # Other ranks have clipped what is needed here.
-        is_common = unowned(name) == name or head.endswith("!clip")
-        if not is_common and size == world.size and name != own_name(unowned(name), world.rank):
-            continue
-        yield name, whole
-
-
-def _memory(
-    places: Iterable[tuple[str, TensorEntry, torch.Tensor | None]], slabs: Slabs
-) -> dict[str, torch.Tensor]:
-    """New tensors by name, each where its owner is; on the CPU where it has none."""
-    on_cpu: dict[str, TensorEntry] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for name, entry, owner in places:
-        if owner is None or owner.device.type == "cpu":
-            on_cpu[name] = entry
-        else:
-            tensors[name] = empty(entry, owner.device)
-    return tensors | dict(zip(on_cpu, slabs.tensors(on_cpu.values()), strict=True))
-
-
-def _part_of(entry: TensorEntry, parameter: torch.Tensor) -> TensorEntry:
-    """What of a gradient this rank needs: as much as it has of the parameter."""
-    if not is_dtensor(parameter):
-        return entry
-    local = tuple(local_of(parameter).shape)
-    return replace(entry, spec=replace(entry.spec, shape=local), pieces=(), strides=None)
+_CPU = torch.device("cpu")
 
 
 def _steps_of(base: Described) -> dict[str, int]:
@@ -304,6 +263,96 @@ def _steps_of(base: Described) -> dict[str, int]:
         for name in (entry.spec.name, *entry.aliases)
         if not is_own(name)
     }
+
+
+def _merged(state: OptimizerState, groups: Mapping[str, int]) -> list[set[int]]:
+    """The groups of then whose parameters stand in one group now."""
+    members: dict[int, set[int]] = {}
+    for index, name, parameter, _ in state.parameters():
+        for each in state.mapped.names(name, parameter):
+            members.setdefault(index, set()).add(groups[each])
+    return [numbers for numbers in members.values() if len(numbers) > 1]
+
+
+def _check_sets(
+    step: int, call: Mapping[str, Any], state: OptimizerState, merged: Iterable[set[int]]
+) -> None:
+    for numbers in merged:
+        if len({repr(call["sets"][number]) for number in numbers}) > 1:
+            raise Mismatch(
+                f"replaying step {step}: a group of {state.name!r} has parameters that had "
+                f"different hyperparameters then (its groups {sorted(numbers)}). Build the state "
+                f"as it was"
+            )
+
+
+def _check_boxed(
+    step: int,
+    at: str,
+    call: Mapping[str, Any],
+    boxed: _Boxed,
+    tensors: Mapping[str, GlobalTensor],
+    ahead: Set[str],
+) -> None:
+    """A parameter has one gradient or none: all of its tensors were updated, or none of them."""
+    shapes = {piece.name: piece.shape for piece in boxed.pieces}
+    keys = {name: _gradient_key(tensors, at, name) for name in shapes if name not in ahead}
+    there = {name: tensors[key].spec for name, key in keys.items() if key in tensors}
+    if not there:
+        return
+    if absent := [name for name in shapes if name not in there]:
+        raise Mismatch(
+            f"replaying step {step}: {next(iter(there))!r} and {absent[0]!r} are in one parameter "
+            f"here, {boxed.name!r}, and only the first of them is updated there. Restore on a "
+            f"layout that has them apart"
+        )
+    compressed = compression.by_parameter(call)
+    dtypes = {spec.dtype for name, spec in there.items() if name not in compressed}
+    for name, spec in there.items():
+        if name not in compressed and (spec.shape != shapes[name] or len(dtypes) > 1):
+            raise Mismatch(
+                f"replaying step {step}: the gradient of {name!r} is {spec.dtype}"
+                f"{list(spec.shape)}; with others in {boxed.name!r} here it takes one dtype "
+                f"({', '.join(sorted(dtypes))}), and {list(shapes[name])}. Restore on a layout "
+                f"that has its tensors apart"
+            )
+
+
+def _gradient_key(tensors: Container[str], at: str, name: str) -> str:
+    """Under which a record has a gradient, if it has it: from before clipping, perhaps."""
+    raw = raw_name(at, name)
+    return raw if raw in tensors else f"{at}.{name}"
+
+
+def _clips(
+    step: int, calls: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[Clip]:
+    """What training clipped of these, but for what is compressed."""
+    with as_stored(step):
+        for number, call in enumerate(calls):
+            compressed = compression.by_parameter(call)
+            for said in call.get("clips", ()):
+                names = dict.fromkeys(name for name in said["names"] if name not in compressed)
+                keys = (_gradient_key(tensors, f"@{number}", name) for name in names)
+                memory = [tensors[key] for key in keys if key in tensors]
+                yield Clip(memory, tensors[said["coefficient"]], said["foreach"])
+
+
+def _part_of(entry: TensorEntry, parameter: torch.Tensor) -> TensorEntry:
+    """What of a gradient this rank needs: as much as it has of the parameter."""
+    if not is_dtensor(parameter):
+        return entry
+    local = tuple(local_of(parameter).shape)
+    return replace(entry, spec=replace(entry.spec, shape=local), pieces=(), strides=None)
+
+
+def _used_here(loaded: Loaded) -> Loaded:
+    """Its memory was taken on the reader's stream, and is free again only when this thread's stream
+    is done with it."""
+    for tensor in loaded.tensors.values():
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return loaded
 
 
 def empty(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -6,7 +6,6 @@ let a surviving keeper finish → choose a checkpoint, with all ranks → match 
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,6 @@ from everstep.state.view import State
 from everstep.store import catalog
 from everstep.store.commit import open_store
 from everstep.store.names import CheckpointName
-from everstep.store.store import Store
 from everstep.tiers.disk import Disk
 
 if TYPE_CHECKING:
@@ -66,17 +64,18 @@ class Restores:
         must_be_exact: bool,
     ) -> CheckpointName | None:
         """See Checkpointer.restore; which it was, None where there is none. Where somebody deletes
-        the newest while it is read, he has written newer ones, which are looked for again."""
-        for attempt in range(_ATTEMPTS):
+        what is read, or makes it whole, there is something else by then, which is looked for."""
+        for _ in range(_ATTEMPTS):
             if not (found := self._find(step, from_store)):
                 break
             try:
                 return self._first_good(
                     found, only, must_be_exact=must_be_exact, is_asked=step is not None
                 )
-            except Missing:
-                if step is not None or attempt == _ATTEMPTS - 1:
-                    raise
+            except _Changed as error:
+                log.info("%s", error)
+        else:
+            raise Missing(f"restoring: {_ATTEMPTS} checkpoints were deleted while they were read")
         if only is not None:
             self._state.check_chosen(only)
         return None
@@ -109,21 +108,19 @@ class Restores:
         """Put the first of them that verifies into the state, and return which it was.
 
         `is_asked`: it is the one that was asked for, and nothing else will do. Raises Corrupt where
-        none verifies, Missing where they were deleted meanwhile, and what restore.apply raises."""
+        none verifies, _Changed where another look shows something else, and what restore.apply
+        raises."""
         failure: EverstepError | None = None
         cut_off: set[CheckpointName] = set()
-        waiting, changes = deque(found), 0
-        while waiting:
-            candidate = waiting.popleft()
+        for candidate in found:
             if candidate.name in cut_off:
                 continue
             try:
                 self._restore(candidate, only, must_be_exact)
             except (Corrupt, Missing) as error:
-                if other := self._instead(candidate, error, may_change=changes < _ATTEMPTS):
-                    changes += other is candidate
-                    waiting.appendleft(other)
-                    continue
+                gather = self._state.world.gather
+                if any(gather("looking for what has changed", candidate.has_changed())):
+                    raise _Changed(f"{candidate.name} has changed: {error}") from error
                 if is_asked:
                     raise KINDS[kind_of(error)](
                         f"restoring step {candidate.name.step} of {candidate.disk.root}: {error}. "
@@ -141,40 +138,14 @@ class Restores:
             f"oldest: {failure}"
         )
 
-    def _instead(
-        self, candidate: Candidate, error: EverstepError, *, may_change: bool
-    ) -> Candidate | None:
-        """What to try at once in its place, on all ranks the same: itself, where it is rebuilt from
-        something else by now (`may_change`: that is looked at); or its log, without a state in it
-        that may be what is damaged. Raises Missing where it was deleted meanwhile."""
-        gather = self._state.world.gather
-        is_gone = candidate.held is None and not catalog.is_there(candidate.disk, candidate.name)
-        if any(gather("looking for what was deleted", is_gone)):
-            raise Missing(
-                f"restoring step {candidate.name.step} of {candidate.disk.root}: it was deleted "
-                f"while it was read (by retention, keep=?). Restore another one"
-            ) from error
-        if may_change and any(gather("looking for what has changed", candidate.has_changed())):
-            return candidate
-        if isinstance(error, OtherBytes):  # the same records would follow
-            return None
-        other = candidate.by_its_log()
-        if not all(gather("looking for its log", other is not None)):
-            return None
-        log.warning("%s. Its log is tried, from before that", error)
-        return other
-
     def _cut_off(self, candidate: Candidate, error: EverstepError) -> set[CheckpointName]:
         """What goes on from what is wrong with this one: none of it need be tried. On all ranks the
-        same; reads once all that the candidate goes on from, where that may be damaged."""
-        world = self._state.world
-        found: list[CheckpointName] = []
+        same."""
         if isinstance(error, OtherBytes):
-            chain, _ = _chain(candidate)
-            found = [name for name in chain if name.step >= error.step]
-        elif world.rank == 0 and not candidate.held:
-            found = _following_damage(candidate)
-        said = world.gather("looking for what is damaged", [list(name) for name in found])
+            found = candidate.following(error.step)
+        else:
+            found = candidate.following_damage()
+        said = self._state.world.gather("looking for what is damaged", list(map(list, found)))
         if names := {CheckpointName(*name) for each in said for name in each} - {candidate.name}:
             log.warning("%s other steps go on from the same damage, and are skipped", len(names))
         return names
@@ -234,29 +205,8 @@ class Restores:
         )
 
 
-def _chain(candidate: Candidate) -> tuple[list[CheckpointName], bool]:
-    """The candidate and what it goes on from, the oldest first; whether all of that is there."""
-    chain: list[CheckpointName] = []
-    try:
-        for manifest in catalog.followed(candidate.disk, candidate.name, candidate.damaged):
-            chain.insert(0, CheckpointName(manifest.step, manifest.epoch))
-    except EverstepError:
-        return chain, False
-    return chain, True
-
-
-def _following_damage(candidate: Candidate) -> list[CheckpointName]:
-    """Of what the candidate goes on from, the oldest that is damaged, and all after it."""
-    chain, is_complete = _chain(candidate)
-    if not is_complete:
-        return chain  # what is before them is not there
-    try:
-        verdict = Store(candidate.disk.root).verify(str(candidate.name))
-    except EverstepError:  # deleted meanwhile
-        return []
-    problems = verdict.problems.keys() - verdict.by_log
-    damaged = (at for at, name in enumerate(chain) if str(name) in problems)
-    return chain[next(damaged, len(chain)) :]
+class _Changed(Exception):
+    """What was read is gone, or made of something else by now."""
 
 
 def _existing_store(path: str | os.PathLike[str]) -> Disk:

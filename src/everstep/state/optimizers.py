@@ -298,10 +298,10 @@ class OptimizerState:
                 values = {key: placement.decode(value) for key, value in sets[chosen[0]].items()}
                 if not values.keys().isdisjoint(_STRUCTURE):
                     raise ValueError(f"{_STRUCTURE} are no hyperparameters")
-                placement.then(partial(install, group, values), is_by_reference=True)
-                placement.then(partial(self.prune, index, values), is_by_reference=True)
+                placement.then(partial(install, group, values))
+                placement.then(partial(self.prune, index, values))
         spread = partial(spread_hyperparameters, self.optimizer)
-        placement.then(spread, is_by_reference=True)
+        placement.then(spread)
 
     def _prepare_state(
         self,
@@ -332,7 +332,7 @@ class OptimizerState:
                 found[parameter] = state
             found.update(other)
 
-        placement.then(install, is_by_reference=True)
+        placement.then(install)
 
     def _state_of(
         self,

@@ -121,9 +121,6 @@ class Placement:
     """What of the checkpoint is theirs."""
     offers: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """What some rank must take: the problem if none does, and whether this one does."""
-    is_by_reference: bool = True
-    """Whether nothing that is done at the end looks at what a tensor of an optimizer has come to:
-    it may be filled later then."""
     _absent: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _made: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     _sources: dict[int, tuple[torch.Tensor, list[str]]] = field(default_factory=dict)
@@ -290,17 +287,14 @@ class Placement:
 
         return decode(value, tensor)
 
-    def then(self, action: Callable[[], None], *, is_by_reference: bool = False) -> None:
-        """Do this when all tensors have arrived. `is_by_reference`: it only puts those of an
-        optimizer where they belong. All of the user's code may look at any of them."""
+    def then(self, action: Callable[[], None]) -> None:
+        """Do this when all tensors have arrived."""
         self._actions.append(action)
-        self.is_by_reference &= is_by_reference
 
     def at_last(self, action: Callable[[], None]) -> None:
         """Do this after all other actions (random generators:
         nothing may draw from them afterwards)."""
         self._last_actions.append(action)
-        self.is_by_reference = False
 
     def check(self, step: int, where: object) -> None:
         """Raises Mismatch with everything that does not fit."""

@@ -2,9 +2,9 @@
 
 import contextlib
 import logging
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
-from everstep.errors import Corrupt, EverstepError, Missing
+from everstep.errors import Corrupt, Missing
 from everstep.format.document import digest_of, natural, unseal
 from everstep.format.manifest import Manifest, Part, check_follows, check_table, decode_manifest
 from everstep.format.tables import Table, decode_table
@@ -124,29 +124,22 @@ def read_manifest(disk: Disk, name: CheckpointName) -> Manifest:
     return _read_manifest(disk, name)[0]
 
 
-def read_chain(
-    disk: Disk, name: CheckpointName, damaged: Container[CheckpointName] = ()
-) -> list[Manifest]:
+def read_chain(disk: Disk, name: CheckpointName) -> list[Manifest]:
     """A checkpoint and what it follows: a state first, then the logs that go on from it, and the
-    one asked for last. `damaged`: log steps whose state that was made of them does not count.
-    Raises Missing where that one is not there, Corrupt where another is not,
-    or is not the one that was followed."""
-    return list(followed(disk, name, damaged))[::-1]
+    one asked for last. Raises Missing where that one is not there, Corrupt where another is not, or
+    is not the one that was followed."""
+    return list(followed(disk, name))[::-1]
 
 
-def followed(
-    disk: Disk, name: CheckpointName, damaged: Container[CheckpointName] = ()
-) -> Iterator[Manifest]:
+def followed(disk: Disk, name: CheckpointName) -> Iterator[Manifest]:
     """The same from the last to the first; raises what there is to raise when it comes to it."""
-    manifest: Manifest | None = _whole(disk, read_manifest(disk, name), damaged)
+    manifest: Manifest | None = _whole(disk, read_manifest(disk, name))
     while manifest is not None:
         yield manifest
-        manifest = check_previous(disk, manifest, damaged)
+        manifest = check_previous(disk, manifest)
 
 
-def check_previous(
-    disk: Disk, manifest: Manifest, damaged: Container[CheckpointName] = ()
-) -> Manifest | None:
+def check_previous(disk: Disk, manifest: Manifest) -> Manifest | None:
     """What a log goes on from; None for a state. Raises Corrupt where it is not there, or not what
     it was."""
     name = CheckpointName(manifest.step, manifest.epoch)
@@ -160,7 +153,7 @@ def check_previous(
         raise Corrupt(f"{error}, but the log {name} goes on from it") from error
     if digest != manifest.previous.digest:
         raise Corrupt(f"reading {disk.root}: {behind} is not the checkpoint that {name} follows")
-    return _whole(disk, found, damaged)
+    return _whole(disk, found)
 
 
 def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
@@ -177,17 +170,12 @@ def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
     return found
 
 
-def _whole(disk: Disk, manifest: Manifest, damaged: Container[CheckpointName]) -> Manifest:
+def _whole(disk: Disk, manifest: Manifest) -> Manifest:
     """A step that takes a replay as the state that was made of it, where one stands for it: nothing
     is before it."""
-    name = CheckpointName(manifest.step, manifest.epoch)
-    if not manifest.records or name in damaged:
+    if not manifest.records:
         return manifest
-    try:
-        found = read_state(disk, name)
-    except EverstepError as error:
-        log.warning("%s. The log serves", error)
-        return manifest
+    found = read_state(disk, CheckpointName(manifest.step, manifest.epoch))
     return found if found and found.ends_chain else manifest
 
 

@@ -31,9 +31,6 @@ class Verdict:
     checkpoints: int
     bytes: int
     problems: dict[str, list[str]]
-    by_log: frozenset[str] = frozenset()
-    """Log steps of which nothing is wrong but the state that was made of them, or the base that
-    ends there: a restore goes by the log, where what comes before is whole."""
 
     @property
     def ok(self) -> bool:
@@ -102,16 +99,14 @@ class Store:
                 if step is not None or catalog.is_there(self._disk, name):  # else deleted since
                     problems[str(name)] = [str(error)]
         total, done = sum(manifest.size for _, manifest in manifests), 0
-        states, logs = set[str](), set[str]()
         for name, manifest in manifests:
-            for size, problem, is_of_state in self._verify(manifest):
+            for size, problem in self._verify(manifest):
                 done += size
                 if problem and catalog.is_there(self._disk, name):  # else it was deleted meanwhile
                     problems.setdefault(str(name), []).append(problem)
-                    (states if is_of_state else logs).add(str(name))
                 if progress:
                     progress(done, total)
-        return Verdict(len(chosen), done, problems, frozenset(states - logs))
+        return Verdict(len(chosen), done, problems)
 
     def read(
         self, step: int | str | None = None, names: Collection[str] | None = None
@@ -208,22 +203,21 @@ class Store:
                 found.append(CheckpointName(manifest.step, manifest.epoch))
         return found[::-1] or [name]
 
-    def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None, bool]]:
-        """Bytes that were read, what is wrong, and whether with the state beside a log step."""
+    def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
+        """Bytes that were read, and what is wrong: also with the state beside a log step."""
         name = CheckpointName(manifest.step, manifest.epoch)
         state = None
         try:
             state = catalog.read_state(self._disk, name) if manifest.records else None
         except EverstepError as error:
-            yield 0, str(error), True
+            yield 0, str(error)
         try:
             if not state or not state.ends_chain:  # else nothing before it need be there
                 catalog.check_previous(self._disk, manifest)
         except EverstepError as error:
-            yield 0, str(error), False
+            yield 0, str(error)
         for described in (manifest, state) if state else (manifest,):
-            for size, problem in self._verify_parts(described):
-                yield size, problem, described is state
+            yield from self._verify_parts(described)
 
     def _verify_parts(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
         tables: list[Table] = []

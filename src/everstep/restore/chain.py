@@ -1,0 +1,162 @@
+"""What a checkpoint is rebuilt from: a state, and the records that bring it to the step."""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from everstep.format.global_tensors import GlobalTensor, tables_of_records, whole_tensors
+from everstep.format.manifest import Manifest, Part, Record
+from everstep.format.tables import Table, is_own, owned_names
+from everstep.redo.rules import is_in
+from everstep.sharding.topology import ALONE, differences, layout_differences
+from everstep.state.objects import references
+from everstep.state.placement import Saved
+
+Version = Sequence[tuple[Part, Table]]
+"""Parts of one step: together they have all of each tensor that is in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A manifest, and the table of each of its parts."""
+
+    manifest: Manifest
+    tables: list[Table]
+
+    @property
+    def records(self) -> list[tuple[Record, tuple[Table, ...]]]:
+        """Each with the tables of its parts."""
+        return tables_of_records(self.manifest, self.tables)
+
+    @property
+    def versions(self) -> list[Version]:
+        """Its parts by rising step."""
+        found: dict[int, list[tuple[Part, Table]]] = {}
+        for part, table in zip(self.manifest.all_parts, self.tables, strict=True):
+            found.setdefault(part.steps, []).append((part, table))
+        return [found[step] for step in sorted(found)]
+
+    def differences(self, layout: str) -> list[str]:
+        """What is other here than where it was recorded, of what a replay may depend on. `layout`:
+        of the ranks that replay."""
+        then = self.manifest.topology
+        calls = (call for record in self.manifest.records for call in record.calls)
+        return differences(then) + layout_differences(then, layout, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A state, and the logs that go on from it, which may be none."""
+
+    base: Described
+    logs: Sequence[Described]
+
+    @property
+    def replayed(self) -> list[Described]:
+        """Whose records are replayed: the logs; and first the base, where it is spread."""
+        return [self.base, *self.logs] if self.base.manifest.is_spread else [*self.logs]
+
+    @property
+    def records(self) -> list[tuple[Record, tuple[Table, ...]]]:
+        """Those that are replayed, in their order, with the tables of their parts."""
+        return [row for described in self.replayed for row in described.records]
+
+    @property
+    def last(self) -> Described:
+        """What was asked for."""
+        return self.logs[-1] if self.logs else self.base
+
+    @property
+    def versions(self) -> list[Version]:
+        """All parts, by rising step."""
+        return [version for each in (self.base, *self.logs) for version in each.versions]
+
+    @property
+    def later_names(self) -> set[str]:
+        """The tensors that the logs have."""
+        tables = {id(table): table for log in self.logs for table in log.tables}  # most share one
+        return {name for table in tables.values() for name in table.tensors}
+
+    @property
+    def optimized(self) -> set[str]:
+        """The names of the tensors that optimizers change."""
+        return {name for table in self.base.tables for name in owned_names(table.optimizers)}
+
+    @property
+    def ruled(self) -> set[str]:
+        """The parts that rules derive: they are in the base, and in no record."""
+        return {part for record, _ in self.records for part in record.ruled}
+
+    @property
+    def first_step(self) -> int:
+        """Of what has to be there before anything is replayed."""
+        return min(part.steps for part in self.base.manifest.parts)
+
+    def names_in(self, parts: Set[str]) -> set[str]:
+        """The base's tensors in these parts of the state, but for what optimizers change."""
+        optimized = self.optimized
+        return {
+            name
+            for table in self.base.tables
+            for name in table.tensors
+            if name not in optimized and any(is_in(name, part) for part in parts)
+        }
+
+    def differences(self, layout: str) -> list[str]:
+        """What is other here than where the records were made."""
+        return sorted({text for each in self.replayed for text in each.differences(layout)})
+
+    def moved(self, kinds: Mapping[str, str] | None = None) -> list[str]:
+        """That it is replayed on another kind of device than the run's, which comes to other last
+        bits. `kinds`: of the parameters that are here, by name; None: all are, on the CPU."""
+        found = set()
+        for table in self.base.tables:
+            for optimizer in table.optimizers.values():
+                for name in optimizer["groups"].keys() & table.tensors.keys():
+                    then, _, _ = table.tensors[name].device.partition(":")
+                    now = "cpu" if kinds is None else kinds.get(name, then)
+                    found |= {f"parameters on {then}, here on {now}"} if then != now else set()
+        return sorted(found)
+
+    def has_to_be_equal(self, layout: str, *, is_moved: bool) -> bool:
+        """Whether a replay on this machine, by ranks of this layout, comes to the run's own bytes
+        on each of them; or else something is wrong. `is_moved`: on another kind of device."""
+        layouts = {each.manifest.topology.get("layout", ALONE) for each in self.replayed}
+        is_same = layouts == {layout} and self.base.manifest.exact and not is_moved
+        return is_same and not self.differences(layout)
+
+    def saved(self, names: Set[str]) -> Saved:
+        """What the state has after the last record, each tensor as it was stored last; `names`:
+        of what a replay brings, which is in the base.
+
+        A record need not have what has not changed. But what only an object had is gone when the
+        object has let go of it.
+        """
+        stored: dict[str, tuple[GlobalTensor, Described]] = {}
+        for described in (self.base, *self.logs):
+            for version in described.versions:
+                for name, whole in whole_tensors([table for _, table in version]).items():
+                    if not is_own(name):
+                        row = whole, described
+                        stored.update(dict.fromkeys((name, *whole.aliases), row))
+        last, known = _referred(self.last.manifest), dict[int, set[str]]()
+
+        def is_there(name: str, whole: GlobalTensor, described: Described) -> bool:
+            if described is self.last or not names.isdisjoint((name, *whole.aliases)):
+                return True
+            if id(described) not in known:
+                known[id(described)] = _referred(described.manifest)
+            return name in last or name not in known[id(described)]
+
+        tensors = {name: row[0] for name, row in stored.items() if is_there(name, *row)}
+        return replace(Saved.of(self.last.manifest, self.last.tables), tensors=tensors)
+
+
+def _referred(manifest: Manifest) -> set[str]:
+    """The tensors to which its objects refer."""
+    own = (each["value"] for rank in manifest.ranks for each in rank.values())
+    return set(references([manifest.objects, manifest.hyperparameters, *own]))
+
+
+def is_brought(whole: GlobalTensor, names: Iterable[str]) -> bool:
+    """Whether a stored tensor is one of these, under one of its names."""
+    return not {whole.spec.name, *whole.aliases}.isdisjoint(names)

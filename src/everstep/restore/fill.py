@@ -1,0 +1,54 @@
+"""Stored tensors into their places: out of a checkpoint's packs, or of what a replay came to."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from everstep.format.boxes import Box
+from everstep.format.global_tensors import GlobalTensor
+from everstep.restore.chain import Version
+from everstep.restore.choose import Candidate
+from everstep.restore.deliver import Staging, put
+from everstep.restore.load import Loader
+from everstep.state.placement import Destination
+
+Wanted = Mapping[str, tuple[GlobalTensor, list[Destination]]]
+"""Stored tensors by their first names, and where their boxes are to go."""
+
+Shards = Sequence[tuple[Box, torch.Tensor]]
+"""The boxes of a tensor that are here, and their memory."""
+
+
+def fill(candidate: Candidate, versions: Sequence[Version], wanted: Wanted, loader: Loader) -> None:
+    """Read each tensor as the last of the versions has it; blocks. Raises Corrupt, Unavailable,
+    and Mismatch where elements share memory that were different."""
+    staging = Staging()
+    left = {name: list(map(staging.direct, found)) for name, (_, found) in wanted.items()}
+    for version in reversed(versions):
+        names = {name for _, table in version for name in left.keys() & table.tensors.keys()}
+        here = {name: left.pop(name) for name in names}
+        for part, table in version:
+            rows = [(entry, here[name]) for name, entry in table.tensors.items() if name in here]
+            if rows:
+                with candidate.sources(part) as sources:
+                    loader.load(part, sources, rows, table)
+    staging.finish()
+
+
+def fill_from_live(live: Mapping[str, Shards], wanted: Wanted) -> None:
+    """Copy what is here already, under any name of the stored tensor; nothing where it is not."""
+    for whole, destinations in wanted.values():
+        names = (whole.spec.name, *whole.aliases)
+        source = next((live[name] for name in names if name in live), ())
+        for box, tensor in source:
+            for destination in destinations:
+                common = box.intersect(destination.box)
+                if common and not is_same_memory(tensor, destination.tensor):
+                    inside = destination.tensor[common.slices_in(destination.box)]
+                    put(inside, tensor.detach()[common.slices_in(box)])
+
+
+def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all elements of one are those of the other."""
+    alike = (tensor.shape, tensor.stride()) == (other.shape, other.stride())
+    return tensor is other or (alike and tensor.data_ptr() == other.data_ptr())
