@@ -4,11 +4,10 @@ import pytest
 import torch
 from derived import averaged, build, run
 from logs import train
-from runs import check_same, check_steps, checkpointer, freeze, kinds, logged, snapshot
+from runs import check_steps, kinds, logged, snapshot
 from torch import nn
 
-from everstep import Corrupt, Store
-from everstep.redo.samples import sample_of
+from everstep import Store
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -101,35 +100,6 @@ def test_one_number_of_frozen_weights_changed_around_the_version_counter(store, 
     check_steps(store, adapted(2), frozen)
     run_adapted(other_store, change)
     assert kinds(other_store) == "brrrrrrrr"
-
-
-def test_without_the_program_frozen_weights_are_compared_too(store):
-    """A number that the record of step 9 has in its sample, and no look while training sees."""
-    plain = adapted(1)["model"][0].weight.detach()
-
-    def is_sampled(at):
-        changed = plain.clone().view(-1)
-        changed[at] += 1
-        rows = [sample_of({"w": tensor.view(400, 6)}, 9) for tensor in (plain, changed)]
-        return not torch.equal(*rows)
-
-    def change(state, step):
-        if step == 5:
-            state["model"][0].weight.data.view(-1)[at] += 1
-
-    at = next(filter(is_sampled, range(plain.numel())))
-    parts = ("model.0.weight", "model.0.bias", "model.1", "table")
-    run_adapted(store, change, derive=dict.fromkeys(parts))
-    assert kinds(store) == "brrrrrrrr"
-    fresh = adapted(2)
-    before = freeze(fresh)
-    with checkpointer(store, fresh) as restorer:
-        with pytest.raises(Corrupt, match="changed by nobody"):
-            restorer.restore(9, only="model")
-        check_same(freeze(fresh), before)
-    with pytest.raises(Corrupt, match="changed by nobody"):
-        materialize(Disk(store), CheckpointName(9, 1))
-    assert materialize(Disk(store), CheckpointName(4, 1)).exact
 
 
 def test_frozen_weights_and_buffers_of_one_module(store):

@@ -21,15 +21,6 @@ from everstep.sharding.topology import ALONE
 from everstep.state.placement import Placement, Saved
 from everstep.state.view import State
 
-_RULED = (
-    "Its rule is another one now, or depends on something beside the weights, the buffers, the "
-    "part itself and the step; or torch and processor are others"
-)
-_CONSTANT = (
-    "Nobody was to change it (derive= of an older version), and something changed it unnoticed: no "
-    "step after that can be restored, up to the next base"
-)
-
 
 class Derivation:
     """What rules derive in the replay of one log."""
@@ -42,12 +33,11 @@ class Derivation:
             for record, tables in described.records
         }
         self._parts = chain.ruled
-        found = {part for _, record, _ in self._rows.values() for part in record.derived}
-        self._names = {part: chain.names_in({part}) for part in found}
+        self._names = {part: chain.names_in({part}) for part in self._parts}
         self._rules = rules
         self._state = state
         self._optimized = chain.optimized
-        self._layout = state.layout() if found else ALONE
+        self._layout = state.layout() if self._parts else ALONE
         if missing := sorted(self._parts - set(rules.ruled if rules else ())):
             base = chain.base.manifest.step
             raise Mismatch(
@@ -56,7 +46,7 @@ class Derivation:
                 f"Checkpointer does not have. Give it derive={{{missing[0]!r}: ...}} as the run "
                 f"did, or restore step {base}, which is whole"
             )
-        self.names = {name for part in self._parts for name in self._names[part]}
+        self.names = {name for names in self._names.values() for name in names}
         """Of the tensors that rules derive."""
         self._tensors: dict[str, torch.Tensor] | None = None
 
@@ -77,13 +67,13 @@ class Derivation:
         if loaded.step not in self._rows:  # of a base that is spread: what is derived came last
             return
         described, record, table = self._rows[loaded.step]
-        if ruled := record.ruled:
-            assert self._rules is not None
-            self._put_back(described, record, table, candidate, loader)
-            self._rules.run(record.step, ruled)
-        for part in record.derived:
-            then = described.manifest.topology.get("layout", ALONE)
-            if then == self._layout:  # else what a rank then had of it is not what one has here
+        if not record.ruled:
+            return
+        assert self._rules is not None
+        self._put_back(described, record, table, candidate, loader)
+        self._rules.run(record.step, record.ruled)
+        if described.manifest.topology.get("layout", ALONE) == self._layout:
+            for part in record.ruled:  # else what a rank then had of it is not what one has here
                 self._compare(loaded, record, part)
 
     def _put_back(
@@ -121,6 +111,7 @@ class Derivation:
         # None where nothing is hashed: a pass over the part, which samples spare.
         if not is_same or (digest is not None and digest != digest_of(found)):
             raise Corrupt(
-                f"{at} came to other bytes than the run had after this step. "
-                f"{_RULED if said['rule'] else _CONSTANT}"
+                f"{at} came to other bytes than the run had after this step. Its rule is another "
+                f"one now, or depends on something beside the weights, the buffers, the part "
+                f"itself and the step; or torch and processor are others"
             )
