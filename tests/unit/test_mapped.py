@@ -249,7 +249,6 @@ def test_names_of_a_stage_are_those_of_the_model():
     optimizer.step()
     state = State(
         {"model": model, "optimizer": optimizer},
-        rng=False,
         layout=lambda name, tensor: (
             name.replace("model.", "model.stage1.") if "1." in name else None
         ),
