@@ -293,6 +293,7 @@ class Checkpointer:
     def _derive(self, step: int) -> None:
         if self._rules.parts:
             self._check_open()
+            self._captures.hold_derived()
             self._derived.run(step)
 
     def _save(

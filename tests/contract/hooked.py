@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import alone
 import everstep
 from everstep import Store
-from everstep.redo import clipping, samples
+from everstep.redo import clipping, rolling_digest
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 
@@ -98,6 +98,6 @@ def gradient_bytes(store, step):
     return sum(
         piece.size
         for name, entry in table.tensors.items()
-        if name.startswith("@") and not name.startswith(samples.UPDATED)
+        if name.startswith("@") and not name.startswith(rolling_digest.PREFIX)
         for piece in entry.pieces
     )

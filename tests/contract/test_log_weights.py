@@ -126,7 +126,6 @@ def test_digests_go_by_name(store, options):
             train(state)
             saver.step(step)
             frozen[step] = by_name(state)
-    assert all("digest" in call for call in Store(store).manifest(4).records[-1].calls)
     for turn in (1, -1):
         fresh = make(2, turn)
         with checkpointer(store, fresh) as saver:

@@ -1,16 +1,14 @@
-"""What a replay does not do: hash what nobody compares, take more memory than for two records."""
+"""What a replay does not do: take more memory than for two records."""
 
 import pytest
 import torch
-from derived import averaged, check_all, run
 from keepers import until
 from logs import build, train
-from runs import check_steps, kinds, run_logged
+from runs import check_steps, run_logged
 from torch import nn
 
-from everstep.restore import derived, records
+from everstep.restore import records
 from everstep.restore.buffer_pool import Slabs
-from everstep.state.optimizers import OptimizerState
 
 
 @pytest.fixture
@@ -31,20 +29,6 @@ def slabs(monkeypatch):
 
     monkeypatch.setattr(records, "Slabs", Counted)
     return found
-
-
-@pytest.mark.parametrize(("verify", "passes"), [("rolling", 0), ("full", 6)])
-def test_all_bytes_are_hashed_only_where_the_record_says_what_they_were(
-    store, monkeypatch, verify, passes
-):
-    frozen = run_logged(store, build(1), train, steps=7, verify=verify)
-    assert kinds(store) == "brrrrrr"
-    digest, calls = OptimizerState.digest, []
-    monkeypatch.setattr(
-        OptimizerState, "digest", lambda self: calls.append(self.name) or digest(self)
-    )
-    check_steps(store, build(2), frozen, steps=[7])
-    assert len(calls) == passes
 
 
 def test_memory_for_two_records_and_none_afterwards(store, slabs):
@@ -78,14 +62,3 @@ def test_what_looks_at_the_weights_sees_all_of_the_base(store):
 
     frozen = run_logged(store, build_summed(1), train, steps=3)
     check_steps(store, build_summed(2), frozen, steps=[3])
-
-
-@pytest.mark.parametrize("verify", ["rolling", "full"])
-def test_derived_parts_are_hashed_only_where_the_record_says_what_they_were(
-    store, monkeypatch, verify
-):
-    frozen = run(store, averaged, verify=verify)
-    digest, calls = derived.digest_of, []
-    monkeypatch.setattr(derived, "digest_of", lambda found: calls.append(1) or digest(found))
-    check_all(store, averaged, frozen)
-    assert bool(calls) == (verify == "full")

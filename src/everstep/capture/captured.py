@@ -1,6 +1,6 @@
 """What is captured for a step: a whole state, or a part of one, as a state of its own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from everstep.format.tables import is_own
 from everstep.redo.refusals import Refused
+from everstep.redo.rolling_digest import Slice
 from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf
 from everstep.state.fingerprint import Fingerprint
@@ -29,6 +30,8 @@ class Captured:
     collected: Collected
     record: dict[str, Any] | None = None
     share: dict[str, Any] | None = None
+    slices: Sequence[Slice] = ()
+    """What is digested meanwhile; the digests are among its leaves."""
 
     @property
     def continues(self) -> bool:

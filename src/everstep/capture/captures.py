@@ -31,6 +31,7 @@ from everstep.keeper.ranks.node_save import PLACE
 from everstep.options import Options
 from everstep.redo.derived import Derived
 from everstep.redo.refusals import Refused
+from everstep.redo.rolling_digest import DERIVED_OWNER
 from everstep.sharding.topology import topology
 from everstep.state.view import Collected, State
 from everstep.store.names import CheckpointName
@@ -163,6 +164,10 @@ class Captures:
         if isinstance(self.strategy, Auto):
             self.strategy.resume(chosen)
 
+    def hold_derived(self) -> None:
+        """Before rules bring parts forward: wait until those are digested."""
+        self._copier.hold(DERIVED_OWNER)
+
     def end_chain(self) -> None:
         """Nothing can follow what was captured last: the next is a whole state."""
         if self.strategy:
@@ -252,7 +257,9 @@ class Captures:
         said = self._describe(captured, tag, metrics)
         said["call"] = handle.call
         try:
-            capture = self._copier.begin(handle.step, sequence, collected, plan, slot, said)
+            capture = self._copier.begin(
+                handle.step, sequence, collected, plan, slot, said, captured.slices
+            )
         except BaseException:
             self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
             slot.arena.set_state(slot.index, SlotState.FREE)

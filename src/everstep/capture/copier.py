@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from everstep.capture.pool import Slot
 from everstep.capture.timing import Span, Timing, mark
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.keeper.arena import SlotState
+from everstep.redo.rolling_digest import DIGEST_OWNER, Slice
 from everstep.sharding.leaves import Leaf
 from everstep.state.fingerprint import Fingerprint
 from everstep.state.view import Collected, Walk
@@ -83,8 +84,10 @@ class Copier:
         plan: Plan,
         slot: Slot,
         description: dict[str, Any],
+        slices: Iterable[Slice] = (),
     ) -> Capture:
-        """Copy what must be copied at the call; the rest is for `go_on`.
+        """Copy what must be copied at the call; the rest is for `go_on`, and so are the digests of
+        `slices`, which are among the leaves.
 
         On CUDA the eager copies are enqueued on the current stream of each device, after the work
         that is there, before all that comes; the host does not wait.
@@ -101,8 +104,12 @@ class Copier:
             for owner, part in bound.items()
             if owner is not None
         }
+        for slice_ in slices:  # whose digests are written to while they wait to be copied
+            owned.setdefault(slice_.owner, Owned(Batch(), None)).slices.append(slice_)
+            owned[DIGEST_OWNER].fingerprint = None
+        owned = dict(sorted(owned.items(), key=lambda row: (row[0] == DIGEST_OWNER, row[0] < 0)))
         batches = [eager, *(part.batch for owner, part in bound.items() if owner is None)]
-        lazy = {device for part in owned.values() for device in part.batch.on_device}
+        lazy = {device for part in owned.values() for device in part.devices}
         devices = {device for batch in batches for device in batch.on_device} | lazy
         self.devices.use(devices)
         eager_landings = self._copy_eagerly(batches, slot)
@@ -286,7 +293,7 @@ class Copier:
         finally:
             for owned in capture.owned.values():
                 owned.ready.set()
-                owned.batch = Batch()
+                owned.batch, owned.slices = Batch(), []
             capture.keep_alive = None
             capture.note_copied()
 
@@ -301,6 +308,8 @@ class Copier:
         landings, spans = list(capture.eager), list[Span]()
         for owned in capture.owned.values():
             landings += self._enqueue(capture, owned, spans)
+            for slice_ in owned.slices:
+                slice_.digest()
             owned.batch.copy_from_cpu(slot.arena, slot.index, self._movers, progress.arrived)
             owned.ready.set()
         for event, start in landings:
@@ -314,15 +323,18 @@ class Copier:
         """The copies of one owner's tensors off CUDA devices; `spans` gets when each device makes
         them."""
         landings: list[Landing] = []
-        for device in owned.batch.on_device:
+        for device in owned.devices:
             stream = self.devices.stream(device)
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 stream.wait_event(capture.begins[device])
+                for slice_ in owned.slices:
+                    slice_.enqueue_on(device)
                 begin = mark(device)
                 landings += owned.batch.enqueue_from(device, capture.slot.arena, capture.slot.index)
-                size = owned.batch.size_on(device)
-                spans.append(Span(device, begin, mark(device), size))
-            owned.ends[device] = landings[-1][0]
+                if size := owned.batch.size_on(device):
+                    spans.append(Span(device, begin, mark(device), size))
+                owned.ends[device] = end = torch.cuda.Event(blocking=True)
+                end.record(stream)
         return landings
 
 

@@ -22,6 +22,7 @@ from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.format.document import seal
 from everstep.keeper.arena import Row
+from everstep.redo.rolling_digest import Slice
 from everstep.state.fingerprint import Fingerprint, describe
 from everstep.state.view import Collected
 
@@ -39,10 +40,18 @@ class Owned:
     """Emptied when it is copied, as the fingerprint when it was looked at: tensors that nobody else
     needs (gradients) are not held up to the next capture."""
     fingerprint: Fingerprint | None
+    slices: list[Slice] = field(default_factory=list)
+    """Of its tensors, to be digested before it may update them."""
     ready: threading.Event = field(default_factory=threading.Event)
     ends: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     checked: bool = False
     is_torn: bool = False
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """The GPUs off which something is copied, or on which it is digested."""
+        found: set[torch.device] = set(self.batch.on_device)
+        return found.union(*(each.devices for each in self.slices))
 
 
 @dataclass(slots=True)
@@ -119,9 +128,9 @@ class Capture:
         tensors: that is as it should be, hence the order of the two looks."""
         for index, owned in self.owned.items():
             fingerprint = owned.fingerprint
-            if owner not in (None, index) or owned.checked or fingerprint is None:
+            if owner not in (None, index) or owned.checked:
                 continue
-            changed = fingerprint.changed()
+            changed = fingerprint.changed() if fingerprint else []
             if changed and not owned.checked and not self.problem:
                 self.torn.put(changed)
                 self.problem = describe(self.step, changed)

@@ -204,16 +204,17 @@ class Log:
             self._check()
             return Captured(collected)
         try:
-            tensors, calls = self._recorder.take(step)
+            tensors, calls = self._recorder.take()
         except Unsupported as error:
             self._break(error, step)
             self._check()
             return Captured(collected)
         pieces, share = self._share(step, collected.walk)
         derived: dict[str, Any] = {}
+        slices = self._recorder.slices()
         if self._derived:
-            samples, derived = self._derived.describe(step, collected)
-            tensors |= samples
+            derived = self._derived.describe()
+            slices += self._derived.slices(collected, self._pace.overlap_s)
         if self._ranks:
             recorded, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
         else:
@@ -222,10 +223,11 @@ class Log:
         if share and share["ends"]:  # a base has what is derived, too
             others = tuple(unowned(collected.walk.leaves))
             met = collected.loose
-        leaves = (*pieces, *recorded, *others)  # updates wait for pieces, not for records
+        digests = (leaf for each in slices for leaf in each.leaves)
+        leaves = (*pieces, *recorded, *others, *digests)  # updates wait for pieces, not for records
         record = part_of(collected, leaves, met)
         said = {"previous": self._last_step, "calls": calls, "derived": derived}
-        return Captured(record, said, share)
+        return Captured(record, said, share, slices)
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """This is being captured."""
@@ -235,6 +237,7 @@ class Log:
             self._note_record(captured, handle)
             if captured.share and captured.share["ends"]:
                 self._base_step, self._pieces = handle.step, None
+                self._recorder.roll(self._pace.overlap_s)
                 self._tell_base()
             self._recording.set(self.is_on)
             self._recorded += 1
@@ -256,6 +259,7 @@ class Log:
         self._base_aliases = _owned_aliases(captured.collected)
         self._base_derived = self._derived and self._derived.shape(captured.collected)
         self._recorder.watch()
+        self._recorder.roll(self._pace.overlap_s)
         self._tell_base()
         self._recording.set(True)
 

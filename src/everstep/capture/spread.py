@@ -39,6 +39,7 @@ from everstep.redo.clipping import Recording
 from everstep.redo.coupling import why_not
 from everstep.redo.recorder import Recorder
 from everstep.redo.refusals import Held, Lasting, Refused, check_gradients, check_graphs
+from everstep.redo.rolling_digest import Slice
 from everstep.sharding.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
@@ -81,6 +82,8 @@ class Spread:
         self._last: SaveHandle | None = None
         self._last_walk: Walk | None = None
         self._seen: Seen | None = None
+        self._rolled: Walk | None = None
+        """Of whose tensors the due records have digests."""
         self._sizes: tuple[Walk, int, int] | None = None
         self._measured: list[Piece] = []
         self._schedule = Schedule()
@@ -321,9 +324,13 @@ class Spread:
         tensors: dict[str, torch.Tensor] = {}
         if pieces.steps:
             self._check(window, step, collected)
-            tensors, calls = self._recorder.take(step)
-            for call in calls if not is_due else ():
-                call.pop("digest", None)  # it is of all parameters, some of which come later
+            tensors, calls = self._recorder.take()
+        slices: list[Slice] = []
+        if calls is not None and is_due:  # before that the pieces are of several steps
+            if self._rolled is not collected.walk:
+                self._rolled = collected.walk
+                self._recorder.roll(self._pace.overlap_s)
+            slices = self._recorder.slices()
         self._window = window
         leaves = pieces.take(step, is_due)
         if is_due:
@@ -337,10 +344,11 @@ class Spread:
             self._recorder.watch()
             self._recording.set(True)
         self._recorder.only = pieces.copied
-        part = part_of(collected, (*leaves, *record), collected.loose if is_due else ())
+        digests = (leaf for each in slices for leaf in each.leaves)
+        part = part_of(collected, (*leaves, *record, *digests), collected.loose if is_due else ())
         if not is_due:  # ranks number hyperparameters together, in each
             part = Collected(part.walk, (), part.aliases, {}, part.hyperparameters)
-        return Captured(part, share=share)
+        return Captured(part, share=share, slices=slices)
 
     def _open(self, step: int, collected: Collected) -> _Window:
         if taken := reserved((*collected.walk.leaves, *collected.loose)):

@@ -57,7 +57,6 @@ def _call_facts(at: str, said: Mapping[str, Any], tables: Sequence[Table]) -> di
             for found in said.get("compressed", ())
         ],
         "strides": sum(whole.strides is not None for whole in gradients),
-        "audited": "digest" in said,
         "scaler": sorted(said.get("scaler", {})),
         "sets": [dict(values) for values in said["sets"]],
     }
@@ -89,8 +88,7 @@ def call_pairs(facts: Mapping[str, Any], is_only: bool) -> list[tuple[str, str]]
     for part, said in facts["derived"].items():
         at = "then" if is_only else f"{facts['step']} then"
         how = "derived by a rule of the program" if said["rule"] else "changed by nobody"
-        kept = "digest" if said["digest"] or any(said.get("digests", ())) else "sample"
-        pairs.append((f"{at} {part}", f"{how}, {kept} of the result kept"))
+        pairs.append((f"{at} {part}", how))
     return pairs
 
 
@@ -112,8 +110,6 @@ def _call_text(call: Mapping[str, Any]) -> str:
     ]
     if call["strides"]:
         words.append(f"{call['strides']:,} not row-major in memory")
-    if call["audited"]:
-        words.append("digest of the result kept")
     if call["scaler"]:
         words.append(f"unscaled by the optimizer ({', '.join(map(wording.clean, call['scaler']))})")
     return " · ".join(words)

@@ -62,6 +62,8 @@ class Shown:
     whole: Whole | None = None
     exact: bool = True
     """Whether a restore brings it back bit for bit."""
+    unproven: str = ""
+    """What a replay of it has shown to be wrong."""
 
     @classmethod
     def of(cls, path: str, reference: str | None) -> "Shown":
@@ -76,13 +78,13 @@ class Shown:
         by_record = tables_of_records(manifest, tables)
         records = tuple(record_facts(record, found) for record, found in by_record)
         chain, broken = None, None
-        if manifest.previous is None:
-            return cls(name, manifest, tables, tags, chain, records, broken, whole, exact)
+        unproven = catalog.read_unproven(disk).get(name, "")
         try:
-            chain = chain_facts(store.chain(str(name)))
+            chain = chain_facts(store.chain(str(name))) if manifest.previous else None
         except EverstepError as error:
             broken = str(error)
-        return cls(name, manifest, tables, tags, chain, records, broken, whole, exact)
+        facts = name, manifest, tables, tags, chain, records
+        return cls(*facts, broken, whole, exact, unproven)
 
     def rows(self, pattern: str | None) -> list[Row]:
         """The tensors whose names are like `pattern`; all for None."""
@@ -147,6 +149,7 @@ def _summary(shown: Shown, screen: Screen) -> list[str]:
         *_section("written", [("", written)], screen),
         *(_log_lines(shown, screen) or _section("follows", [("", origin)], screen)),
         *_section("whole", _whole_pairs(shown.whole), screen),
+        *_section("unproven", [("", wording.clean(shown.unproven))], screen),
         *_section("metrics", [("", wording.pairs(manifest.metrics))], screen),
         *_section("holds", [("", _holdings(shown))], screen),
         *_setting_lines("capture", manifest.capture, screen),
@@ -216,8 +219,8 @@ def _kind_of(name: str) -> str:
     first = name.partition(".")[0]
     if not is_own(name):
         return first
-    if first.endswith(("!derived", "!updated")):
-        return "samples"
+    if first.endswith(("!derived", "!updated", "!digest")):
+        return "digests"
     if first.endswith("!clip"):
         return "clip coefficients"
     return "gradients" if is_gradient(name) else "hyperparameters"

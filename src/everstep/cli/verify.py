@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
             "seconds": seconds,
             "problems": verdict.problems,
             "cut_off": cut_off,
+            "unproven": verdict.unproven,
         }
         print(json.dumps(found, indent=2))
     else:
@@ -70,6 +71,11 @@ def _report(
         which = cut_off[0] if len(cut_off) == 1 else f"{cut_off[0]} to {cut_off[-1]}"
         lost = f"{logs} cannot be restored, because of what they go on from"
         print(f"{screen.paint('✗', 'bad')} {screen.paint(which, 'bold')}  {lost}")
+    for problem in dict.fromkeys(verdict.unproven.values()):
+        found = [name for name, said in verdict.unproven.items() if said == problem]
+        span = found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
+        text = f"not proven: {wording.clean(problem)}"
+        print(f"{screen.paint('✗', 'bad')} {screen.paint(span, 'bold')}  {text}")
     rate = f"{wording.size(int(verdict.bytes / max(seconds, 1e-9)))}/s"
     read = f"{wording.size(verdict.bytes)} read in {seconds:.1f} s, {rate}"
     count = wording.plural(verdict.checkpoints, "checkpoint")

@@ -1,10 +1,8 @@
-"""What a log says of derived parts (state/rules.py), and whether only their rules change them.
+"""What a log says of derived parts (redo/rules.py), and whether only their rules change them.
 
-    step(t)   untouched since step t-1? → rules → collect → watch → record: a sample, or a digest
+    step(t)   untouched since step t-1? → rules → collect → watch → record: digests
 
-Their tensors are in bases only. A record has a sample of their bytes, or with verify="full" a
-digest
-of all, which the replay compares with what the rules came to there.
+Their tensors are in bases only. A record has digests of them as of what optimizers own.
 """
 
 from typing import Any, Literal
@@ -12,8 +10,9 @@ from typing import Any, Literal
 import torch
 
 from everstep.format.tables import owned_names
-from everstep.redo.rules import Rules, digest_of, own_sample, specs_of
-from everstep.redo.samples import sample_of
+from everstep.redo.rolling_digest import DERIVED_OWNER, RollingDigest, Slice, count_for
+from everstep.redo.rules import Rules, specs_of
+from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf
 from everstep.state.fingerprint import Fingerprint
 from everstep.state.view import Collected, Walk
@@ -22,12 +21,12 @@ from everstep.state.view import Collected, Walk
 class Derived:
     """Runs the rules while training, and watches what they derive. For the thread that trains."""
 
-    def __init__(self, rules: Rules, audit: bool = False, rank: int | None = None) -> None:
-        """`audit`: look at all bytes instead of a sample. `rank`: of several, each of which says it
-        of what it has."""
+    def __init__(self, rules: Rules, is_full: bool = False, rank: int | None = None) -> None:
+        """`is_full`: see Recorder. `rank`: of several, each of which says it of what it has."""
         self._rank = rank
         self._rules = rules
-        self._audit = audit
+        self._is_full = is_full
+        self._rolling = {part: RollingDigest(part, DERIVED_OWNER, rank) for part in rules.parts}
         self._done: int | None = None
         self._problem: str | None = None
         self._bound: tuple[Walk, tuple[Leaf, ...]] | None = None
@@ -86,7 +85,7 @@ class Derived:
         """From now on until the next `run` nobody may write to what is derived. `turn`: other
         numbers look at other bytes. Returns why what came since the last one is no record."""
         sharded = [leaf for leaf in collected.walk.sharded if self._rules.part_of(leaf.name)]
-        depth: Literal["sample", "all"] = "all" if self._audit else "sample"
+        depth: Literal["sample", "all"] = "all" if self._is_full else "sample"
         self._fingerprint = Fingerprint(
             (*self.leaves(collected), *sharded), turn, depth=depth, follows=True
         )
@@ -107,20 +106,23 @@ class Derived:
         """Look no more, and keep no tensor alive."""
         self._fingerprint, self._pointers = None, {}
 
-    def describe(
-        self, step: int, collected: Collected
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Of the record of `step`: its own tensors, and for each part whether it has a rule, and a
-        digest or None."""
-        samples: dict[str, torch.Tensor] = {}
-        said: dict[str, Any] = {}
-        for part, tensors in self._by_part(collected).items():
-            samples[own_sample(part, self._rank)] = sample_of(tensors, step)
-            said[part] = {
-                "rule": part in self._rules.ruled,
-                "digest": digest_of(tensors) if self._audit else None,
-            }
-        return samples, said
+    def describe(self) -> dict[str, Any]:
+        """What a record says of each part."""
+        return {part: {"rule": part in self._rules.ruled, "digest": None} for part in self._rolling}
+
+    def slices(self, collected: Collected, step_s: float) -> list[Slice]:
+        """What of each part is digested next; since `watch`, which comes before. `step_s`: see
+        Recorder.roll."""
+        assert self._fingerprint
+        found = {
+            part: [local_of(tensors[name]) for name in sorted(tensors)]
+            for part, tensors in self._by_part(collected).items()
+        }
+        size = sum(tensor.nbytes for tensors in found.values() for tensor in tensors)
+        count = 1 if self._is_full else count_for(size, step_s)
+        for part, tensors in found.items():
+            self._rolling[part].set(tensors, count)
+        return [each.next(self._fingerprint.in_place()) for each in self._rolling.values()]
 
     def _bind(self, walk: Walk) -> tuple[Leaf, ...]:
         if self._bound is None or self._bound[0] is not walk:

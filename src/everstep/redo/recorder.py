@@ -32,7 +32,7 @@ from everstep.redo.refusals import (
     local_gradient,
     part_here,
 )
-from everstep.redo.samples import updated_name, updated_of
+from everstep.redo.rolling_digest import RollingDigest, Slice, count_for
 from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Leaf
 from everstep.sharding.mapped import Mapped
@@ -84,13 +84,13 @@ class Recorder:
     """Notes optimizer calls. For the thread that trains."""
 
     def __init__(
-        self, optimizers: Sequence[OptimizerState], audit: bool = False, rank: int | None = None
+        self, optimizers: Sequence[OptimizerState], is_full: bool = False, rank: int | None = None
     ) -> None:
-        """`audit`: look at all bytes instead of a sample, and note their digest for the replay; a
-        pass over the state before and after each update. `rank`: of several."""
+        """`is_full`: look at all bytes instead of a sample, and digest all for the replay: passes
+        over the state at each update. `rank`: of several."""
         self._rank = rank
         self._optimizers = optimizers
-        self._audit = audit
+        self._is_full = is_full
         self.only: Set[str] | None = None
         """Names of the parameters whose gradients are noted; None: of all."""
         self.problem: Unsupported | None = None
@@ -109,6 +109,9 @@ class Recorder:
         """Of each optimizer's tensors since its last call; ..."""
         self._at_base: dict[int, Fingerprint] = {}
         """... and of all bytes of its parameters, from a base to the next call."""
+        self._rolling = {
+            each.index: RollingDigest(each.name, each.index, rank) for each in optimizers
+        }
         self._bytes_max = 0
         self._has_shared = False
 
@@ -122,9 +125,18 @@ class Recorder:
             self._fingerprints[optimizer.index] = Fingerprint(
                 optimizer.tensors(), self._turn, depth=self._depth, follows=True
             )
-            if not self._audit:
+            if not self._is_full:
                 leaves = (Leaf(name, parameter) for _, name, parameter, _ in optimizer.parameters())
                 self._at_base[optimizer.index] = Fingerprint(leaves, depth="all")
+
+    def roll(self, step_s: float) -> None:
+        """Digest the optimizers' tensors of now from now on, so much at a time that it goes unseen
+        beside a step of `step_s`."""
+        found = {each.index: each.tensors_here() for each in self._optimizers}
+        size = sum(tensor.nbytes for tensors in found.values() for tensor in tensors)
+        count = 1 if self._is_full else count_for(size, step_s)
+        for index, tensors in found.items():
+            self._rolling[index].set(tensors, count)
 
     @property
     def is_quiet(self) -> bool:
@@ -198,12 +210,10 @@ class Recorder:
             self._turn += 1
             if known := self._fingerprints.get(other.index):
                 self._fingerprints[other.index] = known.again(self._turn, self._depth)
-        if call and self._audit:
-            call.said["digest"] = optimizer.digest()
 
-    def take(self, step: int) -> tuple[dict[str, torch.Tensor], list[Any]]:
-        """The tensors and the calls since the last `take`, which are forgotten here, and samples of
-        what they led to, after `step`. Raises Unsupported where they are no record."""
+    def take(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        """The tensors and the calls since the last `take`, which are forgotten here. Raises
+        Unsupported where they are no record."""
         check_graphs(self._optimizers)
         for optimizer in self._optimizers:
             if optimizer.is_graphed:
@@ -220,12 +230,14 @@ class Recorder:
         if problem:
             raise problem
         tensors = {name: tensor for call in calls for name, tensor in call.tensors.items()}
-        for optimizer in self._optimizers:
-            if optimizer.index in self._fingerprints:
-                name = updated_name(optimizer.name, self._rank)
-                updated = optimizer.parameters_here(), optimizer.state_here()
-                tensors[name] = updated_of(*updated, step)
         return tensors, [call.said for call in calls]
+
+    def slices(self) -> list[Slice]:
+        """What of the optimizers' tensors, as the calls have left them, is digested next."""
+        return [
+            self._rolling[index].next(fingerprint.in_place())
+            for index, fingerprint in self._fingerprints.items()
+        ]
 
     def distrust(self, names: Collection[str]) -> None:
         """These gradients, by their names in a record, were written to while that was copied: they
@@ -238,7 +250,7 @@ class Recorder:
 
     @property
     def _depth(self) -> Literal["sample", "all"]:
-        return "all" if self._audit else "sample"
+        return "all" if self._is_full else "sample"
 
     def _close(self, call: Call) -> None:
         """What the update did beside updating."""

@@ -9,7 +9,7 @@ what they do to the weights is not replayed (a run that does so is noticed while
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,9 @@ from everstep.errors import Corrupt, EverstepError, Mismatch
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.global_tensors import GlobalTensor
 from everstep.format.tables import raw_name
-from everstep.redo import clipping, compression
+from everstep.redo import clipping, compression, old_samples, rolling_digest
 from everstep.redo.autocast import autocast_as, autocast_of
 from everstep.redo.gathered import Views, gradient_of
-from everstep.redo.samples import updated_of
 from everstep.sharding.redundancy import (
     class_of,
     is_here,
@@ -43,28 +42,65 @@ _OF_SCALER = ("grad_scale", "found_inf")
 _FORMS = ("cast", "low rank", "sparse")
 
 
+_DEPENDS = "An update depends on something that no record holds, or is not the same twice"
+
+
 class OtherBytes(Corrupt):
     """A replay came to other bytes than the run had after `step`."""
 
-    def __init__(self, step: int, optimizer: str, seen_by: str) -> None:
+    def __init__(self, step: int, part: str, seen_by: str, count: int = 1, why: str = "") -> None:
+        """`count`: steps up to this one that nothing proves. `why`: what may be the cause."""
+        self.step = step - count + 1
+        """The first that nothing proves."""
+        self.is_lasting = not why
+        """Whether it comes of what is stored, and not of this program."""
+        unproven = f" Nothing proves the {count} steps up to this one." if count > 1 else ""
         super().__init__(
-            f"replaying step {step}: {optimizer!r} came to other bytes than the run had after this "
-            f"step ({seen_by}). Its update depends on something that no record holds, or is not "
-            f"the same twice. Restore a step before that, or its base, and use strategy='full'"
+            f"replaying step {step}: {part!r} came to other bytes than the run had after this "
+            f"step ({seen_by}).{unproven} {why or _DEPENDS}. Restore a step before that, or its "
+            f"base, and use strategy='full'"
         )
-        self.step = step
 
 
 class Raised(OtherBytes):
     """An optimizer raised at a replay, which it did not while training."""
 
     def __init__(self, step: int, optimizer: str, error: Exception) -> None:
-        super().__init__(step, optimizer, "")
+        super().__init__(step, optimizer, "", why=repr(error))
         self.args = (
             f"replaying step {step}: {optimizer!r} raised {error!r}. Its update depends on "
             f"something that no record holds, and that is not here. Restore a step before that, "
             f"or its base, and use strategy='full'",
         )
+
+
+@dataclass(slots=True)
+class Comparison:
+    """A replay, compared with the run on its own layout and kind of device."""
+
+    is_binding: bool
+    """Whether torch and the machine are the run's, too: then other bytes are wrong."""
+    rank: int | None = None
+    """Which one of several this is."""
+    first: int | None = None
+    """Elsewhere, the first step after which they were other."""
+
+    def check(
+        self,
+        step: int,
+        part: str,
+        digests: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        why: str = "",
+    ) -> None:
+        """Whether a part of the state has the bytes that the run had after this step. `why`: what
+        may be the cause, else. Raises OtherBytes, Corrupt."""
+        with as_stored(step):
+            count = rolling_digest.differs(digests, tensors)
+        if count and self.is_binding:
+            raise OtherBytes(step, part, f"the digest of 1/{count} of it", count, why)
+        if count and self.first is None:
+            self.first = step
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +115,15 @@ class Clip:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A record in memory. `tensors`: by their names in the record; `groups`: by optimizer, the
-    hyperparameter set of each parameter. `is_comparable`: after it, all parameters are of this
-    step, and came exactly from the run's own, on a machine like this one. `updated`: by
-    optimizer, the sample of what its parameters came to. `clips`: what is still to be clipped of
-    its gradients, but for compressed ones."""
+    hyperparameter set of each parameter. `comparison`: where all parameters are of this step after
+    it, and can be compared with the run's. `clips`: what is still to be clipped of its gradients,
+    but for compressed ones."""
 
     step: int
     calls: tuple[Any, ...]
     tensors: Mapping[str, torch.Tensor]
     groups: Mapping[str, Mapping[str, int]]
-    is_comparable: bool = True
-    updated: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    comparison: Comparison | None = None
     clips: Sequence[Clip] = ()
 
 
@@ -124,14 +158,26 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
             raise
         except Exception as error:
             raise Raised(record.step, state.name, error) from error
-        if record.is_comparable and digest is not None and digest != state.digest():
-            raise OtherBytes(record.step, state.name, "verify='full'")
-    for name, known in record.updated.items() if record.is_comparable else ():
-        with as_stored(record.step):
-            state = optimizers[name]
-            found = updated_of(state.parameters_here(), state.state_here(), record.step)
-        if not found.cpu()[: known.numel()].equal(known.cpu()):  # the first records had no more
-            raise OtherBytes(record.step, state.name, "a sample of its parameters and state")
+        is_binding = record.comparison is not None and record.comparison.is_binding
+        if is_binding and digest not in (None, old_samples.digest_of_state(state)):
+            raise OtherBytes(record.step, state.name, "a digest of all bytes")
+    if record.comparison:
+        _compare(record, record.comparison, optimizers)
+
+
+def _compare(
+    record: Loaded, comparison: Comparison, optimizers: Mapping[str, OptimizerState]
+) -> None:
+    """With what the run had, as far as the record tells."""
+    for name, digests in rolling_digest.known_digests(record.tensors, comparison.rank).items():
+        if name in optimizers:  # else it is of a derived part
+            comparison.check(record.step, name, digests, optimizers[name].tensors_here())
+    samples = old_samples.known_samples(record.tensors, comparison.rank)
+    for name, sample in samples.items() if comparison.is_binding else ():
+        if name in optimizers and not old_samples.is_sample_of(
+            sample, optimizers[name], record.step
+        ):
+            raise OtherBytes(record.step, name, "a sample of its parameters and state")
 
 
 def as_stored(step: int) -> contextlib.AbstractContextManager[None]:

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import xxhash
 
 from everstep.errors import Unsupported
 from everstep.sharding.layout import local_of
-from everstep.sharding.leaves import Leaf, bytes_of
-from everstep.sharding.ranked import own_name
+from everstep.sharding.leaves import Leaf
 from everstep.state.modules import ModuleState
 from everstep.state.optimizers import OptimizerState
 from everstep.state.stateful import StatefulState, ValueState
@@ -23,9 +21,6 @@ from everstep.state.view import State
 
 Rule = Callable[[int], object]
 """Brings a part from the step before to this one; what it returns is ignored."""
-
-SAMPLE = "@0!derived."
-"""Begins the name of the sample of a derived part in a record."""
 
 
 class Rules:
@@ -104,23 +99,9 @@ class Rules:
         return found
 
 
-def own_sample(part: str, rank: int | None) -> str:
-    """What the sample of a part is called, of one process or of a rank among several."""
-    name = f"{SAMPLE}{part}"
-    return name if rank is None else own_name(name, rank)
-
-
 def is_in(name: str, part: str) -> bool:
     """Whether the tensor or part `name` is in `part`, or is it."""
     return name == part or name.startswith(f"{part}.")
-
-
-def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """XXH3-128 of all their bytes (on this rank), row-major, by name. Waits for the device."""
-    digest = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        digest.update(bytes_of(tensors[name]).numpy().data)
-    return digest.hexdigest()
 
 
 def specs_of(leaves: Sequence[Leaf]) -> tuple[Any, ...]:

@@ -72,7 +72,8 @@ def apply(
             lambda: _replay_beside(candidate, chain, state, only, loader, must_be_exact),
         )
     else:
-        _replay(candidate, chain, state, rules, loader, is_moved=is_moved)
+        first = _replay(candidate, chain, state, rules, loader, is_moved=is_moved)
+        differing += [] if first is None else [f"other bytes than the run's since step {first}"]
     return chain.last.manifest, differing
 
 
@@ -131,8 +132,9 @@ def _replay(
     loader: Loader,
     *,
     is_moved: bool,
-) -> None:
-    """In the live state, by its own optimizers."""
+) -> int | None:
+    """In the live state, by its own optimizers. Returns the first step after which it had other
+    bytes than the run, as far as that is compared and allowed."""
     together = state.world.together
     _check_alone(candidate, state)
     derivation = Derivation(chain, rules, state)
@@ -147,11 +149,12 @@ def _replay(
         state.prepare(rest, None)
         return rest
 
-    is_comparable = chain.has_to_be_equal(state.layout(), is_moved=is_moved)
+    rank = None if state.world.is_alone else state.world.rank
+    comparison = chain.comparison(state.layout(), rank, is_moved=is_moved)
 
     def replay() -> None:
         records = stack.enter_context(
-            Records(candidate, chain, optimizers, loader, state.world, is_comparable=is_comparable)
+            Records(candidate, chain, optimizers, loader, state.world, comparison=comparison)
         )
         records.check()
         match_rest().check(candidate.name.step, candidate.disk.root)
@@ -177,6 +180,7 @@ def _replay(
 
         together("reading what came after", place)
         rest.finish()
+    return comparison.first if comparison else None
 
 
 def _split(placement: Placement, names: set[str]) -> tuple[Wanted, Wanted]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from everstep.format.global_tensors import GlobalTensor, tables_of_records, whole_tensors
 from everstep.format.manifest import Manifest, Part, Record
 from everstep.format.tables import Table, is_own, owned_names
+from everstep.redo.replay import Comparison
 from everstep.redo.rules import is_in
 from everstep.sharding.topology import ALONE, differences, layout_differences
 from everstep.state.objects import references
@@ -117,12 +118,16 @@ class Chain:
                     found |= {f"parameters on {then}, here on {now}"} if then != now else set()
         return sorted(found)
 
-    def has_to_be_equal(self, layout: str, *, is_moved: bool) -> bool:
-        """Whether a replay on this machine, by ranks of this layout, comes to the run's own bytes
-        on each of them; or else something is wrong. `is_moved`: on another kind of device."""
+    def comparison(
+        self, layout: str, rank: int | None = None, *, is_moved: bool
+    ) -> Comparison | None:
+        """How a replay on this machine, by ranks of this layout, is compared with the run; None
+        where no rank has what one had then. `rank`: this one of several. `is_moved`: on another
+        kind of device."""
         layouts = {each.manifest.topology.get("layout", ALONE) for each in self.replayed}
-        is_same = layouts == {layout} and self.base.manifest.exact and not is_moved
-        return is_same and not self.differences(layout)
+        if layouts != {layout} or is_moved:
+            return None
+        return Comparison(self.base.manifest.exact and not self.differences(layout), rank)
 
     def saved(self, names: Set[str]) -> Saved:
         """What the state has after the last record, each tensor as it was stored last; `names`:

@@ -125,9 +125,9 @@ class Candidate:
         return list(map(_name_of, self._manifests[first:]))
 
     def following(self, step: int) -> list[CheckpointName]:
-        """What it is rebuilt from, from that step on."""
-        names = map(_name_of, self._manifests)
-        return [name for name in names if name.step >= step]
+        """What it is rebuilt from by a replay, from that step on."""
+        replayed = (manifest for manifest in self._manifests if not manifest.is_whole)
+        return [name for name in map(_name_of, replayed) if name.step >= step]
 
     @contextlib.contextmanager
     def sources(self, part: Part) -> Iterator[Sequence[Sequence[Source]]]:

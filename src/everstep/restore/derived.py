@@ -9,17 +9,22 @@ import torch
 from everstep.errors import Corrupt, Mismatch
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, is_own
-from everstep.redo.replay import Loaded
-from everstep.redo.rules import Rules, digest_of, own_sample
-from everstep.redo.samples import sample_of
+from everstep.redo import old_samples
+from everstep.redo.replay import Comparison, Loaded, OtherBytes
+from everstep.redo.rolling_digest import known_digests
+from everstep.redo.rules import Rules
 from everstep.restore.chain import Chain, Described
 from everstep.restore.choose import Candidate
 from everstep.restore.fill import Shards, fill
 from everstep.restore.load import Loader
-from everstep.sharding.layout import shards_of
-from everstep.sharding.topology import ALONE
+from everstep.sharding.layout import local_of, shards_of
 from everstep.state.placement import Placement, Saved
 from everstep.state.view import State
+
+_RULED = (
+    "Its rule is another one now, or depends on something beside the weights, the buffers, the "
+    "part itself and the step"
+)
 
 
 class Derivation:
@@ -37,7 +42,6 @@ class Derivation:
         self._rules = rules
         self._state = state
         self._optimized = chain.optimized
-        self._layout = state.layout() if self._parts else ALONE
         if missing := sorted(self._parts - set(rules.ruled if rules else ())):
             base = chain.base.manifest.step
             raise Mismatch(
@@ -72,9 +76,9 @@ class Derivation:
         assert self._rules is not None
         self._put_back(described, record, table, candidate, loader)
         self._rules.run(record.step, record.ruled)
-        if described.manifest.topology.get("layout", ALONE) == self._layout:
-            for part in record.ruled:  # else what a rank then had of it is not what one has here
-                self._compare(loaded, record, part)
+        if comparison := loaded.comparison:
+            for part in record.ruled:
+                self._compare(loaded, record, part, comparison)
 
     def _put_back(
         self,
@@ -95,23 +99,28 @@ class Derivation:
             raise Corrupt(f"replaying step {record.step}: {'; '.join(placement.problems)}")
         fill(candidate, [[(record.part, table)]], placement.destinations, loader)
 
-    def _compare(self, loaded: Loaded, record: Record, part: str) -> None:
-        """Raises Corrupt where a part is not what the run had after this step, as far as its record
-        tells."""
-        at = f"replaying step {record.step}: the derived part {part!r}"
-        world = self._state.world
-        rank = None if world.is_alone else world.rank
-        said, live = record.derived[part], self._state.tensors_of(part)
+    def _compare(self, loaded: Loaded, record: Record, part: str, comparison: Comparison) -> None:
+        """With what the run had after this step, as far as its record tells."""
+        live = self._state.tensors_of(part)
         if lost := sorted(self._names[part] - live.keys()):
-            raise Corrupt(f"{at} has no tensor {lost[0]!r} any more")
-        found = {name: live[name] for name in self._names[part]}
-        known = loaded.tensors.get(own_sample(part, rank))
-        is_same = known is None or sample_of(found, record.step).cpu().equal(known.cpu())
-        digest = said["digest"] if rank is None else said["digests"][rank]
-        # None where nothing is hashed: a pass over the part, which samples spare.
-        if not is_same or (digest is not None and digest != digest_of(found)):
             raise Corrupt(
-                f"{at} came to other bytes than the run had after this step. Its rule is another "
-                f"one now, or depends on something beside the weights, the buffers, the part "
-                f"itself and the step; or torch and processor are others"
+                f"replaying step {record.step}: the derived part {part!r} has no tensor "
+                f"{lost[0]!r} any more"
             )
+        found = {name: live[name] for name in self._names[part]}
+        if digests := known_digests(loaded.tensors, comparison.rank).get(part):
+            tensors = [local_of(found[name]) for name in sorted(found)]
+            comparison.check(record.step, part, digests, tensors, _RULED)
+        elif comparison.is_binding:
+            self._compare_with_old(loaded, record, part, found)
+
+    def _compare_with_old(
+        self, loaded: Loaded, record: Record, part: str, found: dict[str, torch.Tensor]
+    ) -> None:
+        world, said = self._state.world, record.derived[part]
+        rank = None if world.is_alone else world.rank
+        known = old_samples.known_samples(loaded.tensors, rank).get(part)
+        is_same = known is None or old_samples.sample_of(found, record.step).equal(known.cpu())
+        digest = said["digest"] if rank is None else said["digests"][rank]
+        if not is_same or digest not in (None, old_samples.digest_of(found)):
+            raise OtherBytes(record.step, part, "a sample of it", why=_RULED)

@@ -33,9 +33,9 @@ def rebuilt(candidate: Candidate, chain: Chain, loader: Loader) -> dict[str, tor
         wanted = _places(Saved.of(chain.base.manifest, chain.base.tables))
         tensors = {name: destination.tensor for name, (_, (destination,)) in wanted.items()}
         optimizers = _optimizers(candidate, chain, tensors)
-        is_comparable = chain.has_to_be_equal(ALONE, is_moved=bool(chain.moved()))
+        comparison = chain.comparison(ALONE, is_moved=bool(chain.moved()))
         with Records(
-            candidate, chain, optimizers, loader, World(0, 1), is_comparable=is_comparable
+            candidate, chain, optimizers, loader, World(0, 1), comparison=comparison
         ) as records:
             records.check()
             fill(candidate, chain.base.versions, wanted, loader)

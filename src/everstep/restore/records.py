@@ -13,8 +13,7 @@ from everstep.format.global_tensors import GlobalTensor, optimizers_of, whole_te
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own, raw_name
 from everstep.redo import compression
-from everstep.redo.replay import Clip, Loaded, as_stored, check, clip, find, of_rank
-from everstep.redo.samples import updated_name
+from everstep.redo.replay import Clip, Comparison, Loaded, as_stored, check, clip, find, of_rank
 from everstep.restore.buffer_pool import Slabs, dtype_of
 from everstep.restore.chain import Chain, Described
 from everstep.restore.choose import Candidate
@@ -71,16 +70,15 @@ class Records:
         loader: Loader,
         world: World,
         *,
-        is_comparable: bool,
+        comparison: Comparison | None,
     ) -> None:
         """`optimizers`: those that are to consume the gradients, by name. `world`: of the ranks
-        that replay, each its part. `is_comparable`: whether a replay has to come to the run's own
-        bytes."""
+        that replay, each its part. `comparison`: with the run's bytes, if that can be."""
         self._candidate = candidate
         self._optimizers = optimizers
         self._loader = loader
         self._world = world
-        self._is_comparable = is_comparable
+        self._comparison = comparison
         self._base_step = chain.base.manifest.step
         self._since = _steps_of(chain.base)
         self._rows = chain.records
@@ -178,8 +176,6 @@ class Records:
             with self._candidate.sources(part) as sources:
                 self._loader.load(part, sources, rows, table)
         tensors = {name: tensor for name, (tensor, _) in wanted.items()}
-        rank = None if self._world.is_alone else self._world.rank
-        samples = {name: tensors.get(updated_name(name, rank)) for name in united.groups}
         is_whole = not ahead or record.step >= self._base_step
         return clip(
             Loaded(
@@ -187,8 +183,7 @@ class Records:
                 tuple(calls),
                 tensors,
                 united.groups,
-                is_comparable=is_whole and self._is_comparable,
-                updated={name: found for name, found in samples.items() if found is not None},
+                comparison=self._comparison if is_whole else None,
                 clips=tuple(_clips(record.step, calls, tensors)),
             )
         )

@@ -22,7 +22,7 @@ from everstep.restore.choose import Candidate, Held, candidates, find_held, is_o
 from everstep.restore.load import Loader
 from everstep.state.view import State
 from everstep.store import catalog
-from everstep.store.commit import open_store
+from everstep.store.commit import note_unproven, open_store
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
@@ -90,6 +90,8 @@ class Restores:
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
         self._captures.pool.inherit(arenas)
         found = self._common(lambda: candidates(disk, step, held))
+        if step is None:
+            found = self._proven_first(disk, found)
         if from_store is not None and not found:
             raise Missing(f"restoring from {disk.root}: there is no checkpoint in it")
         if from_store is not None and (own := catalog.committed(self._disk)):
@@ -128,7 +130,10 @@ class Restores:
                     ) from error
                 log.warning("checkpoint %s cannot be restored: %s", candidate.name, error)
                 failure = error
-                cut_off |= self._cut_off(candidate, error)
+                unproven = self._cut_off(candidate, error)
+                cut_off |= unproven
+                if isinstance(error, OtherBytes) and error.is_lasting:
+                    self._note_unproven(candidate, unproven, error)
                 continue
             if failure:
                 log.warning("step %s is restored, the newest that verifies", candidate.name.step)
@@ -149,6 +154,27 @@ class Restores:
         if names := {CheckpointName(*name) for each in said for name in each} - {candidate.name}:
             log.warning("%s other steps go on from the same damage, and are skipped", len(names))
         return names
+
+    def _note_unproven(
+        self, candidate: Candidate, unproven: set[CheckpointName], error: OtherBytes
+    ) -> None:
+        if self._state.world.rank == 0 and candidate.disk is self._disk and not candidate.held:
+            note_unproven(self._disk, candidate.name, {candidate.name, *unproven}, str(error))
+
+    def _proven_first(self, disk: Disk, found: list[Candidate]) -> list[Candidate]:
+        """The same, those last of which a replay has come to other bytes before."""
+        known = map(list, catalog.read_unproven(disk))
+        said = self._state.world.gather("looking for what is not proven", list(known))
+        unproven = {CheckpointName(*name) for each in said for name in each}
+        if steps := [each.name.step for each in found if each.name in unproven]:
+            log.warning(
+                "restoring from %s: steps %s to %s are tried last, as a replay of them came to "
+                "other bytes than the run had (`everstep verify` tells more)",
+                disk.root,
+                min(steps),
+                max(steps),
+            )
+        return sorted(found, key=lambda candidate: candidate.name in unproven)
 
     def _settle(self) -> list[tuple[str, Arena]]:
         """What dead trainers left in the keeper's memory; nothing where no keeper can be had."""

@@ -65,6 +65,12 @@ class Fingerprint:
         other._hash_all(depth)
         return other
 
+    def in_place(self) -> "Fingerprint":
+        """The same, but for other memory in the place of a tensor's, and with a sample of bytes."""
+        other = copy.copy(self)
+        other._live, other._hashing = [], None
+        return other
+
     def changed(self) -> list[str]:
         """The names of the tensors that were written to since, or have other memory. Waits for the
         thread that hashes."""

@@ -6,11 +6,9 @@ torch's own load_state_dict casts (fp32 moments of a bf16 parameter become bf16)
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
-import xxhash
 from torch.optim import Optimizer
 
 from everstep.errors import Mismatch, Unsupported
@@ -107,32 +105,27 @@ class OptimizerState:
         """The same as boxes of what they are globally."""
         return (place.leaf for row in self.owned() for place in self.mapped.places(*row))
 
+    def tensors_here(self) -> list[torch.Tensor]:
+        """What of the memory of its parameters, and behind them of their state, this rank updates,
+        in an order that is the same where the layout is. No state where its class says itself what
+        that is, and may bring it back in another form."""
+        return [*self.parameters_here(), *self.state_here()]
+
     def parameters_here(self) -> list[torch.Tensor]:
-        """What of its parameters' memory this rank updates, in an order that is the same where the
-        layout is."""
+        """The first of these."""
         return [part for (_, key, _), part in self._sorted_here() if not key and part.numel()]
 
     def state_here(self) -> list[torch.Tensor]:
-        """Likewise of the tensors of their state; none where its class says itself what that is,
-        and may bring it back in another form."""
+        """The rest of them."""
         if self.has_own_methods:
             return []
         return [part for (_, key, _), part in self._sorted_here() if key and part.numel()]
 
-    def digest(self) -> str:
-        """XXH3-128 of all bytes of its parameters and their state that are this rank's, in the
-        order of their names: groups may be others at a replay. Waits for the device, and copies
-        from it."""
-        digest = xxhash.xxh3_128()
-        for _, part in sorted(self._here().items(), key=itemgetter(0)):
-            digest.update(bytes_of(part).numpy().data)
-        return digest.hexdigest()
-
     def _sorted_here(self) -> list[tuple[tuple[str, str, int], torch.Tensor]]:
         """As records have them: parts by their numbers in words."""
-        return sorted(self._here().items(), key=lambda row: (*row[0][:2], str(row[0][2])))
+        return sorted(self.here().items(), key=lambda row: (*row[0][:2], str(row[0][2])))
 
-    def _here(self) -> dict[tuple[str, str, int], torch.Tensor]:
+    def here(self) -> dict[tuple[str, str, int], torch.Tensor]:
         """This rank's memory of what it updates, of boxes of other tensors those: by the name of a
         parameter, the key of its state ("" for itself), and the number of the part."""
         found: dict[tuple[str, str, int], torch.Tensor] = {}

@@ -25,6 +25,7 @@ _EPOCH = {
     "attachment?": (None, str),
 }
 _TAG = {"step": natural, "epoch": natural}
+_UNPROVEN = {"checkpoints": [str], "problem": str}
 
 
 def read_run(disk: Disk) -> str:
@@ -223,6 +224,22 @@ def read_tags(disk: Disk) -> dict[str, CheckpointName]:
                 value = unseal(disk.read(path), disk.root / path, _TAG)
                 tags[stem] = CheckpointName(value["step"], value["epoch"])
     return tags
+
+
+def read_unproven(disk: Disk) -> dict[CheckpointName, str]:
+    """The checkpoints of which a replay has come to other bytes than the run had, or may have; and
+    what was wrong. A document that cannot be read says nothing."""
+    found: dict[CheckpointName, str] = {}
+    for file_name in disk.list(names.UNPROVEN):
+        path = f"{names.UNPROVEN}/{file_name}"
+        try:
+            value = unseal(disk.read(path), disk.root / path, _UNPROVEN)
+        except (Corrupt, Missing) as error:
+            log.warning("%s", error)
+            continue
+        known = map(names.parse_checkpoint, value["checkpoints"])
+        found |= {name: value["problem"] for name in known if name}
+    return found
 
 
 def find(disk: Disk, reference: int | str | None) -> CheckpointName:

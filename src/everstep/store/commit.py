@@ -8,17 +8,18 @@ Invariants held here:
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from everstep.errors import Conflict, Missing, Unavailable
+from everstep.errors import Conflict, EverstepError, Missing, Unavailable
 from everstep.format.document import FORMAT_VERSION, digest_of, seal
 from everstep.format.manifest import Manifest, content_of, encode_manifest
 from everstep.format.tables import FileLink
@@ -26,6 +27,8 @@ from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from everstep.tiers.files import NewFile
+
+log = logging.getLogger("everstep")
 
 
 def open_store(disk: Disk) -> str:
@@ -282,6 +285,19 @@ def set_tag(disk: Disk, tag: str, name: CheckpointName) -> None:
         {"format": FORMAT_VERSION, "step": name.step, "epoch": name.epoch, "created": now()}
     )
     disk.replace(path, document)
+
+
+def note_unproven(
+    disk: Disk, name: CheckpointName, unproven: Iterable[CheckpointName], problem: str
+) -> None:
+    """Remember, where the store can be written to, what a replay to this checkpoint has shown of
+    these: they are tried last from now on."""
+    checkpoints = [str(each) for each in sorted(unproven)]
+    document = seal({"format": FORMAT_VERSION, "checkpoints": checkpoints, "problem": problem})
+    try:
+        disk.replace(names.unproven_path(name), document)
+    except EverstepError as error:
+        log.warning("%s. So the next restore tries them again", error)
 
 
 def now() -> str:

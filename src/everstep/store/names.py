@@ -10,6 +10,7 @@ DATA = "data"
 TABLES = "data/tables"
 TAGS = "tags"
 CLAIMS = "claims"
+UNPROVEN = "unproven"
 
 _CHECKPOINT = re.compile(r"(\d{1,18})-(\d{1,9})")
 _DATA = re.compile(r"\d{8,18}-(\d{4,9})-[0-9a-f]+-\d+\.safetensors")
@@ -81,6 +82,11 @@ def parse_claim(file_name: str) -> tuple[CheckpointName, str] | None:
     found = _CLAIM.fullmatch(file_name)
     name = parse_checkpoint(found[1]) if found else None
     return (name, found[2]) if found and name else None
+
+
+def unproven_path(name: CheckpointName) -> str:
+    """What a replay that came to other bytes than the run has shown of that checkpoint."""
+    return f"{UNPROVEN}/{name}.json"
 
 
 def table_path(digest: str) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,9 @@ class Verdict:
     checkpoints: int
     bytes: int
     problems: dict[str, list[str]]
+    unproven: dict[str, str] = field(default_factory=dict)
+    """Checkpoints of which a replay came to other bytes than the run had, or may have, and what was
+    wrong: each of their bytes may be as it was written."""
 
     @property
     def ok(self) -> bool:
@@ -106,7 +109,9 @@ class Store:
                     problems.setdefault(str(name), []).append(problem)
                 if progress:
                     progress(done, total)
-        return Verdict(len(chosen), done, problems)
+        known = catalog.read_unproven(self._disk)
+        unproven = {str(name): known[name] for name in chosen if name in known}
+        return Verdict(len(chosen), done, problems, unproven)
 
     def read(
         self, step: int | str | None = None, names: Collection[str] | None = None

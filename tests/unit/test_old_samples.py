@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from everstep.redo.samples import sample_of
+from everstep.redo.old_samples import sample_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.bool]
 SHAPES = [(), (1,), (2,), (7,), (3, 5), (1, 130), (64, 3), (2, 1, 40), (4, 3, 2, 5)]

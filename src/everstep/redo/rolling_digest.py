@@ -1,0 +1,246 @@
+"""The rolling digest: in each record, one K-th of the bytes that its updates came to.
+
+What belongs to one part of the state (an optimizer's parameters and their state, or what a rule
+derives) is one row of bytes, cut into K slices. A record has the digest of one slice, the next
+record that of the next. What goes astray once stays astray, so that K records in a row prove all.
+
+    step          t       t+1      t+2      t+3
+    slice        0..¼     ¼..½     ½..¾     ¾..1      K = 4
+    replay to t+3, and the digest of t+2 differs: what came after t+2-K is not proven
+
+The digest of what lies on the CPU is XXH3-128. That of what lies on a GPU is a sum of its bytes, as
+numbers of 64 bits, each multiplied by an odd number that depends on its place: it wraps, goes by no
+order, and needs no synchronisation.
+"""
+
+import struct
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+import xxhash
+
+from everstep.sharding.leaves import Leaf
+from everstep.sharding.ranked import own_name, unowned
+from everstep.state.fingerprint import Fingerprint
+
+DIGEST_OWNER = -2
+"""Owns the digests among a record's leaves: they are copied when they have been made, and no update
+is held for that."""
+
+DERIVED_OWNER = -3
+"""Owns what rules derive, as far as digests go."""
+
+PREFIX = "@0!digest"
+"""Begins their names: `@0!digest.<part>` for the CPU, `@0!digest!<n>.<part>` for the n-th GPU."""
+
+BYTES_PER_S = 1e8
+"""Digested for each second of a step: at 10 GB/s that is one percent of it."""
+STEP_S = 0.01
+"""Where nobody knows yet how long a step takes."""
+COUNT_MAX = 1000
+BLOCK_BYTES = 8 << 20
+"""Of a GPU's slice, as much is digested at once: its weights and products take memory."""
+
+_HEAD = struct.Struct("<QQ16s")
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # Fibonacci hashing, as a signed number
+
+
+def count_for(size: int, step_s: float) -> int:
+    """K, for so many bytes in all."""
+    return min(COUNT_MAX, max(1, -int(-size // (BYTES_PER_S * (step_s or STEP_S)))))
+
+
+class RollingDigest:
+    """Of one part of the state on this rank. For the thread that trains."""
+
+    def __init__(self, part: str, owner: int, rank: int | None = None) -> None:
+        """`owner`: whose updates have to wait for a digest. `rank`: of several."""
+        self._part = part
+        self._owner = owner
+        self._rank = rank
+        self._rows: dict[torch.device, _Row] = {}
+        self._count = 1
+        self._turn = 0
+
+    def set(self, tensors: Iterable[torch.Tensor], count: int) -> None:
+        """What is digested from now on, and K. `tensors`: plain, in an order that is the same at a
+        replay on this layout."""
+        self._rows, self._count = _rows(tensors), count
+
+    @torch.inference_mode(False)  # another thread writes to what is made here
+    def next(self, fingerprint: Fingerprint) -> "Slice":
+        """The next slice. `fingerprint`: of the tensors, taken when the update was made."""
+        number, self._turn = self._turn % self._count, self._turn + 1
+        pieces = {device: row.cut(number, self._count) for device, row in self._rows.items()}
+        return Slice(self._part, pieces, self._owner, number, self._count, self._rank, fingerprint)
+
+
+class Slice:
+    """What one record's digest is of. Made by the thread that trains, digested by the one that
+    copies, for which the next update waits."""
+
+    def __init__(
+        self,
+        part: str,
+        pieces: Mapping[torch.device, Sequence[torch.Tensor]],
+        owner: int,
+        number: int,
+        count: int,
+        rank: int | None,
+        fingerprint: Fingerprint,
+    ) -> None:
+        self.owner = owner
+        self._fingerprint = fingerprint
+        self._pieces = {device: found for device, found in pieces.items() if device.type != "cpu"}
+        self._on_cpu = next((found for at, found in pieces.items() if at.type == "cpu"), ())
+        self._number, self._count = number, count
+        self._head = torch.empty(_HEAD.size, dtype=torch.uint8, device="cpu")
+        self._sums = {at: torch.empty(1, dtype=torch.int64, device=at) for at in self._pieces}
+        named = {name_of(part, None): self._head}
+        for position, found in enumerate(self._sums.values()):
+            named[name_of(part, position)] = found.view(torch.uint8)
+        self.leaves = tuple(
+            Leaf(name if rank is None else own_name(name, rank), tensor, DIGEST_OWNER)
+            for name, tensor in named.items()
+        )
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """The GPUs on which something is to be digested."""
+        return set(self._pieces)
+
+    def enqueue_on(self, device: torch.device) -> None:
+        """Enqueue the digest of what lies there on the current stream; before `digest`."""
+        if device in self._pieces:
+            self._sums[device].copy_(_sum(self._pieces[device], device))
+
+    def digest(self) -> None:
+        """Digest what lies on the CPU; blocks, without the GIL. Where somebody has written to the
+        tensors since the update, the digest says nothing: K is 0."""
+        digest = _digest(self._on_cpu)
+        count = 0 if self._fingerprint.changed() else self._count
+        head = _HEAD.pack(count, self._number, digest)
+        self._head.copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+
+
+def name_of(part: str, position: int | None) -> str:
+    """The name of a digest in a record: for the CPU, or the n-th GPU of those that have any of it;
+    without the rank."""
+    return f"{PREFIX}.{part}" if position is None else f"{PREFIX}!{position}.{part}"
+
+
+def known_digests(
+    tensors: Mapping[str, torch.Tensor], rank: int | None
+) -> dict[str, list[torch.Tensor]]:
+    """Of a record's tensors the digests that a rank (None: the only one) made of each part: the
+    CPU's first, then those of its GPUs."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        own = unowned(name)
+        if name.startswith(PREFIX) and name == (own if rank is None else own_name(own, rank)):
+            place, _, part = own.partition(".")
+            found.setdefault(part, {})[place] = tensor
+    return {part: [own[place] for place in sorted(own)] for part, own in found.items()}
+
+
+def differs(known: Sequence[torch.Tensor], tensors: Iterable[torch.Tensor]) -> int | None:
+    """Returns K where the tensors have other bytes than the run had, as far as the digests of one
+    slice tell; else None. So where they lie on other kinds of devices. Waits for the device.
+    Raises ValueError and struct.error for what is no digest."""
+    count, number, digest = _HEAD.unpack(bytes(known[0].tolist()))
+    if count == 0:
+        return None
+    if not number < count <= COUNT_MAX:
+        raise ValueError(f"slice {number} of {count} is none")
+    rows = _rows(tensors)
+    on_gpus = [device for device in rows if device.type != "cpu"]
+    if len(on_gpus) != len(known) - 1:
+        return None
+    slices = {device: row.cut(number, count) for device, row in rows.items()}
+    pieces = next((found for device, found in slices.items() if device.type == "cpu"), ())
+    is_same = _digest(pieces) == digest
+    for device, then in zip(on_gpus, known[1:], strict=True):
+        is_same &= _sum(slices[device], device).cpu().view(torch.uint8).equal(then.cpu())
+    return None if is_same else count
+
+
+class _Row:
+    """Tensors of one device as one row of bytes."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._ends = list(accumulate(tensor.nbytes for tensor in tensors))
+
+    def cut(self, number: int, count: int) -> list[torch.Tensor]:
+        """The elements of one slice, in pieces of one dim; one that is cut through belongs to the
+        next."""
+        size = self._ends[-1] if self._ends else 0
+        begin, end = size * number // count, size * (number + 1) // count
+        pieces = []
+        for index in range(bisect_right(self._ends, begin), len(self._tensors)):
+            tensor = self._tensors[index]
+            start = self._ends[index] - tensor.nbytes
+            if start >= end:
+                break
+            first = max(0, begin - start) // tensor.itemsize
+            last = min(tensor.nbytes, end - start) // tensor.itemsize
+            if first < last:
+                pieces.append(_flat(tensor, first, last))
+        return pieces
+
+
+def _rows(tensors: Iterable[torch.Tensor]) -> dict[torch.device, _Row]:
+    """By device, in the order in which they first come."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            found.setdefault(tensor.device, []).append(tensor.detach())
+    return {device: _Row(members) for device, members in found.items()}
+
+
+def _flat(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """These elements in row-major order: a view where they lie so, else a copy of few more."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_contiguous():
+        width = tensor.numel() // tensor.shape[0]
+        top = first // width
+        tensor = tensor[top : -(-last // width)].contiguous()
+        first, last = first - top * width, last - top * width
+    return tensor.view(-1)[first:last]
+
+
+def _digest(pieces: Iterable[torch.Tensor]) -> bytes:
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _sum(pieces: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The weighted sum of their bytes, one element on the device."""
+    total = torch.zeros(1, dtype=torch.int64, device=device)
+    for number, block in enumerate(_blocks(pieces)):
+        numbers = torch.cat([*block, block[0].new_zeros(-sum(map(len, block)) % 8)])
+        numbers = numbers.view(torch.int64)
+        places = torch.arange(len(numbers), dtype=torch.int64, device=device)
+        weights = (places + number * (BLOCK_BYTES // 4)) * _ODD | 1
+        total += (numbers * weights).sum()
+    return total
+
+
+def _blocks(pieces: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """As bytes, in lists of about BLOCK_BYTES."""
+    block: list[torch.Tensor] = []
+    size = 0
+    for piece in pieces:
+        flat = piece.view(torch.uint8)
+        for part in flat.split(BLOCK_BYTES):
+            if size + len(part) > BLOCK_BYTES:
+                yield block
+                block, size = [], 0
+            block.append(part)
+            size += len(part)
+    if block:
+        yield block
