@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import Places, fast
 from runs import checkpointer, difference, freeze, snapshot
-from test_log import Places, fast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

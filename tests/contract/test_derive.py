@@ -1,24 +1,20 @@
 """derive=: parts that a rule brings forward, in the run and at the replay, byte for byte."""
 
 import pytest
-import torch
 from derived import (
     WAYS,
+    anew,
     averaged,
     build,
     check_all,
-    now_and_then,
     run,
-    swa,
+    strided,
     twice,
     two_in_a_row,
     with_buffers,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from logs import train
-from runs import check_same, check_steps, checkpointer, kinds, logged, snapshot
-from test_log import Places, fast
+from runs import check_steps, checkpointer, kinds, logged
 from torch.optim.swa_utils import AveragedModel
 
 from everstep import Store, Unsupported
@@ -26,11 +22,12 @@ from everstep.cli.main import main
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
-from examples import examples, slow
+from examples import slow
 
 
-@pytest.mark.parametrize("verify", ["rolling", "full"])
-@pytest.mark.parametrize("make", WAYS)
+@pytest.mark.parametrize(
+    ("make", "verify"), [*((make, "rolling") for make in WAYS), (anew, "full")]
+)
 def test_every_step_comes_back(store, make, verify):
     frozen = run(store, make, verify=verify)
     assert kinds(store) == "brrrrrrrr"
@@ -45,27 +42,7 @@ def test_every_step_comes_back(store, make, verify):
     check_all(store, make, frozen)
 
 
-@pytest.mark.parametrize("make", WAYS)
-def test_going_on_after_a_restore_is_as_if_nothing_had_been(store, make):
-    """The run without everstep calls the rules itself."""
-    state, rules = build(1, make)
-    for step in range(1, 13):
-        train(state, step)
-        for rule in rules.values():
-            rule(step)
-    expected = snapshot(state)
-    run(store, make, 6)
-    fresh, rules = build(2, make)
-    with logged(store, fresh, derive=rules) as saver:
-        assert saver.restore() == 6
-        for step in range(7, 13):
-            train(fresh, step)
-            saver.step(step)
-    check_same(snapshot(fresh), expected)
-    assert kinds(store) == "brrrrrbrrrrr"
-
-
-@pytest.mark.parametrize("make", [*list(WAYS)[:4], *slow(*list(WAYS)[4:])])
+@pytest.mark.parametrize("make", [with_buffers, *slow(*WAYS)])
 def test_bases_that_are_spread(store, make):
     """The last record before a base has what is derived, too; it replays like the others."""
     frozen = run(store, make, 14, base_every=4, window=3)
@@ -79,7 +56,7 @@ def test_bases_that_are_spread(store, make):
     assert Store(store).verify().ok
 
 
-@pytest.mark.parametrize("make", WAYS)
+@pytest.mark.parametrize("make", [two_in_a_row, strided, *slow(*WAYS)])
 def test_checkpoints_that_are_spread(store, make):
     options = {"strategy": "spread", "every": 4, "window": 3, "base_every": None}
     frozen = run(store, make, 14, verify="full", **options)
@@ -167,77 +144,3 @@ def test_it_cannot_be_made_whole_without_the_program(store, capsys):
     assert "then ema" in shown
     assert "digests 2 (" in shown
     assert Store(store).verify().ok
-
-
-# ---- against chance ------------------------------------------------------------------------------
-
-DISTURBANCES = {
-    "none": lambda state: None,
-    "twice": twice,
-    "weights": lambda state: state["model"][0].weight.data.mul_(0.9),
-    "eval": lambda state: state["ema"].eval()(torch.randn(2, 6)),
-    "train": lambda state: state["ema"].train()(torch.randn(2, 6)),
-}
-
-
-def _go_back(saver, store, back):
-    reached = saver.restore()
-    steps = [step for step in Store(store).steps() if step >= reached - back]
-    return saver.restore(steps[0]) if steps else reached
-
-
-@settings(fast, max_examples=examples(15))
-@given(
-    make=st.sampled_from([averaged, with_buffers, swa, now_and_then, two_in_a_row]),
-    moves=st.lists(
-        st.tuples(st.integers(1, 6), st.sampled_from(["log", "spread", "full"]), st.integers(0, 3)),
-        min_size=2,
-        max_size=4,
-    ),
-    window=st.integers(1, 4),
-    base_every=st.integers(2, 6),
-    every=st.integers(1, 3),
-    disturbance=st.tuples(st.sampled_from(sorted(DISTURBANCES)), st.integers(1, 12)),
-    tagged=st.integers(1, 12),
-)
-def test_going_back_and_on(make, moves, window, base_every, every, disturbance, tagged):
-    """Attachments one after another, under changing strategies; then every step is restored. Each
-    is as in a run of the same steps without everstep."""
-    how, at = disturbance
-    total = sum(count for count, _, _ in moves)
-
-    def update(state, step):
-        train(state)
-        if step == at:
-            DISTURBANCES[how](state)
-
-    state, rules = build(1, make)
-    start, frozen = torch.get_rng_state(), {}
-    for step in range(1, total + 1):
-        update(state, step)
-        for rule in rules.values():
-            rule(step)
-        frozen[step] = snapshot(state)
-    with Places() as places:
-        store, done = places.new(), 0
-        for count, strategy, back in moves:
-            state, rules = build(2 if done else 1, make)
-            torch.set_rng_state(start)
-            options = {} if strategy == "full" else {"window": window}
-            if strategy == "log":
-                options["base_every"] = base_every
-            with checkpointer(
-                store, state, strategy=strategy, every=every, derive=rules, **options
-            ) as saver:
-                reached = _go_back(saver, store, back)
-                if reached:
-                    check_same(snapshot(state), frozen[reached])
-                done = min(total, reached + count)
-                for step in range(reached + 1, done + 1):
-                    update(state, step)
-                    saver.step(step)
-                    if step in (tagged, done):
-                        saver.save(step, tag="newest")
-                    check_same(snapshot(state), frozen[step])
-        check_all(store, make, frozen)
-        assert Store(store).verify().ok

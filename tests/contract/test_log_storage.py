@@ -8,8 +8,6 @@ import random
 import signal
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from keepers import ended, until
 from logs import build, train
 from runs import (
@@ -24,10 +22,7 @@ from runs import (
 )
 from test_bad_disk import fill, small  # noqa: F401 - a fixture
 
-from everstep import Conflict, Corrupt, EverstepError, Keep, Store, Unavailable
-from everstep.store import retain
-from everstep.tiers.disk import Disk
-from examples import examples
+from everstep import Conflict, Corrupt, EverstepError, Store, Unavailable
 from stores import files_of, packs_of
 
 
@@ -126,52 +121,6 @@ def test_deleting_what_a_record_follows(store):
     assert kinds(store) == "brrrr"
     assert Store(store).verify().ok
     assert len(packs_of(store)) == 5
-
-
-@settings(
-    max_examples=examples(8),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    last=st.integers(1, 4),
-    every=st.integers(0, 4),
-    base_every=st.integers(1, 5),
-    tagged=st.sets(st.integers(1, 12), max_size=2),
-    back=st.integers(0, 3),
-)
-def test_retention_never_breaks_a_chain(tmp_path_factory, last, every, base_every, tagged, back):
-    store = tmp_path_factory.mktemp("kept") / "store"
-    keep = Keep(last=last, every=every)
-    try:
-        state, frozen, branch = build(1), {}, {}
-        with logged(store, state, base_every=base_every, keep=keep) as saver:
-            for step in range(1, 13):
-                train(state)
-                saver.save(step, tag=f"t{step}" if step in tagged else None).wait("local")
-                frozen[step] = snapshot(state)
-        retain.apply(Disk(store), keep)  # the keeper does it after it has told of the commit
-        steps = Store(store).steps()
-        wanted = {*range(13 - last, 13), *tagged}
-        wanted |= {step for step in range(1, 13) if every and step % every == 0}
-        assert wanted <= {*steps}
-        assert len(steps) <= len(wanted) * base_every  # chains that nobody needs are gone
-        assert Store(store).verify().ok
-        check_steps(store, build(2), frozen)
-        with logged(store, state, base_every=base_every, keep=keep) as saver:
-            start = saver.restore(steps[max(0, len(steps) - 1 - back)])
-            for step in range(start + 1, start + 8):
-                train(state)
-                saver.save(step).wait("local")
-                branch[step] = snapshot(state)
-        retain.apply(Disk(store), keep)
-        assert {*range(start + 8 - last, start + 8)} & {*branch} <= {*Store(store).steps()}
-        assert Store(store).verify().ok
-        check_steps(store, build(2), {**frozen, **branch})
-        Store(store).gc()
-        check_steps(store, build(2), {**frozen, **branch})
-    finally:
-        end_keeper(store)
 
 
 def test_a_full_disk_ends_the_chain(small, caplog):  # noqa: F811

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from keepers import until
-from runs import check_same, check_steps, checkpointer, difference, end_keeper, snapshot
+from runs import check_same, check_steps, checkpointer, snapshot
 from spreads import make, run, run_saved
-from test_log import Places, _steps, build, fast, possible
 
 import everstep
 from everstep import Store
@@ -15,32 +12,9 @@ from everstep.cli.main import main
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
-from examples import examples
 from stores import packs_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 LOG = {"strategy": "log", "base_every": 4, "window": 3}
-
-
-@settings(fast, max_examples=examples(20))
-@given(plan=possible, base_every=st.integers(2, 6), window=st.integers(2, 4))
-def test_bases_of_a_log_are_spread_too(plan, base_every, window):
-    """Every step of the log comes back, whichever base it goes back to; and goes on."""
-    last = 12
-    with Places() as places:
-        store = places.new()
-        state = build(plan, plan.seed)
-        options = {"strategy": "log", "window": window, "base_every": base_every}
-        with checkpointer(store, state, **options) as saver:
-            _, frozen = _steps(plan, state, range(1, last + 1), saver)
-        assert Store(store).steps() == list(range(1, last + 1))
-        assert Store(store).verify().ok
-        fresh = build(plan, plan.seed + 1)
-        with checkpointer(store, fresh) as restorer:
-            for step in range(last, 0, -1):
-                assert restorer.restore(step) == step
-                found = difference(snapshot(fresh), frozen[step], f"step {step}")
-                assert found is None, f"{plan}: {found}"
 
 
 def bases(store):
@@ -97,21 +71,3 @@ def test_a_spread_base_that_was_made_whole_leaves_nothing(store):
     assert len(packs_of(store)) == 3
     assert Store(store).verify().ok
     check_steps(store, make(2), frozen, (5, 6))
-
-
-def test_audit_of_a_log_with_spread_bases(store):
-    frozen = run_saved(store, 8, verify="full", **LOG)
-    check_steps(store, make(2), frozen, (5, 7, 8))
-
-
-def test_a_log_whose_keeper_dies_within_a_window(store):
-    state = make(1)
-    with checkpointer(store, state, **LOG) as saver:
-        frozen = run(saver, state, range(1, 5))
-        saver.wait()
-        end_keeper(store)
-        run(saver, state, range(5, 15), frozen)
-        saver.wait()
-    assert Store(store).verify().ok
-    check_steps(store, make(2), frozen, Store(store).steps())
-    assert 14 in Store(store).steps()

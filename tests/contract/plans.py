@@ -1,42 +1,25 @@
-"""strategy="log" against chance: random little runs, every step of which is restored byte for byte.
-
-A run is drawn by hypothesis as a `Plan`; it is trained once without everstep, and once with it,
-with deaths, restores and branches in between. A failing example prints its plan.
-"""
+"""Little programs that hypothesis draws: what is trained, how, and what is done to its tensors."""
 
 import itertools
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import pytest
+import derived
+import logs
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from logs import Plain
-from runs import checkpointer, difference, end_keeper, freeze, kinds, snapshot
+from runs import end_keeper
 from torch import nn
 
 import everstep
-from everstep import Store
-from everstep.redo.clipping import Recording
-from examples import examples
-
-# Of a scheduler that goes on after a restore, before the optimizer does.
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def pre_clip():
-    """Where everstep clips, gradients from before that are recorded."""
-    recording = Recording()
-    recording.set(True, pre_clip=True)
-    yield
-    recording.set(False)
-
-
-class Momentum(Plain):
+class Momentum(logs.Plain):
     """A user's own: a counter that is a python number, and a shared one that belongs to none."""
 
     @torch.no_grad()
@@ -90,6 +73,8 @@ SCHEDULERS = {
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=60),
     "steps": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5], 0.5),
 }
+NEEDS_LAYERS = (derived.of_half_precision, derived.strided)
+AVERAGES = {make.__name__: make for make in derived.WAYS if make not in NEEDS_LAYERS}
 
 
 class Net(nn.Module):
@@ -133,8 +118,10 @@ class Plan:
     set_to_none: bool
     tensor_rate: bool
     closure: bool
-    base_every: int
-    every: int
+    average: str
+    freezes_at: int
+    writes: Mapping[int, str]
+    """By step: what is written to behind the optimizer's back."""
     seed: int
 
 
@@ -152,7 +139,7 @@ def _optimizer(name, parameters, rate, tensor_rate):
 
 
 def build(plan, seed):
-    """The state of a run before its first step."""
+    """The state of a run before its first step, and the rules of what is derived in it."""
     torch.manual_seed(seed)
     model = Net(plan.dtype)
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -169,7 +156,7 @@ def build(plan, seed):
         state["schedulers"] = [make(optimizer) for optimizer in optimizers]
     if plan.scaler:
         state["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
-    return state
+    return state, AVERAGES[plan.average](state) if plan.average != "none" else {}
 
 
 def _backward(plan, state, step):
@@ -193,8 +180,31 @@ def _clip(plan, state):
         everstep.clip_grad_norm_(parameters, 0.1, foreach=plan.clip == "foreach")
 
 
+def _write_weight(state, write):
+    write(state["model"].first.weight)
+
+
+def _write_moments(state):
+    for optimizer in state["optimizers"]:
+        for entry in optimizer.state.values():
+            for value in entry.values():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
+                    value.mul_(0.5)
+
+
+WRITES = {how: partial(_write_weight, write=write) for how, write in logs.WRITES.items()}
+WRITES |= {
+    "moments": _write_moments,
+    "buffer": lambda state: state["model"].norm.running_mean.zero_(),
+}
+
+
 def train(plan, state, step):
     """One step; the loss as its bits."""
+    if step in plan.writes:
+        with torch.no_grad():
+            WRITES[plan.writes[step]](state)
+    state["model"].sometimes.requires_grad_(step < plan.freezes_at)
     state["model"].zero_grad(set_to_none=plan.set_to_none)
     loss = _backward(plan, state, step)
     if plan.scaler and plan.clip != "none":
@@ -217,28 +227,6 @@ def schedule(state):
         scheduler.step()
 
 
-def _steps(plan, state, steps, saver=None, others=()):
-    """Train these steps; each one's loss, and the state that a save of it has."""
-    losses, frozen = {}, {}
-    for step in steps:
-        losses[step] = train(plan, state, step)
-        if plan.schedule_first:
-            schedule(state)
-        if saver:
-            saver.step(step)
-        frozen[step] = snapshot(state)
-        if not plan.schedule_first:
-            schedule(state)
-    return losses, frozen
-
-
-def _check(plan, state, frozen, step):
-    found = difference(snapshot(state), frozen[step], f"step {step}")
-    assert found is None, f"{plan}: {found}"
-    if not plan.schedule_first:
-        schedule(state)
-
-
 plans = st.builds(
     Plan,
     optimizers=st.one_of(
@@ -257,8 +245,9 @@ plans = st.builds(
     set_to_none=st.booleans(),
     tensor_rate=st.booleans(),
     closure=st.booleans(),
-    base_every=st.integers(1, 5),
-    every=st.integers(1, 3),
+    average=st.sampled_from(["none", "none", *sorted(AVERAGES)]),
+    freezes_at=st.integers(1, 40),
+    writes=st.dictionaries(st.integers(2, 14), st.sampled_from(sorted(WRITES)), max_size=2),
     seed=st.integers(0, 1000),
 )
 
@@ -303,71 +292,3 @@ class Places:
 
     def __exit__(self, *details):
         self._stack.close()
-
-
-@settings(fast, max_examples=examples(30))
-@given(plan=possible)
-def test_every_step_comes_back(plan):
-    """Every step that the store lists, in a fresh state; going on from the middle ends equal."""
-    last = 9
-    with Places() as places:
-        store = places.new()
-        state = build(plan, plan.seed)
-        options = {"strategy": "log", "base_every": plan.base_every, "every": plan.every}
-        with checkpointer(store, state, **options) as saver:
-            losses, frozen = _steps(plan, state, range(1, last + 1), saver)
-        assert Store(store).steps() == list(range(1, last + 1))
-        fresh = build(plan, plan.seed + 1)
-        with checkpointer(store, fresh) as restorer:
-            for step in range(last, 0, -2):
-                assert restorer.restore(step) == step
-                found = difference(snapshot(fresh), frozen[step], f"step {step}")
-                assert found is None, f"{plan}, {kinds(store)}: {found}"
-            assert restorer.restore(4) == 4
-            _check(plan, fresh, frozen, 4)
-            if plan.set_to_none:  # else gradients of zero go on to be updates: no part of a state
-                again, ends = _steps(plan, fresh, range(5, last + 1))
-                assert again == {step: losses[step] for step in again}, plan
-                assert difference(ends[last], frozen[last]) is None
-
-
-@settings(fast, max_examples=examples(12))
-@given(
-    plan=possible,
-    moves=st.lists(
-        st.tuples(st.integers(1, 5), st.sampled_from(["log", "full"]), st.integers(0, 3)),
-        min_size=2,
-        max_size=4,
-    ),
-)
-def test_going_back_and_on(plan, moves):
-    """Attachments one after another: so many steps under a strategy, then back by some and on."""
-    if not plan.set_to_none:
-        return
-    total = sum(count for count, _, _ in moves)
-    reference = build(plan, plan.seed)
-    start = torch.get_rng_state()
-    expected, frozen = _steps(plan, reference, range(1, total + 1))
-    with Places() as places:
-        store, done = places.new(), 0
-        for number, (count, strategy, back) in enumerate(moves):
-            state = build(plan, plan.seed if number == 0 else 999)
-            torch.set_rng_state(start)
-            options = {"strategy": strategy}
-            if strategy == "log":
-                options["base_every"] = plan.base_every
-            with checkpointer(store, state, **options) as saver:
-                reached = saver.restore(max(1, done - back) if done else None)
-                assert reached == (max(1, done - back) if done else 0)
-                if reached:
-                    _check(plan, state, frozen, reached)
-                done = reached + count
-                losses, _ = _steps(plan, state, range(reached + 1, done + 1), saver)
-                assert losses == {step: expected[step] for step in losses}, plan
-        fresh = build(plan, 998)
-        with checkpointer(store, fresh) as restorer:
-            assert restorer.restore() == done
-            assert difference(snapshot(fresh), frozen[done]) is None, plan
-            assert restorer.restore(1) == 1
-            assert difference(freeze(fresh), frozen[1]["state"]) is None, plan
-        assert Store(store).verify().ok
