@@ -26,7 +26,7 @@ def slices(monkeypatch):
     """How many slices there are."""
 
     def set_count(count):
-        monkeypatch.setattr(recorder, "count_for", lambda size, step_s: count)
+        monkeypatch.setattr(recorder, "count_for", lambda tensors, step_s: count)
 
     return set_count
 

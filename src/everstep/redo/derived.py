@@ -5,6 +5,7 @@
 Their tensors are in bases only. A record has digests of them as of what optimizers own.
 """
 
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -118,8 +119,7 @@ class Derived:
             part: [local_of(tensors[name]) for name in sorted(tensors)]
             for part, tensors in self._by_part(collected).items()
         }
-        size = sum(tensor.nbytes for tensors in found.values() for tensor in tensors)
-        count = 1 if self._is_full else count_for(size, step_s)
+        count = 1 if self._is_full else count_for(chain.from_iterable(found.values()), step_s)
         for part, tensors in found.items():
             self._rolling[part].set(tensors, count)
         return [each.next(self._fingerprint.in_place()) for each in self._rolling.values()]

@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -133,8 +134,7 @@ class Recorder:
         """Digest the optimizers' tensors of now from now on, so much at a time that it goes unseen
         beside a step of `step_s`."""
         found = {each.index: each.tensors_here() for each in self._optimizers}
-        size = sum(tensor.nbytes for tensors in found.values() for tensor in tensors)
-        count = 1 if self._is_full else count_for(size, step_s)
+        count = 1 if self._is_full else count_for(chain.from_iterable(found.values()), step_s)
         for index, tensors in found.items():
             self._rolling[index].set(tensors, count)
 

@@ -37,6 +37,8 @@ PREFIX = "@0!digest"
 
 BYTES_PER_S = 1e8
 """Digested for each second of a step: at 10 GB/s that is one percent of it."""
+TENSOR_BYTES = 32 << 10
+"""So many are digested in the time that it takes to come to another tensor."""
 STEP_S = 0.01
 """Where nobody knows yet how long a step takes."""
 COUNT_MAX = 1000
@@ -47,8 +49,9 @@ _HEAD = struct.Struct("<QQ16s")
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # Fibonacci hashing, as a signed number
 
 
-def count_for(size: int, step_s: float) -> int:
-    """K, for so many bytes in all."""
+def count_for(tensors: Iterable[torch.Tensor], step_s: float) -> int:
+    """K, for these in all and steps of that length (0: not known yet)."""
+    size = sum(tensor.nbytes + TENSOR_BYTES for tensor in tensors)
     return min(COUNT_MAX, max(1, -int(-size // (BYTES_PER_S * (step_s or STEP_S)))))
 
 
@@ -73,8 +76,9 @@ class RollingDigest:
     def next(self, fingerprint: Fingerprint) -> "Slice":
         """The next slice. `fingerprint`: of the tensors, taken when the update was made."""
         number, self._turn = self._turn % self._count, self._turn + 1
-        pieces = {device: row.cut(number, self._count) for device, row in self._rows.items()}
-        return Slice(self._part, pieces, self._owner, number, self._count, self._rank, fingerprint)
+        return Slice(
+            self._part, self._rows, self._owner, number, self._count, self._rank, fingerprint
+        )
 
 
 class Slice:
@@ -84,7 +88,7 @@ class Slice:
     def __init__(
         self,
         part: str,
-        pieces: Mapping[torch.device, Sequence[torch.Tensor]],
+        rows: "Mapping[torch.device, _Row]",
         owner: int,
         number: int,
         count: int,
@@ -93,11 +97,14 @@ class Slice:
     ) -> None:
         self.owner = owner
         self._fingerprint = fingerprint
-        self._pieces = {device: found for device, found in pieces.items() if device.type != "cpu"}
-        self._on_cpu = next((found for at, found in pieces.items() if at.type == "cpu"), ())
+        self._rows = rows
         self._number, self._count = number, count
         self._head = torch.empty(_HEAD.size, dtype=torch.uint8, device="cpu")
-        self._sums = {at: torch.empty(1, dtype=torch.int64, device=at) for at in self._pieces}
+        self._sums = {
+            device: torch.empty(1, dtype=torch.int64, device=device)
+            for device in rows
+            if device.type != "cpu"
+        }
         named = {name_of(part, None): self._head}
         for position, found in enumerate(self._sums.values()):
             named[name_of(part, position)] = found.view(torch.uint8)
@@ -109,17 +116,19 @@ class Slice:
     @property
     def devices(self) -> set[torch.device]:
         """The GPUs on which something is to be digested."""
-        return set(self._pieces)
+        return set(self._sums)
 
     def enqueue_on(self, device: torch.device) -> None:
         """Enqueue the digest of what lies there on the current stream; before `digest`."""
-        if device in self._pieces:
-            self._sums[device].copy_(_sum(self._pieces[device], device))
+        if device in self._sums:
+            pieces = self._rows[device].cut(self._number, self._count)
+            self._sums[device].copy_(_sum(pieces, device))
 
     def digest(self) -> None:
         """Digest what lies on the CPU; blocks, without the GIL. Where somebody has written to the
         tensors since the update, the digest says nothing: K is 0."""
-        digest = _digest(self._on_cpu)
+        on_cpu = next((row for device, row in self._rows.items() if device.type == "cpu"), _Row([]))
+        digest = _digest(on_cpu.cut(self._number, self._count))
         count = 0 if self._fingerprint.changed() else self._count
         head = _HEAD.pack(count, self._number, digest)
         self._head.copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))

@@ -27,6 +27,7 @@ _SAMPLES_MAX = 32  # cold memory is slow to look at; of more tensors, others eac
 _STRIDE = 0x9E3779B1  # Fibonacci hashing: each turn looks elsewhere
 _peek = ctypes.string_at
 _version = attrgetter("_version")
+_tensor = attrgetter("tensor")
 
 
 class Fingerprint:
@@ -103,7 +104,7 @@ class Fingerprint:
             self._samples.append((at, size, name, _peek(at, size)))
 
     def _addresses_now(self) -> list[int]:
-        return [local_of(leaf.tensor).data_ptr() for leaf in self._live]
+        return list(map(torch.Tensor.data_ptr, map(local_of, map(_tensor, self._live))))
 
     def _hash_all(self, depth: str) -> None:
         self._digests: list[bytes] = []
