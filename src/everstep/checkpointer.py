@@ -65,7 +65,7 @@ class Checkpointer:
         keep: Keep | None = None,
         memory_bytes: int | None = None,
         when_full: Literal["wait", "skip"] = "wait",
-        derive: Mapping[str, Rule | None] | None = None,
+        derive: Mapping[str, Rule] | None = None,
         ranks: Ranks | None = None,
         **unknown: Never,
     ) -> None:
@@ -91,8 +91,7 @@ class Checkpointer:
         derive: names of parts of the state to functions of the step that bring them forward
             ({"ema": lambda step: ema.update_parameters(model)}): step() calls each once for its
             step, before it saves, in place of the training loop; a log calls them again at replay
-            instead of holding what they make. None in place of a function: nobody but optimizers
-            changes the part (frozen weights; here also a module in a part: "model.encoder").
+            instead of holding what they make.
         ranks: what ranks have of their own.
 
         Raises ValueError, TypeError, Unavailable; Unsupported where a Log or Spread does not fit

@@ -52,9 +52,7 @@ class Derived:
             )
         self.release()
         self._done = step
-        if not self._rules.ruled:
-            return
-        before, names = _generators(), ", ".join(map(repr, self._rules.ruled))
+        before, names = _generators(), ", ".join(map(repr, self._rules.parts))
         try:
             self._rules.run(step)
         except BaseException:
@@ -109,7 +107,7 @@ class Derived:
 
     def describe(self) -> dict[str, Any]:
         """What a record says of each part."""
-        return {part: {"rule": part in self._rules.ruled, "digest": None} for part in self._rolling}
+        return {part: {"rule": True, "digest": None} for part in self._rolling}
 
     def slices(self, collected: Collected, step_s: float) -> list[Slice]:
         """What of each part is digested next; since `watch`, which comes before. `step_s`: see

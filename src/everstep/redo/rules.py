@@ -3,7 +3,7 @@
 An average of the weights (EMA) is as large as they are, belongs to no optimizer, and changes at
 every step. Its rule says how. everstep calls it, at each step while training and after each record
 at a replay: so it is the same function at the same place both times, and a log need not hold what
-it makes. None in place of a rule says that nobody changes the part (frozen weights).
+it makes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,6 @@ from everstep.errors import Unsupported
 from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf
 from everstep.state.modules import ModuleState
-from everstep.state.optimizers import OptimizerState
 from everstep.state.stateful import StatefulState, ValueState
 from everstep.state.view import State
 
@@ -26,29 +25,22 @@ Rule = Callable[[int], object]
 class Rules:
     """The rules of a run, by the parts that they derive. For the thread that trains."""
 
-    def __init__(self, derive: Mapping[str, Rule | None], state: State) -> None:
+    def __init__(self, derive: Mapping[str, Rule], state: State) -> None:
         """Raises ValueError and TypeError for what is no rule, and for parts that are not there or
         hold no tensor of their own."""
         self._rules = dict(derive)
         self._state = state
         for part, rule in self._rules.items():
-            if rule is not None and not callable(rule):
-                raise TypeError(
-                    f"derive[{part!r}] must be a function of the step, or None, not {rule!r}"
-                )
+            if not callable(rule):
+                raise TypeError(f"derive[{part!r}] must be a function of the step, not {rule!r}")
             if within := [other for other in self._rules if other.startswith(f"{part}.")]:
                 raise ValueError(f"derive has rules for {part!r} and for {within[0]!r} in it")
-            _check(part, state, is_constant=rule is None)
+            _check(part, state)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts that are derived."""
         return tuple(self._rules)
-
-    @property
-    def ruled(self) -> tuple[str, ...]:
-        """Those of them that have a rule; nobody changes the others."""
-        return tuple(part for part, rule in self._rules.items() if rule is not None)
 
     def part_of(self, name: str) -> str | None:
         """The derived part in which a tensor of this name is."""
@@ -58,8 +50,7 @@ class Rules:
         """Bring `parts` (None: all) to `step`. Raises what the rules raise."""
         for part in self._rules if parts is None else parts:
             try:
-                if rule := self._rules[part]:
-                    rule(step)
+                self._rules[part](step)
             except Exception as error:
                 error.add_note(f"everstep: in the rule that derives {part!r}, at step {step}")
                 raise
@@ -109,20 +100,18 @@ def specs_of(leaves: Sequence[Leaf]) -> tuple[Any, ...]:
     return tuple((leaf.spec, leaf.tensor.device) for leaf in leaves)
 
 
-def _check(part: str, state: State, is_constant: bool) -> None:
-    entries = state.entries_around(part) if is_constant else state.entries_of(part)
+def _check(part: str, state: State) -> None:
+    entries = state.entries_of(part)
     if not entries:
         raise ValueError(
             f"derive has a rule for {part!r}, and the state has no such part, but {state.parts}"
         )
-    if is_constant:
-        known: tuple[type, ...] = (ModuleState, ValueState, OptimizerState)
-        what = "None is for modules and values"
-    else:
-        known = (ModuleState, ValueState, StatefulState)
-        what = "A rule derives modules, values and objects with a state_dict"
+    known = (ModuleState, ValueState, StatefulState)
     if other := [entry.name for entry in entries if not isinstance(entry, known)]:
-        raise ValueError(f"derive names {part!r}, in which {other[0]!r} is another kind. {what}")
+        raise ValueError(
+            f"derive names {part!r}, in which {other[0]!r} is another kind. "
+            f"A rule derives modules, values and objects with a state_dict"
+        )
     owners = {
         id(parameter): optimizer.name
         for optimizer in state.optimizers
@@ -130,14 +119,13 @@ def _check(part: str, state: State, is_constant: bool) -> None:
     }
     found = state.tensors_of(part)
     owned = [name for name, tensor in found.items() if id(tensor) in owners]
-    if owned and not is_constant:
+    if owned:
         raise ValueError(
             f"derive has a rule for {part!r}, but {owners[id(found[owned[0]])]!r} changes "
             f"{owned[0]!r} in it. Give what the rule derives a part of its own in the state"
         )
-    if len(found) == len(owned):
+    if not found:
         raise ValueError(
-            f"derive names {part!r}, which holds no tensor"
-            f"{' that no optimizer changes' if owned else ''}. Fill it before you make the "
+            f"derive names {part!r}, which holds no tensor. Fill it before you make the "
             f"Checkpointer, or leave it out"
         )

@@ -162,6 +162,7 @@ def _replay(
         match_rest().check(candidate.name.step, candidate.disk.root)
         fill(candidate, chain.base.versions, placement.destinations, loader)
         placement.finish()
+        derivation.begin(placement.destinations.keys())
         for loaded in records:
             redo(loaded, optimizers)
             derivation.after(loaded, candidate, loader)

@@ -136,13 +136,9 @@ class Chain:
         A record need not have what has not changed. But what only an object had is gone when the
         object has let go of it.
         """
-        stored: dict[str, tuple[GlobalTensor, Described]] = {}
+        rows: dict[str, tuple[GlobalTensor, Described]] = {}
         for described in (self.base, *self.logs):
-            for version in described.versions:
-                for name, whole in whole_tensors([table for _, table in version]).items():
-                    if not is_own(name):
-                        row = whole, described
-                        stored.update(dict.fromkeys((name, *whole.aliases), row))
+            rows |= {name: (whole, described) for name, whole in stored(described.versions).items()}
         last, known = _referred(self.last.manifest), dict[int, set[str]]()
 
         def is_there(name: str, whole: GlobalTensor, described: Described) -> bool:
@@ -152,8 +148,19 @@ class Chain:
                 known[id(described)] = _referred(described.manifest)
             return name in last or name not in known[id(described)]
 
-        tensors = {name: row[0] for name, row in stored.items() if is_there(name, *row)}
+        tensors = {name: row[0] for name, row in rows.items() if is_there(name, *row)}
         return replace(Saved.of(self.last.manifest, self.last.tables), tensors=tensors)
+
+
+def stored(versions: Sequence[Version]) -> dict[str, GlobalTensor]:
+    """The state's tensors by all their names, as the last of the versions that has each has it."""
+    return {
+        each: whole
+        for version in versions
+        for name, whole in whole_tensors([table for _, table in version]).items()
+        if not is_own(name)
+        for each in (name, *whole.aliases)
+    }
 
 
 def _referred(manifest: Manifest) -> set[str]:

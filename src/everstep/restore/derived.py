@@ -1,19 +1,23 @@
 """Derived parts at a replay: their rules run after each record, and are compared with the run.
 
-A rule may look at the model's buffers, which a record has as they were after its step. So they are
-put back before it runs; optimizers' tensors are there already.
+A rule may look at what no optimizer owns, buffers say. A record has it as it was after its step, if
+it has changed since the base. So it is put back before the rule runs; optimizers' tensors are there
+already.
 """
+
+from collections.abc import Container
+from dataclasses import replace
 
 import torch
 
 from everstep.errors import Corrupt, Mismatch
 from everstep.format.manifest import Record
-from everstep.format.tables import Table, is_own
+from everstep.format.tables import Table
 from everstep.redo import old_samples
 from everstep.redo.replay import Comparison, Loaded, OtherBytes
 from everstep.redo.rolling_digest import known_digests
 from everstep.redo.rules import Rules
-from everstep.restore.chain import Chain, Described
+from everstep.restore.chain import Chain, Described, Version, stored
 from everstep.restore.choose import Candidate
 from everstep.restore.fill import Shards, fill
 from everstep.restore.load import Loader
@@ -41,8 +45,10 @@ class Derivation:
         self._names = {part: chain.names_in({part}) for part in self._parts}
         self._rules = rules
         self._state = state
+        self._base = chain.base
+        self._filled: Container[str] = ()
         self._optimized = chain.optimized
-        if missing := sorted(self._parts - set(rules.ruled if rules else ())):
+        if missing := sorted(self._parts - set(rules.parts if rules else ())):
             base = chain.base.manifest.step
             raise Mismatch(
                 f"restoring step {chain.last.manifest.step}: its log has to be replayed from step "
@@ -65,6 +71,10 @@ class Derivation:
         """What of them is here."""
         return {name: shards_of(tensor)[1] for name, tensor in self.live().items()}
 
+    def begin(self, filled: Container[str]) -> None:
+        """The base is in place, as far as these tensors are."""
+        self._filled = filled
+
     def after(self, loaded: Loaded, candidate: Candidate, loader: Loader) -> None:
         """Its optimizer calls are made: let the rules follow. Raises Corrupt where one came to
         other bytes than in the run, and what the rules raise."""
@@ -74,30 +84,33 @@ class Derivation:
         if not record.ruled:
             return
         assert self._rules is not None
-        self._put_back(described, record, table, candidate, loader)
+        self._put_back(described, [(record.part, table)], candidate, loader)
         self._rules.run(record.step, record.ruled)
         if comparison := loaded.comparison:
             for part in record.ruled:
                 self._compare(loaded, record, part, comparison)
 
     def _put_back(
-        self,
-        described: Described,
-        record: Record,
-        table: Table,
-        candidate: Candidate,
-        loader: Loader,
+        self, described: Described, version: Version, candidate: Candidate, loader: Loader
     ) -> None:
+        """What no optimizer owns and no rule derives, as it was then: at the first record also what
+        only the base has."""
         if self._tensors is None:
             self._tensors = self._state.live_tensors()
-        tensors = self._tensors
-        placement = Placement(Saved.of(described.manifest, described.tables))
-        for name in table.tensors:
-            if not is_own(name) and name in tensors and name not in self._optimized | self.names:
-                placement.into(name, tensors[name])
+            versions = [*self._base.versions, version]
+        else:
+            versions = [version]
+        saved = Saved.of(described.manifest, described.tables)
+        placement = Placement(replace(saved, tensors=stored(versions)))
+        later = {name for _, table in version for name in table.tensors}
+        for name, whole in placement.saved.tensors.items():
+            is_there = name not in later and whole.spec.name in self._filled
+            if name in self._tensors and not is_there and name not in self._optimized | self.names:
+                placement.into(name, self._tensors[name])
         if placement.problems:
-            raise Corrupt(f"replaying step {record.step}: {'; '.join(placement.problems)}")
-        fill(candidate, [[(record.part, table)]], placement.destinations, loader)
+            step = described.manifest.step
+            raise Corrupt(f"replaying step {step}: {'; '.join(placement.problems)}")
+        fill(candidate, versions, placement.destinations, loader)
 
     def _compare(self, loaded: Loaded, record: Record, part: str, comparison: Comparison) -> None:
         """With what the run had after this step, as far as its record tells."""

@@ -156,21 +156,16 @@ class State:
         """What has this name, or a name in it."""
         return [entry for entry in self._entries if _is_chosen(entry.name, [part])]
 
-    def entries_around(self, part: str) -> list[Entry]:
-        """Those, or else what holds a tensor or module of this name."""
-        inside = [entry for entry in self._entries if part.startswith(f"{entry.name}.")]
-        return self.entries_of(part) or inside
-
     def tensors_of(self, part: str) -> dict[str, torch.Tensor]:
-        """The tensors of a part, or of a part of it, as it is now, by all names that they have in
-        it; not those of optimizers' state."""
+        """The tensors of a part as it is now, by all names that they have in it; not those of
+        optimizers' state."""
         found: dict[str, torch.Tensor] = {}
 
         def sink(name: str, tensor: torch.Tensor) -> str:
             found[name] = tensor
             return name
 
-        for entry in self.entries_around(part):
+        for entry in self.entries_of(part):
             if not isinstance(entry, OptimizerState):
                 found |= {leaf.name: leaf.tensor for leaf in entry.leaves(Guard())}
                 entry.objects(sink)
