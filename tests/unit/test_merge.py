@@ -18,8 +18,7 @@ from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.dtypes import ITEM_SIZES, carried_as
 from everstep.format.manifest import Part, check_table
-from everstep.format.merge import Merged, RankTable, check_coverage, merge
-from everstep.format.merged_sets import merge_sets
+from everstep.format.merge import Merged, RankTable, check_coverage, merge, merge_sets
 from everstep.format.packs import Layout, Spec, entry_name, lay_out
 from everstep.format.tables import FileLink, Table, decode_table, encode_table, extents
 from stores import content

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+
+_TEXTS_MAX = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,14 @@ class Box:
         )
 
     def __str__(self) -> str:
-        pairs = zip(self.offsets, self.lengths, strict=True)
-        return f"[{', '.join(f'{offset}:{offset + length}' for offset, length in pairs)}]"
+        """Where it begins and ends in each dim: "[0:2,0:4]"."""
+        return _text(self)
+
+
+@lru_cache(maxsize=_TEXTS_MAX)  # for each box of a record, at each step
+def _text(box: Box) -> str:
+    ends = [f"{at}:{at + n}" for at, n in zip(box.offsets, box.lengths, strict=True)]
+    return f"[{','.join(ends)}]"
 
 
 def flat_boxes(lengths: Sequence[int], start: int, end: int) -> list[Box]:

@@ -8,32 +8,31 @@ The merged file has one header for all, and behind it the data sections as they 
 
 All of these are whole pages, so what was aligned stays aligned. Of the digests only those of the
 ranks' own headers vanish; merged they are: the merged headers', then each rank's, in their order.
+
+Ranks may hold other parameters of one optimizer, and number its hyperparameter sets differently:
+what each calls by an index of its own gets common indices.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from everstep.errors import Mismatch, Unsupported
 from everstep.format import packs
 from everstep.format.boxes import Box
-from everstep.format.dtypes import carried_as
-from everstep.format.merged_sets import merge_optimizers
-from everstep.format.packs import PAD_PREFIX, Piece, box_text, chunk_count, entry_name
+from everstep.format.packs import Entries, Piece, chunk_count, entry_name
 from everstep.format.tables import PackShape, Table, TensorEntry, seal_table
 from everstep.format.tiling import Flaw, find_flaw, find_overlap
 
-_VANISHED = -1
 _LISTED_MAX = 8
-
-_Key = tuple[str, tuple[int, ...], tuple[int, ...]]  # a box of a tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
     """What one rank writes: its number (for messages), its table, and the merged index of each of
-    its hyperparameter sets by optimizer (`merged_sets.merge_sets`; none: they are the same)."""
+    its hyperparameter sets by optimizer (`merge_sets`; none: they are the same)."""
 
     rank: int
     table: Table
@@ -63,9 +62,18 @@ class Merged:
 
 
 class _Placed(NamedTuple):
-    rank: int
     entry: TensorEntry
     piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class _Pack:
+    """A rank's pack, and the pieces that are taken of it, as they lie in it."""
+
+    position: int
+    header: int
+    section: Section
+    pieces: list[_Placed]
 
 
 def merge(ranks: Sequence[RankTable]) -> Merged:
@@ -75,47 +83,32 @@ def merge(ranks: Sequence[RankTable]) -> Merged:
     where names collide. Whether all elements are there is for `check_coverage` to say.
     """
     tensors = _unite([(f"rank {rank.rank}", rank.table) for rank in ranks])
-    units = _by_pack(ranks)
-    kept = _kept(ranks, units)
-    digests, first_digest = _digest_maps(ranks, units, kept)
+    packs_by_rank = _packs(ranks)
+    _check_overlaps(tensors, ranks, packs_by_rank)
+    files = list(_files(packs_by_rank))
+    digests = _digests(packs_by_rank, len(files))
     headers: list[bytes] = []
     shapes: list[PackShape] = []
-    sections: list[tuple[Section, ...]] = []
     moved: dict[str, list[tuple[Piece, int]]] = {}
-    for number, file in enumerate(_files(units)):
-        entries, places, end = _place(ranks, file)
-        header = packs.encode_header(entries)
-        headers.append(header)
-        shapes.append(PackShape(len(header) + end, len(header), number))
-        sections.append(tuple(_sections(ranks, file)))
-        for placed, offset in places:
-            piece = placed.piece
-            digest = digests[placed.rank][piece.digest]
-            moved.setdefault(placed.entry.spec.name, []).append(
-                (
-                    Piece(piece.box, number, len(header) + offset, piece.size, digest, piece.codec),
-                    ranks[placed.rank].rank,
-                )
-            )
-    assert len(headers) == first_digest
+    for number, file in enumerate(files):
+        entries = Entries()
+        placed = [(pack, found, at) for pack in file for found, at in _place(entries, pack)]
+        headers.append(header := entries.encode())
+        shapes.append(PackShape(len(header) + entries.size, len(header), number))
+        for pack, (entry, piece), at in placed:
+            digest = digests[pack.position, piece.digest]
+            again = replace(piece, pack=number, offset=len(header) + at, digest=digest)
+            moved.setdefault(entry.spec.name, []).append((again, ranks[pack.position].rank))
     found: dict[str, TensorEntry] = {}
     holders: dict[str, tuple[int, ...]] = {}
-    for name in sorted(moved):
-        rows = moved[name]
-        if len(rows) > 1:
-            rows.sort(key=lambda row: (row[0].box.offsets, row[0].box.lengths))
-            _check_overlap(tensors[name], rows)
+    for name, rows in sorted(moved.items()):
+        rows.sort(key=lambda row: (row[0].box.offsets, row[0].box.lengths))
         found[name] = replace(tensors[name], pieces=tuple(piece for piece, _ in rows))
         holders[name] = tuple(rank for _, rank in rows)
     optimizers = merge_optimizers([(r.rank, r.table.optimizers, r.sets) for r in ranks])
     table = Table(tuple(shapes), found, optimizers)
-    return Merged(
-        seal_table(table),
-        table,
-        tuple(headers),
-        tuple(sections),
-        holders,
-    )
+    sections = tuple(tuple(p.section for p in file if p.section.size) for file in files)
+    return Merged(seal_table(table), table, tuple(headers), sections, holders)
 
 
 def check_coverage(
@@ -127,21 +120,77 @@ def check_coverage(
     `holders`: those of each table (Merged.holders), for the message. Raises Mismatch, which names
     the tensor, its boxes, and the elements that are missing or there twice.
     """
-    united = _unite([(f"part {number}", table) for number, table in enumerate(tables)])
-    for name, entry in united.items():
-        pieces = entry.pieces
-        if len(tables) > 1:
-            mine = (table.tensors[name].pieces for table in tables if name in table.tensors)
-            pieces = tuple(piece for found in mine for piece in found)
-        flaw = find_flaw(entry.spec.shape, [piece.box for piece in pieces])
-        if flaw is not None:
-            rows = [
-                (piece.box, f"rank {holders[number][name][at]}" if holders else f"part {number}")
-                for number, table in enumerate(tables)
-                if name in table.tensors
-                for at, piece in enumerate(table.tensors[name].pieces)
+    for name, entry in _unite([(f"part {i}", table) for i, table in enumerate(tables)]).items():
+        rows = [
+            (piece.box, number, at)
+            for number, table in enumerate(tables)
+            if name in table.tensors
+            for at, piece in enumerate(table.tensors[name].pieces)
+        ]
+        if flaw := find_flaw(entry.spec.shape, [box for box, _, _ in rows]):
+            who = [
+                (box, f"rank {holders[number][name][at]}" if holders else f"part {number}")
+                for box, number, at in rows
             ]
-            raise _flawed(entry, flaw, rows)
+            raise _flawed(entry, flaw, who)
+
+
+Sets = Mapping[str, Sequence[Any]]
+
+
+def merge_sets(ranks: Sequence[Sets]) -> tuple[dict[str, list[Any]], list[dict[str, list[int]]]]:
+    """All sets of all ranks (tagged JSON, by optimizer), and each rank's indices into them.
+
+    Those of the first keep their indices. Another's set keeps its index where an equal set or none
+    has it; else it gets that of the first equal set, or a new one.
+    """
+    merged: dict[str, list[Any]] = {}
+    texts: dict[str, list[str]] = {}
+    indices: list[dict[str, list[int]]] = []
+    for rank in ranks:
+        own: dict[str, list[int]] = {}
+        for optimizer, sets in rank.items():
+            values, known = merged.setdefault(optimizer, []), texts.setdefault(optimizer, [])
+            own[optimizer] = []
+            for index, value in enumerate(sets):
+                # Texts: 1, 1.0 and true are different values.
+                text = json.dumps(value, sort_keys=True)
+                if index < len(known) and known[index] != text:
+                    index = known.index(text) if text in known else len(known)
+                if index == len(known):
+                    known.append(text)
+                    values.append(value)
+                own[optimizer].append(index)
+        indices.append(own)
+    return merged, indices
+
+
+def merge_optimizers(
+    ranks: Sequence[tuple[int, Mapping[str, Mapping[str, Any]], Mapping[str, Sequence[int]]]],
+) -> dict[str, dict[str, Any]]:
+    """The `optimizers` of a merged table, from each rank's number, its own, and its indices into
+    the merged sets. Raises Mismatch where two ranks have one parameter in different sets."""
+    merged: dict[str, dict[str, Any]] = {}
+    first: dict[tuple[str, str], int] = {}
+    for rank, optimizers, indices in ranks:
+        for optimizer, table in optimizers.items():
+            found = merged.setdefault(optimizer, {**table, "groups": {}, "state": {}})
+            new = indices.get(optimizer)
+            groups, state = found["groups"], found["state"]
+            for name, own in table["groups"].items():
+                index = own if new is None else new[own]
+                if groups.setdefault(name, index) != index:
+                    raise Mismatch(
+                        f"merging the optimizers of all ranks: in {optimizer!r} the parameter "
+                        f"{name!r} has other hyperparameters on rank {rank} (set {index}) than on "
+                        f"rank {first[optimizer, name]} (set {groups[name]}). Set them alike"
+                    )
+                first.setdefault((optimizer, name), rank)
+            for name, keys in table["state"].items():
+                known = state.get(name)
+                if known != keys:
+                    state[name] = list(dict.fromkeys([*(known or ()), *keys]))
+    return merged
 
 
 def _unite(tables: Sequence[tuple[str, Table]]) -> dict[str, TensorEntry]:
@@ -173,161 +222,105 @@ def _unite(tables: Sequence[tuple[str, Table]]) -> dict[str, TensorEntry]:
 
 def _agreed(known: TensorEntry, entry: TensorEntry, who: str, other: str) -> TensorEntry:
     one, two = known.spec, entry.spec
-    if one.dtype != two.dtype or one.shape != two.shape:
-        what, value, found = (
-            ("dtype", one.dtype, two.dtype)
-            if one.dtype != two.dtype
-            else ("global shape", one.shape, two.shape)
-        )
-        raise Mismatch(
-            f"merging the tensors of all ranks: {one.name!r} has the {what} {value} ({who}), and "
-            f"{found} ({other}). Save it alike on all ranks, or under different names"
-        )
-    aliases = known.aliases
-    if aliases != entry.aliases:
-        aliases = tuple(dict.fromkeys((*aliases, *entry.aliases)))
-    strides = known.strides if known.strides == entry.strides else None
-    if aliases == known.aliases and strides == known.strides:
+    for what, value, found in (
+        ("dtype", one.dtype, two.dtype),
+        ("global shape", one.shape, two.shape),
+    ):
+        if value != found:
+            raise Mismatch(
+                f"merging the tensors of all ranks: {one.name!r} has the {what} {value} ({who}), "
+                f"and {found} ({other}). Save it alike on all ranks, or under different names"
+            )
+    if (known.aliases, known.strides) == (entry.aliases, entry.strides):
         return known
-    return replace(known, aliases=aliases, strides=strides)
+    return replace(
+        known,
+        aliases=tuple(dict.fromkeys((*known.aliases, *entry.aliases))),
+        strides=known.strides if known.strides == entry.strides else None,
+    )
 
 
-def _by_pack(ranks: Sequence[RankTable]) -> dict[tuple[int, int], list[_Placed]]:
-    """The pieces of each pack, by position of its rank and its own, as they lie in it."""
-    units: dict[tuple[int, int], list[_Placed]] = {}
+def _packs(ranks: Sequence[RankTable]) -> list[_Pack]:
+    """All ranks' packs. What several ranks have of no elements (a shard of more ranks than rows) is
+    taken of the first: there is nothing to write twice."""
+    found: list[_Pack] = []
+    empty: set[tuple[str, Box]] = set()
     for position, rank in enumerate(ranks):
-        own: list[list[_Placed]] = [[] for _ in rank.table.packs]
-        for entry in rank.table.tensors.values():
+        shapes = rank.table.packs
+        starts = accumulate((shape.size for shape in shapes), initial=0)
+        own = [
+            _Pack(
+                position,
+                shape.header,
+                Section(position, start + shape.header, shape.size - shape.header),
+                [],
+            )
+            for shape, start in zip(shapes, starts, strict=False)
+        ]
+        for name, entry in rank.table.tensors.items():
             for piece in entry.pieces:
-                own[piece.pack].append(_Placed(position, entry, piece))
-        for pack, unit in enumerate(own):
-            unit.sort(key=lambda placed: (placed.piece.offset, placed.piece.size))
-            units[position, pack] = unit
-    return units
+                if piece.size or (name, piece.box) not in empty:
+                    own[piece.pack].pieces.append(_Placed(entry, piece))
+                if not piece.size:
+                    empty.add((name, piece.box))
+        for pack in own:
+            pack.pieces.sort(key=lambda placed: (placed.piece.offset, placed.piece.size))
+        found += own
+    return found
 
 
-def _kept(
-    ranks: Sequence[RankTable], units: dict[tuple[int, int], list[_Placed]]
-) -> dict[_Key, _Placed]:
-    """The pieces that are written, by box. Takes out of `units` what several ranks have of no
-    elements (a shard of more ranks than rows): there is nothing to write twice."""
-    kept: dict[_Key, _Placed] = {}
-    for at, unit in units.items():
-        again = set()
-        for placed in unit:
-            known = kept.setdefault(_key(placed), placed)
-            if known is placed:
-                continue
-            if placed.piece.size:
-                rows = [(p.piece, ranks[p.rank].rank) for p in (known, placed)]
-                _check_overlap(placed.entry, rows)
-            again.add(_key(placed))
-        if again:
-            units[at] = [p for p in unit if _key(p) not in again]
-    return kept
+def _check_overlaps(
+    tensors: Mapping[str, TensorEntry], ranks: Sequence[RankTable], found: Sequence[_Pack]
+) -> None:
+    rows: dict[str, list[tuple[Box, str]]] = {}
+    for pack in found:
+        for entry, piece in pack.pieces:
+            who = f"rank {ranks[pack.position].rank}"
+            rows.setdefault(entry.spec.name, []).append((piece.box, who))
+    for name, own in rows.items():
+        if flaw := find_overlap(tensors[name].spec.shape, [box for box, _ in own]):
+            raise _flawed(tensors[name], flaw, own)
 
 
-def _key(placed: _Placed) -> _Key:
-    box = placed.piece.box
-    return placed.entry.spec.name, box.offsets, box.lengths
+def _digests(found: Sequence[_Pack], first: int) -> dict[tuple[int, int], int]:
+    """The merged index of each piece's first digest, by position of its rank, and its own."""
+    at = first
+    merged: dict[tuple[int, int], int] = {}
+    rows = ((p.position, placed.piece) for p in found for placed in p.pieces)
+    for position, piece in sorted(rows, key=lambda row: (row[0], row[1].digest)):
+        merged[position, piece.digest] = at
+        at += chunk_count(piece.size)
+    return merged
 
 
-def _digest_maps(
-    ranks: Sequence[RankTable],
-    units: dict[tuple[int, int], list[_Placed]],
-    kept: dict[_Key, _Placed],
-) -> tuple[list[list[int]], int]:
-    """By rank, the merged index of each digest; and how many merged headers come before them."""
-    maps = []
-    for rank in ranks:
-        pieces = (piece for entry in rank.table.tensors.values() for piece in entry.pieces)
-        count = len(rank.table.packs) + sum(chunk_count(piece.size) for piece in pieces)
-        maps.append([_VANISHED] * count)
-    for placed in kept.values():
-        own = maps[placed.rank]
-        for index in _digests(placed):
-            own[index] = 0
-    first = at = sum(1 for _ in _files(units))
-    for own in maps:
-        for index, value in enumerate(own):
-            if value != _VANISHED:
-                own[index] = at
-                at += 1
-    return maps, first
-
-
-def _digests(placed: _Placed) -> range:
-    first = placed.piece.digest
-    return range(first, first + chunk_count(placed.piece.size))
-
-
-def _files(
-    units: dict[tuple[int, int], list[_Placed]],
-) -> Iterator[dict[tuple[int, int], list[_Placed]]]:
+def _files(found: Sequence[_Pack]) -> Iterator[list[_Pack]]:
     """The packs that go into one file each."""
-    file: dict[tuple[int, int], list[_Placed]] = {}
+    file: list[_Pack] = []
     count = 0
-    for at, unit in units.items():
-        if file and count + len(unit) > packs.ENTRIES_PER_PACK_MAX:
+    for pack in found:
+        if file and count + len(pack.pieces) > packs.ENTRIES_PER_PACK_MAX:
             yield file
-            file, count = {}, 0
-        file[at] = unit
-        count += len(unit)
+            file, count = [], 0
+        file.append(pack)
+        count += len(pack.pieces)
     if file:
         yield file
 
 
-def _sections(ranks: Sequence[RankTable], file: Iterable[tuple[int, int]]) -> Iterator[Section]:
-    starts = [list(accumulate((p.size for p in r.table.packs), initial=0)) for r in ranks]
-    for position, pack in file:
-        shape = ranks[position].table.packs[pack]
-        if shape.size > shape.header:
-            start = starts[position][pack] + shape.header
-            yield Section(position, start, shape.size - shape.header)
-
-
-def _place(
-    ranks: Sequence[RankTable], file: dict[tuple[int, int], list[_Placed]]
-) -> tuple[dict[str, object], list[tuple[_Placed, int]], int]:
-    """The entries of a file's header, where each piece lies behind it, and where all of it ends."""
-    entries: dict[str, object] = {}
-    places: list[tuple[_Placed, int]] = []
-    at = base = 0
-
-    def pad(end: int) -> None:
-        nonlocal at
-        assert end >= at, "pieces overlap in a pack"
-        if end > at:
-            name = f"{PAD_PREFIX}{len(entries)}"
-            entries[name] = {"dtype": "U8", "shape": [end - at], "data_offsets": [at, end]}
-            at = end
-
-    for (position, pack), unit in file.items():
-        shape = ranks[position].table.packs[pack]
-        for placed in unit:
-            spec, piece = placed.entry.spec, placed.piece
-            pad(base + piece.offset - shape.header)
-            name = entry_name(spec.name, spec.shape, piece.box)
-            if name in entries:
-                raise Unsupported(
-                    f"merging the tensors of all ranks: a tensor cannot be called {name!r} beside "
-                    f"one called {name.rpartition('[')[0]!r}, whose box has that name. Rename it"
-                )
-            dtype, lengths = carried_as(spec.dtype, piece.box.lengths, piece.size)
-            end = at + piece.size
-            entries[name] = {"dtype": dtype, "shape": lengths, "data_offsets": [at, end]}
-            places.append((placed, at))
-            at = end
-        base += shape.size - shape.header
-        pad(base)
-    return entries, places, at
-
-
-def _check_overlap(entry: TensorEntry, rows: Sequence[tuple[Piece, int]]) -> None:
-    boxes = [piece.box for piece, _ in rows]
-    flaw = find_overlap(entry.spec.shape, boxes)
-    if flaw is not None:
-        raise _flawed(entry, flaw, [(piece.box, f"rank {rank}") for piece, rank in rows])
+def _place(entries: Entries, pack: _Pack) -> Iterator[tuple[_Placed, int]]:
+    """Go on with the entries of a file's header, and say where each piece of a pack lies in it."""
+    base = entries.size
+    for placed in pack.pieces:
+        spec, piece = placed.entry.spec, placed.piece
+        entries.pad(base + piece.offset - pack.header)
+        name = entry_name(spec.name, spec.shape, piece.box)
+        if name in entries.rows:
+            raise Unsupported(
+                f"merging the tensors of all ranks: a tensor cannot be called {name!r} beside "
+                f"one called {name.rpartition('[')[0]!r}, whose box has that name. Rename it"
+            )
+        yield placed, entries.add(name, spec.dtype, piece.box.lengths, piece.size)
+    entries.pad(base + pack.section.size)
 
 
 def _flawed(entry: TensorEntry, flaw: Flaw, rows: Sequence[tuple[Box, str]]) -> Mismatch:
@@ -336,12 +329,12 @@ def _flawed(entry: TensorEntry, flaw: Flaw, rows: Sequence[tuple[Box, str]]) -> 
     if flaw.members:
         (one, who), (two, other) = (rows[index] for index in flaw.members)
         return Mismatch(
-            f"{what}overlap: {who} wrote {box_text(one)} and {other} wrote {box_text(two)}, both "
-            f"have {box_text(flaw.box)}. Give different tensors different names on all ranks"
+            f"{what}overlap: {who} wrote {one} and {other} wrote {two}, both have {flaw.box}. Give "
+            f"different tensors different names on all ranks"
         )
-    listed = [f"{who} wrote {box_text(box)}" for box, who in rows[:_LISTED_MAX]]
+    listed = [f"{who} wrote {box}" for box, who in rows[:_LISTED_MAX]]
     more = f" and {len(rows) - _LISTED_MAX} more" if len(rows) > _LISTED_MAX else ""
     return Mismatch(
-        f"{what}hole: nobody wrote {box_text(flaw.box)}; {', '.join(listed)}{more}. "
+        f"{what}hole: nobody wrote {flaw.box}; {', '.join(listed)}{more}. "
         f"All ranks that hold some of it must save it, under the same name"
     )

@@ -13,8 +13,7 @@ step.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 
@@ -27,7 +26,6 @@ ALIGNED_FROM_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
 ENTRIES_PER_PACK_MAX = 1 << 16
 PAD_PREFIX = "__pad__."
-_TEXTS_MAX = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +70,34 @@ class Piece:
     codec: str = "raw"
 
 
+@dataclass(slots=True)
+class Entries:
+    """What the header of a pack says of its data section, which is filled from its start."""
+
+    rows: dict[str, object] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, name: str, dtype: str, lengths: tuple[int, ...], size: int) -> int:
+        """An entry of `size` bytes; where it begins."""
+        start, self.size = self.size, self.size + size
+        carried, shape = carried_as(dtype, lengths, size)
+        self.rows[name] = {"dtype": carried, "shape": shape, "data_offsets": [start, self.size]}
+        return start
+
+    def pad(self, end: int) -> None:
+        """Fill up to there."""
+        gap = end - self.size
+        assert gap >= 0, "pieces overlap in a pack"
+        if gap:
+            self.add(f"{PAD_PREFIX}{len(self.rows)}", "uint8", (gap,), gap)
+
+    def encode(self) -> bytes:
+        """The header, a multiple of 4096 bytes: length, JSON, blanks."""
+        text = json.dumps(self.rows, separators=(",", ":"), ensure_ascii=False).encode()
+        size = round_up(8 + len(text))
+        return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+
 @dataclass(frozen=True, slots=True)
 class PackLayout:
     """A pack before it is written: its header (length and blanks included), the index of the
@@ -97,16 +123,9 @@ class Layout:
         return sum(pack.size for pack in self.packs)
 
 
-@lru_cache(maxsize=_TEXTS_MAX)  # for each box of a record, at each step
-def box_text(box: Box) -> str:
-    """Where it begins and ends in each dim: "[0:2,0:4]"."""
-    ends = [f"{at}:{at + n}" for at, n in zip(box.offsets, box.lengths, strict=True)]
-    return f"[{','.join(ends)}]"
-
-
 def entry_name(name: str, shape: tuple[int, ...], box: Box) -> str:
     """What a box of a tensor is called in the header of a pack: as the tensor, if it is whole."""
-    return name if box.lengths == shape else name + box_text(box)
+    return name if box.lengths == shape else f"{name}{box}"
 
 
 def round_up(value: int, multiple: int = PAGE_BYTES) -> int:
@@ -143,15 +162,17 @@ def lay_out(specs: Sequence[Spec]) -> Layout:
     digest = 0
     for first in range(0, len(order), ENTRIES_PER_PACK_MAX):
         members = order[first : first + ENTRIES_PER_PACK_MAX]
-        entries, offsets, end = _place([specs[i] for i in members])
-        header = encode_header(entries)
+        entries = Entries()
+        offsets = [_place(entries, specs[i]) for i in members]
+        entries.pad(round_up(entries.size))
+        header = entries.encode()
         header_digest, digest = digest, digest + 1
         for i, offset in zip(members, offsets, strict=True):
             size = specs[i].size
             box = specs[i].box or Box.whole(specs[i].shape)
             pieces[i] = Piece(box, len(packs), len(header) + offset, size, digest)
             digest += chunk_count(size)
-        packs.append(PackLayout(header, header_digest, len(header) + end))
+        packs.append(PackLayout(header, header_digest, len(header) + entries.size))
     placed = tuple(piece for piece in pieces if piece is not None)
     return Layout(tuple(specs), placed, tuple(packs), digest)
 
@@ -175,32 +196,9 @@ def _rank(spec: Spec) -> tuple[bool, int, str]:
     return (not large, 0 if large else -ITEM_SIZES[spec.dtype], spec.entry)
 
 
-def _place(specs: Sequence[Spec]) -> tuple[dict[str, object], list[int], int]:
-    """The header's entries, each tensor's offset in the data section, and that section's size."""
-    entries: dict[str, object] = {}
-    offsets: list[int] = []
-    at = 0
-
-    def pad() -> None:
-        nonlocal at
-        if gap := -at % PAGE_BYTES:
-            name = f"{PAD_PREFIX}{len(entries)}"
-            entries[name] = {"dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap]}
-            at += gap
-
-    for spec in specs:
-        dtype, shape = carried_as(spec.dtype, spec.lengths, spec.size)
-        entries[spec.entry] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + spec.size]}
-        offsets.append(at)
-        at += spec.size
-        if spec.size >= ALIGNED_FROM_BYTES:
-            pad()
-    pad()
-    return entries, offsets, at
-
-
-def encode_header(entries: dict[str, object]) -> bytes:
-    """A pack's header, a multiple of 4096 bytes: length, JSON, blanks."""
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    size = round_up(8 + len(text))
-    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+def _place(entries: Entries, spec: Spec) -> int:
+    """Where the box begins in the data section."""
+    offset = entries.add(spec.entry, spec.dtype, spec.lengths, spec.size)
+    if spec.size >= ALIGNED_FROM_BYTES:
+        entries.pad(round_up(entries.size))
+    return offset

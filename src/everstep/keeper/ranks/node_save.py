@@ -11,8 +11,7 @@ from typing import Any
 from everstep.errors import Corrupt, EverstepError, Mismatch
 from everstep.format.document import digest_of, unseal
 from everstep.format.manifest import FORMS
-from everstep.format.merge import Merged, RankTable, check_coverage, merge
-from everstep.format.merged_sets import merge_sets
+from everstep.format.merge import Merged, RankTable, check_coverage, merge, merge_sets
 from everstep.keeper.arena import Row
 from everstep.keeper.data import Image, Parsed, gathered, parse, whole
 from everstep.keeper.job import Job

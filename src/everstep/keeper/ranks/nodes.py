@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from everstep.errors import Conflict, EverstepError, Mismatch, Unavailable
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, check_table, encode_manifest
-from everstep.format.merge import check_coverage
-from everstep.format.merged_sets import merge_optimizers
+from everstep.format.merge import check_coverage, merge_optimizers
 from everstep.format.node_parts import NodePart, Said
 from everstep.format.tables import Table, decode_table, seal_table
 from everstep.keeper.ranks.node_save import check_held, merge_numbered, objects_of
