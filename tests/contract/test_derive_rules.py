@@ -81,7 +81,7 @@ def test_a_rule_that_the_run_did_not_have_is_not_called(store):
 
 
 def test_another_rule_is_found_out(store, caplog):
-    frozen = run(store, averaged)
+    frozen = run(store, averaged, verify="full")
     fresh, _ = build(2, averaged)
     ema = fresh["ema"]
     rules = {"ema": lambda step: step == 5 or ema.update_parameters(fresh["model"])}
