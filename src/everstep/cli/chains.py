@@ -5,10 +5,10 @@ on from nothing that could be told.
 """
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from everstep.cli.replays import replayed
 from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
 from everstep.store import catalog
@@ -108,21 +108,8 @@ class Chains:
     def cut_off(
         self, among: Collection[CheckpointName], is_end: Callable[[CheckpointName], bool]
     ) -> list[CheckpointName]:
-        """Those that a restore rebuilds from a checkpoint, themselves apart, for which `is_end`."""
-        return self._leading_to(among, is_end, lambda link: link.is_whole)
-
-    def following(
-        self, among: Collection[CheckpointName], ends: Collection[CheckpointName]
-    ) -> list[CheckpointName]:
-        """Those that need one of `ends`: of what was made whole exactly, nothing does."""
-        return self._leading_to(among, ends.__contains__, lambda link: link.is_whole)
-
-    def _leading_to(
-        self,
-        among: Collection[CheckpointName],
-        is_end: Callable[[CheckpointName], bool],
-        is_stop: Callable[[_Link], bool],
-    ) -> list[CheckpointName]:
+        """Those that a restore rebuilds from a checkpoint, themselves apart, for which `is_end`: of
+        what was made whole exactly, nothing before it is needed."""
         known: dict[CheckpointName, bool] = {}
         for name in sorted(among):
             path: list[CheckpointName] = []
@@ -131,7 +118,7 @@ class Chains:
                 known[here] = False
                 path.append(here)
                 link = self._link(here)
-                if link is None or link.behind is None or is_stop(link):
+                if link is None or link.behind is None or link.is_whole:
                     break
                 here = link.behind
                 if found := is_end(here):
@@ -146,3 +133,10 @@ class Chains:
             with contextlib.suppress(EverstepError):
                 self.note(catalog.read_manifest(self._disk, name))
         return self._links[name]
+
+
+def replayed(topology: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of a state that was made of a log, and is not exact: what was other than in the run."""
+    said = topology.get("replayed")
+    differs = said.get("differs") if isinstance(said, dict) else None
+    return tuple(map(str, differs)) if isinstance(differs, list) else ()

@@ -5,7 +5,7 @@ import json
 import time
 
 from everstep.cli import wording
-from everstep.cli.replays import replayed
+from everstep.cli.chains import replayed
 from everstep.cli.target import add_json, add_words, split_words
 from everstep.store import catalog
 from everstep.tiers.disk import Disk

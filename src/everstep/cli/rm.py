@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _following(disk: Disk, doomed: list[CheckpointName]) -> list[CheckpointName]:
     """The logs that would be without what they go on from."""
-    found = Chains(disk).following(catalog.committed(disk), set(doomed))
+    found = Chains(disk).cut_off(catalog.committed(disk), set(doomed).__contains__)
     return [name for name in found if name not in doomed]
 
 

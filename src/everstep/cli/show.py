@@ -14,7 +14,6 @@ from everstep.cli import wording
 from everstep.cli.chains import Chains, Whole
 from everstep.cli.records import call_pairs, chain_facts, chain_text, record_facts
 from everstep.cli.render import Cell, Column, Screen, align
-from everstep.cli.replays import without_tests
 from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import tables_of_records
@@ -34,6 +33,8 @@ _COLUMNS = (
     Column("DIGEST"),
     Column("PACK", right=True),
 )
+_ELSEWHERE = ("selftest", "replayed", "optimizers", "attributes")
+"""Of a topology: what other lines tell, or stores of before have, and says nothing any more."""
 _DIGEST_DIGITS = 12
 _LABEL_WIDTH = 12
 
@@ -140,6 +141,7 @@ def _summary(shown: Shown, screen: Screen) -> list[str]:
         Cell("" if shown.exact else " · not exact", "bad"),
         Cell(f" · {shown.name}", "dim"),
     ]
+    topology = {key: each for key, each in manifest.topology.items() if key not in _ELSEWHERE}
     written = f"{wording.time(manifest.created)} ({wording.age(manifest.created)})"
     objects = [
         (key, wording.brief(value, 200).strip() or '""') for key, value in manifest.objects.items()
@@ -153,7 +155,7 @@ def _summary(shown: Shown, screen: Screen) -> list[str]:
         *_section("metrics", [("", wording.pairs(manifest.metrics))], screen),
         *_section("holds", [("", _holdings(shown))], screen),
         *_setting_lines("capture", manifest.capture, screen),
-        *_setting_lines("topology", without_tests(manifest.topology), screen),
+        *_setting_lines("topology", topology, screen),
         *_section("packs", _pack_pairs(manifest), screen),
         *_section("optimizers", _optimizer_pairs(manifest, shown.tables), screen),
         *_section("objects", objects, screen),

@@ -18,12 +18,9 @@ _FAILED = {**_ATTEMPT, "failed": str, "kind?": str}
 _RANK = {
     "rank": natural,
     "own": {str: {"index": natural, "count": natural, "value": anything}},
-    "objects": {str: anything},
-    "digests": {str: str},
-    "held": {str: str},
-    "without_objects": [str],
-    "without_digests": [str],
-    "without_held": [str],
+    "objects?": {str: anything},
+    "digests?": {str: str},
+    "held?": {str: str},
 }
 _NODE_PART = {
     **_ATTEMPT,
@@ -101,39 +98,22 @@ def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:
 
 
 def _short(ranks: Mapping[int, Said]) -> list[dict[str, Any]]:
-    """What ranks have as the first of them stands there only."""
-    rows: list[dict[str, Any]] = []
-    first: Said | None = None
-    for rank, said in ranks.items():
-        row: dict[str, Any] = {"rank": rank, "own": said["own"]}
-        for key in _SHARED:
-            row[key], row[f"without_{key}"] = _without(said[key], first[key] if first else {})
-        rows.append(row)
-        first = first or said
-    return rows
-
-
-def _without(values: Said, known: Said) -> tuple[dict[str, Any], list[str]]:
-    """What is not as in the `known` ones, and the names that only those have."""
+    """What a rank has all as the first of them stands there only."""
+    first = next(iter(ranks.values()), {})
     # Texts: 1, 1.0 and true are different values.
-    differing = {
-        name: value
-        for name, value in values.items()
-        if name not in known or json.dumps(value) != json.dumps(known[name])
-    }
-    return differing, [name for name in known if name not in values]
+    return [
+        {"rank": rank, "own": said["own"]}
+        | {
+            key: said[key]
+            for key in _SHARED
+            if said is first or json.dumps(said[key]) != json.dumps(first[key])
+        }
+        for rank, said in ranks.items()
+    ]
 
 
 def _long(rows: Sequence[Mapping[str, Any]]) -> dict[int, Said]:
-    found: dict[int, Said] = {}
-    first: dict[str, dict[str, Any]] | None = None
-    for row in rows:
-        said = {}
-        for key in _SHARED:
-            without = set(row[f"without_{key}"])
-            known = first[key] if first else {}
-            said[key] = {name: value for name, value in known.items() if name not in without}
-            said[key] |= row[key]
-        found[row["rank"]] = {**said, "own": row["own"]}
-        first = first or said
-    return found
+    shared = {key: rows[0].get(key, {}) for key in _SHARED} if rows else {}
+    return {
+        row["rank"]: {**shared, **{key: row[key] for key in row if key != "rank"}} for row in rows
+    }

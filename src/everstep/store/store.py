@@ -153,33 +153,19 @@ class Store:
         """Why a log cannot be read, and what can."""
         name = CheckpointName(manifest.step, manifest.epoch)
         behind = min(part.steps for part in catalog.read_chain(self._disk, name)[0].parts)
-        whole = (self._whole_behind(name), self._whole_after(name))
-        nearest = " and ".join(f"{step}" for step in whole if step is not None)
+        run = catalog.lineage(self._disk)
+        before = run if name in run else self._with_what_it_follows(name)
+        sides = (
+            (other for other in reversed(before) if other.step < name.step),
+            (other for other in run if other.step > name.step),
+        )
+        whole = [next(filter(self._is_whole, side), None) for side in sides]
+        nearest = " and ".join(f"{other.step}" for other in whole if other)
         return (
             f"reading step {name.step} of {self.path}: it is stored as the redo records since step "
             f"{behind}, which Checkpointer.restore replays. Make it whole with: everstep "
             f"materialize {self.path} {name.step}. Whole states nearest to it: {nearest or 'none'}"
         )
-
-    def _whole_behind(self, name: CheckpointName) -> int | None:
-        """The nearest step before it that can be read: one that it goes on from, or else of the run
-        as it is now."""
-        here = catalog.read_manifest(self._disk, name)
-        while here.previous:
-            behind = CheckpointName(here.previous.step, here.previous.epoch)
-            if not catalog.is_there(self._disk, behind):  # an exact state, or a base, came after
-                break
-            if self._is_whole(behind):
-                return behind.step
-            here = catalog.read_manifest(self._disk, behind)
-        run = catalog.lineage(self._disk)
-        earlier = (other for other in reversed(run) if name in run and other.step < name.step)
-        return next((other.step for other in earlier if self._is_whole(other)), None)
-
-    def _whole_after(self, name: CheckpointName) -> int | None:
-        """The nearest step after it, of the run as it is now, that can be read."""
-        later = (other for other in catalog.lineage(self._disk) if other.step > name.step)
-        return next((other.step for other in later if self._is_whole(other)), None)
 
     def _is_whole(self, name: CheckpointName) -> bool:
         if not catalog.read_manifest(self._disk, name).records:
