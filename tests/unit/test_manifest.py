@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep import Corrupt, Unsupported
-from everstep.format.boxes import Box
 from everstep.format.document import seal
 from everstep.format.global_tensors import check_whole
 from everstep.format.manifest import (
@@ -157,30 +156,6 @@ def test_content_does_not_depend_on_where_it_lies():
     moved = replace(PART, packs=(FileLink("data/other", 1),))
     assert content_of(moved) == content_of(PART)
     assert content_of(replace(PART, digests=("1" * 32, *PART.digests[1:]))) != content_of(PART)
-
-
-BOXES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=2).map(
-    lambda pairs: Box(tuple(o for o, _ in pairs), tuple(n for _, n in pairs))
-)
-
-
-def _elements(box: Box | None) -> set:
-    if box is None:
-        return set()
-    (a, b), (m, n) = box.offsets, box.lengths
-    return {(i, j) for i in range(a, a + m) for j in range(b, b + n)}
-
-
-@given(BOXES, BOXES)
-def test_boxes_meet_in_their_common_elements(one, other):
-    assert _elements(one.intersect(other)) == _elements(one) & _elements(other)
-    assert len(_elements(one)) == one.count
-
-
-def test_whole_boxes():
-    assert Box.whole(()).count == 1
-    assert Box.whole(()).intersect(Box.whole(())) == Box.whole(())
-    assert Box.whole((0, 3)).intersect(Box.whole((0, 3))) == Box.whole((0, 3))
 
 
 def test_pieces_cover_their_tensor():

@@ -11,6 +11,7 @@ import pytest
 import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from partitions import boxes_in
 
 from everstep import Mismatch, Unsupported
 from everstep.format import packs
@@ -209,12 +210,6 @@ def test_holes_and_overlaps_are_found(data):
         check_coverage([found.table, rest])  # the part of another node
     else:
         assert not found.table.tensors
-
-
-@st.composite
-def boxes_in(draw, shape: tuple[int, ...]) -> Box:
-    spans = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
-    return Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.format.boxes import Box
-from everstep.format.tiling import find_flaw, find_overlap
+from everstep.format.boxes import Box, flat_boxes
+from everstep.format.tiling import find_flaw, find_overlap, problem_of
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
@@ -108,10 +108,27 @@ def test_pinwheels(rings):
         assert find_overlap(shape, [*boxes, box]) is not None
 
 
-def test_thousands_of_boxes():
-    grid = [Box((i, j, 0), (1, 1, 5)) for i in range(50) for j in range(50)]
-    grid = [grid[i * 7 % 2500] for i in range(2500)]
-    assert find_flaw((50, 50, 5), grid) is None
-    flaw = find_flaw((50, 50, 5), grid[:-1])
-    assert flaw is not None
-    assert flaw.box == grid[-1]
+@pytest.mark.parametrize(
+    ("shape", "boxes", "problem"),
+    [
+        ((), [], "elements [] are in no piece"),
+        ((), [Box((), ())] * 2, "two pieces overlap at []"),
+        ((4,), [Box((2,), (3,))], "a piece [2:5] lies outside of its shape [4]"),
+        ((4,), [Box((0, 0), (4, 1))], "a piece [0:4,0:1] lies outside of its shape [4]"),
+        ((3, 3), [Box((0, 0), (3, 1))], "elements [0:3,1:3] are in no piece"),
+        ((0, 3), [], None),
+        ((0, 3), [Box((0, 1), (0, 2))] * 2, None),
+    ],
+)
+def test_odd_pieces(shape, boxes, problem):
+    assert problem_of(shape, boxes) == problem
+
+
+def test_ten_thousand_pieces():
+    """Of a grid, and of flat ranges: compared in pairs they would take minutes."""
+    grid = [Box((7 * a, 3 * b), (7, 3)) for a in range(100) for b in range(100)]
+    assert problem_of((700, 300), grid) is None
+    shape = (997, 31, 64)
+    ends = np.linspace(0, np.prod(shape), 2001).astype(int).tolist()
+    ranges = [box for k, end in enumerate(ends[1:]) for box in flat_boxes(shape, ends[k], end)]
+    assert problem_of(shape, ranges) is None

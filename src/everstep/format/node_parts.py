@@ -57,27 +57,16 @@ class NodePart:
 
 def encode_node_part(found: NodePart) -> bytes:
     """The sealed document."""
-    if found.part is None:
-        return seal(
-            {
-                "format": FORMAT_VERSION,
-                "attempt": found.attempt,
-                "node": found.node,
-                "failed": found.failed or "",
-                **({} if found.kind is None else {"kind": found.kind}),
-            }
-        )
-    return seal(
-        {
-            "format": FORMAT_VERSION,
-            "attempt": found.attempt,
-            "node": found.node,
+    members: dict[str, Any] = {"failed": found.failed or "", "kind": found.kind}
+    if found.part is not None:
+        members = {
             "part": part_to_json(found.part),
             "hyperparameters": found.hyperparameters,
             "ranks": _short(found.ranks or {}),
-            **({} if found.record is None else {"record": found.record}),
+            "record": found.record,
         }
-    )
+    said = {key: value for key, value in members.items() if value is not None}
+    return seal({"format": FORMAT_VERSION, "attempt": found.attempt, "node": found.node, **said})
 
 
 def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import xxhash
-
 from everstep.errors import Corrupt, Missing
+from everstep.format.document import digest_of
 from everstep.format.manifest import Part
 from everstep.format.packed import HEADER_BYTES, places
 from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX, Piece, chunks
@@ -16,7 +15,7 @@ from everstep.tiers.files import DiskReader, Reader
 
 def check_chunk(view: memoryview, digest: str, where: str) -> None:
     """Raises Corrupt where the bytes do not have that digest. Releases the GIL while it hashes."""
-    found = xxhash.xxh3_128_hexdigest(view)
+    found = digest_of(view)
     if found != digest:
         raise Corrupt(
             f"reading {where}: {len(view)} bytes have digest {found}, the manifest says {digest}"
