@@ -76,6 +76,7 @@ def test_workers_that_die(store):
     assert restore(store, build(2)) == step
 
 
+@pytest.mark.slow
 def test_a_step_that_retention_took_before_the_worker_came_to_it(store):
     """Quick steps, and bases close to each other: no failure, and the next one is tried."""
     state = build(1)
@@ -109,20 +110,8 @@ def test_a_worker_ends_with_its_keeper(store):
     assert restore(store, build(2)) == 6
 
 
-def test_a_worker_ends_with_its_trainer(store):
+def test_a_worker_gives_way_and_ends_with_its_trainer(store):
     """In peace: nothing will be added to this log."""
-    state = build(1)
-    with logged(store, state, catch_up=2, base_every=1000) as saver:
-        advance(saver, state, range(1, 4))
-        keeper, worker = begun(saver)
-    assert ended(worker)
-    assert ended(keeper)
-    assert Store(store).verify().ok
-    retain.sweep(Disk(store))
-    assert len(packs_of(store)) == 3 + len(whole_steps(store))
-
-
-def test_the_worker_gives_way(store):
     state = build(1)
     with logged(store, state, catch_up=2, base_every=1000) as saver:
         advance(saver, state, range(1, 4))
@@ -134,11 +123,16 @@ def test_the_worker_gives_way(store):
         if not ended(worker, 0):
             assert os.getsid(worker) == worker
             assert os.getpriority(os.PRIO_PROCESS, keeper) == 0
+    assert ended(worker)
+    assert ended(keeper)
+    assert Store(store).verify().ok
+    retain.sweep(Disk(store))
+    assert len(packs_of(store)) == 3 + len(whole_steps(store))
 
 
 def test_none_is_begun_for_a_store_that_is_gone_or_taken_over(store):
-    fill(store, 3)
-    name, told = CheckpointName(3, 1), []
+    fill(store)
+    name, told = CheckpointName(8, 1), []
 
     def attempt():
         caught_up = CatchUp(
@@ -146,7 +140,7 @@ def test_none_is_begun_for_a_store_that_is_gone_or_taken_over(store):
         )
         assert caught_up._make_whole(name) is None
 
-    commit.claim_epoch(Disk(store), 1, 3)
+    commit.claim_epoch(Disk(store), 1, 8)
     attempt()
     shutil.rmtree(store)
     attempt()
@@ -168,7 +162,7 @@ def works(store, name):
 
 
 def test_the_worker_says_what_went_wrong(store):
-    fill(store, 3)
+    fill(store)
     for step, kind in ((1, "Unsupported"), (9, "Missing")):
         with forked.Forked(works, store, f"{step}-1") as process:
             assert json.loads(process.stdout.readline())["kind"] == kind

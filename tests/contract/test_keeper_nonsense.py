@@ -4,7 +4,6 @@ import json
 import os
 import signal
 
-import pytest
 from keepers import Process, Trainer, crash, descriptors, ended, socket_of, until
 
 from everstep import Store
@@ -32,35 +31,34 @@ def _is_dropped(connection):
     return True
 
 
-@pytest.mark.parametrize(
-    "hello",
-    [
-        b"",
-        b"nonsense",
-        b"[]",
-        {"type": "claim"},
-        {"type": "attach"},
-        {**HELLO, "keep": {"last": 0}},
-        {**HELLO, "keep": {"x": 1}},
-        {**HELLO, "keep": 5},
-        {**HELLO, "epoch": "x"},
-        {**HELLO, "epoch": -1},
-        {**HELLO, "parent": [1]},
-        {**HELLO, "parent": 5},
-        {**HELLO, "parent": ["a", "b"]},
-        {key: value for key, value in HELLO.items() if key != "id"} | {"token": []},
-    ],
-    ids=str,
-)
-def test_strangers_that_talk_nonsense(store, hello):
+STRANGE = [
+    b"",
+    b"nonsense",
+    b"[]",
+    {"type": "claim"},
+    {"type": "attach"},
+    {**HELLO, "keep": {"last": 0}},
+    {**HELLO, "keep": {"x": 1}},
+    {**HELLO, "keep": 5},
+    {**HELLO, "epoch": "x"},
+    {**HELLO, "epoch": -1},
+    {**HELLO, "parent": [1]},
+    {**HELLO, "parent": 5},
+    {**HELLO, "parent": ["a", "b"]},
+]
+
+
+def test_strangers_that_talk_nonsense(store):
     with Trainer(store) as trainer:
-        connection = _stranger(store, hello)
-        if hello == {key: value for key, value in HELLO.items() if key != "id"} | {"token": []}:
+        keeper = trainer.start().keeper
+        for step, hello in enumerate(STRANGE, 1):
+            assert _is_dropped(_stranger(store, hello)), hello
+            trainer.save(step)
+        unnamed = {key: value for key, value in HELLO.items() if key != "id"} | {"token": []}
+        with _stranger(store, unnamed) as connection:
             assert wire.receive(connection)[0]["type"] == "attached"
-            connection.close()
-        else:
-            assert _is_dropped(connection)
-        trainer.start().save(1)
+        trainer.save(100)
+        assert trainer.keeper == keeper
 
 
 def _pipe():
@@ -104,21 +102,21 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("case", NONSENSE)
-def test_trainers_that_talk_nonsense(store, case):
-    message, make = NONSENSE[case]
+def test_trainers_that_talk_nonsense(store):
     with Trainer(store) as trainer:
         trainer.start().save(1)
-        before = descriptors(trainer.keeper)
-        connection = _stranger(store, HELLO)
-        assert wire.receive(connection)[0]["type"] == "attached"
-        fds = [make()] if make else None
-        wire.send(connection, message, fds)
-        assert _is_dropped(connection)
-        trainer.save(2)
-        until(lambda: len(descriptors(trainer.keeper)) <= len(before), "nothing is left open")
-        for fd in fds or ():
-            os.close(fd)
+        keeper, before = trainer.keeper, descriptors(trainer.keeper)
+        for step, (case, (message, make)) in enumerate(NONSENSE.items(), 2):
+            connection = _stranger(store, HELLO)
+            assert wire.receive(connection)[0]["type"] == "attached"
+            fds = [make()] if make else None
+            wire.send(connection, message, fds)
+            assert _is_dropped(connection), case
+            trainer.save(step)
+            until(lambda: len(descriptors(keeper)) <= len(before), f"{case}: something is open")
+            for fd in fds or ():
+                os.close(fd)
+        assert trainer.keeper == keeper
 
 
 def test_nonsense_in_a_claim_does_not_reach_the_store(store):

@@ -23,6 +23,7 @@ from runs import (
 from test_bad_disk import fill, small  # noqa: F401 - a fixture
 
 from everstep import Conflict, Corrupt, EverstepError, Store, Unavailable
+from examples import slow
 from stores import files_of, packs_of
 
 
@@ -56,9 +57,18 @@ def remove(path, rng):
     path.unlink()
 
 
-@pytest.mark.parametrize("damage", [flip, cut, remove])
-@pytest.mark.parametrize("what", ["manifest", "pack"])
-@pytest.mark.parametrize("at", [1, 4, 6, 8])
+@pytest.mark.parametrize(
+    ("at", "what", "damage"),
+    [
+        (1, "pack", flip),
+        (4, "pack", cut),
+        (6, "manifest", flip),
+        (6, "pack", remove),
+        (8, "pack", flip),
+        (8, "manifest", remove),
+        *slow(*itertools.product([1, 4, 6, 8], ["manifest", "pack"], [flip, cut, remove])),
+    ],
+)
 def test_damage_in_a_chain(store, damage, what, at, caplog):
     """b1 r2 r3 r4 r5 b6 r7 r8: what does not need the damaged step is restored, and no other."""
     frozen = run_logged(store, build(1), train, base_every=5)

@@ -1,10 +1,14 @@
 """Logs of which steps are made whole, for the tests of catch_up."""
 
+import atexit
+import functools
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
 from keepers import until
-from runs import logged, snapshot
+from runs import end_keeper, logged, snapshot
 from torch import nn
 
 from everstep.store import catalog, names
@@ -67,8 +71,42 @@ def advance(saver, state, steps, frozen=None):
     return frozen
 
 
-def fill(store, steps=8):
-    """A base, and records after it; each step's snapshot."""
+def tensors_of(state):
+    """As Store.read names them."""
+    found = {f"model.{key}": value.clone() for key, value in state["model"].state_dict().items()}
+    for key, parameter in state["model"].named_parameters():
+        for kind, value in state["optimizer"].state[parameter].items():
+            if isinstance(value, torch.Tensor):
+                found[f"optimizer.model.{key}.{kind}"] = value.clone()
+    return found
+
+
+def same(found, expected):
+    """What Store.read returns is what tensors_of() did."""
+    assert expected
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype, key
+        assert torch.equal(found[key], value), key
+
+
+@functools.cache
+def _original():
+    """A folder with a store of eight steps, which is filled once; each step's snapshot."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    frozen = _fill(Path(folder.name, "store"), 8)
+    end_keeper(Path(folder.name, "store"))
+    return folder.name, frozen
+
+
+def fill(store):
+    """A base at step 1, and seven records after it; each step's snapshot."""
+    folder, frozen = _original()
+    shutil.copytree(Path(folder, "store"), store)
+    return frozen
+
+
+def _fill(store, steps):
     state = build(1)
     with logged(store, state, base_every=1000) as saver:
         return advance(saver, state, range(1, steps + 1))
