@@ -16,7 +16,7 @@ from everstep.keeper import home, wire
 from everstep.keeper.arena import Arena, Row
 from everstep.keeper.job import ALL, Job
 from everstep.keeper.persist import persist
-from everstep.keeper.ranks.node_save import Joint
+from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit
 from everstep.store.names import CheckpointName
@@ -151,7 +151,9 @@ class Trainer:
         """Commit jobs together; what became of each that was taken."""
         return [
             ended
-            for _, ended in persist(self.writer, [Joint([job]) for job in jobs], lambda joint: None)
+            for _, ended in persist(
+                self.writer, [NodeSave([job]) for job in jobs], lambda save: None
+            )
         ]
 
     def commit(self, job: Job) -> Outcome:

@@ -7,7 +7,7 @@ from everstep.format.document import seal
 from everstep.format.manifest import Part
 from everstep.format.node_parts import NodePart, decode_node_part, encode_node_part
 from everstep.format.tables import FileLink
-from everstep.keeper.ranks.node_save import merge_numbered
+from everstep.keeper.ranks.descriptions import merge_numbered
 from everstep.store import catalog, commit, names, parts, retain
 from everstep.store.names import CheckpointName
 from stores import go_on, make_store

@@ -17,7 +17,7 @@ from everstep.errors import Unavailable
 from everstep.format.packs import round_up
 from everstep.keeper.arena import SUBMITTED, Arena, SlotState
 from everstep.keeper.client import Client
-from everstep.keeper.recoverable import place_of
+from everstep.keeper.ranks.node_save import place_of
 
 SLOTS = 3
 SLOTS_MIN = 2

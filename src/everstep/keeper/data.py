@@ -239,15 +239,16 @@ class Data:
         self._image.wait(pack, end)
         self._waited += time.monotonic() - began
 
-    def part(self, step: int) -> Part | None:
-        """What the manifest says of them, written or not; blocks until all is digested. None for a
-        record that would have been packed, and was not written."""
+    def part(self, step: int) -> Part:
+        """What the manifest says of them, written or not; blocks until all is digested. Of a record
+        that would have been packed, and was not written, digests are not known."""
         table = commit.table_link(self.document)
         if packed := self._packed:
             return Part(0, table, self.links, packed.digests, step, packed.stored)
-        if self._packs_it:
-            return None
         unwritten = tuple(FileLink(f"{names.DATA}/unwritten", size) for size in self._image.sizes)
+        if self._packs_it:
+            self._image.wait(0, self._image.sizes[0])  # else the trainer still fills the slot
+            return Part(0, table, unwritten, (), step)
         return Part(0, table, self.links or unwritten, self._digests(), step)
 
     def _digests(self) -> tuple[str, ...]:

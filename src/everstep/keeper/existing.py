@@ -6,31 +6,56 @@ import xxhash
 
 from everstep.errors import Conflict, EverstepError
 from everstep.format.manifest import Manifest
-from everstep.format.tables import FileLink
-from everstep.keeper.data import Data, whole
+from everstep.format.tables import decode_table
+from everstep.keeper.data import whole
 from everstep.keeper.job import Job
-from everstep.keeper.ranks.node_save import Joint
-from everstep.keeper.writer import Outcome, Share, Writer
-from everstep.store import catalog, commit, names
+from everstep.keeper.writer import Outcome, Writer
+from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 
-def settle(
+def check_same(
     disk: Disk,
-    manifest: Manifest,
-    record: dict[str, Any] | None,
-    share: Share | None,
-    data: Data,
-    job: Joint,
-) -> None:
-    """It was committed before: its keeper died then. Raises Conflict where that is another."""
-    if share:
-        _check_same_window(disk, manifest, share, commit.table_link(data.document))
-    elif record is not None:
-        _check_same_record(disk, manifest, record, commit.table_link(data.document))
+    mine: Manifest,
+    table: bytes,
+    steps: tuple[int, ...] = (),
+    node: int | None = None,
+) -> Manifest:
+    """Returns the manifest of this step as it is on the disk. Raises Conflict where it is another.
+
+    `table`: of the last part. `steps`: of a window that it ends. `node`: which of several has
+    this; the manifest on the disk is of all of them, then, and only its part is compared.
+    """
+    name = CheckpointName(mine.step, mine.epoch)
+    found = catalog.read_manifest(disk, name)
+    own = [part for part in found.all_parts if part.rank == (node or 0)]
+    is_same = bool(own)
+    if own:
+        here, there = decode_table(table, "a table"), catalog.read_table(disk, own[-1])
+        is_same = (here.packs, here.tensors) == (there.packs, there.tensors)
+    if steps:
+        is_same &= tuple(part.steps for part in found.parts) == steps
+    elif mine.previous:  # not by digests: another keeper may have packed it in another way
+        is_same &= found.previous is not None and found.previous.step == mine.previous.step
     else:
-        job.put_manifest(_existing(disk, manifest))
+        is_same &= [part.digests for part in own] == [part.digests for part in mine.parts]
+    if node is None:
+        is_same &= _said(found) == _said(mine)
+    if not is_same:
+        raise Conflict(
+            f"saving step {mine.step} to {disk.root}: this step is saved already with other "
+            f"content. A step is written once: save under the next step, restore() before you "
+            f"begin again, or delete it first (everstep rm {disk.root} {name})"
+        )
+    if not disk.holds(names.manifest_path(name)):
+        raise Conflict(f"saving step {mine.step}: {name} was deleted at the same time")
+    return found
+
+
+def _said(manifest: Manifest) -> tuple[Any, ...]:
+    calls = [(r.calls, r.derived) for r in manifest.records] if manifest.previous else []
+    return calls, manifest.objects, manifest.hyperparameters, manifest.ranks
 
 
 def was_committed(writer: Writer, job: Job) -> Outcome | None:
@@ -55,48 +80,3 @@ def was_committed(writer: Writer, job: Job) -> Outcome | None:
         if each.digest not in headers and xxhash.xxh3_128_hexdigest(found) not in there:
             return None
     return Outcome(name, 0, 0.0)
-
-
-def _existing(disk: Disk, manifest: Manifest) -> bytes:
-    """The manifest of this step as it is on the disk already. Raises Conflict where it differs."""
-    name = CheckpointName(manifest.step, manifest.epoch)
-    if not commit.find_same(disk, manifest):
-        raise Conflict(f"saving step {manifest.step}: {name} was deleted at the same time")
-    return disk.read(names.manifest_path(name))
-
-
-def _check_same_record(
-    disk: Disk, manifest: Manifest, record: dict[str, Any], table: FileLink
-) -> None:
-    """Whether the step is on the disk as just this record: its keeper died after the commit. Not by
-    digests: another keeper may have packed it in another way. Raises Conflict where it differs."""
-    name = CheckpointName(manifest.step, manifest.epoch)
-    found = catalog.read_manifest(disk, name)
-    is_same = (
-        [(list(row.calls), row.derived, row.part.table) for row in found.records]
-        == [(record["calls"], record.get("derived", {}), table)]
-        and found.previous == manifest.previous
-        and (found.objects, found.hyperparameters) == (manifest.objects, manifest.hyperparameters)
-    )
-    if not is_same or not disk.holds(names.manifest_path(name)):
-        raise _is_other(disk, manifest.step)
-
-
-def _check_same_window(disk: Disk, manifest: Manifest, share: Share, table: FileLink) -> None:
-    """Whether the step is on the disk as the end of just this window: see _check_same_record."""
-    name = CheckpointName(manifest.step, manifest.epoch)
-    found = catalog.read_manifest(disk, name)
-    is_same = (
-        tuple(part.steps for part in found.parts) == share.steps
-        and found.parts[-1].table == table
-        and (found.objects, found.hyperparameters) == (manifest.objects, manifest.hyperparameters)
-    )
-    if not is_same or not disk.holds(names.manifest_path(name)):
-        raise _is_other(disk, manifest.step)
-
-
-def _is_other(disk: Disk, step: int) -> Conflict:
-    return Conflict(
-        f"saving step {step} to {disk.root}: this step is saved already with other content. A step "
-        f"is written once: save under the next step, or restore() before you begin again"
-    )

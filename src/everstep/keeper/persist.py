@@ -11,9 +11,9 @@ from everstep.errors import EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
 from everstep.keeper.data import Data
-from everstep.keeper.existing import settle
-from everstep.keeper.ranks import nodes
-from everstep.keeper.ranks.node_save import Joint
+from everstep.keeper.existing import check_same
+from everstep.keeper.ranks.node_save import NodeSave
+from everstep.keeper.ranks.nodes import GivenUp, OwnPart
 from everstep.keeper.writer import Outcome, Share, Writer
 from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
@@ -27,8 +27,8 @@ manifest has the number that would have been next."""
 
 
 def persist(
-    writer: Writer, jobs: Iterable[Joint], announce_written: Callable[[Joint], None]
-) -> list[tuple[Joint, Outcome | Exception]]:
+    writer: Writer, jobs: Iterable[NodeSave], announce_written: Callable[[NodeSave], None]
+) -> list[tuple[NodeSave, Outcome | Exception]]:
     """Make sealed slots durable together: a chain of records, or one step of any kind. Blocks until
     they are committed, and says of each what became of it.
 
@@ -84,9 +84,9 @@ class Save:
     _share: Share | None
     _pieces: Share | None
     _data: Data
-    _mine: nodes.Mine
+    _own: OwnPart
 
-    def __init__(self, writer: Writer, job: Joint, before: "Save | None") -> None:
+    def __init__(self, writer: Writer, job: NodeSave, before: "Save | None") -> None:
         """`before`: the one that it follows, if that is not committed yet."""
         self.job = job
         self.digest: str | None = None
@@ -121,7 +121,7 @@ class Save:
             except Exception as error:  # noqa: BLE001 - each reaches its handle
                 self._error = error
 
-    def write(self, announce_written: Callable[[Joint], None]) -> None:
+    def write(self, announce_written: Callable[[NodeSave], None]) -> None:
         """Digest and write at the same time, while the image still arrives. Only then is the
         trainer asked whether the copy was clean: a torn one is never committed."""
         self.attempt(lambda: self._write(announce_written))
@@ -140,13 +140,13 @@ class Save:
 
     def tell(self) -> None:
         """All that this node has of it is durable: where another one commits it, tell."""
-        if self.job.place.nodes > 1:
+        if self.job.nodes:
             self.attempt(self._tell)
 
     def publish(self) -> None:
         """All that it needs is durable: commit it."""
         self.attempt(self._publish)
-        given_up = isinstance(self._error, nodes.GivenUp)
+        given_up = isinstance(self._error, GivenUp)
         self._is_given_up = given_up or bool(self._before and self._before._is_given_up)
 
     def end(self) -> Outcome | Exception:
@@ -156,11 +156,11 @@ class Save:
         if self._is_begun and (not self._is_told or self._is_given_up):
             self._data.discard(self.name, self._writer.window.end(self._share))
         error, self._error = self._error, None  # its traceback holds this object
-        if isinstance(error, nodes.GivenUp):
+        if isinstance(error, GivenUp):
             return error.told
         return error or _lost(self._before.name if self._before else None)
 
-    def _write(self, announce_written: Callable[[Joint], None]) -> None:
+    def _write(self, announce_written: Callable[[NodeSave], None]) -> None:
         writer, job = self._writer, self.job
         said = job.describe()
         self._manifest = self._manifest_of(job.step, said)
@@ -174,11 +174,9 @@ class Save:
         except EverstepError as error:  # memory can be restored from, with the manifest beside it
             self._error = error
         part = self._data.part(job.step)
-        if part is None:
-            job.wait_for_all()  # the trainer still fills the slot
-        elif self._share is None:
+        if self._share is None:
             self._manifest = _with_part(self._manifest, self._record, part)
-            if job.place.nodes == 1:  # else no node has all images, nor knows all of the manifest
+            if not job.nodes:  # else no node has all images, nor knows all of the manifest
                 document = encode_manifest(self._manifest)
                 job.put_manifest(document)
                 self.digest = None if self._exists else digest_of(document)
@@ -191,8 +189,8 @@ class Save:
             raise Unavailable(self._writer.unclaimed)
         self._exists = _is_there(self._writer, self.name, self._share)
         commit.check_epoch(self._writer.disk, self.name.epoch, self.name.step)
-        if self.job.place.nodes > 1:
-            nodes.check_not_given_up(self._writer, self.name, self._attempt)
+        if self.job.nodes:
+            self.job.nodes.check_not_given_up(self.name, self.job.call)
         if not self._exists:
             self._data.write(self.name)
 
@@ -220,58 +218,25 @@ class Save:
             capture=capture,
             metrics=said["metrics"],
             tag=said["tag"],
-            ranks=tuple(said["own"]) if not self.job.place.is_alone else (),
+            ranks=tuple(said["own"]),
             previous=self._previous(record["previous"], parent, digest) if record else None,
         )
 
     def _previous(self, step: int, parent: CheckpointName | None, digest: str | None) -> Previous:
         """See below. Of several nodes the digest of one that is not committed yet is not known."""
         before, epoch = self._before, self._writer.epoch
-        if self.job.place.nodes > 1 and before and epoch and before.name == (step, epoch):
+        if self.job.nodes and before and epoch and before.name == (step, epoch):
             return Previous(step, epoch, "")
         return _previous(self._writer, step, parent, digest)
 
-    @property
-    def _attempt(self) -> str:
-        return self.job.place.attempt(self.job.call)
-
     def _tell(self) -> None:
-        place, ranks = self.job.place, dict(zip(self.job.place.ranks, self.job.each, strict=True))
-        document = bytes(self._data.document)
-        self._mine = nodes.Mine(self._manifest, ranks, document, self._record)
-        if not self._exists and not place.commits:
+        assert self.job.nodes
+        self._own = self.job.own_part(self._manifest, bytes(self._data.document))
+        if not self._exists and not self.job.commits:
             self._is_told = True
-            nodes.tell_part(self._writer, self._mine, self._attempt)
-
-    def _publish_with_nodes(self) -> None:
-        """The checkpoint of all nodes."""
-        writer, place, mine = self._writer, self.job.place, self._mine
-        previous, before = mine.manifest.previous, self._before
-        if previous and before and not previous.digest:  # which is committed by now
-            digest = before.digest or catalog.digest_of_manifest(writer.disk, before.name)
-            previous = replace(previous, digest=digest)
-            mine = mine._replace(manifest=replace(mine.manifest, previous=previous))
-        if self._exists:
-            manifest = nodes.find_committed(writer, mine)
-        elif place.commits:
-            manifest, self.digest = nodes.commit_own(writer, mine, self._attempt)
-        else:
-            manifest = nodes.commit_elsewhere(writer, mine, self._attempt)
-        warning = _set_tag(writer, manifest) if place.commits else None
-        writer.parent, writer.parent_digest = self.name, self.digest
-        self._outcome = Outcome(
-            self.name,
-            self._data.size,
-            self._seconds,
-            self._data.squeezed,
-            warning,
-            takes_replay=self._record is not None,
-        )
+            self.job.nodes.tell(self._own)
 
     def _publish(self) -> None:
-        if self.job.place.nodes > 1:
-            self._publish_with_nodes()
-            return
         writer, share, manifest = self._writer, self._share, self._manifest
         if share and not self._exists:
             manifest = self._add_to_window(share)
@@ -279,7 +244,9 @@ class Save:
                 self._outcome = Outcome(self.name, self._data.size, self._seconds, is_part=True)
                 return
         if self._exists:
-            settle(writer.disk, manifest, self._record, share, self._data, self.job)
+            self._settle()
+        elif self.job.nodes:
+            manifest, self.digest = self.job.nodes.commit(self._own)
         else:
             tables = writer.window.documents if share else [self._data.document]
             document = encode_manifest(manifest)
@@ -287,7 +254,7 @@ class Save:
             self.digest = digest_of(document)
             if share:  # from now on its files are the checkpoint's
                 writer.window.clear()
-        warning = _set_tag(writer, manifest)
+        warning = _set_tag(writer, manifest) if self.job.commits else None
         pieces = None if self._exists else self._pieces
         warning = _extend_base(writer, pieces, manifest, self._data) or warning
         writer.parent, writer.parent_digest = self.name, self.digest
@@ -297,10 +264,15 @@ class Save:
             self.name, size, self._seconds, squeezed, warning, takes_replay=takes_replay
         )
 
+    def _settle(self) -> None:
+        """It was committed before: its keeper died then. Raises Conflict where that is another."""
+        disk, table, nodes = self._writer.disk, bytes(self._data.document), self.job.nodes
+        steps = self._share.steps if self._share else ()
+        check_same(disk, self._manifest, table, steps, nodes.node if nodes else None)
+        self.job.put_manifest(disk.read(names.manifest_path(self.name)))
+
     def _add_to_window(self, share: Share) -> Manifest:
-        part = self._data.part(self._manifest.step)
-        assert part, "what is not packed has its digests"
-        document = bytes(self._data.document)
+        part, document = self._data.part(self._manifest.step), bytes(self._data.document)
         return self._writer.window.add(share, part, document, self._manifest)
 
     @property
@@ -377,7 +349,7 @@ def apply_retention(writer: Writer) -> None:
         log.exception("retention in %s", writer.disk.root)
 
 
-def is_plain(job: Joint) -> bool:
+def is_plain(job: NodeSave) -> bool:
     """Whether it is a record and nothing else: such ones are committed in groups."""
     try:
         said = job.describe()

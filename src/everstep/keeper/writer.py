@@ -4,7 +4,6 @@ A spread checkpoint is written step by step, and committed by the last of them.
 """
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
 from everstep.format.tables import FileLink
-from everstep.keeper.ranks.place import ALONE, Place
 from everstep.store import retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -149,11 +147,6 @@ class Writer:
     parent: CheckpointName | None = None
     parent_digest: str | None = None
     run: str | None = None
-    place: Place = ALONE
-    is_awaited: Callable[[], bool] = lambda: True
-    """Whether a trainer lives that wants to know what becomes of it."""
-    orphaned: float | None = None
-    """Since when there is none, as far as was noticed."""
     unclaimed: str | None = None
     """Why it could not claim an epoch (a full disk): what it saves is in memory only."""
     cache: retain.NeedsCache = field(default_factory=dict)

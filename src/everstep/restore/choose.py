@@ -13,7 +13,7 @@ from everstep.format.manifest import Manifest, Part, check_table, decode_manifes
 from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
 from everstep.keeper.persist import UNCLAIMED
-from everstep.keeper.recoverable import EndedJoint, ended_joints
+from everstep.keeper.ranks.node_save import EndedSave, ended_saves
 from everstep.restore.chain import Chain, Described
 from everstep.restore.load import ImageSource, MemorySource, Source
 from everstep.store import catalog
@@ -193,29 +193,29 @@ def find_held(
     """What the arenas of dead trainers hold whole, with a manifest: of several ranks, what is there
     of all of them."""
     found: dict[CheckpointName, Held] = {}
-    for state in map(_held, ended_joints(arenas)):
+    for state in map(_held, ended_saves(arenas)):
         if state and is_wanted(state):
             found[state.name] = state
     return found
 
 
-def _held(joint: EndedJoint) -> Held | None:
+def _held(save: EndedSave) -> Held | None:
     """None where it is not whole, or has no manifest: then the disk serves."""
-    where = f"slot {joint.jobs[0].slot} of the arena"
+    where = f"slot {save.jobs[0].slot} of the arena"
     try:
-        manifest = decode_manifest(joint.document, where)
-        image = joint.image()
+        manifest = decode_manifest(save.document, where)
+        image = save.image()
         part = manifest.parts[0]
         check_table(image.parsed.table, part, where)
         if digest_of(image.parsed.document) != part.table.digest:
             return None
     except (EverstepError, IndexError):
         return None
-    if len(joint.jobs) > 1:
+    if len(save.jobs) > 1:
         packs: list[Source] = [ImageSource(image, pack) for pack in range(len(image.packs))]
     else:
         packs = [MemorySource(segment.view) for (segment,) in image.packs]
-    return Held(manifest, image.parsed.table, packs, joint.is_committed)
+    return Held(manifest, image.parsed.table, packs, save.is_committed)
 
 
 def candidates(

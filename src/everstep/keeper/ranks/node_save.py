@@ -1,21 +1,23 @@
-"""Joints: the jobs of one step of all ranks of a run on this node, committed as one.
+"""The jobs of one step of all ranks of a run on this node, committed as one; of one process: one.
 
-A run of one process has joints of one job.
+And what arenas of dead trainers hold of such steps. A rank may have died before its part was whole,
+or another one's memory may be gone: what is not there of all ranks is nothing.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from everstep.errors import Corrupt, EverstepError, Mismatch
+from everstep.errors import Corrupt, EverstepError
 from everstep.format.document import digest_of, unseal
-from everstep.format.manifest import FORMS
-from everstep.format.merge import Merged, RankTable, check_coverage, merge, merge_sets
-from everstep.keeper.arena import Row
+from everstep.format.manifest import Manifest
+from everstep.format.merge import Merged, RankTable, check_coverage, merge
+from everstep.keeper.arena import Arena, Row, SlotState
 from everstep.keeper.data import Image, Parsed, gathered, parse, whole
-from everstep.keeper.job import Job
-from everstep.keeper.ranks.place import ALONE, Place
+from everstep.keeper.job import ALL, Job
+from everstep.keeper.ranks.descriptions import check_held, merge_descriptions
+from everstep.keeper.ranks.nodes import ALONE, Nodes, OwnPart, Place
 
 REFERENCE = b"the manifest beside the first rank's image: "
 """Stands, with the digest of that, where a slot is a part of a state."""
@@ -25,11 +27,15 @@ PLACE = "place"
 
 
 @dataclass(slots=True)
-class Joint:
-    """Jobs by local rank, all of the same step. For the team's thread, but for what says else."""
+class NodeSave:
+    """Jobs by local rank, all of the same step. For the team's thread.
+
+    `nodes`: where the ranks of other nodes have the rest of it.
+    """
 
     jobs: Sequence[Job]
     place: Place = ALONE
+    nodes: Nodes | None = None
     said: dict[str, Any] | None = None
     """What all trainers say of the step together, once it was read."""
     each: Sequence[Mapping[str, Any]] = ()
@@ -97,11 +103,12 @@ class Joint:
     @property
     def call(self) -> int:
         """Which of the calls that save it is of; 0 where that cannot be read."""
-        try:
-            self.describe()
-        except EverstepError:
-            return call_of(self.jobs[0])
-        return int(self.each[0].get("call", 0))
+        return int(self.each[0].get("call", 0)) if self.each else call_of(self.jobs[0])
+
+    @property
+    def commits(self) -> bool:
+        """Whether the manifest is this node's to create."""
+        return self.nodes is None or self.nodes.commits
 
     def describe(self) -> dict[str, Any]:
         """What the trainers say of this step; read once. Raises Corrupt, Mismatch."""
@@ -110,10 +117,10 @@ class Joint:
                 unseal(job.arena.descriptor(job.slot, row), "a descriptor in the arena")
                 for job, row in zip(self.jobs, self.rows(), strict=True)
             ]
-            said = each[0]
+            said = {**each[0], "own": ()}
             if not self.place.is_alone:
                 check_held(self.step, zip(self.place.ranks, each, strict=True))
-                said, self._mapping = _together(each)
+                said, self._mapping = merge_descriptions(each)
             self.said, self.each = said, each
         return self.said
 
@@ -139,10 +146,16 @@ class Joint:
         merged, parsed = _merged(tuple(documents), mapping, self.place)
         return gathered(views, arrivals, merged, parsed)
 
+    def own_part(self, manifest: Manifest, table: bytes) -> OwnPart:
+        """What this node has of the step, for the others."""
+        ranks = dict(zip(self.place.ranks, self.each, strict=True))
+        record = self.describe().get("record")
+        return OwnPart(manifest, self.call, ranks, table, record)
+
     def put_manifest(self, document: bytes) -> None:
         """Beside the images, from which it can be restored then: all of it with the first rank's,
         its digest with the others'. Of several nodes none has all images."""
-        if self.place.nodes > 1:
+        if self.nodes:
             return
         reference = REFERENCE + digest_of(document).encode()
         for job, row in zip(self.jobs, self.rows(), strict=True):
@@ -157,201 +170,6 @@ def call_of(job: Job) -> int:
         return int(unseal(job.arena.descriptor(job.slot, row), "").get("call", 0)) if row else 0
     except EverstepError:
         return 0
-
-
-def _together(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What several ranks say, as one, and how their hyperparameter sets are numbered in it. Raises
-    Mismatch."""
-    hyperparameters, calls, mapping = merge_numbered(each, [(n,) for n in range(len(each))])
-    objects, ranks = objects_of(each)
-    record, share = each[0].get("record"), each[0].get("share")
-    if record and record.get("derived"):
-        record = {**record, "derived": _derived_of([said["record"] for said in each])}
-    if share and share["calls"] is not None:
-        share = {**share, "calls": calls}
-    return {
-        **each[0],
-        "objects": objects,
-        "hyperparameters": hyperparameters,
-        "own": ranks,
-        "record": record and {**record, "calls": calls},
-        "share": share,
-    }, mapping
-
-
-def objects_of(each: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The objects that all ranks have alike, and those of each: its own, and what differs. Raises
-    Mismatch."""
-    ranks = [dict(said.get("own", {})) for said in each]
-    objects = {}
-    for name in dict.fromkeys(name for said in each for name in said["objects"]):
-        values = [said["objects"].get(name) for said in each]
-        if all(value == values[0] for value in values):
-            objects[name] = values[0]
-            continue
-        is_optimizer = any(name in said.get("hyperparameters", {}) for said in each)
-        if is_optimizer and (united := _united(values)) is not None:
-            objects[name] = united
-            continue
-        if any(_has_tensors(value) for value in values):
-            raise _differs(name)
-        for index, (own, value) in enumerate(zip(ranks, values, strict=True)):
-            own[name] = {"index": index, "count": len(ranks), "value": value}
-    digests = [said.get("digests", {}) for said in each]
-    for name in dict.fromkeys(name for own in digests for name in own):
-        if len({own.get(name) for own in digests}) > 1:
-            raise _differs(name)
-    return objects, ranks
-
-
-def check_held(step: int, each: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
-    """Compare what several ranks, by their numbers, hold under one name. Raises Mismatch."""
-    first: dict[str, tuple[int, str]] = {}
-    for rank, said in each:
-        for entry, digest in said.get("held", {}).items():
-            other, known = first.setdefault(entry, (rank, digest))
-            if known != digest:
-                raise Mismatch(
-                    f"saving step {step}: {entry} has other bytes on rank {rank} than on rank "
-                    f"{other}. Make them equal (something changed one of them, or they began "
-                    f"differently), or give different tensors different names"
-                )
-
-
-def _differs(name: str) -> Mismatch:
-    return Mismatch(
-        f"saving {name!r}: it differs between the ranks, and is or has a tensor, of which only the "
-        f"first rank's would be kept. Tell that each rank has its own: by_rank={{name: 'exact'}}, "
-        f"with the name of that part of the state"
-    )
-
-
-def merge_numbered(
-    each: Sequence[Mapping[str, Any]], ranks: Sequence[Sequence[int]]
-) -> tuple[dict[str, Any], list[Any], list[dict[str, list[int]]]]:
-    """The hyperparameters of now and those of a record's calls, by the same numbers; the calls; and
-    how the sets of each were numbered. `ranks`: the numbers of those that speak in each. Raises
-    Mismatch."""
-    calls = _calls(each)
-    rows = [
-        {
-            name: [
-                [values, [call["sets"][number] for call in own if call["optimizer"] == name]]
-                for number, values in enumerate(sets)
-            ]
-            for name, sets in said["hyperparameters"].items()
-        }
-        for said, own in zip(each, calls, strict=True)
-    ]
-    merged, mapping = merge_sets(rows)
-    hyperparameters = {name: [now for now, _ in sets] for name, sets in merged.items()}
-    seen: dict[str, int] = {}
-    together = []
-    for row in zip(*calls, strict=True):
-        name = row[0]["optimizer"]
-        number = seen[name] = seen.get(name, -1) + 1
-        sets = [then[number] for _, then in merged[name]]
-        together.append(_merge_call(row, ranks, sets))
-    return hyperparameters, together, mapping
-
-
-def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """The calls of each rank's record, or of its share of a window; nothing for whole states.
-    Raises Mismatch where ranks have different things to save."""
-    calls = [_calls_of(said) for said in each]
-    kinds = [
-        (
-            said.get("record") and said["record"]["previous"],
-            said.get("share") and [list(said["share"]["steps"]), bool(said["share"]["ends"])],
-            own if own is None else [call["optimizer"] for call in own],
-        )
-        for said, own in zip(each, calls, strict=True)
-    ]
-    if any(kind != kinds[0] for kind in kinds):
-        raise Mismatch(
-            "saving: the ranks have different things for this step (some a record, some a whole "
-            "state, or records of different updates, or shares of different windows). Something "
-            "surprised one of them: its log says"
-        )
-    return [own or [] for own in calls]
-
-
-def _derived_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is derived, with the digest of each rank's part of it. Raises Mismatch."""
-    kinds = [{p: said["rule"] for p, said in each["derived"].items()} for each in records]
-    if any(kind != kinds[0] for kind in kinds):
-        raise Mismatch(
-            "saving: the ranks derive different parts (derive=). Give all the same rules"
-        )
-    return {
-        part: {**said, "digest": None, "digests": [e["derived"][part]["digest"] for e in records]}
-        for part, said in records[0]["derived"].items()
-    }
-
-
-def _calls_of(said: Mapping[str, Any]) -> list[Any] | None:
-    """None where there can be none."""
-    known = said.get("record") or said.get("share") or {}
-    found = known.get("calls")
-    return None if found is None else list(found)
-
-
-def _merge_call(
-    row: Sequence[Mapping[str, Any]], ranks: Sequence[Sequence[int]], sets: list[Any]
-) -> dict[str, Any]:
-    """One optimizer call of all ranks: what is the same, and of each rank what is not."""
-    each = _of_ranks(row, ranks)
-    keys = dict.fromkeys(key for call in each for key in call)
-    same = {key for key in keys if all(call.get(key) == each[0].get(key) for call in each)}
-    merged: dict[str, Any] = {key: each[0][key] for key in keys if key in same and key in each[0]}
-    merged["sets"] = sets
-    if same != keys.keys():
-        merged["ranks"] = [
-            {key: value for key, value in call.items() if key not in same} for call in each
-        ]
-    for form in FORMS:  # each rank says it of what it has written
-        if rows := [said for call in row for said in call.get(form, ())]:
-            merged[form] = rows
-    return merged
-
-
-def _of_ranks(
-    row: Sequence[Mapping[str, Any]], ranks: Sequence[Sequence[int]]
-) -> list[dict[str, Any]]:
-    """What each rank, by rising number, says of a call that several may have told together; but for
-    the hyperparameters, and the forms of gradients."""
-    found: dict[int, dict[str, Any]] = {}
-    for call, numbers in zip(row, ranks, strict=True):
-        common = {k: v for k, v in call.items() if k not in ("sets", "ranks", *FORMS)}
-        own = call.get("ranks") or [{}] * len(numbers)
-        for number, said in zip(numbers, own, strict=True):
-            found[number] = {**common, **said}
-    return [found[number] for number in sorted(found)]
-
-
-def _united(values: Sequence[Any]) -> dict[str, Any] | None:
-    """What ranks keep of their own parameters of an optimizer beside tensors, by parameter; None
-    where they differ in what they have in common."""
-    united: dict[str, Any] = {}
-    other = None
-    for value in values:
-        if value is None:
-            continue
-        if value.keys() != {"state", "other"} or other not in (None, value["other"]):
-            return None
-        other = value["other"]
-        if any(united.setdefault(name, own) != own for name, own in value["state"].items()):
-            return None
-    return {"state": united, "other": other}
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether tagged JSON refers to tensors."""
-    if isinstance(value, list):
-        return any(map(_has_tensors, value))
-    if not isinstance(value, dict):
-        return False
-    return value.get("$") == "tensor" or any(map(_has_tensors, value.values()))
 
 
 @lru_cache(maxsize=4)
@@ -369,3 +187,66 @@ def _merged(
     if place.nodes == 1:  # else there is more of it
         check_coverage([merged.table], [merged.holders])
     return merged, Parsed.of(merged.document, merged.table)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSave:
+    """A step that has a manifest beside it, committed or not."""
+
+    jobs: Sequence[Job]
+    document: bytes
+    """The manifest."""
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether it is on the disk."""
+        return all(job.arena.state(job.slot) is SlotState.DONE for job in self.jobs)
+
+    def image(self) -> Image:
+        """Its packs. Raises Corrupt, Mismatch."""
+        several = Place("ended", tuple(range(len(self.jobs))))
+        return NodeSave(self.jobs, several if len(self.jobs) > 1 else ALONE).image()
+
+
+def ended_saves(arenas: Sequence[Arena]) -> Iterator[EndedSave]:
+    """All that are there of all their ranks."""
+    firsts: list[tuple[Job, Row, bytes]] = []
+    others: dict[tuple[bytes, int], Job] = {}
+    for arena in arenas:
+        for slot in range(arena.slot_count):
+            row = arena.row(slot)
+            if arena.state(slot) not in (SlotState.DONE, SlotState.FAILED) or row is None:
+                continue
+            job = Job(arena, slot, row.sequence)
+            job.arrival.advance(ALL)
+            document = bytes(arena.manifest(slot, row))
+            if not document.startswith(REFERENCE):
+                firsts.append((job, row, document))
+            elif place := _place(job, row):
+                others[document, place[0]] = job
+    for job, row, document in firsts:
+        local, here = _place(job, row) or (-1, 0)
+        reference = REFERENCE + digest_of(document).encode() if here > 1 else b""
+        jobs = [job, *(others.get((reference, rank)) for rank in range(1, here))]
+        found = [each for each in jobs if each]
+        if local == 0 and len(found) == here:
+            yield EndedSave(found, document)
+
+
+def place_of(arena: Arena) -> tuple[int, int] | None:
+    """Of the trainer that filled an arena: its local rank, of how many; None for one in which no
+    slot is whole."""
+    for slot in range(arena.slot_count):
+        row = arena.row(slot)
+        if row and (place := _place(Job(arena, slot, row.sequence), row)):
+            return place
+    return None
+
+
+def _place(job: Job, row: Row) -> tuple[int, int] | None:
+    try:
+        said = unseal(job.arena.descriptor(job.slot, row), "a descriptor in the arena")
+        local, here = said.get(PLACE, (0, 1))
+        return int(local), int(here)
+    except (EverstepError, TypeError, ValueError):
+        return None

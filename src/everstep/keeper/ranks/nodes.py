@@ -16,21 +16,23 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-from everstep.errors import Conflict, EverstepError, Mismatch, Unavailable
+from everstep.errors import EverstepError, Mismatch, Unavailable
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, check_table, encode_manifest
 from everstep.format.merge import check_coverage, merge_optimizers
 from everstep.format.node_parts import NodePart, Said
 from everstep.format.tables import Table, decode_table, seal_table
-from everstep.keeper.ranks.node_save import check_held, merge_numbered, objects_of
-from everstep.keeper.ranks.place import Place
+from everstep.keeper import wire
+from everstep.keeper.existing import check_same
+from everstep.keeper.ranks.descriptions import check_held, merge_numbered, objects_of
 from everstep.keeper.writer import Writer
 from everstep.store import catalog, commit, names, parts
 from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 
 PARTS_S = float(os.environ.get("EVERSTEP_PARTS_S", 300.0))
 """How long a node waits for another one, in seconds: for its part of a step, or its commit."""
@@ -38,6 +40,9 @@ PARTS_S = float(os.environ.get("EVERSTEP_PARTS_S", 300.0))
 ORPHANS_S = min(30.0, PARTS_S)
 """How long it does where no trainer of its own lives: who starts again waits for that."""
 
+LOCAL_RANKS_MAX = 128
+NODES_MAX = 1 << 20
+_ID_LENGTH_MAX = 64
 _UNTOLD_MAX = 64
 _REASON_MAX = 2000
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.002, 0.2
@@ -48,6 +53,51 @@ T = TypeVar("T")
 log = logging.getLogger("everstep.keeper")
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One run's attachment (`id`; None: of one process), the numbers of its ranks on this node, by
+    local number, and which of its nodes this is: 0 is that of rank 0, which commits."""
+
+    id: str | None = None
+    ranks: tuple[int, ...] = (0,)
+    node: int = 0
+    nodes: int = 1
+
+    @classmethod
+    def of(cls, said: Any) -> "Place":
+        """From a greeting; of one process where it has none. Raises ValueError, KeyError,
+        TypeError."""
+        if said is None:
+            return cls()
+        here, node, nodes = (wire.number(said[key]) for key in ("here", "node", "nodes"))
+        ranks = tuple(map(wire.number, said["ranks"]))
+        if not 1 <= here <= LOCAL_RANKS_MAX or len(set(ranks)) != here:
+            raise ValueError(f"a team of {here}, ranks {ranks}")
+        if not node < nodes <= NODES_MAX or (node == 0) != (0 in ranks):
+            raise ValueError(f"node {node} of {nodes} with ranks {ranks}")
+        if type(said["id"]) is not str or not 0 < len(said["id"]) <= _ID_LENGTH_MAX:
+            raise ValueError(f"a team called {said['id']!r}")
+        return cls(said["id"], ranks, node, nodes)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the run is one process."""
+        return self.id is None
+
+    @property
+    def commits(self) -> bool:
+        """Whether manifests are this node's to create."""
+        return self.node == 0
+
+    def named(self, number: int) -> str:
+        """Of whom a document in the store is: an epoch of claim `number` of this run, or a part
+        document of the save of call `number`."""
+        return f"{self.id}.{number}"
+
+
+ALONE = Place()
+
+
 class GivenUp(Unavailable):
     """The node that commits has said that it never will. `told`: what the trainers hear."""
 
@@ -56,113 +106,106 @@ class GivenUp(Unavailable):
         self.told = _failure(text, said)
 
 
-class Mine(NamedTuple):
-    """What this node has of a step: its manifest as if there were no other node, what each rank
-    says, by its number, its table, and what its ranks say of a record together."""
+class OwnPart(NamedTuple):
+    """What this node has of a step, in that call: its manifest as if there were no other node, what
+    each rank says, by its number, its table, and what its ranks say of a record together."""
 
     manifest: Manifest
+    call: int
     ranks: Mapping[int, Said]
     table: bytes
     record: Mapping[str, Any] | None = None
 
-    def part(self, place: Place, attempt: str) -> NodePart:
+    @property
+    def name(self) -> CheckpointName:
+        """Of the checkpoint."""
+        return CheckpointName(self.manifest.step, self.manifest.epoch)
+
+    def document(self, place: Place) -> NodePart:
         """For the node that commits."""
         (part,) = self.manifest.all_parts
         sets = self.manifest.hyperparameters
         record = self.record and {key: self.record[key] for key in ("previous", "calls")}
+        attempt = place.named(self.call)
         return NodePart(attempt, place.node, None, part, sets, self.ranks, record)
 
 
-def commit_own(writer: Writer, mine: Mine, attempt: str) -> tuple[Manifest, str]:
-    """As the node of rank 0: wait for all others, and create the manifest of all. Returns it, and
-    its digest. Raises Unavailable, Mismatch, Conflict."""
-    manifest = mine.manifest
-    name = CheckpointName(manifest.step, manifest.epoch)
-    every = [mine.part(writer.place, attempt), *await_parts(writer, name, attempt)]
-    united = unite(writer, manifest.step, every, mine.table)
-    check_held(manifest.step, sorted(united.ranks.items()))
-    objects, ranks = objects_of([said for _, said in sorted(united.ranks.items())])
-    manifest = replace(
-        manifest,
-        parts=() if manifest.records else united.parts,
-        records=tuple(
-            replace(record, calls=united.calls, parts=united.parts) for record in manifest.records
-        ),
-        objects=objects,
-        hyperparameters=united.hyperparameters,
-        ranks=tuple(ranks),
-    )
-    document = encode_manifest(manifest)
-    commit.publish(writer.disk, manifest, document, united.tables)
-    parts.clear(writer.disk, name)
-    return manifest, digest_of(document)
+class Nodes:
+    """The nodes of a run, seen from one of them. For the team's thread."""
 
-
-def tell_part(writer: Writer, mine: Mine, attempt: str) -> None:
-    """As any other: tell what is here, durably (its packs are). Raises Unavailable, Conflict."""
-    manifest, disk = mine.manifest, writer.disk
-    name = CheckpointName(manifest.step, manifest.epoch)
-    commit.check_epoch(disk, name.epoch, name.step)
-    commit.write_table(disk, mine.table)
-    parts.publish(disk, name, mine.part(writer.place, attempt))
-
-
-def commit_elsewhere(writer: Writer, mine: Mine, attempt: str) -> Manifest:
-    """Wait for the manifest of all, which has been told of. Raises GivenUp, Unavailable,
-    Conflict."""
-    manifest, disk = mine.manifest, writer.disk
-    name = CheckpointName(manifest.step, manifest.epoch)
-    found = await_commit(writer, name, attempt)
-    packs = {link.path for part in found.all_parts for link in part.packs}
-    links = [link for part in manifest.all_parts for link in part.packs]
-    if any(link.path not in packs for link in links):  # those of a keeper that died after it
-        check_same(writer, mine, found)
-        commit.discard_packs(disk, name, links)
-        disk.forget([names.part_path(name, writer.place.node)])  # perhaps told after the commit
-    return found
-
-
-def find_committed(writer: Writer, mine: Mine) -> Manifest:
-    """The step is on the disk already, as its keeper died after the commit. Raises Conflict where
-    that is another."""
-    name = CheckpointName(mine.manifest.step, mine.manifest.epoch)
-    found = catalog.read_manifest(writer.disk, name)
-    check_same(writer, mine, found)
-    if not writer.disk.holds(names.manifest_path(name)):
-        raise Conflict(f"saving step {name.step}: {name} was deleted at the same time")
-    if writer.place.commits:
-        parts.clear(writer.disk, name)
-    return found
-
-
-def check_not_given_up(writer: Writer, name: CheckpointName, attempt: str) -> None:
-    """A keeper of this node that died may have said that there is nothing of it: others have
-    believed it. Raises Unavailable."""
-    said = parts.find(writer.disk, name, writer.place.node, attempt)
-    if said and said.failed is not None:
-        raise _failure(f"saving step {name.step}: it was given up before: {said.failed}", said)
-
-
-def _failure(text: str, said: NodePart) -> EverstepError:
-    """What a node has told. That ranks came apart is the same error for all of them: they count
-    these (capture/log.py)."""
-    return (Mismatch if said.kind == Mismatch.__name__ else Unavailable)(text)
-
-
-class Absences:
-    """What this node has nothing of: told to the others, which wait for it. For the team's
-    thread."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+    def __init__(self, writer: Writer, place: Place, is_awaited: Callable[[], bool]) -> None:
+        """`is_awaited`: whether a trainer of this node lives, which wants to know."""
+        self.node, self.commits = place.node, place.commits
+        self._writer, self._disk, self._place = writer, writer.disk, place
+        self._is_awaited = is_awaited
+        self._orphaned: float | None = None
         self._untold: deque[tuple[int, int, str, str | None]] = deque(maxlen=_UNTOLD_MAX)
         self._told: list[CheckpointName] = []
         self._committed = CheckpointName(0, 0)
 
-    def tell(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
+    # ---- a step ----------------------------------------------------------------------------
+
+    def check_not_given_up(self, name: CheckpointName, call: int) -> None:
+        """A keeper of this node that died may have said that there is nothing of it: others have
+        believed it. Raises Unavailable."""
+        said = parts.find(self._disk, name, self.node, self._place.named(call))
+        if said and said.failed is not None:
+            raise _failure(f"saving step {name.step}: it was given up before: {said.failed}", said)
+
+    def tell(self, own: OwnPart) -> None:
+        """What is here, durably (its packs are). Raises Unavailable, Conflict."""
+        commit.check_epoch(self._disk, own.name.epoch, own.name.step)
+        commit.write_table(self._disk, own.table)
+        parts.publish(self._disk, own.name, own.document(self._place))
+
+    def commit(self, own: OwnPart) -> tuple[Manifest, str | None]:
+        """Returns the manifest of all, and its digest where it was created here; blocks. Raises
+        GivenUp, Unavailable, Mismatch, Conflict."""
+        if self.commits:
+            return self._commit_all(own)
+        found = self._await_commit(own)
+        packs = {link.path for part in found.all_parts for link in part.packs}
+        links = [link for part in own.manifest.all_parts for link in part.packs]
+        if any(link.path not in packs for link in links):  # those of a keeper that died after it
+            check_same(self._disk, own.manifest, own.table, node=self.node)
+            commit.discard_packs(self._disk, own.name, links)
+            self._disk.forget([names.part_path(own.name, self.node)])  # perhaps told after it
+        return found, None
+
+    def _commit_all(self, own: OwnPart) -> tuple[Manifest, str]:
+        """Wait for all other nodes, and create the manifest."""
+        manifest, disk = own.manifest, self._disk
+        every = [own.document(self._place), *self._await_parts(own)]
+        united = unite(disk, manifest.step, every, own.table)
+        check_held(manifest.step, sorted(united.ranks.items()))
+        objects, ranks = objects_of([said for _, said in sorted(united.ranks.items())])
+        previous = manifest.previous
+        if previous and not previous.digest:  # committed by now
+            before = CheckpointName(previous.step, previous.epoch)
+            previous = replace(previous, digest=catalog.digest_of_manifest(disk, before))
+        manifest = replace(
+            manifest,
+            parts=() if manifest.records else united.parts,
+            records=tuple(
+                replace(record, calls=united.calls, parts=united.parts)
+                for record in manifest.records
+            ),
+            objects=objects,
+            hyperparameters=united.hyperparameters,
+            ranks=tuple(ranks),
+            previous=previous,
+        )
+        document = encode_manifest(manifest)
+        commit.publish(disk, manifest, document, united.tables)
+        parts.clear(disk, own.name)
+        return manifest, digest_of(document)
+
+    # ---- what this node has nothing of -----------------------------------------------------
+
+    def tell_absence(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
         """There is nothing of this step, in this call: durably, unless it or a later one is
         committed, or there is no epoch yet. `kind`: of which error."""
-        writer = self._writer
+        writer, disk = self._writer, self._disk
         if writer.epoch is None:
             self._untold.append((step, call, reason, kind))
             return
@@ -170,96 +213,115 @@ class Absences:
         if name.epoch == self._committed.epoch and name < self._committed:  # a word that came late
             return
         try:
-            is_over = catalog.newest_epoch(writer.disk) != writer.epoch
-            if is_over or writer.disk.size(names.manifest_path(name)) is not None:
+            is_over = catalog.newest_epoch(disk) != writer.epoch
+            if is_over or disk.size(names.manifest_path(name)) is not None:
                 return
-            place = writer.place
-            said = NodePart(place.attempt(call), place.node, reason[:_REASON_MAX], kind=kind)
-            parts.publish(writer.disk, name, said)
+            attempt = self._place.named(call)
+            parts.publish(disk, name, NodePart(attempt, self.node, reason[:_REASON_MAX], kind=kind))
             self._told.append(name)
         except EverstepError as error:  # they wait until they have waited long enough
             log.warning("telling other nodes that there is nothing of %s: %s", name, error)
 
-    def claimed(self) -> None:
+    def note_claim(self) -> None:
         """There is an epoch now."""
         untold = list(self._untold)
         self._untold.clear()
         for said in untold:
-            self.tell(*said)
+            self.tell_absence(*said)
 
-    def clear(self, name: CheckpointName) -> None:
-        """A later step is committed: all nodes are past those before it."""
+    def note_commit(self, name: CheckpointName) -> None:
+        """All nodes are past the steps before it."""
         self._committed = name
         old = [each for each in self._told if each < name]
         self._told = [each for each in self._told if each not in old]
         with contextlib.suppress(EverstepError):
             for each in old:
-                self._writer.disk.delete(names.part_path(each, self._writer.place.node))
+                self._disk.delete(names.part_path(each, self.node))
 
+    # ---- waiting ---------------------------------------------------------------------------
 
-def await_parts(writer: Writer, name: CheckpointName, attempt: str) -> list[NodePart]:
-    """Those of all other nodes; blocks. Raises Unavailable where one has nothing, or does not
-    come."""
-    found: dict[int, NodePart] = {}
-    missing = dict.fromkeys(range(1, writer.place.nodes))
+    def await_epoch(self, attachment: str) -> int:
+        """The epoch that rank 0's node has claimed for this run; blocks. Raises Unavailable."""
+        seen: set[int] = set()
+        return self._await(
+            None,
+            lambda: catalog.find_attachment(self._disk, attachment, seen),
+            lambda: (
+                "the epoch of this run did not appear in it. The node of rank 0 claims it: is "
+                "this directory the same on all nodes?"
+            ),
+        )
 
-    def look() -> list[NodePart] | None:
-        there = set(parts.listed(writer.disk, name))
-        for node in [node for node in missing if names.part_path(name, node) in there]:
-            part = parts.find(writer.disk, name, node, attempt)
-            if part is None:
-                continue
-            if part.failed is not None:
-                text = f"saving step {name.step}: node {node} has nothing: {part.failed}"
-                raise _failure(text, part)
-            found[node] = part
-            del missing[node]
-        return None if missing else [found[node] for node in sorted(found)]
+    def _await_parts(self, own: OwnPart) -> list[NodePart]:
+        """Those of all other nodes. Raises Unavailable where one has nothing, or does not come."""
+        name, attempt = own.name, self._place.named(own.call)
+        found: dict[int, NodePart] = {}
+        missing = dict.fromkeys(range(1, self._place.nodes))
 
-    def late(seconds: float) -> str:
-        return f"the parts of nodes {list(missing)} did not come within {seconds:.0f} s"
+        def look() -> list[NodePart] | None:
+            there = set(parts.listed(self._disk, name))
+            for node in [node for node in missing if names.part_path(name, node) in there]:
+                part = parts.find(self._disk, name, node, attempt)
+                if part is None:
+                    continue
+                if part.failed is not None:
+                    text = f"saving step {name.step}: node {node} has nothing: {part.failed}"
+                    raise _failure(text, part)
+                found[node] = part
+                del missing[node]
+            return None if missing else [found[node] for node in sorted(found)]
 
-    return _await(writer, name, look, late)
+        return self._await(name, look, lambda: f"the parts of nodes {list(missing)} did not come")
 
+    def _await_commit(self, own: OwnPart) -> Manifest:
+        """The manifest, which rank 0's node creates. Raises GivenUp, Unavailable, Conflict."""
+        name, disk = own.name, self._disk
+        path, directory = names.manifest_path(name), f"{names.CHECKPOINTS}/{name}"
 
-def await_commit(writer: Writer, name: CheckpointName, attempt: str) -> Manifest:
-    """The manifest, which rank 0's node creates; blocks. Raises GivenUp, Unavailable, Conflict."""
-    disk, path = writer.disk, names.manifest_path(name)
-    directory = f"{names.CHECKPOINTS}/{name}"
-
-    def look() -> Manifest | None:
-        # A listing, as clients of a network file system remember longer what was not there.
-        there = {f"{directory}/{file}" for file in disk.list(directory)}
-        if path in there and disk.holds(path):
-            return catalog.read_manifest(disk, name)
-        if names.part_path(name, 0) not in there:
+        def look() -> Manifest | None:
+            # A listing, as clients of a network file system remember longer what was not there.
+            there = {f"{directory}/{file}" for file in disk.list(directory)}
+            if path in there and disk.holds(path):
+                return catalog.read_manifest(disk, name)
+            if names.part_path(name, 0) not in there:
+                return None
+            said = parts.find(disk, name, 0, self._place.named(own.call))
+            if said and said.failed is not None:
+                text = f"saving step {name.step}: the node of rank 0 gave it up: {said.failed}"
+                raise GivenUp(text, said)
             return None
-        said = parts.find(disk, name, 0, attempt)
-        if said and said.failed is not None:
-            text = f"saving step {name.step}: the node of rank 0 gave it up: {said.failed}"
-            raise GivenUp(text, said)
-        return None
 
-    return _await(
-        writer,
-        name,
-        look,
-        lambda seconds: f"the node of rank 0 did not commit it within {seconds:.0f} s",
-    )
+        return self._await(name, look, lambda: "the node of rank 0 did not commit it")
+
+    def _await(
+        self,
+        name: CheckpointName | None,
+        look: Callable[[], T | None],
+        late: Callable[[], str],
+    ) -> T:
+        """Look until something is there. By polling: what is shared is a file system."""
+        began = looked = time.monotonic()
+        pause = _PAUSE_S_MIN
+        while (found := look()) is None:
+            now = time.monotonic()
+            self._orphaned = None if self._is_awaited() else self._orphaned or now
+            is_orphan = self._orphaned is not None and now - self._orphaned > ORPHANS_S
+            if is_orphan or now - began > PARTS_S:
+                what = "claiming an epoch" if name is None else f"saving step {name.step}"
+                seconds = f"within {now - began:.0f} s"
+                raise Unavailable(f"{what} in {self._disk.root}: {late()} ({seconds})")
+            if name and now - looked > _LOOK_S:
+                looked = now
+                commit.check_epoch(self._disk, name.epoch, name.step)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _PAUSE_S_MAX)
+        return found
 
 
-def await_epoch(writer: Writer, attachment: str) -> int:
-    """The epoch that rank 0's node has claimed for this run; blocks. Raises Unavailable."""
-    seen: set[int] = set()
-    return _await(
-        writer,
-        None,
-        lambda: catalog.find_attachment(writer.disk, attachment, seen),
-        lambda seconds: (
-            f"the epoch of this run did not appear in it within {seconds:.0f} s. The node of rank "
-            f"0 claims it: is this directory the same on all nodes?"
-        ),
-    )
+def _failure(text: str, said: NodePart) -> EverstepError:
+    """What a node has told. That ranks came apart is the same error for all of them: they count
+    these."""
+    return (Mismatch if said.kind == Mismatch.__name__ else Unavailable)(text)
 
 
 class United(NamedTuple):
@@ -272,13 +334,13 @@ class United(NamedTuple):
     ranks: dict[int, Said]
 
 
-def unite(writer: Writer, step: int, every: Sequence[NodePart], own: bytes) -> United:
+def unite(disk: Disk, step: int, every: Sequence[NodePart], own: bytes) -> United:
     """All nodes' parts, by number, as those of one checkpoint; `own`: the first one's table. Raises
     Mismatch where they do not fit, or leave a hole, Corrupt."""
     documents = [own]
     for found in every[1:]:
         assert found.part
-        documents.append(writer.disk.read(found.part.table.path))
+        documents.append(disk.read(found.part.table.path))
         if digest_of(documents[-1]) != found.part.table.digest:
             raise Unavailable(
                 f"saving step {step}: the piece table of node {found.node} is not what it wrote. "
@@ -322,67 +384,3 @@ def _united(
             again = replace(table, optimizers=optimizers)
             found.append((again, seal_table(again)))
     return tuple(table for table, _ in found), tuple(document for _, document in found)
-
-
-def _await(
-    writer: Writer,
-    name: CheckpointName | None,
-    look: Callable[[], T | None],
-    late: Callable[[float], str],
-) -> T:
-    """Look until something is there. By polling: what is shared is a file system."""
-    began = looked = time.monotonic()
-    pause = _PAUSE_S_MIN
-    while (found := look()) is None:
-        now = time.monotonic()
-        writer.orphaned = None if writer.is_awaited() else writer.orphaned or now
-        is_orphan = writer.orphaned is not None and now - writer.orphaned > ORPHANS_S
-        if is_orphan or now - began > PARTS_S:
-            what = "claiming an epoch" if name is None else f"saving step {name.step}"
-            raise Unavailable(f"{what} in {writer.disk.root}: {late(now - began)}")
-        if name and now - looked > _LOOK_S:
-            looked = now
-            commit.check_epoch(writer.disk, name.epoch, name.step)
-        time.sleep(pause)
-        pause = min(1.5 * pause, _PAUSE_S_MAX)
-    return found
-
-
-def check_same(writer: Writer, mine: Mine, found: Manifest) -> None:
-    """Whether what this node has of a step is what was committed. Raises Conflict."""
-    has_same = _has_record if mine.record else _has_state
-    is_same = has_same(writer, mine, found) and all(
-        value == found.objects.get(key, found.ranks[rank].get(key, {}).get("value"))
-        for rank, said in mine.ranks.items()
-        for key, value in said["objects"].items()
-    )
-    if not is_same:
-        raise Conflict(
-            f"saving step {found.step} to {writer.disk.root}: this step is saved already with "
-            f"other content. A step is written once: save under the next step, or restore() before "
-            f"you begin again"
-        )
-
-
-def _has_state(writer: Writer, mine: Mine, found: Manifest) -> bool:
-    digests = [part.digests for part in found.parts if part.rank == writer.place.node]
-    return digests == [part.digests for part in mine.manifest.parts]
-
-
-def _has_record(writer: Writer, mine: Mine, found: Manifest) -> bool:
-    """Not by digests, as another keeper may have packed it in another way; nor by its table's, in
-    which the hyperparameters may have other numbers."""
-    assert mine.record
-    own = decode_table(mine.table, "the table of a record")
-    for record in found.records:
-        for part in record.parts:
-            if part.rank == writer.place.node:
-                table = catalog.read_table(writer.disk, part)
-                return (
-                    found.previous is not None
-                    and found.previous.step == mine.record["previous"]
-                    and (table.packs, table.tensors) == (own.packs, own.tensors)
-                    and [call["optimizer"] for call in record.calls]
-                    == [call["optimizer"] for call in mine.record["calls"]]
-                )
-    return False

@@ -26,17 +26,20 @@ from everstep.keeper import wire
 from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.existing import was_committed
 from everstep.keeper.job import Job
-from everstep.keeper.persist import apply_retention, end_window, persist
-from everstep.keeper.ranks import nodes
-from everstep.keeper.ranks.node_save import Joint, call_of
-from everstep.keeper.ranks.place import Place
-from everstep.keeper.tasks import Task, Tasks
+from everstep.keeper.persist import apply_retention, end_window, is_plain, persist
+from everstep.keeper.ranks.node_save import NodeSave, call_of
+from everstep.keeper.ranks.nodes import Nodes, Place
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 log = logging.getLogger("everstep.keeper")
+
+Task = NodeSave | Callable[[], None]
+
+GROUP_BYTES_MAX = 256 << 20
+"""Of records that are committed together."""
 
 TASKS_MAX = 1000
 TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
@@ -73,12 +76,13 @@ class Team:
     def __init__(self, disk: Disk, hello: wire.Message, wake: Callable[[], None]) -> None:
         """As the first of its ranks greets. `wake` is called when the queue has become empty.
         Raises ValueError, KeyError or TypeError for a greeting that is none."""
-        self.place = Place.of(hello.get("team"))
-        self.id, self.size = self.place.id, len(self.place.ranks)
+        self._place = Place.of(hello.get("team"))
+        self.id, self.size = self._place.id, len(self._place.ranks)
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
-        self.writer = Writer(disk, keep if self.place.commits else None)
-        self.writer.place, self.writer.is_awaited = self.place, self._is_awaited
-        self._absences = nodes.Absences(self.writer)
+        self.writer = Writer(disk, keep if self._place.commits else None)
+        self._nodes: Nodes | None = None
+        if self._place.nodes > 1:
+            self._nodes = Nodes(self.writer, self._place, self._is_awaited)
         self.committed = 0
         self._wake = wake
         self._members: dict[int, Member] = {}
@@ -90,7 +94,7 @@ class Team:
         self._lock = threading.Lock()
         self._tasks = Tasks()
         every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
-        every = every if self.place.commits else 0
+        every = every if self._place.commits else 0
         is_resumed = hello["epoch"] is not None
         self._catch_up = self._catch_up_every(every, is_resumed) if every else None
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
@@ -194,7 +198,8 @@ class Team:
             newest = max(steps.values())
             late = [local for local, step in steps.items() if step < newest]
             if not late and not waited_for and all(isinstance(head, Job) for head in heads):
-                self._tasks.put(Joint([queue.popleft() for queue in self._queues], self.place))  # type: ignore[misc]
+                jobs = [queue.popleft() for queue in self._queues]
+                self._tasks.put(NodeSave(jobs, self._place, self._nodes))  # type: ignore[arg-type]
                 continue
             reasons = [
                 *(f"local rank {local} is gone: {self._gone[local]}" for local in waited_for),
@@ -204,7 +209,7 @@ class Team:
                     if isinstance(head, Gap) and local in (late or steps)
                 ),
             ]
-            if self.place.nodes > 1:
+            if self._nodes:
                 heads_ended = [heads[local] for local in (late or steps)]
                 reason = reasons[0] if reasons else "not all of its ranks have it"
                 self._tasks.put(lambda ended=heads_ended, reason=reason: self._tell(ended, reason))  # type: ignore[misc]
@@ -228,7 +233,8 @@ class Team:
             (_step(head), head.call if isinstance(head, Gap) else call_of(head)) for head in ended
         }
         for step, call in sorted(said):
-            self._absences.tell(step, call, reason)
+            if self._nodes:
+                self._nodes.tell_absence(step, call, reason)
 
     def _end_committed(self, step: int) -> None:
         """What a former keeper has committed need not wait for other ranks."""
@@ -256,7 +262,7 @@ class Team:
             return
         with _answering():
             # Its keeper may have died when it had committed the step, and told only some.
-            found = None if self.place.is_alone else was_committed(self.writer, job)
+            found = None if self._place.is_alone else was_committed(self.writer, job)
             if found:
                 member.done(job, found)
             else:
@@ -279,14 +285,15 @@ class Team:
             number = wire.number(message.get("number", 0))
             fork = wire.number(message["fork"])
             parent = None if message["parent"] is None else wire.number(message["parent"])
-            if self.place.is_alone or number not in self._claimed:
+            if self._place.is_alone or number not in self._claimed:
                 writer.parent = None if parent is None else CheckpointName(fork, parent)
                 writer.epoch = self._epoch(parent, fork, number)
                 writer.run = commit.open_store(writer.disk)
                 writer.unclaimed = None
                 self._claimed = {number: writer.epoch}
                 self._settled.clear()
-                self._absences.claimed()
+                if self._nodes:
+                    self._nodes.note_claim()
             reply["epoch"] = self._claimed[number]
         except EverstepError as error:
             text = str(error)[:TEXT_MAX]
@@ -300,12 +307,12 @@ class Team:
     def _epoch(self, parent: int | None, fork: int, number: int) -> int:
         """A new one; of several ranks the one that this claim got before (from a keeper that has
         died), or that rank 0's node claims."""
-        disk, place = self.writer.disk, self.place
+        disk, place = self.writer.disk, self._place
         if place.is_alone:
             return commit.claim_epoch(disk, parent, fork)
-        attachment = place.attachment(number)
-        if not place.commits:
-            return nodes.await_epoch(self.writer, attachment)
+        attachment = place.named(number)
+        if self._nodes and not place.commits:
+            return self._nodes.await_epoch(attachment)
         known = catalog.find_attachment(disk, attachment)
         return known or commit.claim_epoch(disk, parent, fork, attachment)
 
@@ -334,7 +341,7 @@ class Team:
     def _work(self) -> None:
         while task := self._tasks.take():
             try:
-                if isinstance(task, Joint):
+                if isinstance(task, NodeSave):
                     with _answering():
                         self._persist(task)
                 else:
@@ -345,30 +352,30 @@ class Team:
             if self._tasks.finish():
                 self._wake()
 
-    def _persist(self, first: Joint) -> None:
+    def _persist(self, first: NodeSave) -> None:
         """Commit a step, and with it the records that are gathered meanwhile."""
         if self.writer.epoch is None and not self.writer.unclaimed:
-            self._end_joint(first, Unavailable("saving: this trainer has claimed no epoch"))
+            self._end_save(first, Unavailable("saving: this trainer has claimed no epoch"))
             return
         group = self._tasks.gather(first)
         committed = self.committed
-        for joint, outcome in persist(self.writer, group, self._announce_written):
-            self._end_joint(joint, outcome)
+        for save, outcome in persist(self.writer, group, self._announce_written):
+            self._end_save(save, outcome)
         if self.committed > committed:
             apply_retention(self.writer)
 
-    def _announce_written(self, joint: Joint) -> None:
-        for local, job in enumerate(joint.jobs):
+    def _announce_written(self, save: NodeSave) -> None:
+        for local, job in enumerate(save.jobs):
             if member := self._members.get(local):
                 member.tell({"type": "written", "sequence": job.sequence})
 
-    def _end_joint(self, joint: Joint, outcome: Outcome | Exception) -> None:
-        if self.place.nodes > 1 and isinstance(outcome, Exception):
-            step = _step(joint.jobs[0])
-            self._absences.tell(step, joint.call, str(outcome), kind_of(outcome))
-        elif self.place.nodes > 1 and isinstance(outcome, Outcome):
-            self._absences.clear(outcome.name)
-        for local, job in enumerate(joint.jobs):
+    def _end_save(self, save: NodeSave, outcome: Outcome | Exception) -> None:
+        if self._nodes and isinstance(outcome, Exception):
+            step, call = _step(save.jobs[0]), save.call
+            self._nodes.tell_absence(step, call, str(outcome), kind_of(outcome))
+        elif self._nodes and isinstance(outcome, Outcome):
+            self._nodes.note_commit(outcome.name)
+        for local, job in enumerate(save.jobs):
             member = self._members.get(local)
             if member is None:
                 continue
@@ -414,3 +421,55 @@ def _step(job: Job | Gap) -> int:
         return job.step
     row = job.arena.row(job.slot)
     return row.step if row else -1
+
+
+class Tasks:
+    """A queue for one thread that takes, and any that put."""
+
+    def __init__(self) -> None:
+        self._tasks: deque[Task] = deque()
+        self._is_busy = self._is_closed = False
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        """How many are waiting or in work: what was taken together counts as one."""
+        return len(self._tasks) + self._is_busy
+
+    def put(self, task: Task) -> None:
+        """At the end."""
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """There will be no more: `take` ends."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def take(self) -> Task | None:
+        """The next one; blocks. None where there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._tasks or self._is_closed)
+            self._is_busy = bool(self._tasks)
+            return self._tasks.popleft() if self._tasks else None
+
+    def finish(self) -> bool:
+        """What was taken is done. Whether nothing is left."""
+        with self._changed:
+            self._is_busy = False
+            return not self._tasks
+
+    def gather(self, first: NodeSave) -> Iterator[NodeSave]:
+        """The jobs of a group: `first`, and the records that wait behind it. Only records are taken
+        together, and only sealed ones are added. For the thread that takes, which asks for the next
+        when it has written the one before it."""
+        yield first
+        size = first.size
+        while is_plain(first) and size < GROUP_BYTES_MAX:
+            job = self._tasks[0] if self._tasks else None
+            if not (isinstance(job, NodeSave) and job.is_complete and is_plain(job)):
+                return
+            self._tasks.popleft()
+            size += job.size
+            yield job
