@@ -14,7 +14,6 @@ from everstep.format.document import (
     Shape,
     anything,
     digest,
-    digest_of,
     malformed,
     natural,
     seal,
@@ -307,12 +306,6 @@ def check_follows(manifest: Manifest, name: object) -> None:
     )
     if not is_state and not is_log:
         raise Corrupt(f"reading the manifest of {name}: it is neither a state nor a log of one")
-
-
-def content_of(part: Part) -> str:
-    """What a part holds, as one digest: equal for equal tables and bytes, wherever they lie (and
-    in the same encoding)."""
-    return digest_of("".join((part.table.digest or "", *part.digests)).encode())
 
 
 def _record_parts(manifest: Manifest, record: Record) -> dict[str, Any]:

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 from everstep.errors import Conflict, EverstepError, Missing, Unavailable
 from everstep.format.document import FORMAT_VERSION, digest_of, seal
-from everstep.format.manifest import Manifest, content_of, encode_manifest
+from everstep.format.manifest import Manifest, encode_manifest
 from everstep.format.tables import FileLink
 from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
@@ -188,24 +187,6 @@ def table_link(document: bytes | memoryview) -> FileLink:
     return FileLink(names.table_path(digest), len(document), digest)
 
 
-def find_same(disk: Disk, manifest: Manifest) -> bool:
-    """Whether this step of this epoch is committed already, durably, with equal content.
-
-    Raises Conflict where its content is another.
-    """
-    name = CheckpointName(manifest.step, manifest.epoch)
-    if not disk.holds(names.manifest_path(name)):
-        return False
-    existing = catalog.read_manifest(disk, name)
-    if _content(existing) == _content(manifest):
-        return True
-    raise Conflict(
-        f"saving step {manifest.step} to {disk.root}: this step is saved already with other "
-        f"content. A step is written once: save under the next step, or delete the old one first "
-        f"(everstep rm {disk.root} {name})"
-    )
-
-
 def publish(
     disk: Disk,
     manifest: Manifest,
@@ -316,13 +297,3 @@ def _check_previous(disk: Disk, manifest: Manifest) -> None:
             f"saving step {manifest.step} to {disk.root}: {name}, which its record goes on from, "
             f"was deleted meanwhile. A whole state is saved next"
         )
-
-
-def _content(manifest: Manifest) -> tuple[Any, ...]:
-    return (
-        [content_of(part) for part in manifest.all_parts],
-        [record.calls for record in manifest.records],
-        manifest.objects,
-        manifest.hyperparameters,
-        manifest.ranks,
-    )

@@ -43,11 +43,6 @@ class NodeSave:
     _mapping: list[dict[str, list[int]]] = field(default_factory=list)
 
     @property
-    def sequence(self) -> int:
-        """Of the first rank's job."""
-        return self.jobs[0].sequence
-
-    @property
     def size(self) -> int:
         """Bytes of the images; 0 where a row is not whole."""
         return sum(job.size for job in self.jobs)
@@ -71,16 +66,6 @@ class NodeSave:
         """They will be asked now."""
         for job in self.jobs:
             job.written = True
-
-    def wait_until_over(self) -> None:
-        """Block until every trainer has let go of its slot."""
-        for job in self.jobs:
-            job.arrival.wait_until_over()
-
-    def wait_for_all(self) -> None:
-        """Block until all is there. Raises Unsupported where it never will be."""
-        for job in self.jobs:
-            job.arrival.wait(job.size)
 
     def wait_for_answers(self) -> None:
         """Block until each trainer has said whether its copy is clean, or has died."""
