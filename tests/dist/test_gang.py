@@ -1,14 +1,10 @@
 """The gang of these tests: its worlds, and what it says of failures, deaths and hangs."""
 
 import os
-import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,22 +22,6 @@ def adds(number):
 def test_a_world_of_any_size_for_each_call(gang):
     for size, total in ((4, 46), (2, 21), (3, 33), (1, 10), (4, 46)):
         assert gang.run(adds, 10, size=size) == [(size, torch.tensor([total]))] * size
-
-
-def keeps(name):
-    store = dist.distributed_c10d._get_default_store()
-    found = store.check([name]), name in os.environ, torch.randn(1).item()
-    dist.barrier()
-    store.set(name, "here")
-    os.environ[name] = "here"
-    return found
-
-
-@pytest.mark.slow
-def test_nothing_is_kept_from_call_to_call(gang):
-    first = gang.run(keeps, "key")
-    assert first == [(False, False, first[0][2])] * 4
-    assert gang.run(keeps, "key") == first
 
 
 def fails(rank, how):
@@ -118,53 +98,3 @@ def test_ranks_killed_from_outside(gang, tmp_path):
     assert [outcome.value for outcome in outcomes[:3]] == ["alone"] * 3
     assert outcomes[3].killed
     assert gang.run(waits, tmp_path, "go") == ["together"] * 4
-
-
-@pytest.mark.slow
-def test_all_ranks_killed(gang, tmp_path):
-    gang.start(waits, tmp_path, "go", size=2)
-    gang.kill()
-    assert all(outcome.killed for outcome in gang.finish())
-
-
-@pytest.mark.slow
-def test_a_call_that_was_left_is_ended(gang, tmp_path):
-    gang.start(waits, tmp_path, "never")
-    gang.start(adds, 0)
-    assert [outcome.value[0] for outcome in gang.finish()] == [4] * 4
-
-
-LEFT = """
-import sys
-from gang import Gang
-from test_gang import waits
-if __name__ == "__main__":
-    gang = Gang(2)
-    gang.start(waits, __import__("pathlib").Path(sys.argv[1]), "never")
-    print(gang.pid(0), gang.pid(1), flush=True)
-    input()
-"""
-
-
-@pytest.mark.slow
-def test_ranks_end_with_a_test_that_is_killed(tmp_path):
-    (tmp_path / "left.py").write_text(LEFT)
-    test = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(tmp_path / "left.py"), str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2])),
-            "TMPDIR": str(tmp_path),
-        },
-        text=True,
-    )
-    with test:
-        ranks = [os.pidfd_open(int(pid)) for pid in test.stdout.readline().split()]
-        while len(list(tmp_path.glob("[01]"))) < 2:
-            time.sleep(0.01)
-        test.kill()
-    for rank in ranks:
-        assert select.select([rank], [], [], 30)[0]
-        os.close(rank)

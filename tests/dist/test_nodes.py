@@ -3,7 +3,6 @@ EVERSTEP_NODE tells them apart."""
 
 import contextlib
 import os
-import random
 import signal
 import time
 
@@ -152,29 +151,6 @@ def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node)
     os.kill(stopped, signal.SIGCONT)
     outcomes = gang.finish()
     assert [outcome.value[1] for outcome in outcomes] == [{1: None, 2: None}] * 4
-    check_stored(store, outcomes[0].value[2])
-    assert part_documents(store) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("node", ["a", *slow("b")])
-def test_a_killed_keeper_is_followed_by_one_that_goes_on(gang, store, files, node):
-    gang.start(trains_on, "hsdp", store, NODES, 3, files)
-    wait_until(done(files, 1))
-    other = keeper_pid(store, "b" if node == "a" else "a")
-    killed = keeper_pid(store, node)
-    os.kill(other, signal.SIGSTOP)  # so that the step cannot be committed before
-    go(files, 2)
-    if node == "b":
-        wait_until(lambda: part_documents(store) == ["part-1.json"])
-    os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: keeper_pid(store, node) not in (None, killed))
-    os.kill(other, signal.SIGCONT)
-    wait_until(done(files, 2))
-    go(files, 3)
-    outcomes = gang.finish()
-    assert [outcome.value[1] for outcome in outcomes] == [{1: None, 2: None, 3: None}] * 4
-    check_steps(store, [1, 2, 3])
     check_stored(store, outcomes[0].value[2])
     assert part_documents(store) == []
 
@@ -454,17 +430,6 @@ def trains_through(store, nodes, steps, more):
     return first, newest.error and str(newest.error)
 
 
-def trains_alone(wanted):
-    """The state after each of these steps, of a run that saves nothing."""
-    job = zoo.build("fsdp2", RECIPE)
-    states = {}
-    for step in range(1, max(wanted, default=0) + 1):
-        job.train(step)
-        if step in wanted:
-            states[step] = job.full_state()
-    return states
-
-
 def kills_keepers(store, chance):
     """Four times one of a node, at random moments."""
     for _ in range(4):
@@ -472,26 +437,3 @@ def kills_keepers(store, chance):
         if pid := keeper_pid(store, chance.choice("ab")):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_keepers_that_die_at_any_moment(gang, store, impatient, seed):
-    """What is there afterwards is right; and the run goes on."""
-    chance = random.Random(seed)
-    for life in range(2):
-        gang.start(trains_through, store, NODES, 15, {})
-        kills_keepers(store, chance)
-        if life == 0:
-            gang.kill()
-        gang.finish()
-    (step, state, _), *_ = gang.run(restores, "fsdp2", store, NODES, 0)
-    assert Store(store).verify().ok
-    steps = Store(store).steps()
-    assert steps[-1:] == ([step] if step else [])
-    looked_at = {*chance.sample(steps, min(3, len(steps))), *steps[-1:]}
-    expected = gang.run(trains_alone, looked_at)[0]
-    for each in looked_at:
-        check_stored(store, expected[each], each)
-    if step:
-        check_equal(state, expected[step])
