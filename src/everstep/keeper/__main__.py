@@ -8,14 +8,14 @@ import signal
 import sys
 
 from everstep.keeper import process
-from everstep.keeper.home import Home, endpoint
+from everstep.keeper.home import IDLE_S, Home, endpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a keeper for a store; returns at once where one is running."""
     parser = argparse.ArgumentParser(prog="everstep.keeper", description=process.__doc__)
     parser.add_argument("store")
-    parser.add_argument("--idle-s", type=float, default=process.IDLE_S)
+    parser.add_argument("--idle-s", type=float, default=IDLE_S)
     parser.add_argument(
         "--detach", action="store_true", help="return when it runs, in a process of its own"
     )

@@ -23,9 +23,8 @@ from typing import NamedTuple
 from everstep.errors import KINDS, Corrupt, Unavailable
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
-from everstep.keeper.home import START_S, cannot_start, endpoint, spawn
+from everstep.keeper.home import IDLE_S, START_S, cannot_start, endpoint, spawn
 from everstep.keeper.patience import Patience
-from everstep.keeper.process import IDLE_S
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
 
@@ -100,8 +99,6 @@ class Client:
         self._lost: str | None = None
         self._pause_s = _PAUSE_S_MIN
         self.patience = Patience()
-        self.attachments = 1
-        """How often a keeper was found: another one knows nothing of what the last had in mind."""
         self.losses = 0
         """Keepers that are gone: ranks see one's death at about the same time, and attach to the
         next one when they can."""
@@ -384,7 +381,6 @@ class Client:
             if self._connection:
                 self._connection.close()
             self._connection = connection
-            self.attachments += 1
             self.patience.note_keeper()
             for key, arena in self._arenas.items():
                 self._send_locked({"type": "arena", "arena": key}, [arena.fd])

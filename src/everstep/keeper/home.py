@@ -25,6 +25,9 @@ log = logging.getLogger("everstep")
 START_S = 20.0
 """How long a keeper may take until it listens."""
 
+IDLE_S = 600.0
+"""How long a keeper holds the memory of a trainer that died and has not come back, in seconds."""
+
 LOG_BYTES_MAX = 1 << 20
 _LOG_BYTES_KEPT = 64 << 10
 _BACKLOG = 128

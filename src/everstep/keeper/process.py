@@ -26,9 +26,6 @@ from everstep.tiers.system import System
 
 log = logging.getLogger("everstep.keeper")
 
-IDLE_S = 600.0
-"""How long a keeper holds the memory of a trainer that died and has not come back, in seconds."""
-
 LINGER_S = 2.0
 """How long it stays when every trainer has left in peace."""
 
