@@ -105,18 +105,6 @@ def test_files_of_keepers_that_were_killed_long_ago_go(store, other_store):
     stores.end_keeper(store.with_name("third"))
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root makes other users' directories")
-def test_another_user_cannot_keep_it_from_starting(store, temporary_directory):
-    first = temporary_directory / f"everstep-{os.getuid()}"
-    first.mkdir()
-    os.chown(first, 12345, 12345)
-    with Trainer(store) as trainer, Trainer(store) as other:
-        trainer.start().save(1)
-        assert other.keeper == trainer.keeper
-        assert socket_of(store).parent == first.with_name(f"{first.name}-1")
-    stores.end_keeper(store)
-
-
 def test_it_ends_when_a_dead_trainer_does_not_come_back(store):
     keeper = int(crash(store, "trainer.start().save(1); said = trainer.keeper", idle_s=0.3))
     assert ended(keeper)
