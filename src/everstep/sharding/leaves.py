@@ -1,6 +1,5 @@
 """Leaves: the tensors of a state under their names."""
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,7 +17,6 @@ from everstep.format.tables import is_dense
 from everstep.sharding.layout import is_dtensor, local_of, shards_of
 
 _shape, _dtype, _local = attrgetter("shape"), attrgetter("dtype"), attrgetter("_local_tensor")
-_SAMPLE_BYTES = 64
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -75,16 +73,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of its elements here, one after another on the CPU. Waits for its device."""
     plain = local_of(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.view(-1).view(torch.uint8)
-
-
-def sample(tensor: torch.Tensor) -> bytes:
-    """A few bytes from the middle of a dense CPU tensor's memory, to see whether it was written to;
-    none of others, where it would cost a synchronisation."""
-    size = tensor.nbytes
-    if not size or not tensor.is_cpu:
-        return b""
-    count = min(size, _SAMPLE_BYTES)
-    return ctypes.string_at(tensor.data_ptr() + (size - count) // 2, count)
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
