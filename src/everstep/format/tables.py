@@ -322,12 +322,7 @@ def _fits(box: Box, shape: tuple[int, ...]) -> bool:
 
 def owned_names(optimizers: Mapping[str, Any]) -> Iterator[str]:
     """The names of what optimizers change, by `optimizers` of a table."""
-    return (name for name, _ in owners(optimizers))
-
-
-def owners(optimizers: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same, each with the name of the parameter that it is, or is kept of."""
     for optimizer, table in optimizers.items():
-        yield from ((parameter, parameter) for parameter in table["groups"])
+        yield from table["groups"]
         for parameter, keys in table["state"].items():
-            yield from ((f"{optimizer}.{parameter}.{key}", parameter) for key in keys)
+            yield from (f"{optimizer}.{parameter}.{key}" for key in keys)

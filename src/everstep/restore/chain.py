@@ -92,14 +92,14 @@ class Chain:
         """Of what has to be there before anything is replayed."""
         return min(part.steps for part in self.base.manifest.parts)
 
-    def names_in(self, parts: Set[str]) -> set[str]:
-        """The base's tensors in these parts of the state, but for what optimizers change."""
+    def names_in(self, part: str) -> set[str]:
+        """The base's tensors in a part of the state, but for what optimizers change."""
         optimized = self.optimized
         return {
             name
             for table in self.base.tables
             for name in table.tensors
-            if name not in optimized and any(is_in(name, part) for part in parts)
+            if name not in optimized and is_in(name, part)
         }
 
     def differences(self, layout: str) -> list[str]:

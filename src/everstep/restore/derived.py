@@ -42,7 +42,7 @@ class Derivation:
             for record, tables in described.records
         }
         self._parts = chain.ruled
-        self._names = {part: chain.names_in({part}) for part in self._parts}
+        self._names = {part: chain.names_in(part) for part in self._parts}
         self._rules = rules
         self._state = state
         self._base = chain.base
