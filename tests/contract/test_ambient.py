@@ -22,6 +22,7 @@ from everstep import Store, Unsupported
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import slow
 from forked import run
 
 
@@ -63,7 +64,7 @@ def build(seed):
     }
 
 
-@pytest.mark.parametrize("strategy", ["full", "log"])
+@pytest.mark.parametrize("strategy", ["full", *slow("log")])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_saving_and_restoring(store, name, strategy):
     first = build(1)

@@ -5,6 +5,8 @@ import torch
 from runs import check_steps, checkpointer, snapshot
 from torch import nn
 
+from examples import slow
+
 
 class Several(nn.Module):
     def __init__(self, kinds):
@@ -33,9 +35,20 @@ def shared(foreach):
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=foreach)
 
 
-@pytest.mark.parametrize("options", [{"strategy": "log", "base_every": 5}, {"strategy": "spread"}])
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("make", [mixed, shared])
+LOG, SPREAD = {"strategy": "log", "base_every": 5}, {"strategy": "spread"}
+
+
+@pytest.mark.parametrize(
+    ("make", "foreach", "options"),
+    [
+        (mixed, True, LOG),
+        (mixed, False, SPREAD),
+        (shared, True, LOG),
+        (shared, False, SPREAD),
+        *slow((mixed, False, LOG), (mixed, True, SPREAD), (shared, False, LOG)),
+        *slow((shared, True, SPREAD)),
+    ],
+)
 def test_every_checkpoint_comes_back(store, make, foreach, options):
     def build(seed):
         torch.manual_seed(seed)

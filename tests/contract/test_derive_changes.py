@@ -7,6 +7,7 @@ from logs import train
 from runs import check_same, check_steps, checkpointer, kinds, snapshot
 
 from everstep import Store
+from examples import slow
 
 
 def zero(state):
@@ -19,7 +20,7 @@ def swap(state):
 
 
 @pytest.mark.parametrize("how", [twice, zero, swap])
-@pytest.mark.parametrize("at", [2, 5])
+@pytest.mark.parametrize("at", [2, *slow(5)])
 def test_a_derived_part_that_somebody_else_changes(store, caplog, how, at):
     """As a training loop does that goes on to call what is a rule now."""
 

@@ -10,6 +10,8 @@ from runs import bits, check_same, checkpointer, freeze, restore, supervised
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from examples import slow
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital'"),  # torchdata's own
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
@@ -78,7 +80,7 @@ def test_stateful_data_loader(store, kind, workers):
         assert drawn(second["loader"]) == rest
 
 
-@pytest.mark.parametrize("cut", [4, 6, 7])  # 6: after an epoch's last batch
+@pytest.mark.parametrize("cut", [6, 7, *slow(4)])  # 6: after an epoch's last batch
 @pytest.mark.parametrize(
     ("workers", "given"),
     [

@@ -17,6 +17,7 @@ from everstep import Store, Unavailable
 from everstep.capture import copier
 from everstep.capture.saves import Skipped
 from everstep.keeper import patience
+from examples import slow
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ def test_records_wait(store):
     check_steps(store, build(2), frozen)
 
 
-@pytest.mark.parametrize("base", [10, 11, 12, 13])
+@pytest.mark.parametrize("base", [10, 12, *slow(11, 13)])
 def test_a_base_that_is_due_waits(store, base):
     """Whichever step it is that finds no memory: where the base is skipped, the next step is one,
     too, and is skipped again."""

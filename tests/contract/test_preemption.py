@@ -11,6 +11,7 @@ from torch import nn
 
 import forked
 from everstep import Store
+from examples import slow
 
 
 def build(seed):
@@ -73,8 +74,9 @@ def reference(step):
     return freeze(state)
 
 
-@pytest.mark.parametrize("every", [1, 10])
-@pytest.mark.parametrize("mode", ["waiting", "fast"])
+@pytest.mark.parametrize(
+    ("every", "mode"), [(10, "waiting"), (1, "fast"), *slow((1, "waiting"), (10, "fast"))]
+)
 def test_the_newest_completed_step_is_durable(store, every, mode):
     status, completed, _ = terminate(store, every, mode)
     assert status == -signal.SIGTERM

@@ -18,6 +18,7 @@ import forked
 from everstep import Checkpointer, Conflict, EverstepError, Missing, Store, Unsupported
 from everstep.capture import in_flight
 from everstep.capture.copies import Batch
+from examples import slow
 
 
 def build(seed, width=6):
@@ -190,8 +191,14 @@ def clear_moments(weight, state):
 WRITES = [in_place, through_data, through_numpy, through_a_view, clear_moments]
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("seen_by", ["update", "keeper"])
+@pytest.mark.parametrize(
+    ("write", "seen_by"),
+    [
+        *((write, "keeper") for write in WRITES),
+        *((write, "update") for write in (in_place, clear_moments)),
+        *slow(*((write, "update") for write in (through_data, through_numpy, through_a_view))),
+    ],
+)
 def test_a_write_during_the_capture_is_noticed(store, slow_copy, write, seen_by):
     slow_copy.set()
     state = build(1)
