@@ -164,6 +164,8 @@ class Machine:
         assert Store(self.store).verify().ok
         state, rules = build(self.plan, 998)
         steps = Store(self.store).steps()
+        if not steps:  # none was due, or all were deleted
+            return
         with checkpointer(self.store, state, derive=rules) as restorer:
             for step in [*reversed(steps), *steps[len(steps) // 2 :][:1]]:
                 assert restorer.restore(step) == step
