@@ -18,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Never, SupportsIndex
 
-from everstep.capture.captures import Captures, chosen_strategy
+from everstep.capture.captures import Captures, check_room
+from everstep.capture.choice import Choice
 from everstep.capture.copy_speed import Pace
 from everstep.capture.saves import Saves, Skipped
 from everstep.ending import Ending
@@ -125,7 +126,8 @@ class Checkpointer:
         alike["derive"] = list(self._rules.parts)
         team = form_team(self._world, self._disk.root, alike)
         self._world.local = team.ranks if team else (self._world.rank,)
-        chosen = chosen_strategy(options, self._state, pace, derived)
+        choice = Choice(options, self._state, pace, derived)
+        check_room(self._state)
         open_store(self._disk)
         self._saves = Saves(self.metrics)
         self._client = Client(
@@ -136,7 +138,7 @@ class Checkpointer:
             team=team,
         )
         self._captures = Captures(
-            self._state, chosen, pace, options, self._client, self._saves, self.metrics
+            self._state, choice, pace, options, self._client, self._saves, self.metrics
         )
         self._restores = Restores(
             self._state,
@@ -163,7 +165,7 @@ class Checkpointer:
         """Tell that the optimizer has completed `step` updates. Saves where a save is due
         (`every`), and returns its handle; blocks only for what has to be copied at once. After a
         SIGTERM it saves, waits until all is durable and ends the process. Raises Unsupported, as
-        save() does, and where "log" or "spread" turns out not to fit the run."""
+        save() does."""
         self._check_open()
         step = _checked(step)
         self._saves.note_call()
@@ -172,7 +174,7 @@ class Checkpointer:
         is_last = self._ending.comes_with(step)
         due = step % self._every == 0 or is_last
         strategy = self._captures.strategy
-        if not due and not (strategy and strategy.wants(step)):
+        if not due and not strategy.wants(step):
             self._captures.pass_by(step)
             return None
         handle = self._save(step, asked=is_last)
@@ -334,7 +336,7 @@ class Checkpointer:
                 "not kept. Give them to save(step, metrics=...) in place of step(step)",
                 step,
             )
-        last = strategy.current(step, self._captures.collect) if strategy else None
+        last = strategy.current(step, self._captures.collect)
         if last and tag is not None:  # its name must not come before it
             self._saves.await_durable(last)
             assert self._captures.epoch is not None

@@ -18,13 +18,24 @@ _UNSTORED_MAX = 8
 
 @dataclass(slots=True)
 class BaseInterval:
-    """The figures behind the choice. For the thread that trains."""
+    """The figures behind the choice. For the thread that trains, but for `note_whole`."""
 
     base_every: int | None
     """Steps, fixed by the user; None: chosen."""
     base_bytes: int = 0
+    _base_step: int = 0
+    _whole_step: int = 0
     _in_memory_bytes: int = 0
     _records: deque[SaveHandle] = field(default_factory=lambda: deque(maxlen=_UNSTORED_MAX))
+
+    def note_base(self, step: int) -> None:
+        """There is a base of this step."""
+        self._base_step = self._whole_step = step
+
+    def note_whole(self, step: int) -> None:
+        """The state at this step was made whole in the background: no recovery goes back farther.
+        Any thread."""
+        self._whole_step = step
 
     def note_record(self, handle: SaveHandle, size: int) -> None:
         """One that has nothing else in it. `size`: bytes in memory."""
@@ -46,13 +57,15 @@ class BaseInterval:
             return EVERY_MIN
         return max(EVERY_MIN, min(EVERY_MAX, STATES * self.base_bytes // self.record_bytes))
 
-    def origin(self, base_step: int, whole_step: int) -> int:
+    @property
+    def origin(self) -> int:
         """From where it counts: the last base, or a later step that was made whole since. But a
         base comes at least every EVERY_MAX steps: it does not depend on what the log has
         noticed."""
         if self.base_every is not None:
-            return base_step
-        return max(base_step, min(whole_step, base_step + EVERY_MAX - self.steps))
+            return self._base_step
+        last = self._base_step + EVERY_MAX - self.steps
+        return max(self._base_step, min(self._whole_step, last))
 
     def describe(self) -> dict[str, Any]:
         """What `everstep show` prints of it."""

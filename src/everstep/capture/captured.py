@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from everstep.format.tables import is_own
-from everstep.redo.refusals import Refused
 from everstep.redo.rolling_digest import Slice
 from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf
@@ -17,7 +16,6 @@ from everstep.state.view import Collected, Walk
 RECORD_OWNER = -1
 """No optimizer: its tensors are copied lazily, and no update is held for them."""
 
-_LOOSE_PART = 0.5
 _FREE_BYTES = 64 << 10
 """Of tensors in objects: generators have some in each state."""
 
@@ -32,6 +30,8 @@ class Captured:
     share: dict[str, Any] | None = None
     slices: Sequence[Slice] = ()
     """What is digested meanwhile; the digests are among its leaves."""
+    is_awaited: bool = False
+    """A whole state that is worth waiting for memory, because records go on from it."""
 
     @property
     def continues(self) -> bool:
@@ -125,29 +125,6 @@ def part_of(
     sharded = tuple(leaf for leaf in collected.walk.sharded if leaf.name in kept)
     walk = Walk(leaves, names, {}, collected.walk.optimizers, sharded)
     return replace(collected, walk=walk, loose=loose, aliases=aliases)
-
-
-def others_of(
-    collected: Collected, derived: Iterable[Leaf], size: int
-) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
-    """What a record holds beside what optimizers consume: the leaves that none of them changes, and
-    those in objects; without the `derived` ones. `size`: bytes of a whole state. Raises Refused
-    where that is too much."""
-    known = {id(leaf) for leaf in derived}
-    others, met = (
-        tuple(leaf for leaf in unowned(leaves) if id(leaf) not in known)
-        for leaves in (collected.walk.leaves, collected.loose)
-    )
-    if taken := reserved((*collected.walk.leaves, *collected.loose)):
-        raise Refused(f"recording: {taken[0]!r} is a name that records use. Rename it")
-    loose = sum(leaf.tensor.nbytes for leaf in others) + loose_bytes(met)
-    if loose > _LOOSE_PART * size:
-        raise Refused(
-            f"recording: {loose} of the state's {size} bytes belong to no optimizer (frozen "
-            f"weights, an average of the weights), and a record would hold them all. Use "
-            f"strategy='full', or say with derive= how they come about"
-        )
-    return others, met
 
 
 def reserved(leaves: Iterable[Leaf]) -> list[str]:

@@ -7,30 +7,27 @@ copies → seal → the keeper, which is told of it
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from everstep.capture.auto import Auto
 from everstep.capture.captured import Captured
+from everstep.capture.choice import Choice
 from everstep.capture.copier import Copier
 from everstep.capture.copy_speed import Pace
 from everstep.capture.hooks import Hook
 from everstep.capture.in_flight import Capture, row_of
-from everstep.capture.log import Log
 from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
-from everstep.capture.rank_agreement import Ranks
 from everstep.capture.saves import STALLED, Saves
-from everstep.capture.settings import Strategy, make_strategy
-from everstep.errors import EverstepError, Unavailable
+from everstep.capture.strategy import Full, Strategy
+from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import SlotState, check_file_size, file_size_limit
 from everstep.keeper.client import Client
 from everstep.keeper.ranks.node_save import PLACE
 from everstep.options import Options
-from everstep.redo.derived import Derived
-from everstep.redo.refusals import Refused
+from everstep.redo.allowed import Overwritten
 from everstep.redo.rolling_digest import DERIVED_OWNER
 from everstep.sharding.topology import topology
 from everstep.state.view import Collected, State
@@ -53,16 +50,19 @@ class Captures:
     def __init__(
         self,
         state: State,
-        strategy: Strategy | None,
+        choice: Choice,
         pace: Pace,
         options: Options,
         client: Client,
         saves: Saves,
         metrics: Metrics,
     ) -> None:
-        """`strategy`: None for whole states. `pace`: of what that was made with. Puts hooks on the
-        optimizers."""
-        self.strategy = strategy
+        """`choice`: of a strategy; it was made with `pace`. Puts hooks on the optimizers."""
+        self._choice = choice
+        self._trust = choice.trust
+        self._recorder = choice.recorder
+        self._whole_call = -1
+        """Of the whole state (or of the begin of a window) that all goes on from."""
         self.parent: CheckpointName | None = None
         self.epoch: int | None = None
         """Of what is saved from now on; None before the first save after a restore."""
@@ -76,7 +76,6 @@ class Captures:
         self._metrics = metrics
         self.pool = Pool(client, options.memory_bytes)
         saves.attach(client, self.pool)
-        self._losses = client.losses
         self._passes = 0
         """So many more steps are told that are not saved here."""
         self._planners: dict[object, Planner] = {}
@@ -87,12 +86,16 @@ class Captures:
         self.pool.on_release = self._copier.devices.unpin
         saves.in_order = self._copier.in_order
         saves.on_whole = self._on_whole
-        self._log = strategy if isinstance(strategy, (Log, Auto)) else None
-        if self._log:
-            saves.on_failure = self._log.note_failure
+        saves.on_failure = self._trust.note_failure
+        recorder = None if isinstance(self.strategy, Full) else self._recorder
         self._hooks = [
-            Hook(optimizer, self._copier, self.strategy, metrics) for optimizer in state.optimizers
+            Hook(optimizer, self._copier, recorder, metrics) for optimizer in state.optimizers
         ]
+
+    @property
+    def strategy(self) -> Strategy:
+        """By which it is decided what is captured."""
+        return self._choice.strategy
 
     def collect(self) -> Collected:
         """The state as it is now, by reference."""
@@ -100,8 +103,7 @@ class Captures:
             hook.put_in_order()
         torn = self._copier.take_torn()
         self._state.suspect(name for name in torn if not is_own(name))
-        if self.strategy:
-            self.strategy.distrust([name for name in torn if is_own(name)])
+        self._recorder.distrust([name for name in torn if is_own(name)])
         collected = self._state.collect()
         self._metrics.user_seconds = self._state.user_seconds
         return collected
@@ -119,8 +121,7 @@ class Captures:
         nothing. Returns when all that must be copied at once is copied. `asked`: by the user.
         `must_wait`: for memory, where the user has not said so.
 
-        Raises Unsupported (Refused where the strategy does not fit the run); what is Unavailable is
-        on the handle.
+        Raises Unsupported; what is Unavailable is on the handle.
         """
         handle = self._saves.new(step)
         try:
@@ -128,10 +129,6 @@ class Captures:
         except Unavailable as error:
             self._saves.fail(handle, error)
             self._saves.leave_out(handle, str(error))
-        except Refused:  # told here and now: close() need not say it again
-            self._saves.leave_out(handle, "it is refused there")
-            self._saves.forget_newest()
-            raise
         except BaseException as error:
             known = (
                 error
@@ -153,32 +150,25 @@ class Captures:
             self._passes -= 1
             self._saves.pass_by(step)
 
-    def restored(
-        self, origin: CheckpointName | None, chosen: Mapping[str, Any], size: int, seconds: float
-    ) -> None:
+    def restored(self, origin: CheckpointName | None, size: int, seconds: float) -> None:
         """A step of this run is restored: what is saved from now on goes on from `origin`, in an
-        epoch of its own. `chosen`: what its manifest says of its capture. `size` and `seconds`:
-        what was read off the disk for it."""
+        epoch of its own. `size` and `seconds`: what was read off the disk for it."""
         self.parent, self.epoch = origin, None
         self._pace.note_read(size, seconds)
-        if isinstance(self.strategy, Auto):
-            self.strategy.resume(chosen)
 
     def hold_derived(self) -> None:
         """Before rules bring parts forward: wait until those are digested."""
         self._copier.hold(DERIVED_OWNER)
 
-    def end_chain(self) -> None:
+    def break_off(self) -> None:
         """Nothing can follow what was captured last: the next is a whole state."""
-        if self.strategy:
-            self.strategy.end_chain()
+        self.strategy.break_off()
 
     def close(self) -> None:
         """Hold and note nothing any more; end the copying thread when it has nothing left."""
         for hook in self._hooks:
             hook.remove()
-        if self.strategy:
-            self.strategy.close()
+        self._recorder.stop()
         self._copier.close()
 
     def release(self) -> None:
@@ -200,38 +190,42 @@ class Captures:
     ) -> bool:
         """Whether this commits something. See begin."""
         began = time.perf_counter()
-        captured: Captured | None = Captured(self.collect())
-        if self.strategy and captured:
-            if self._losses != self._client.losses:
-                self._losses = self._client.losses
-                self.strategy.change_keeper()
-            captured = self._choose(handle.step, captured.collected, asked, tag, must_wait)
+        collected = self.collect()
+        self._trust.keeper = self._client.losses
+        if not self._trust.may_follow(self._whole_call):
+            self.strategy.break_off()
+        captured = self._choose(handle, collected, asked=asked, tagged=tag is not None)
         if captured is None:
             if not self._state.world.is_alone:  # nobody waits for what has come to nothing here
                 self._saves.leave_out(handle, "its window has ended")
             return False
         try:
-            waits = self._waits or must_wait or self._is_worth_waiting(captured, handle.call)
-            self._capture(handle, captured, tag, metrics, waits)
+            is_awaited = captured.continues or captured.is_awaited
+            is_awaited |= self._trust.joins_at(handle.call)
+            self._capture(handle, captured, tag, metrics, self._waits or must_wait or is_awaited)
         except BaseException:
-            if self.strategy:  # what was taken for the record is gone
-                self.strategy.end_chain()
+            self.strategy.break_off()  # what was taken for the record is gone
             raise
         self._pace.note_call(time.perf_counter() - began)
         return captured.commits
 
     def _choose(
-        self, step: int, collected: Collected, asked: bool, tag: str | None, must_save: bool
+        self, handle: SaveHandle, collected: Collected, *, asked: bool, tagged: bool
     ) -> Captured | None:
-        """`must_save`: there will be no other step."""
-        assert self.strategy
+        """What the strategy wants; where it cannot go on, what it wants without what was before."""
+        step = handle.step
+        self._choice.settle(step, collected)
         try:
-            return self.strategy.choose(step, collected, asked=asked, tagged=tag is not None)
-        except BaseException as error:
-            self.strategy.end_chain()  # what was taken for the record is gone
-            if must_save and isinstance(error, Refused):
-                return Captured(collected)
+            return self.strategy.choose(step, collected, asked=asked, tagged=tagged)
+        except Unsupported as error:
+            is_new = not isinstance(error, Overwritten)
+            self._trust.surprise(handle.call, step, str(error), counts=is_new)
+        except BaseException:
+            self.strategy.break_off()  # what was taken for the record is gone
             raise
+        self.strategy.break_off()
+        self._choice.settle(step, collected)
+        return self.strategy.choose(step, collected, asked=asked, tagged=tagged)
 
     def _capture(
         self,
@@ -250,8 +244,7 @@ class Captures:
         slot = self._slot(handle.step, plan, waits)
         if slot is None:
             self._saves.skip(handle)
-            if self.strategy:
-                self.strategy.end_chain()
+            self.strategy.break_off()
             return
         sequence = self.pool.next_sequence()
         said = self._describe(captured, tag, metrics)
@@ -265,8 +258,9 @@ class Captures:
             slot.arena.set_state(slot.index, SlotState.FREE)
             raise
         try:
-            if self.strategy:
-                self.strategy.begun(captured, handle)
+            self.strategy.begun(captured, handle)
+            if not captured.continues:
+                self._whole_call = handle.call
             if captured.record is not None and not self._state.world.is_alone:
                 self._passes = _PASSES_TOLD
             self._saves.begin(capture, handle)
@@ -318,10 +312,10 @@ class Captures:
             "hyperparameters": captured.collected.hyperparameters,
             "topology": self._topology,
             "capture": {
-                "strategy": "full",
                 "every": self._every,
                 "memory": self.pool.describe(),
-                **(self.strategy.describe() if self.strategy else {}),
+                **self.strategy.describe(),
+                **({"auto": {"reason": self._choice.reason}} if self._choice.reason else {}),
             },
             "metrics": metrics,
             "tag": tag,
@@ -330,15 +324,11 @@ class Captures:
             "share": captured.share,
         }
 
-    def _is_worth_waiting(self, captured: Captured, call: int) -> bool:
-        """Whether a log would end, or a window be in vain, without this."""
-        return captured.continues or (self._log is not None and self._log.awaits(call))
-
     def _on_whole(self, step: int, epoch: int) -> None:
         """A step was made whole in the background, perhaps of what was left behind since. Client's
         thread."""
-        if self._log and epoch == self.epoch:
-            self._log.note_whole(step)
+        if epoch == self.epoch:
+            self._choice.interval.note_whole(step)
 
     def _announce(self, capture: Capture) -> Callable[[int], None] | None:
         """Let the keeper work on what is copied already. Copying thread, which must not wait: so
@@ -382,20 +372,13 @@ def _interrupted(step: int, error: BaseException) -> str:
     return f"saving step {step}: interrupted by {error!r}. Go on with the next step"
 
 
-def chosen_strategy(
-    options: Options, state: State, pace: Pace, derived: Derived | None
-) -> Strategy | None:
-    """What the options come to for this state; None for whole states. All ranks call it.
+def check_room(state: State) -> None:
+    """Raises Unavailable, on all ranks, where no copy of the state can be made on one of them."""
 
-    `derived`: None where no part of the state is. Raises on all ranks what one of them does:
-    Unsupported where it does not fit, Unavailable where no copy of the state can be made."""
-    ranks = None if state.world.is_alone else Ranks(state)
-
-    def make() -> Strategy | None:
+    def check() -> None:
         if file_size_limit() is not None:  # to walk a state takes a while
             tensors = {id(tensor): tensor for tensor in state.live_tensors().values()}
             size = sum(tensor.nbytes for tensor in tensors.values()) // state.world.size
             check_file_size("copying this state in memory", SLOTS_MIN * size)
-        return make_strategy(options, state.optimizers, state.modules, pace, derived, ranks)
 
-    return state.world.together("choosing a strategy", make)
+    state.world.together("looking for room", check)

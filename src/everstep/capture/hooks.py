@@ -13,17 +13,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
-from everstep.capture.auto import Auto
 from everstep.capture.copier import Copier
-from everstep.capture.log import Log
-from everstep.capture.spread import Spread
 from everstep.handle import Metrics
 from everstep.redo.graphs import is_capturing
+from everstep.redo.recorder import Recorder
 from everstep.state.optimizers import OptimizerState
 
-_FRAMES_MAX = 100
 _ours: set[int] = set()
 """Ids of the hooks that everstep has put on optimizers: more than one Checkpointer may save the
 same. They change nothing, so that their order among themselves does not matter."""
@@ -36,20 +32,22 @@ class Hook:
         self,
         optimizer: OptimizerState,
         capture: Copier,
-        log: Log | Spread | Auto | None,
+        recorder: Recorder | None,
         metrics: Metrics,
     ) -> None:
-        """`log`: None where nothing is to be noted."""
+        """`recorder`: None where nothing is ever noted."""
         self._state = optimizer
         self._optimizer = optimizer.optimizer
         self._capture = capture
-        self._log = log
+        self._recorder = recorder
         self._metrics = metrics
         self._writes_early = False
         self._is_outside = False
         self._is_compiled = False
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
-        self._after = self._optimizer.register_step_post_hook(self._after_step) if log else None
+        self._after = (
+            self._optimizer.register_step_post_hook(self._after_step) if recorder else None
+        )
         _ours.update(handle.id for handle in (self._before, self._after) if handle)
         self._leave_compiled()
 
@@ -98,16 +96,6 @@ class Hook:
             self._capture.await_copies()
             return None
         self._state.has_stepped = True
-        if self._log and self._log.is_recording:
-            steps = self._steps()
-            if len(steps) > 1:
-                self._refuse_others(self._log)
-                return None  # the outer call is the one that is noted
-            if steps and not _is_of(type(self._optimizer), steps[0]):
-                self._log.refuse(
-                    f"{self._state.name!r} has a step() of its own, which is not its class's, and "
-                    f"that is what a replay would call"
-                )
         myself, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if not callable(closure):
@@ -138,13 +126,15 @@ class Hook:
         return clean
 
     def _note(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        if self._log and self._log.is_recording:
+        if self._recorder and self._recorder.is_on:
             began = time.perf_counter()
             if not self._is_last():
-                self._log.refuse(f"a pre-hook of {self._state.name!r} was registered meanwhile")
+                self._recorder.refuse(
+                    f"a pre-hook of {self._state.name!r} was registered meanwhile"
+                )
             if self._is_compiled:  # its last bits are others than those of the plain update
-                self._log.refuse(f"the step() of {self._state.name!r} is compiled")
-            self._log.before_step(self._state, *_arguments(args, kwargs))
+                self._recorder.refuse(f"the step() of {self._state.name!r} is compiled")
+            self._recorder.before_step(self._state, *_arguments(args, kwargs))
             self._count(began)
 
     def _count(self, began: float) -> None:
@@ -153,49 +143,9 @@ class Hook:
         self._metrics.stall_seconds += seconds
 
     def _after_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self._log
-        if not is_capturing() and self._log.is_recording and len(self._steps()) < 2:
-            self._log.after_step(self._state)
-
-    def _steps(self) -> list[Any]:
-        """The functions step() of this optimizer that are on the stack, the innermost first: torch
-        runs the hooks of a subclass that calls super().step() twice. The stack tells it even after
-        an update that raised, of which no post-hook tells."""
-        found: list[Any] = []
-        frame = sys._getframe(1)
-        for _ in range(_FRAMES_MAX):
-            # torch.optim.Optimizer.profile_hook_step
-            if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is self._optimizer:
-                found.append(frame.f_locals.get("func"))
-            if frame.f_back is None or len(found) > 1:
-                break
-            frame = frame.f_back
-        return found
-
-    def _refuse_others(self, log: Log | Spread | Auto) -> None:
-        """What they do within the outer step() is in no record."""
-        hooks = (
-            torch_optimizer._global_optimizer_pre_hooks,
-            torch_optimizer._global_optimizer_post_hooks,
-            self._optimizer._optimizer_step_pre_hooks,
-            self._optimizer._optimizer_step_post_hooks,
-        )
-        if any(key not in _ours for each in hooks for key in each):
-            log.refuse(
-                f"hooks of {self._state.name!r} run twice in each step, as its step() calls that "
-                f"of its base class. Do what they do before you call step()"
-            )
-
-
-def _is_of(kind: type, step: Any) -> bool:
-    """Whether it is the class's, inside of torch's wrapper, and perhaps of others."""
-    for each in kind.__mro__:
-        found = vars(each).get("step")
-        while found is not None and found is not step:
-            found = getattr(found, "__wrapped__", None)
-        if found is step:
-            return True
-    return False
+        assert self._recorder
+        if not is_capturing() and self._recorder.is_on:
+            self._recorder.after_step(self._state)
 
 
 def _are_at_begin(ids: Iterable[int], own: int) -> bool:

@@ -3,10 +3,10 @@
 A step is a record on all ranks or on none. What is decided by what was measured, the first rank
 decides, and tells the others in good time: through the torch.distributed.Store, which is looked at
 now and then and never waited for. Where ranks come apart all the same (a surprise on one of them),
-the keeper refuses the step, and whole states follow until they are together again (failures.py).
+the keeper refuses the step, and whole states follow until they are together again (trust.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -17,24 +17,15 @@ from everstep.format.tables import raw_name
 from everstep.sharding.leaves import Leaf
 from everstep.state.view import State
 
-DECIDED_EVERY = 16
-"""Steps that are due, from one common decision to the next; it takes effect that much later."""
-
 _WINDOWS_MAX = 8
 """For so many the first rank's figures are kept."""
 
 
-RAW_FROM = 4
-"""Steps from a base to where what was told there about raw gradients holds: all have heard it."""
-
-
 class NextBase(NamedTuple):
-    """At which step it comes, over how many it is spread, and whether gradients from before
-    clipping are recorded until then."""
+    """At which step it comes, and over how many it is spread."""
 
     step: int
     window: int
-    wants_raw: bool
 
 
 class Figures(NamedTuple):
@@ -51,13 +42,12 @@ class Figures(NamedTuple):
         return Pace(self.bytes_per_s, self.overlap_s, self.call_s)
 
 
-class Ranks:
+class RankAgreement:
     """For the thread that trains; all ranks make the same calls."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._world = state.world
-        self._turn: int | None = None
         self._base: tuple[int, NextBase | None] = (-1, None)
         self._window: tuple[int, Figures | None] = (-1, None)
         self._decided: dict[int, tuple[int, Figures]] = {}
@@ -129,23 +119,9 @@ class Ranks:
         """None where it is not known yet."""
         step, following = self._base
         if following is None and (told := self._world.heard(f"base/{step}")):
-            following = NextBase(int(told[0]), int(told[1]), bool(told[2]))
+            following = NextBase(int(told[0]), int(told[1]))
             self._base = (step, following)
         return following
-
-    def wants_raw(self, step: int) -> bool:
-        """Whether gradients from before clipping are recorded at this step. They are after each
-        base: so ranks that have heard different things soon agree again."""
-        following = self.next_base()
-        return following is None or step < self._base[0] + RAW_FROM or following.wants_raw
-
-    def end(self) -> None:
-        """This rank records nothing any more."""
-        self._world.tell("no log", True)
-
-    def has_ended(self) -> bool:
-        """Whether one of them has said so. A round trip to the store."""
-        return bool(self._world.heard("no log"))
 
     def tell_window(self, number: int, figures: "Figures") -> None:
         """What the first rank has measured is what all go by, in the window of that number."""
@@ -165,18 +141,6 @@ class Ranks:
             is_known = told is not None and told[0] == number
             self._window = number, Figures(*told[1]) if is_known else None
         return self._window[1]
-
-    def decide(self, step: int, every: int, wanted: Callable[[], bool], now: bool) -> bool:
-        """What all ranks do from this step on: `now`, or what the first rank `wanted` a while ago.
-        By steps, not by calls: a rank whose window has ended makes fewer."""
-        turn, before = step // (every * DECIDED_EVERY), self._turn
-        self._turn = turn
-        if turn == before or before is None:
-            return now
-        if self._world.rank == 0:
-            self._world.tell(f"decision/{turn}", wanted())
-        heard = self._world.heard(f"decision/{turn - 1}")
-        return now if heard is None else bool(heard)
 
 
 def _coefficients(calls: Sequence[Mapping[str, Any]]) -> set[str]:

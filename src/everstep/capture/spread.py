@@ -13,8 +13,7 @@ then it is `full`.
 Source: GoCkpt (multi-step overlapped checkpoints); fuzzy checkpoints of ARIES.
 """
 
-import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,20 +30,16 @@ from everstep.capture.captured import (
     unowned,
 )
 from everstep.capture.copy_speed import Pace, Piece, Schedule, schedule
-from everstep.capture.rank_agreement import Figures, Ranks
+from everstep.capture.rank_agreement import Figures, RankAgreement
+from everstep.capture.trust import Trust
 from everstep.capture.window_partition import Pieces, measured, why_undivided
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
-from everstep.redo.clipping import Recording
-from everstep.redo.coupling import why_not
 from everstep.redo.recorder import Recorder
-from everstep.redo.refusals import Held, Lasting, Refused, check_gradients, check_graphs
 from everstep.redo.rolling_digest import Slice
 from everstep.sharding.leaves import Leaf
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
-
-log = logging.getLogger("everstep")
 
 _AHEAD = 2
 """So many windows before one the first of several ranks tells what it has measured for it."""
@@ -52,9 +47,10 @@ _AHEAD = 2
 
 @dataclass(slots=True)
 class _Window:
-    """One checkpoint on its way."""
+    """One checkpoint on its way. `keeper`: see Trust."""
 
     due: int
+    keeper: int
     shape: tuple[Any, ...]
     pieces: Pieces
     handles: list[SaveHandle] = field(default_factory=list)
@@ -66,66 +62,42 @@ class Spread:
     def __init__(
         self,
         optimizers: list[OptimizerState],
+        recorder: Recorder,
+        trust: Trust,
         every: int,
         pace: Pace,
         window: int | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankAgreement | None = None,
+        why_whole: str | None = None,
     ) -> None:
         """`every`: the steps that are due are its multiples. `window`: steps of one; None: chosen
         by `pace`. `ranks`: of several, which go by what the first of them has measured up to two
-        windows before."""
+        windows before. `why_whole`: why windows have one step in this run."""
         self._optimizers = optimizers
+        self._recorder = recorder
+        self._trust = trust
         self._every = every
         self._pace = pace
         self._fixed = window
+        self._ranks = ranks
+        self._why_whole = why_whole
         self._window: _Window | None = None
         self._last: SaveHandle | None = None
         self._last_walk: Walk | None = None
         self._seen: Seen | None = None
         self._rolled: Walk | None = None
         """Of whose tensors the due records have digests."""
-        self._sizes: tuple[Walk, int, int] | None = None
+        self._sizes: tuple[Walk, int] | None = None
         self._measured: list[Piece] = []
         self._schedule = Schedule()
         self._planned: tuple[Walk, Pace] | None = None
         """For which the schedule was made."""
         self._broken_due: int | None = None
-        self._recording = Recording()
-        self.refusal = why_not(optimizers)
-        """Why windows have one step in this run."""
-        self._held = Held()
-        self._refused: str | None = None
-        self._stays_whole = False
-        self._ranks = ranks
         self._due = 0
         self._first_due: int | None = None
-        rank = ranks.rank if ranks else None
-        self._recorder = Recorder([] if self.refusal else optimizers, rank=rank)
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether optimizer calls are to be noted."""
-        return self._window is not None and bool(self._window.pieces.steps)
-
-    def before_step(
-        self, optimizer: OptimizerState, args: list[Any], kwargs: dict[str, Any]
-    ) -> None:
-        """See Recorder. Only while recording."""
-        self._recorder.before_step(optimizer, args, kwargs)
-
-    def after_step(self, optimizer: OptimizerState) -> None:
-        """See Recorder. Only while recording."""
-        self._recorder.after_step(optimizer)
-
-    def refuse(self, problem: str) -> None:
-        """See Recorder."""
-        self._recorder.refuse(problem)
 
     def wants(self, step: int) -> bool:
-        """Whether something of the next checkpoint is to be copied at this step, which is not due
-        itself."""
-        if self._refused:
-            return True
+        """See Strategy."""
         due = self._note_due(step)
         if self._window and self._window.due != due:  # no step() came at the due step
             self._forget()
@@ -135,7 +107,7 @@ class Spread:
 
     def size(self) -> int:
         """Steps of the next window."""
-        if self._every == 1 or self.refusal or self._sizes is None:
+        if self._every == 1 or self._why_whole or self._sizes is None:
             return 1
         if self._ranks and self._ranks.why_whole():
             return 1
@@ -184,137 +156,62 @@ class Spread:
         return last if is_same and is_same.is_still(collected, is_alone=not self._ranks) else None
 
     def choose(
-        self, step: int, collected: Collected, *, asked: bool = False, tagged: bool = False
+        self, step: int, collected: Collected, *, asked: bool, tagged: bool
     ) -> Captured | None:
-        """What to capture for `step`; None where it is nothing. `asked`, `tagged`: by save(), which
-        wants a whole state now. Raises Refused where windows do not fit the run: then at each
-        call."""
+        """See Strategy."""
         self._note_due(step)
-        is_new = self._measure(collected.walk)
+        self._measure(collected.walk)
         is_due = step % self._every == 0
         if self._ranks and is_due:
             self._ranks.tell_window(step // self._every + _AHEAD, self._figures())
-        if asked or tagged:
+        if asked or tagged or (self._window is None and is_due):
             self._forget()
             return Captured(collected)
-        if not is_due and not self.wants(step):  # `auto` has just come here from another strategy
+        if not is_due and not self.wants(step):
             return None
-        if self._refused:
-            raise Refused(self._refused)
-        try:
-            self._check_run(is_new)
-            if self._window is None and is_due:
-                self._forget()
-                return Captured(collected)
-            return self._share(step, collected, is_due)
-        except Unsupported as error:
-            self._refuse_for_good(error)
-            log.warning(
-                "the checkpoint of step %s cannot be spread over the steps before it: %s. A whole "
-                "state is saved instead",
-                -(-step // self._every) * self._every,
-                error,
-            )
-            self.end_chain()
-            if isinstance(error, Lasting):
-                self.stay_whole(str(error))
-            return Captured(collected) if is_due else None
-
-    def stay_whole(self, why: str) -> None:
-        """Windows have one step from now on."""
-        self._refused, self.refusal, self._stays_whole = None, why, True
-        self.end_chain()
-
-    def _check_run(self, is_new: bool) -> None:
-        """Raises Refused where no window could hold what the optimizers consume. `is_new`: other
-        tensors than at the last step."""
-        if not self._stays_whole:
-            check_graphs(self._optimizers)
-            if is_new:
-                check_gradients(self._optimizers)
-
-    def _refuse_for_good(self, error: Unsupported) -> None:
-        """Raises Refused where windows do not fit the run."""
-        try:
-            self._held.note(error)
-            if isinstance(error, Refused):
-                raise error
-        except Refused as refusal:
-            self._refused = str(refusal)
-            self.end_chain()
-            raise
+        if self._window and self._window.keeper != self._trust.keeper:
+            raise Unsupported("the keeper died within its window, with the parts that it had")
+        return self._share(step, collected, is_due)
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
-        """This is being captured."""
-        window = self._window
-        if captured.share and captured.share["calls"] is not None:
-            self._held.note_success()
-        if window and not (captured.share and captured.share["ends"]):
+        """See Strategy."""
+        window, share = self._window, captured.share
+        if window and not (share and share["ends"]):
             window.handles.append(handle)
             return
         self._forget()
-        self._last = handle if captured.share else None
+        self._last = handle if share else None
         self._last_walk = self._sizes[0] if self._sizes else None
         self._seen = Seen.of(captured.collected)
-        if captured.share:
-            self._recorder.watch()
+        if share:
+            self._trust.note_interval(handle.call)
+            self._recorder.start(notes=False)
 
-    def describe(self) -> dict[str, Any]:
-        """What `everstep show` prints of the choice."""
-        size = self.size()
-        chosen: dict[str, Any] = {"strategy": "spread" if size > 1 else "full", "window": size}
-        if why := self.refusal or (self._ranks and self._ranks.why_whole()):
-            chosen["reason"] = why
-        return {**chosen, **self._pace.describe()}
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of the state and of its gradients, as last seen."""
-        return self._sizes[1:] if self._sizes else (0, 0)
-
-    def close(self) -> None:
-        """Record nothing any more."""
-        self._forget()
-
-    pause = close
-
-    def distrust(self, names: Collection[str]) -> None:
-        """See Recorder."""
-        self._recorder.distrust(names)
-
-    def change_keeper(self) -> None:
-        """The one that had the parts of the window under way is gone."""
-        if self._window:
-            log.warning(
-                "the keeper died within the window of step %s, with the parts that it had. A whole "
-                "state is saved there instead",
-                self._window.due,
-            )
-            self.end_chain()
-
-    def end_chain(self) -> None:
-        """What was copied so far is worth nothing: at the due step a whole state is saved."""
+    def break_off(self) -> None:
+        """See Strategy."""
         if self._window:
             self._broken_due = self._window.due
         self._forget()
         self._last = None
 
+    def describe(self) -> dict[str, Any]:
+        """See Strategy."""
+        size = self.size()
+        chosen: dict[str, Any] = {"strategy": "spread" if size > 1 else "full", "window": size}
+        if why := self._why_whole or (self._ranks and self._ranks.why_whole()):
+            chosen["reason"] = why
+        return {**chosen, **self._pace.describe()}
+
     def _forget(self) -> None:
         self._window = None
-        self._recorder.reset()
-        self._recorder.only = None
-        self._recording.set(False)
+        self._recorder.stop()
 
-    def _measure(self, walk: Walk) -> bool:
-        """Bytes of a state, and of the gradients of all parameters; once for each walk. Whether it
-        is a new one."""
-        if self._sizes is not None and self._sizes[0] is walk:
-            return False
-        state = sum(leaf.tensor.nbytes for leaf in walk.leaves)
-        ranks = self._ranks.size if self._ranks else 1
-        self._measured, gradients = measured(self._optimizers, walk, ranks)
-        self._sizes = walk, state, gradients
-        return True
+    def _measure(self, walk: Walk) -> None:
+        """Bytes of a state, and of the gradients of all parameters; once for each walk."""
+        if self._sizes is None or self._sizes[0] is not walk:
+            ranks = self._ranks.size if self._ranks else 1
+            self._measured = measured(self._optimizers, walk, ranks)
+            self._sizes = walk, sum(leaf.tensor.nbytes for leaf in walk.leaves)
 
     def _share(self, step: int, collected: Collected, is_due: bool) -> Captured:
         """This step's part of the window, which begins here where none is open."""
@@ -340,9 +237,7 @@ class Spread:
             record, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
         share = {"steps": list(pieces.steps), "calls": calls, "ends": is_due}
         if calls is None:
-            self._recorder.reset()
-            self._recorder.watch()
-            self._recording.set(True)
+            self._recorder.start()
         self._recorder.only = pieces.copied
         digests = (leaf for each in slices for leaf in each.leaves)
         part = part_of(collected, (*leaves, *record, *digests), collected.loose if is_due else ())
@@ -360,7 +255,12 @@ class Spread:
         known = self._planned
         is_planned = known and known[0] is walk and self._schedule.steps == steps
         planned = self._schedule.groups if is_planned and self._fixed is None else None
-        return _Window(due, shape_of(walk), Pieces.of(self._optimizers, walk, steps, planned))
+        return _Window(
+            due,
+            self._trust.keeper,
+            shape_of(walk),
+            Pieces.of(self._optimizers, walk, steps, planned),
+        )
 
     def _check(self, window: _Window, step: int, collected: Collected) -> None:
         for handle in window.handles:

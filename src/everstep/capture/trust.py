@@ -40,13 +40,16 @@ class Trust:
         self._reason = "the ranks had different things to save"
         self.lost: str | None = None
         """Why whole states stay for the rest of the run."""
+        self.keeper = 0
+        """How many keepers have died: what another one had in memory is gone with it."""
         self._changed = threading.Lock()
 
-    def surprise(self, call: int, step: int, reason: str) -> None:
-        """No record can be made of this step, and a whole state is saved instead."""
+    def surprise(self, call: int, step: int, reason: str, *, counts: bool = True) -> None:
+        """No record can be made of this step, and a whole state is saved instead. `counts`: not
+        where it is known not to come again."""
         with self._changed:
             self._reason = reason
-            if self._is_alone:
+            if self._is_alone and counts:
                 self._count(call)
         log.warning(
             "no record is made of step %s: %s. A whole state is saved instead%s%s",

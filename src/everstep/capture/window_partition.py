@@ -70,29 +70,21 @@ class Unit:
     size: int
 
 
-def measured(
-    optimizers: list[OptimizerState], walk: Walk, ranks: int = 1
-) -> tuple[list[Piece], int]:
-    """The pieces, and the bytes of the gradients of all parameters that the walk has (of several
-    ranks: as far as this one writes them). Of the pieces what each of so many `ranks` has of them
-    on average: the same on all."""
+def measured(optimizers: list[OptimizerState], walk: Walk, ranks: int = 1) -> list[Piece]:
+    """The pieces; what each of so many `ranks` has of them on average: the same on all."""
     items: dict[str, tuple[int, int]] = {}
     for optimizer in optimizers:
         for _, name, parameter, _ in optimizer.parameters():
             for each in optimizer.mapped.names(name, parameter):
-                items[each] = parameter.numel(), _gradient_item(parameter)
-    gradients = sum(
-        leaf.tensor.numel() * items[leaf.name][1] for leaf in walk.leaves if leaf.name in items
-    )
-    pieces = [
+                items[each] = parameter.numel(), gradient_item(parameter)
+    return [
         Piece(name, unit.size // ranks, count * item // ranks)
         for name, unit in _units(optimizers, walk).items()
         for count, item in [items[name]]
     ]
-    return pieces, gradients
 
 
-def _gradient_item(parameter: torch.Tensor) -> int:
+def gradient_item(parameter: torch.Tensor) -> int:
     """Bytes of an element of the gradient that is there, or of one to come: it may be of another
     dtype. Of a sparse one, as if it were dense."""
     if not parameter.requires_grad:

@@ -24,15 +24,14 @@ import torch
 from everstep.errors import Unsupported
 from everstep.format.tables import raw_name
 from everstep.redo import clipping, compression
-from everstep.redo.autocast import autocast_now
-from everstep.redo.refusals import (
-    Outside,
+from everstep.redo.allowed import (
     Overwritten,
     check_gradient,
     check_graphs,
     local_gradient,
     part_here,
 )
+from everstep.redo.autocast import autocast_now
 from everstep.redo.rolling_digest import RollingDigest, Slice, count_for
 from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Leaf
@@ -42,7 +41,6 @@ from everstep.sharding.redundancy import class_of, inner_of, takes_part
 from everstep.state.fingerprint import Fingerprint
 from everstep.state.objects import encode, place_of
 from everstep.state.optimizers import OptimizerState
-from everstep.state.recorded import check_parts
 
 EAGER_TIMES = 3
 """Of each parameter: DDP's bucket views look fresh at step 2, and are reused from step 3 on."""
@@ -85,10 +83,19 @@ class Recorder:
     """Notes optimizer calls. For the thread that trains."""
 
     def __init__(
-        self, optimizers: Sequence[OptimizerState], is_full: bool = False, rank: int | None = None
+        self,
+        optimizers: Sequence[OptimizerState],
+        is_full: bool = False,
+        rank: int | None = None,
+        pre_clip: bool = False,
     ) -> None:
         """`is_full`: look at all bytes instead of a sample, and digest all for the replay: passes
-        over the state at each update. `rank`: of several."""
+        over the state at each update. `rank`: of several. `pre_clip`: note gradients from before
+        clipping, too."""
+        self.is_on = False
+        """Whether optimizer calls are to be noted."""
+        self._recording = clipping.Recording()
+        self._pre_clip = pre_clip
         self._rank = rank
         self._optimizers = optimizers
         self._is_full = is_full
@@ -116,9 +123,13 @@ class Recorder:
         self._bytes_max = 0
         self._has_shared = False
 
-    def watch(self) -> None:
-        """The optimizers' tensors of now, from now on: none of them was written to since its
-        optimizer's last call."""
+    def start(self, notes: bool = True) -> None:
+        """Note what comes from now on, from the optimizers' tensors of now: none of them was
+        written to since its optimizer's last call. `notes`: False where it is only to be known
+        whether anything comes (`is_quiet`)."""
+        self.stop()
+        self.is_on = notes
+        self._recording.set(notes, pre_clip=self._pre_clip)
         parameters = [p for optimizer in self._optimizers for _, _, p, _ in optimizer.parameters()]
         self._bytes_max = _UPDATES_MAX * sum(parameter.nbytes for parameter in parameters)
         self._has_shared = len({id(parameter) for parameter in parameters}) < len(parameters)
@@ -147,8 +158,11 @@ class Recorder:
             and all(map(self._is_untouched, self._optimizers))
         )
 
-    def reset(self) -> None:
-        """Forget what was noted: the state is another one now."""
+    def stop(self) -> None:
+        """Note nothing, and forget what was noted: the state is another one now."""
+        self.is_on = False
+        self._recording.set(False)
+        self.only = None
         self._calls.clear()
         self._fingerprints.clear()
         self._at_base.clear()
@@ -216,10 +230,6 @@ class Recorder:
         Unsupported where they are no record."""
         check_graphs(self._optimizers)
         for optimizer in self._optimizers:
-            if optimizer.is_graphed:
-                self.refuse(
-                    Outside(f"updates of {optimizer.name!r} may come from a CUDA graph, unseen")
-                )
             self._is_untouched(optimizer)
         for call in self._calls:
             self._check_held(call)
@@ -282,11 +292,9 @@ class Recorder:
             changed = at_base.changed()
         if changed:
             self.refuse(
-                Outside(
-                    f"{', '.join(map(repr, changed[:5]))} changed between two calls of "
-                    f"{optimizer.name!r}, by something else than the optimizer (or by it before "
-                    f"it called its closure), which no replay repeats"
-                )
+                f"{', '.join(map(repr, changed[:5]))} changed between two calls of "
+                f"{optimizer.name!r}, by something else than the optimizer (or by it before it "
+                f"called its closure), which no replay repeats"
             )
         return not changed
 
@@ -298,7 +306,6 @@ class Recorder:
         known = _origins(rows, call.optimizer.mapped)
         held: list[Leaf] = []
         copied: list[str] = []
-        noted: dict[str, torch.Tensor] = {}
         for name, parameter, gradient in rows:
             check_gradient(name, gradient)
             if self.only is not None and name not in self.only:
@@ -317,7 +324,7 @@ class Recorder:
                 call.tensors[key] = local_gradient(name, parameter, source)
             else:
                 is_copied = must_copy or not self._is_fresh(parameter, part)
-                call.tensors[f"{call.at}.{name}"] = noted[name] = part.detach()
+                call.tensors[f"{call.at}.{name}"] = part.detach()
                 held += [] if is_copied else [Leaf(name, gradient)]
                 copied += [f"{call.at}.{name}"] if is_copied else []
             self._last[id(parameter)] = weakref.ref(part.untyped_storage())
@@ -325,7 +332,6 @@ class Recorder:
         call.tensors |= dict(zip(copied, copies, strict=True))
         call.held = Fingerprint(held, self._turn) if held else None
         clipping.release(parameter for _, _, parameter, _ in parameters)
-        check_parts(call.optimizer, noted)
         if clips:
             call.said["clips"] = list(clips.values())
         if shrunk:

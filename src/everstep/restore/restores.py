@@ -200,7 +200,7 @@ class Restores:
         return [candidate for candidate in found if candidate.name in common]
 
     def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
-        self._captures.end_chain()
+        self._captures.break_off()
         with Loader() as loader:
             manifest, differing = apply(
                 candidate, self._state, only, loader, must_be_exact, self._rules
@@ -208,7 +208,7 @@ class Restores:
         self._derived.restored(manifest.step)
         if candidate.disk is self._disk:
             read = 0 if candidate.held else loader.size
-            self._captures.restored(candidate.origin, manifest.capture, read, loader.seconds)
+            self._captures.restored(candidate.origin, read, loader.seconds)
         self._compare(manifest, differing)
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)

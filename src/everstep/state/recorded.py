@@ -7,70 +7,13 @@ from math import prod
 
 import torch
 
-from everstep.errors import Unsupported
 from everstep.format.boxes import Box
 from everstep.format.tables import is_gradient
 from everstep.sharding.layout import local_of, shards_like
-from everstep.sharding.leaves import Leaf, has_elements
-from everstep.sharding.mapped import Piece, memory_like
+from everstep.sharding.leaves import Leaf
 from everstep.sharding.ranked import unowned
-from everstep.sharding.redundancy import updating_ranks
 from everstep.sharding.writers import Held, Holders, assign_writers, dealt_out
 from everstep.state.optimizers import OptimizerState
-
-
-def check_parts(optimizer: OptimizerState, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Raises Unsupported where gradients of a call cannot be recorded as boxes: they lie otherwise
-    than their parameters, or parts of one tensor differ in dtype or in having one. `gradients`: by
-    local name."""
-    known: dict[str, tuple[str, torch.dtype | None]] = {}
-    for name, parameter in _boxed(optimizer):
-        gradient = gradients.get(name)
-        if gradient is not None:
-            memory_like(parameter, gradient)
-        dtype = None if gradient is None else gradient.dtype
-        for each in optimizer.mapped.names_here(name, parameter):
-            first, other = known.setdefault(each, (name, dtype))
-            if other != dtype:
-                raise Unsupported(
-                    f"recording {each!r}: {first!r} and {name!r} are parts of it, and their "
-                    f"gradients are {other or 'not there'} and {dtype or 'not there'}"
-                )
-
-
-def leaves_of(
-    tensors: Mapping[str, torch.Tensor], optimizers: Iterable[OptimizerState], owner: int
-) -> tuple[Leaf, ...]:
-    """The own tensors of a record of one process, which `check_parts` has passed."""
-    boxed = {
-        name: (optimizer.mapped, parameter)
-        for optimizer in optimizers
-        for name, parameter in _boxed(optimizer)
-    }
-    found: list[Leaf] = []
-    for name, tensor in tensors.items():
-        head, _, rest = name.partition(".")
-        if "!" in head or rest not in boxed:
-            found.append(Leaf(name, tensor, owner))
-            continue
-        mapped, parameter = boxed[rest]
-        leaves = (
-            Leaf(f"{head}.{shard.name}", shard.tensor, owner, shard.box, shard.shape)
-            for shard in mapped.pieces(parameter, tensor) or ()
-        )
-        found += [leaf for leaf in leaves if has_elements(leaf)]
-    return tuple(found)
-
-
-def _boxed(optimizer: OptimizerState) -> list[tuple[str, torch.Tensor]]:
-    """The parameters that are boxes of other tensors, by local name."""
-    if optimizer.mapped.is_empty:
-        return []
-    return [
-        (name, parameter)
-        for _, name, parameter, _ in optimizer.parameters()
-        if optimizer.mapped.split(parameter) is not None
-    ]
 
 
 @dataclass(slots=True)
@@ -98,7 +41,6 @@ class RecordShares:
     def __init__(self, optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -> None:
         self._rank = rank
         self._shares = _shares(optimizers, holders, rank)
-        self._boxed = _boxed_shares(optimizers, holders, rank)
 
     def leaves(
         self, tensors: Mapping[str, torch.Tensor], special: Container[str], owner: int
@@ -113,14 +55,6 @@ class RecordShares:
         found: list[Leaf] = []
         for name, tensor in tensors.items():
             head, _, rest = name.partition(".")
-            if "!" not in head and rest in self._boxed:
-                parameter, pieces = self._boxed[rest]
-                memory = memory_like(parameter, tensor)
-                found += [
-                    Leaf(f"{head}.{each.name}", each.of(memory), owner, each.box, each.shape)
-                    for each in pieces
-                ]
-                continue
             is_shared = is_gradient(name) or "!indices" in head
             share = self._shares.get(rest) if is_shared else None
             if share is None:
@@ -153,9 +87,7 @@ def _shares(optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -
     whole: dict[str, tuple[tuple[int, ...], int]] = {}
     for optimizer in optimizers:
         for _, name, parameter, _ in optimizer.parameters():
-            if optimizer.mapped.split(parameter) is not None:
-                continue
-            ranks = updating_ranks(optimizer.optimizer, parameter, name, holders.of(name))
+            ranks = holders.of(name)
             local = local_of(parameter)
             shape, shards = shards_like(parameter, local)
             is_first = holders.of_any(name)[0] == rank
@@ -174,35 +106,6 @@ def _shares(optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -
         # Of one that is whole the strides are kept, too.
         box = None if leaf.box == Box.whole(share.shape) else leaf.box
         share.places.append((_inside(leaf.tensor, share.memory), box))
-    return found
-
-
-def _boxed_shares(
-    optimizers: Iterable[OptimizerState], holders: Holders, rank: int
-) -> dict[str, tuple[torch.Tensor, list[Piece]]]:
-    """Of parameters that are boxes of other tensors, by local name: what this rank writes of each
-    gradient."""
-    held: list[Held] = []
-    found: dict[str, tuple[torch.Tensor, list[Piece]]] = {}
-    names: list[str] = []
-    for optimizer in optimizers:
-        for name, parameter in _boxed(optimizer):
-            found[name] = parameter, []
-            names.append(name)
-            for shard in optimizer.mapped.pieces(parameter, parameter) or ():
-                leaf = Leaf(shard.name, shard.tensor, len(names) - 1, shard.box, shard.shape)
-                if has_elements(leaf):
-                    ranks = holders.of(shard.name, shard.box)
-                    ranks = updating_ranks(optimizer.optimizer, parameter, shard.name, ranks)
-                    held.append(Held(leaf, ranks))
-    for leaf in assign_writers(held, rank)[0]:
-        assert leaf.owner is not None
-        assert leaf.box is not None
-        parameter, pieces = found[names[leaf.owner]]
-        start = leaf.tensor.storage_offset() - local_of(parameter).storage_offset()
-        start = int(start) if leaf.tensor.numel() else 0
-        shape = leaf.spec.shape
-        pieces.append(Piece(leaf.name, shape, leaf.box, start, leaf.tensor.stride()))
     return found
 
 

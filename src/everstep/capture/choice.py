@@ -1,0 +1,178 @@
+"""The choice of a strategy: what the user named; or, of "auto", what writes least.
+
+A log is taken where records and bases have much fewer bytes for each step than whole states. Sizes
+are those of global shapes, which are the same on all ranks, so that nobody asks anybody. They are
+known after the first update, when moments exist; until then, and else, states are spread over the
+steps before they are due, which is `full` where one step is enough.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from everstep import options
+from everstep.capture.base_interval import STATES, BaseInterval
+from everstep.capture.captured import unowned
+from everstep.capture.copy_speed import Pace
+from everstep.capture.log import Log
+from everstep.capture.rank_agreement import RankAgreement
+from everstep.capture.spread import Spread
+from everstep.capture.strategy import Full, Strategy
+from everstep.capture.trust import Trust
+from everstep.capture.unowned import Unowned
+from everstep.capture.window_partition import gradient_item
+from everstep.errors import Unsupported
+from everstep.redo.allowed import why_not_allowed
+from everstep.redo.coupling import why_not
+from everstep.redo.derived import Derived
+from everstep.redo.recorder import Recorder
+from everstep.state.optimizers import OptimizerState
+from everstep.state.view import Collected, State
+
+log = logging.getLogger("everstep")
+
+CHEAPER = 0.6
+"""A log is taken where it has less than this part of the bytes of whole states."""
+
+
+class Choice:
+    """What a user's options come to for a state, with what strategies share. For the thread that
+    trains; all ranks make one."""
+
+    def __init__(
+        self, chosen: options.Options, state: State, pace: Pace, derived: Derived | None
+    ) -> None:
+        """`derived`: None where no part of the state is. Raises Unsupported, on all ranks, where a
+        Log or Spread that the user asked for does not fit one of them."""
+        how = chosen.strategy
+        of_log = how if isinstance(how, options.Log) else options.Log()
+        self._state = state
+        self._every = chosen.every
+        self._derived = derived
+        self._pace = pace
+        self._ranks = None if state.world.is_alone else RankAgreement(state)
+        self.trust = Trust(is_alone=state.world.is_alone)
+        rank = self._ranks.rank if self._ranks else None
+        self.recorder = Recorder(
+            state.optimizers, of_log.verify == "full", rank, pre_clip=of_log.pre_clip
+        )
+        self.interval = BaseInterval(of_log.base_every)
+        self._is_open = how is None
+        self.reason: str | None = None
+        """Why "auto" has taken what it has; None where the user chose."""
+        self._unowned: Unowned | None = None
+        whys = state.world.gather("choosing a strategy", self._why_no_log(of_log))
+        self._why_no_log_here = next(filter(None, whys), None)
+        self.strategy = self._first(how)
+
+    def settle(self, step: int, collected: Collected) -> None:
+        """Choose for the whole run, where "auto" is to, and it can be told by now."""
+        if self.trust.lost and not isinstance(self.strategy, Full):
+            self.strategy.break_off()
+            self.strategy, self._is_open, self.reason = Full(self.trust.lost), False, None
+        if not self._is_open or not all(map(_has_updated, self._state.optimizers)):
+            return
+        others = unowned(collected.walk.leaves)
+        if self._unowned is None:  # the next call knows which of them change
+            self._unowned = Unowned(others, step)
+            return
+        changing = sum(_global_bytes([leaf.tensor]) for leaf in self._unowned.changed(others))
+        self._is_open, self._unowned = False, None
+        sizes = _Sizes.of(self._state, changing)
+        is_log, reason = sizes.weigh(self._every)
+        if is_log:
+            self.strategy.break_off()
+            self.strategy = self._log()
+        self.reason = reason
+        log.info("strategy auto: %s", reason)
+
+    def _first(self, how: options.Full | options.Spread | options.Log | None) -> Strategy:
+        why = self._why_no_log_here
+        if isinstance(how, options.Full):
+            return Full()
+        if isinstance(how, options.Log):
+            if why:
+                raise Unsupported(f"strategy='log': {why}. Use strategy='full' or 'auto'")
+            return self._log()
+        if how is None and why:
+            self._is_open, self.reason = False, f"full: {why}"
+            log.warning("strategy auto saves whole states: %s", why)
+        if how and self._ranks and self._ranks.is_on_nodes:
+            raise Unsupported(
+                "strategy='spread' and ranks on several nodes: that is for ranks of one node. Use "
+                "strategy='full' or 'auto'"
+            )
+        why_whole = why_not_allowed(self._state.optimizers, self._state.modules)
+        why_whole = why_whole or why_not(self._state.optimizers)
+        if how and why_whole:
+            log.warning(
+                "strategy='spread' copies each state at one step here, and not piece by piece over "
+                "a window: %s",
+                why_whole,
+            )
+        window = how.window if how else None
+        return Spread(
+            self._state.optimizers, self.recorder, self.trust, self._every, self._pace, window,
+            self._ranks, why_whole,
+        )  # fmt: skip
+
+    def _log(self) -> Log:
+        return Log(
+            self._state.optimizers, self.recorder, self.trust, self.interval, self._pace,
+            self._derived, self._ranks,
+        )  # fmt: skip
+
+    def _why_no_log(self, how: options.Log) -> str | None:
+        why = why_not_allowed(self._state.optimizers, self._state.modules, how.optimizers)
+        if why is None and self._derived:
+            if self._ranks and self._ranks.is_on_nodes:
+                return "derive= and ranks on several nodes do not go together with a log"
+            try:
+                self._derived.check_log(is_alone=self._ranks is None)
+            except Unsupported as error:
+                return str(error)
+        return why
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes of a whole state and of a record, as global shapes have them."""
+
+    state: int
+    record: int
+
+    @classmethod
+    def of(cls, state: State, changing: int) -> "_Sizes":
+        """`changing`: of what no optimizer owns, and is in records all the same."""
+        record = changing
+        tensors = dict[int, torch.Tensor]()
+        for optimizer in state.optimizers:
+            for _, _, parameter, _ in optimizer.parameters():
+                record += parameter.numel() * gradient_item(parameter)
+                kept = optimizer.state.get(parameter, {}).values()
+                members = [parameter, *(each for each in kept if isinstance(each, torch.Tensor))]
+                tensors |= {id(each): each for each in members}
+        for module in state.modules.values():
+            tensors |= {id(each): each for each in (*module.parameters(), *module.buffers())}
+        return cls(_global_bytes(tensors.values()), record)
+
+    def weigh(self, every: int) -> tuple[bool, str]:
+        """Whether a log has fewer bytes, and the figures in words."""
+        log_bytes, full_bytes = self.record * (1 + 1 / STATES), self.state / every
+        is_log = log_bytes < CHEAPER * full_bytes
+        unit, name = (1e6, "MB") if full_bytes >= 1e6 else (1e3, "kB")
+        return is_log, (
+            f"{'log' if is_log else 'full'}: {name} a step: {log_bytes / unit:.1f} in records and "
+            f"bases, or {full_bytes / unit:.1f} in whole states"
+        )
+
+
+def _has_updated(optimizer: OptimizerState) -> bool:
+    """Whether its moments exist."""
+    return optimizer.has_stepped or bool(optimizer.state)
+
+
+def _global_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,76 @@
+"""What a strategy is: it decides at each step what is captured. `full`, `spread` and `log` are the
+three that there are; another one is a class with these six methods, made in choice.py.
+
+A strategy knows nothing of slots, copies and keepers, and does not count what went wrong: where it
+cannot go on it raises Unsupported, and a whole state is captured in place of what it wanted
+(trust.py).
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from everstep.capture.captured import Captured
+from everstep.handle import SaveHandle
+from everstep.state.view import Collected
+
+
+class Strategy(Protocol):
+    """For the thread that trains."""
+
+    def wants(self, step: int) -> bool:
+        """Whether something of this step, which is not due, is captured all the same."""
+
+    def choose(
+        self, step: int, collected: Collected, *, asked: bool, tagged: bool
+    ) -> Captured | None:
+        """Return what is captured for `step`; None: nothing. `asked`: by save(), not by step().
+        `tagged`: what has a name is a whole state. Raises Unsupported where the chain of what was
+        captured before cannot go on."""
+
+    def begun(self, captured: Captured, handle: SaveHandle) -> None:
+        """This is being captured: what was chosen, or a whole state in its place."""
+
+    def break_off(self) -> None:
+        """Nothing can follow what was captured last: the next is a whole state."""
+
+    def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
+        """Return the handle of the last save, if it is of this step and of just this state: it was
+        recorded at a step() that was not due."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `everstep show` prints of the choice."""
+
+
+class Full:
+    """The strategy `full`: whole states, at the steps that are due."""
+
+    def __init__(self, reason: str | None = None) -> None:
+        """`reason`: why not another one."""
+        self._reason = reason
+
+    def wants(self, step: int) -> bool:
+        """See Strategy."""
+        del step
+        return False
+
+    def choose(
+        self, step: int, collected: Collected, *, asked: bool, tagged: bool
+    ) -> Captured | None:
+        """See Strategy."""
+        del step, asked, tagged
+        return Captured(collected)
+
+    def begun(self, captured: Captured, handle: SaveHandle) -> None:
+        """See Strategy."""
+
+    def break_off(self) -> None:
+        """See Strategy."""
+
+    def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
+        """See Strategy."""
+        del step, collect
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """See Strategy."""
+        return {"strategy": "full"} | ({"reason": self._reason} if self._reason else {})

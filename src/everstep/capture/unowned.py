@@ -1,0 +1,103 @@
+"""What no optimizer owns (frozen weights, buffers, an average of the weights, a target network),
+beside a base: what of it was written to since then.
+
+A record holds what has changed since the base, and all records after it do, too. It is seen by
+version counters and addresses at each step, and by a few bytes (`Fingerprint`); and since writes
+around torch (`.data`, numpy) count nothing, the bytes themselves are compared with the base's while
+training goes on, one block after the other. On CUDA counters and addresses are all that is looked
+at.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+
+import xxhash
+
+from everstep.sharding.layout import local_of
+from everstep.sharding.leaves import Leaf, fills_memory
+from everstep.state.fingerprint import Fingerprint
+
+_BLOCK_BYTES = 4 << 20
+_BLOCKS_MAX = 64
+
+
+class Unowned:
+    """These leaves, as they are in a base. For the thread that trains."""
+
+    def __init__(self, leaves: Iterable[Leaf], turn: int) -> None:
+        """`turn`: other numbers look at other bytes first."""
+        self._leaves = {leaf.entry: leaf.tensor for leaf in leaves}
+        rows = [Leaf(entry, tensor) for entry, tensor in self._leaves.items()]
+        self._fingerprint = Fingerprint(rows, turn, follows=True) if rows else None
+        self._changed: set[str] = set()
+        self._blocks = _Blocks(rows)
+
+    def changed(self, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
+        """Return those of the leaves that are not shown to be as they are in the base. Also those
+        that were found before, and tensors that the base does not have."""
+        if self._fingerprint:
+            self._changed.update(self._fingerprint.changed())
+        self._changed.update(self._blocks.next_changed())
+        return tuple(
+            leaf
+            for leaf in leaves
+            if leaf.entry in self._changed or self._leaves.get(leaf.entry) is not leaf.tensor
+        )
+
+
+class _Blocks:
+    """The bytes of some tensors on the CPU, cut into equal blocks: their digests at construction,
+    and those of one block after the other later on, by a thread of their own."""
+
+    def __init__(self, leaves: Iterable[Leaf]) -> None:
+        rows = [(leaf.name, local_of(leaf.tensor).detach()) for leaf in leaves]
+        self._rows = [row for row in rows if row[1].is_cpu and fills_memory(row[1])]
+        sizes = [tensor.nbytes for _, tensor in self._rows]
+        self._starts = [0, *accumulate(sizes)]
+        self._block_bytes = max(_BLOCK_BYTES, -(-self._starts[-1] // _BLOCKS_MAX))
+        self._known: list[bytes] = []
+        self._found: list[str] = []
+        self._next = 0
+        self._thread = self._run(self._digest_all) if self._starts[-1] else None
+
+    def next_changed(self) -> list[str]:
+        """Return the names of the tensors in blocks that were found to differ; look at the next
+        block. Does not wait: the thread's last look tells of the calls before."""
+        if self._thread is None or self._thread.is_alive():
+            return []
+        found, self._found = self._found, []
+        number, self._next = self._next, (self._next + 1) % len(self._known)
+        self._thread = self._run(lambda: self._look(number))
+        return found
+
+    def _run(self, work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=work, name="everstep-unowned", daemon=True)
+        thread.start()
+        return thread
+
+    def _digest_all(self) -> None:
+        count = -(-self._starts[-1] // self._block_bytes)
+        self._known = [self._digest(number) for number in range(count)]
+
+    def _look(self, number: int) -> None:
+        if self._digest(number) != self._known[number]:
+            self._found = [self._rows[row][0] for row, _, _ in self._parts(number)]
+
+    def _digest(self, number: int) -> bytes:
+        """XXH3-128 of a block; releases the GIL."""
+        digest = xxhash.xxh3_128()
+        for row, start, size in self._parts(number):
+            address = self._rows[row][1].data_ptr() + start
+            digest.update((ctypes.c_char * size).from_address(address))
+        return digest.digest()
+
+    def _parts(self, number: int) -> list[tuple[int, int, int]]:
+        """The rows of a block, and which of their bytes: where they begin, and how many."""
+        first, end = number * self._block_bytes, (number + 1) * self._block_bytes
+        return [
+            (row, max(first, start) - start, min(end, stop) - max(first, start))
+            for row, (start, stop) in enumerate(zip(self._starts, self._starts[1:], strict=False))
+            if start < end and first < stop
+        ]

@@ -1,0 +1,125 @@
+"""The allow-list: which runs a log records.
+
+It goes by the exact type of each optimizer: torch's own that change their state in place, and do
+the same again from the same bytes; others by the user's word (`everstep.Log(optimizers=...)`). It
+binds recording, never replay.
+
+What shows later to be unusual (a gradient that is sparse, or lies otherwise than its parameter)
+costs a whole state each time (capture/trust.py).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from everstep.errors import Unsupported
+from everstep.sharding.layout import is_dtensor, part_of, spread_of
+from everstep.sharding.leaves import fills_memory
+from everstep.sharding.redundancy import inner_of, is_redundancy_free
+from everstep.sharding.topology import goes_by_elements
+from everstep.state.optimizers import OptimizerState
+
+_NAMES = (
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam",
+    "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+_ALLOWED = {getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)}
+
+
+class Overwritten(Unsupported):
+    """A gradient that was held by reference was written to. It is copied from now on, so that this
+    is no sign of what comes after it."""
+
+
+def why_not_allowed(
+    optimizers: Sequence[OptimizerState],
+    modules: Mapping[str, nn.Module],
+    added: Iterable[type] = (),
+) -> str | None:
+    """Return why no log of this run is recorded, naming optimizer or parameter; None where it is.
+    `modules`: of the state, by name. `added`: classes on the user's word."""
+    if not optimizers:
+        return "a log records what optimizers consume, and the state has none"
+    seen: dict[int, str] = {}
+    for state in optimizers:
+        if twin := seen.get(id(state.optimizer)):
+            return f"{state.name!r} is the same optimizer as {twin!r}"
+        seen[id(state.optimizer)] = state.name
+        if problem := _why_not(state, {*_ALLOWED, *added}):
+            return f"{state.name!r} {problem}"
+    owned = {id(p) for state in optimizers for _, _, p, _ in state.parameters()}
+    for name, module in modules.items():
+        for path, part in module.named_modules(prefix=name):
+            is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+            if is_sparse and part.weight.requires_grad and id(part.weight) in owned:
+                return f"{path!r} was made with sparse=True, and no record holds sparse gradients"
+    return None
+
+
+def _why_not(state: OptimizerState, allowed: set[type]) -> str | None:
+    if is_redundancy_free(state.optimizer):
+        return "is a ZeroRedundancyOptimizer, of whose updates other ranks make some"
+    optimizer = inner_of(state.optimizer)
+    kind = type(optimizer)
+    if kind not in allowed:
+        return (
+            f"is a {kind.__module__}.{kind.__qualname__}, whose updates nobody here knows to be "
+            f"repeatable. If it changes its state in place, and by nothing but its gradients and "
+            f"settings, say so: strategy=everstep.Log(optimizers=[{kind.__name__}])"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "makes differentiable updates, which put new tensors in the place of the old"
+    if hasattr(vars(optimizer).get("step"), "_torchdynamo_orig_callable"):
+        return "has a step() that is compiled, which comes to other last bits"
+    if state.was_captured or state.is_graphed:
+        return "may be updated by a CUDA graph, whose replays call no hook"
+    if not state.calls_hooks:
+        return "has a step() that calls none of torch's hooks"
+    for _, name, parameter, _ in state.parameters():
+        if state.mapped.split(parameter) is not None:
+            return f"changes {name!r}, which is boxes of other tensors (layout=, FSDP1)"
+    return None
+
+
+def check_gradient(name: str, gradient: torch.Tensor) -> None:
+    """Raises Unsupported where it is sparse."""
+    if gradient.layout is not torch.strided:
+        raise Unsupported(f"the gradient of {name!r} is sparse, which no record holds")
+
+
+def check_graphs(optimizers: Iterable[OptimizerState]) -> None:
+    """Raises Unsupported where updates may come from a CUDA graph."""
+    for state in optimizers:
+        if state.was_captured or state.is_graphed:
+            raise Unsupported(f"updates of {state.name!r} may come from a CUDA graph, unseen")
+
+
+def local_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient. Raises Unsupported where that is not here."""
+    if (part := part_of(gradient, parameter)) is None:
+        raise Unsupported(f"the gradient of {name!r} is placed otherwise than the parameter")
+    return part
+
+
+def part_here(
+    name: str, parameter: torch.Tensor, gradient: torch.Tensor, kind: str
+) -> torch.Tensor:
+    """This rank's part of a gradient that an optimizer of class `kind` consumes. Raises Unsupported
+    where that is not here, or no replay could have it as it is."""
+    is_part = is_dtensor(gradient) and is_dtensor(parameter)
+    if is_part and not goes_by_elements(kind) and spread_of(gradient) != spread_of(parameter):
+        # torch replicates those of embeddings that are cut.
+        raise Unsupported(
+            f"the gradient of {name!r} is placed otherwise than the parameter, and what {kind} "
+            f"makes of it depends on that"
+        )
+    gradient = local_gradient(name, parameter, gradient)
+    if not fills_memory(gradient):
+        raise Unsupported(
+            f"the gradient of {name!r} has gaps or overlaps in memory (an expanded tensor?), on "
+            f"which sums depend"
+        )
+    if type(gradient) is not torch.Tensor:
+        raise Unsupported(f"the gradient of {name!r} is a {type(gradient).__name__}")
+    return gradient
