@@ -265,7 +265,7 @@ def test_no_memory_for_one_record(store, monkeypatch):
             with monkeypatch.context() as patch:
                 if step == 4:
 
-                    def fail(*_):
+                    def fail(*_, **__):
                         raise Unavailable("no memory")
 
                     patch.setattr(saver._captures.pool, "acquire", fail)

@@ -215,17 +215,17 @@ class Captures:
         """What the strategy wants; where it cannot go on, what it wants without what was before."""
         step = handle.step
         self._choice.settle(step, collected)
+        strategy = self.strategy
         try:
-            return self.strategy.choose(step, collected, asked=asked, tagged=tagged)
+            return strategy.choose(step, collected, asked=asked, tagged=tagged)
         except Unsupported as error:
             is_new = not isinstance(error, Overwritten)
             self._trust.surprise(handle.call, step, str(error), counts=is_new)
         except BaseException:
-            self.strategy.break_off()  # what was taken for the record is gone
+            strategy.break_off()  # what was taken for the record is gone
             raise
-        self.strategy.break_off()
-        self._choice.settle(step, collected)
-        return self.strategy.choose(step, collected, asked=asked, tagged=tagged)
+        strategy.break_off()
+        return strategy.choose(step, collected, asked=asked, tagged=tagged)
 
     def _capture(
         self,

@@ -65,13 +65,19 @@ class Choice:
         self._unowned: Unowned | None = None
         whys = state.world.gather("choosing a strategy", self._why_no_log(of_log))
         self._why_no_log_here = next(filter(None, whys), None)
-        self.strategy = self._first(how)
+        self._strategy = self._first(how)
+
+    @property
+    def strategy(self) -> Strategy:
+        """By which it is decided what is captured: whole states, once trust is lost."""
+        if self.trust.lost and not isinstance(self._strategy, Full):
+            self._strategy.break_off()
+            self._strategy, self._is_open = Full(self.trust.lost), False
+            self.reason = self.reason and f"full: {self.trust.lost}"
+        return self._strategy
 
     def settle(self, step: int, collected: Collected) -> None:
         """Choose for the whole run, where "auto" is to, and it can be told by now."""
-        if self.trust.lost and not isinstance(self.strategy, Full):
-            self.strategy.break_off()
-            self.strategy, self._is_open, self.reason = Full(self.trust.lost), False, None
         if not self._is_open or not all(map(_has_updated, self._state.optimizers)):
             return
         others = unowned(collected.walk.leaves)
@@ -83,8 +89,8 @@ class Choice:
         sizes = _Sizes.of(self._state, changing)
         is_log, reason = sizes.weigh(self._every)
         if is_log:
-            self.strategy.break_off()
-            self.strategy = self._log()
+            self._strategy.break_off()
+            self._strategy = self._log()
         self.reason = reason
         log.info("strategy auto: %s", reason)
 

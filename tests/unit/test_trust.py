@@ -1,11 +1,12 @@
-"""Ranks that come apart are together again, whenever each of them hears of it."""
+"""Ranks that come apart are together again, whenever each of them hears of it; and all count alike
+how often that was."""
 
 from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.capture.failures import HEARD_WITHIN, JOIN_EVERY, Failures
+from everstep.capture.trust import HEARD_WITHIN, JOIN_EVERY, SURPRISES_MAX, Trust
 from everstep.errors import Mismatch, Unavailable
 
 
@@ -15,18 +16,16 @@ class Rank:
 
     delays: list[int]
     """Calls until it hears of what fails, for one call after the other, over and over."""
-    failures: Failures = field(default_factory=lambda: Failures(is_alone=False))
+    trust: Trust = field(default_factory=lambda: Trust(is_alone=False))
     base: int = 0
-    partings: int = 0
     _to_come: list = field(default_factory=list)
 
     def save(self, call, *, slips):
         """What it has for this call: the whole state that it goes on from, or its own."""
         for heard in [told for told in self._to_come if told[0] <= call]:
             self._to_come.remove(heard)
-            self.failures.note(*heard[1:])
-        self.partings += self.failures.take()[1]
-        if slips or not self.failures.may_follow(self.base):
+            self.trust.note_failure(*heard[1:])
+        if slips or not self.trust.may_follow(self.base):
             self.base = call
         return "whole" if self.base == call else "record"
 
@@ -79,22 +78,69 @@ def test_who_hears_in_time_loses_few_steps(delays, slip, data):
     assert len(lost) <= 1 + 2 * most
     again = slip + 1 + HEARD_WITHIN + JOIN_EVERY
     assert set(outcomes[again:]) == {"record"}
-    assert max(rank.partings for rank in ranks) <= 2
+    assert not any(rank.trust.lost for rank in ranks)
 
 
 @given(delays(JOIN_EVERY - 2), st.sets(st.tuples(st.integers(1, 50), st.integers(0, 1))))
 def test_who_hears_late_comes_together_all_the_same(delays, slips):
     ranks = [Rank(each) for each in delays]
-    outcomes = run(ranks, slips, 1000)
-    assert set(outcomes[-500:]) == {"record"}
+    outcomes = run(ranks, slips, 300)
+    assert set(outcomes[-100:]) == {"record"}
+    assert len({rank.trust.lost is None for rank in ranks}) == 1
+
+
+def surprised(trust, calls):
+    for call in calls:
+        trust.surprise(call, call, "somebody wrote to it")
+    return bool(trust.lost)
+
+
+def test_the_third_surprise_is_the_last():
+    trust = Trust(is_alone=True)
+    assert not surprised(trust, range(1, SURPRISES_MAX))
+    assert surprised(trust, [50])
+    assert "somebody wrote to it" in trust.lost
+
+
+def test_an_interval_without_one_forgives():
+    trust = Trust(is_alone=True)
+    assert not surprised(trust, [1, 2])
+    trust.note_interval(10)
+    assert not surprised(trust, [11, 12])
+    assert surprised(trust, [13])
+
+
+def test_what_does_not_come_again_does_not_count():
+    trust = Trust(is_alone=True)
+    for call in range(10):
+        trust.surprise(call, call, "it is copied from now on", counts=False)
+    assert trust.lost is None
+
+
+@given(st.permutations([(10, Mismatch("x")), (30, Mismatch("x")), (60, Mismatch("x"))]))
+def test_ranks_count_what_keepers_report(failures):
+    trust = Trust(is_alone=False)
+    trust.surprise(10, 10, "only this rank sees it")
+    assert trust.lost is None
+    for call, error in sorted(failures, key=lambda each: each[0]):
+        assert trust.lost is None
+        trust.note_failure(call, error)
+    assert trust.lost
+
+
+def test_a_full_disk_is_no_surprise():
+    trust = Trust(is_alone=False)
+    for call in range(10, 500, 10):
+        trust.note_failure(call, Unavailable("disk full"))
+    assert trust.lost is None
 
 
 @given(st.integers(1, 100), st.booleans())
 def test_alone_what_comes_next_can_be_followed(call, is_late):
-    failures = Failures(is_alone=True)
-    failures.note(call, Unavailable("disk full"))
+    trust = Trust(is_alone=True)
+    trust.note_failure(call, Unavailable("disk full"))
     if is_late:  # of an earlier one, of which one hears later
-        failures.note(call - 1, Unavailable("disk full"))
-    assert not failures.may_follow(call)
-    assert failures.may_follow(call + 1)
-    assert not failures.joins_at(call + 1)
+        trust.note_failure(call - 1, Unavailable("disk full"))
+    assert not trust.may_follow(call)
+    assert trust.may_follow(call + 1)
+    assert not trust.joins_at(call + 1)

@@ -1,0 +1,138 @@
+"""What no optimizer owns is in a record once it has changed since the base, and not before."""
+
+import time
+
+import pytest
+import torch
+from logs import check_run
+from runs import check_steps, kinds, logged, snapshot
+from torch import nn
+
+from everstep import Store
+from everstep.capture import unowned
+from everstep.store.catalog import read_table
+from everstep.tiers.disk import Disk
+
+FROZEN = "model.encoder.weight"
+
+
+class Adapted(nn.Module):
+    """A frozen encoder, and adapters that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(200, 200)
+        self.down = nn.Linear(200, 4, bias=False)
+        self.up = nn.Linear(4, 200, bias=False)
+        self.encoder.requires_grad_(False)
+
+    def forward(self, rows):
+        return self.encoder(rows) + self.up(self.down(rows))
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = Adapted()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return {"model": model, "optimizer": torch.optim.AdamW(trained, lr=0.01)}
+
+
+def train(state, step=0):
+    state["optimizer"].zero_grad()
+    state["model"](torch.randn(8, 200)).square().mean().backward()
+    state["optimizer"].step()
+
+
+def tensors_of(store, step):
+    """The names that the record of a step has, or the base."""
+    disk, manifest = Disk(store), Store(store).manifest(step)
+    found = set()
+    for part in (*manifest.parts, *(part for record in manifest.records for part in record.parts)):
+        found |= read_table(disk, part.table).tensors.keys()
+    return found
+
+
+def bytes_of(store):
+    return [path.stat().st_size for path in sorted((store / "data").glob("*.safetensors"))]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "log"])
+def test_an_adapted_model_gets_a_log_by_default(store, strategy):
+    saved = "bbrrrrrrrr" if strategy == "auto" else "brrrrrrrrr"
+    check_run(store, build, train, saved, steps=10, strategy=strategy, base_every=None)
+    assert FROZEN in tensors_of(store, 1)
+    assert FROZEN not in tensors_of(store, 10)
+    whole = max(bytes_of(store))
+    assert min(bytes_of(store)) < whole / 10
+
+
+@pytest.mark.parametrize("way", ["data", "numpy", "in place", "swap"])
+def test_a_frozen_weight_that_is_written_to(store, monkeypatch, way):
+    """However it is written to, it is there at the latest when all bytes have been looked at."""
+    monkeypatch.setattr(unowned, "_BLOCKS_MAX", 4)
+    monkeypatch.setattr(unowned, "_BLOCK_BYTES", 4096)
+    state, frozen = build(1), {}
+    with logged(store, state) as saver:
+        for step in range(1, 31):
+            train(state)
+            weight = state["model"].encoder.weight
+            if step == 5 and way == "data":
+                weight.data[100, 100] = 7.0
+            elif step == 5 and way == "numpy":
+                weight.detach().numpy()[100, 100] = 7.0
+            elif step == 5 and way == "in place":
+                with torch.no_grad():
+                    weight[100, 100] = 7.0
+            elif step == 5:
+                weight.data = weight.data.clone().fill_(7.0)
+            saver.step(step)
+            frozen[step] = snapshot(state)
+            time.sleep(0.02)  # for the thread that looks
+    assert kinds(store)[-1] == "r"
+    first = 5 if way in ("in place", "swap") else 20
+    check_steps(store, build(2), frozen, [*range(30, first - 1, -1), 4, 3, 2, 1])
+
+
+def test_a_target_network_that_is_rewritten_now_and_then(store):
+    def make(seed):
+        state = build(seed)
+        return {**state, "target": nn.Linear(4, 200, bias=False).requires_grad_(False)}
+
+    def train_and_copy(state, step):
+        train(state)
+        if step % 10 == 0:
+            state["target"].load_state_dict(state["model"].up.state_dict())
+
+    check_run(store, make, train_and_copy, "b" + 24 * "r", steps=25)
+    assert "target.weight" not in tensors_of(store, 9)
+    assert "target.weight" in tensors_of(store, 10)
+    assert "target.weight" in tensors_of(store, 25)
+
+
+def test_an_average_of_the_weights_is_in_every_record(store):
+    def make(seed):
+        state = build(seed)
+        ema = torch.optim.swa_utils.AveragedModel(
+            state["model"].up, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        return {**state, "ema": ema}
+
+    def average(state, step):
+        train(state)
+        state["ema"].update_parameters(state["model"].up)
+
+    check_run(store, make, average, "brrrrrrr")
+    assert "ema.module.weight" in tensors_of(store, 5)
+
+
+def test_buffers_that_are_made_anew(store):
+    def make(seed):
+        state = build(seed)
+        state["model"].register_buffer("mean", torch.zeros(3))
+        return state
+
+    def renew(state, step):
+        train(state)
+        state["model"].mean = torch.full((3,), float(step))
+
+    check_run(store, make, renew, "brrrrrrr")
