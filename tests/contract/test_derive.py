@@ -68,9 +68,8 @@ def test_checkpoints_that_are_spread(store, make):
 
 
 @pytest.mark.parametrize("disturbed", [0, 7])
-def test_auto(store, monkeypatch, disturbed):
+def test_auto(store, disturbed):
     """Over to a log and its warnings, with rules that go on all the time."""
-    monkeypatch.setattr("everstep.capture.auto.SAVES_MIN", 4)
 
     def each(state, step):
         train(state)

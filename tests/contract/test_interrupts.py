@@ -9,7 +9,6 @@ from runs import check_steps, checkpointer, snapshot
 
 from everstep import Store, Unavailable
 from everstep.capture import pool
-from everstep.capture.auto import Auto
 from everstep.capture.captures import Captures
 from everstep.capture.copier import Copier
 from everstep.capture.log import Log
@@ -87,9 +86,8 @@ def test_restoring_after_it(store, monkeypatch):
 
 def test_the_strategy_is_let_alone(store, monkeypatch):
     """`auto` goes on with its log."""
-    monkeypatch.setattr("everstep.capture.auto.SAVES_MIN", 2)
     state, due = build(1), []
-    interrupt(monkeypatch, Auto, "begun", lambda: due and due.pop())
+    interrupt(monkeypatch, Log, "begun", lambda: due and due.pop())
     with checkpointer(store, state, strategy="auto") as saver:
         for step in range(1, LAST + 1):
             train(state)

@@ -54,7 +54,7 @@ def test_memory_is_bounded_while_nobody_saves(store):
         saver.save(1).wait("local")
         for _ in range(100):
             train(state)
-        calls = saver._captures.strategy._recorder._calls
+        calls = saver._captures._recorder._calls
         kept = sum(tensor.nbytes for call in calls for tensor in call.tensors.values())
         assert kept <= 4 * sum(p.nbytes for p in state["model"].parameters())
         saver.save(2)

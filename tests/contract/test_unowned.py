@@ -48,7 +48,7 @@ def tensors_of(store, step):
     disk, manifest = Disk(store), Store(store).manifest(step)
     found = set()
     for part in (*manifest.parts, *(part for record in manifest.records for part in record.parts)):
-        found |= read_table(disk, part.table).tensors.keys()
+        found |= read_table(disk, part).tensors.keys()
     return found
 
 
@@ -63,7 +63,7 @@ def test_an_adapted_model_gets_a_log_by_default(store, strategy):
     assert FROZEN in tensors_of(store, 1)
     assert FROZEN not in tensors_of(store, 10)
     whole = max(bytes_of(store))
-    assert min(bytes_of(store)) < whole / 10
+    assert min(bytes_of(store)) < whole / 5
 
 
 @pytest.mark.parametrize("way", ["data", "numpy", "in place", "swap"])

@@ -1,6 +1,5 @@
 """Records of several ranks: replayed to the bits of the run, on its own layout and on others."""
 
-import contextlib
 from functools import partial
 
 import pytest
@@ -11,7 +10,6 @@ import zoo
 from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, Store, Unsupported
-from everstep.capture import auto, rank_agreement
 from examples import slow
 from stores import end_keeper
 
@@ -102,21 +100,11 @@ def test_other_ranks_are_exact_for_what_goes_by_single_elements(gang, store, fus
         assert "other ranks" in said if fused else said == 3
 
 
-@contextlib.contextmanager
-def decides_soon():
-    """`auto` does, after a few saves."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "SAVES_MIN", 5)
-        patch.setattr(auto, "SLOWER", 1e9)
-        patch.setattr(rank_agreement, "DECIDED_EVERY", 4)
-        yield
-
-
 def goes_by_itself(store, last):
     """Under auto; what became of each save."""
     job = zoo.build("fsdp2", RECIPE)
     state = {"model": job.model, "optimizer": job.optimizer}
-    with decides_soon(), Checkpointer(store, state) as checkpointer:
+    with Checkpointer(store, state) as checkpointer:
         first = checkpointer.restore()
         found, handles = job.full_state(), []
         for step in range(first + 1, last + 1):

@@ -15,7 +15,6 @@ from torch import nn
 from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store
-from everstep.capture import auto, log
 from everstep.keeper import patience
 from examples import slow
 
@@ -127,33 +126,15 @@ def fails_at_one_call(store):
 
 def names_alone(store, times):
     """Rank 1 gives a step a name, which makes it a whole state, and no other rank does."""
-    with unheard(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log, "PARTINGS_MAX", 4)  # one is counted twice where two steps are lost
+    with unheard():
         run = Run(store)
         for number in range(1, times + 1):
             run.train(number * WITHIN - 1)
             run.train(number * WITHIN, tag=f"best-{number}" if dist.get_rank() == 1 else None)
         run.train((times + 1) * WITHIN)
-        is_on = run.saver._captures.strategy.is_on
+        is_on = run.saver._captures.strategy.describe()["strategy"] == "log"
         run.errors()
         return is_on
-
-
-def outgrows(store):
-    """With `auto`, after a step rank 1 alone has more than a record may hold."""
-    saves, auto.SAVES_MIN = auto.SAVES_MIN, 10
-    try:
-        with unheard():
-            part = {"rows": torch.zeros(1)}
-            options = {"strategy": "auto", "by_rank": {"part": "exact"}, "when_full": "wait"}
-            run = Run(store, {"part": part}, **options)
-            run.train(AT)
-            if dist.get_rank() == 1:
-                part["rows"] = torch.zeros(1_000_000)
-            run.train(LAST)
-            return run.states, run.errors()
-    finally:
-        auto.SAVES_MIN = saves
 
 
 def hangs(store):
@@ -241,15 +222,6 @@ def test_ranks_that_come_apart_again_and_again(gang, store, times, is_on):
     last = range(times * WITHIN + WITHIN // 2, (times + 1) * WITHIN + 1)
     assert set(last) <= set(known.steps())
     assert any(known.manifest(step).previous for step in last) == is_on
-
-
-def test_a_rank_that_goes_back_to_whole_states_tells_the_others(gang, store):
-    gang.run(outgrows, store, size=2)
-    known = Store(store)
-    assert known.manifest(AT).previous
-    later = [step for step in known.steps() if step > AT + WITHIN]
-    assert later == list(range(AT + WITHIN + 1, LAST + 1))
-    assert not any(known.manifest(step).previous for step in later)
 
 
 def test_a_disk_that_hangs_holds_each_rank_up_once(gang, store):

@@ -3,7 +3,7 @@
 import pytest
 
 from everstep.errors import KINDS, Corrupt, EverstepError, kind_of
-from everstep.redo.refusals import Refused
+from everstep.redo.allowed import Overwritten
 from everstep.redo.replay import OtherBytes
 
 
@@ -13,7 +13,7 @@ def test_each_is_itself(kind):
 
 
 def test_others_are_what_they_are_a_kind_of():
-    assert kind_of(Refused("x")) == "Unsupported"
+    assert kind_of(Overwritten("x")) == "Unsupported"
     assert kind_of(OtherBytes(3, "optimizer", "a sample")) == Corrupt.__name__
     for error in (EverstepError("x"), ValueError("x")):
         assert kind_of(error) == "Unavailable"
