@@ -44,7 +44,7 @@ class Run:
         self.model, self.optimizer = build(1)
         state = {"model": self.model, "optimizer": self.optimizer, **(more or {})}
         self.saver = Checkpointer(
-            store, state, **chosen(**{"strategy": "log", "base_every": 50, "rng": False, **options})
+            store, state, **chosen(**{"strategy": "log", "base_every": 50, **options})
         )
         self.handles, self.states = {}, {}
 
