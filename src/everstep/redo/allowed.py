@@ -8,7 +8,9 @@ What shows later to be unusual (a gradient that is sparse, or lies otherwise tha
 costs a whole state each time (capture/trust.py).
 """
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,16 +72,25 @@ def _why_not(state: OptimizerState, allowed: set[type]) -> str | None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "makes differentiable updates, which put new tensors in the place of the old"
-    if hasattr(vars(optimizer).get("step"), "_torchdynamo_orig_callable"):
+    step = vars(optimizer).get("step")
+    if hasattr(step, "_torchdynamo_orig_callable"):
         return "has a step() that is compiled, which comes to other last bits"
-    if state.was_captured or state.is_graphed:
-        return "may be updated by a CUDA graph, whose replays call no hook"
+    if hasattr(step, "__wrapped__") and _unwrapped(step) is not _unwrapped(kind.step):
+        return "has a step() of its own, which is not its class's"
+    if state.was_captured:
+        return "is updated by a CUDA graph, whose replays call no hook"
     if not state.calls_hooks:
         return "has a step() that calls none of torch's hooks"
     for _, name, parameter, _ in state.parameters():
         if state.mapped.split(parameter) is not None:
             return f"changes {name!r}, which is boxes of other tensors (layout=, FSDP1)"
     return None
+
+
+def _unwrapped(step: Any) -> Any:
+    """The function inside of what torch and schedulers put around it."""
+    found = inspect.unwrap(step)
+    return getattr(found, "__func__", found)
 
 
 def check_gradient(name: str, gradient: torch.Tensor) -> None:
