@@ -14,8 +14,7 @@ from derived import (
     with_buffers,
 )
 from logs import train
-from runs import check_steps, checkpointer, kinds, logged
-from torch.optim.swa_utils import AveragedModel
+from runs import check_steps, checkpointer, kinds
 
 from everstep import Store, Unsupported
 from everstep.cli.main import main
@@ -79,27 +78,6 @@ def test_auto(store, disturbed):
     frozen = run(store, averaged, 15, each=each, strategy="auto", base_every=20)
     assert "r" in kinds(store)
     check_all(store, averaged, frozen)
-
-
-def test_an_average_need_not_make_a_log_too_large(store, other_store):
-    def make(state):
-        rules = averaged(state)
-        state["older"] = AveragedModel(state["ema"])
-        state["oldest"] = AveragedModel(state["ema"])
-        return rules | {
-            name: lambda step, name=name: step % 2 or state[name].update_parameters(state["ema"])
-            for name in ("older", "oldest")
-        }
-
-    frozen = run(store, make)
-    assert kinds(store) == "brrrrrrrr"
-    check_all(store, make, frozen)
-    state, _ = build(1, lambda state: make(state) and {})
-    train(state)
-    with pytest.raises(Unsupported, match="derive="), logged(other_store, state) as saver:  # noqa: PT012
-        saver.step(1)
-        train(state)
-        saver.step(2)
 
 
 def test_steps_without_updates_and_several_updates_in_a_step(store):

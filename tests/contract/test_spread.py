@@ -255,9 +255,9 @@ def test_a_keeper_that_dies_between_two_shares(store, caplog):
     with checkpointer(store, state, **SPREAD) as saver:
         frozen = run(saver, state, range(1, 7))
         saver.wait()
-        before = saver._client.attachments
+        before = saver._client.losses
         end_keeper(store)
-        until(lambda: saver._client.attachments > before, "another keeper")
+        until(lambda: saver._client.losses > before, "another keeper")
         run(saver, state, range(7, 9), frozen)
         saver.wait()
     assert "the keeper died within its window" in caplog.text

@@ -80,7 +80,8 @@ class Choice:
         """Choose for the whole run, where "auto" is to, and it can be told by now."""
         if not self._is_open or not all(map(_has_updated, self._state.optimizers)):
             return
-        others = unowned(collected.walk.leaves)
+        derived = {id(leaf) for leaf in self._derived.leaves(collected)} if self._derived else ()
+        others = [leaf for leaf in unowned(collected.walk.leaves) if id(leaf) not in derived]
         if self._unowned is None:  # the next call knows which of them change
             self._unowned = Unowned(others, step)
             return
