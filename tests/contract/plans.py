@@ -263,6 +263,7 @@ def _is_possible(plan):
         plan.scaler == scales
         and plan.autocast == autocasts
         and not (one_cycle and not momentum)
+        and not (plan.dtype is torch.bfloat16 and "numpy" in plan.writes.values())
         and not (plan.dtype is torch.float16 and names & {"Muon", "Adafactor"})
     )
 
