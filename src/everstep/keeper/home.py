@@ -33,6 +33,8 @@ _LOG_BYTES_KEPT = 64 << 10
 _BACKLOG = 128
 _DIRECTORY_BYTES_MAX = 107 - len("/.sock") - 24
 """Linux takes 107 bytes for the path of a socket."""
+_NAMES_MAX = 8
+"""Of the directories in /tmp that are tried."""
 _TOUCH_S = 3600.0
 _LEFT_S = 86_400.0
 """How long the files of a keeper that was killed are kept: its log may be wanted."""
@@ -45,7 +47,8 @@ def runtime_directory() -> Path:
     """Where this user's sockets, locks and keeper logs lie: nobody else can enter it.
 
     It is the first of these that can be had: EVERSTEP_RUNTIME_DIR (nothing else where that is set),
-    XDG_RUNTIME_DIR/everstep, /tmp/everstep-UID. Raises Unavailable.
+    XDG_RUNTIME_DIR/everstep, /tmp/everstep-UID, /tmp/everstep-UID-1 and so on: another user may
+    have made those before. Raises Unavailable.
     """
     if chosen := os.environ.get("EVERSTEP_RUNTIME_DIR"):
         return _prepared(Path(chosen).absolute())
@@ -62,7 +65,8 @@ def _shared_directories() -> Iterator[Path]:
     with contextlib.suppress(OSError):
         if given.is_absolute() and _is_private(given.stat()):  # su may leave another user's
             yield given / "everstep"
-    yield _temporary_directory() / f"everstep-{os.getuid()}"
+    for suffix in ("", *(f"-{number}" for number in range(1, _NAMES_MAX))):
+        yield _temporary_directory() / f"everstep-{os.getuid()}{suffix}"
 
 
 def _temporary_directory() -> Path:
