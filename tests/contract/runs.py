@@ -129,14 +129,15 @@ def restore(store, state, step=None, **options):
         return restorer.restore(step, **options)
 
 
-def round_trip(store, build, train, steps=3, more=3, fresh=None):
+def round_trip(store, build, train, steps=3, more=3, fresh=None, **options):
     """A run of `steps`, each saved, and `more`; one that is restored after `steps`: both are equal.
 
     `build(seed)` makes a state, `train(state)` one update of it. `fresh`: the state to restore
-    into, if it is not built the same way. Returns the restored state.
+    into, if it is not built the same way. `options`: of the first Checkpointer. Returns the
+    restored state.
     """
     first = build(1)
-    with checkpointer(store, first) as saver:
+    with checkpointer(store, first, **options) as saver:
         for step in range(1, steps + 1):
             train(first)
             saver.step(step)

@@ -26,7 +26,7 @@ def original(tmp_path_factory):
     """A store with three steps, what they hold, and no keeper: (path, {step: frozen})."""
     path = tmp_path_factory.mktemp("original") / "store"
     state, frozen = build(1), {}
-    with checkpointer(path, state) as saver:
+    with checkpointer(path, state, strategy="full") as saver:
         for step in (1, 2, 3):
             supervised(state)
             state["n"] = step
@@ -162,7 +162,7 @@ def test_epochs_and_the_stores_own_file(copied):
     epoch.unlink()
     assert "epochs" in Store(copied).verify().problems
     assert restore(copied, build(5)) == 3
-    with checkpointer(copied, build(5)) as saver:
+    with checkpointer(copied, build(5), strategy="full") as saver:
         saver.save(9).wait("local")
         assert Store(copied).manifest(9).epoch == 2  # not that number again
     (copied / "epochs" / "0002.json").unlink()

@@ -61,7 +61,7 @@ def train(state):
 
 def trains_and_dies(store):
     state = build(1)
-    saver = checkpointer(store, state)
+    saver = checkpointer(store, state, strategy="full")
     start = saver.restore()
     for step in range(start + 1, start + STEPS + 1):
         train(state)

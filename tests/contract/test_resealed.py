@@ -92,8 +92,7 @@ def stores(tmp_path_factory):
     found = []
     for kind in ("full", "log", "spread"):
         store, state = tmp_path_factory.mktemp("resealed") / kind, build(1)
-        options = {"full": {}, "log": {"strategy": "log"}, "spread": {"strategy": "spread"}}[kind]
-        with checkpointer(store, state, **options) as saver:
+        with checkpointer(store, state, strategy=kind) as saver:
             for step in range(1, 5):
                 train(state, step)
                 saver.save(step, **({"tag": "best"} if step == 2 else {})).wait("local")

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import everstep
-from choices import chosen
 
 
 def build() -> dict[str, object]:
@@ -52,13 +51,9 @@ def main(
     with everstep.Checkpointer(
         store,
         state,
-        **chosen(
-            every=every,
-            strategy=strategy,
-            base_every=base_every,
-            keep=keep,
-            when_full="wait",
-        ),
+        every=every,
+        strategy=everstep.Log(base_every=base_every) if strategy == "log" else strategy,
+        keep=keep,
     ) as checkpointer:
         start = checkpointer.restore()
         tell(restored=start, keeper=checkpointer._client.keeper_pid)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from test_logs import decides_soon
 from test_nodes import checkpointer as saves_as
 from test_nodes import done, go, kills_keepers, part_documents, trains_through
 from test_nodes import wait_until as wait_for
@@ -331,7 +330,7 @@ def goes_by_itself(store, nodes, last):
     """Under auto; what became of each save."""
     job = zoo.build("fsdp2", RECIPE)
     settings = {"strategy": "auto", "base_every": None}
-    with decides_soon(), checkpointer(job, store, nodes, **settings) as made:
+    with checkpointer(job, store, nodes, **settings) as made:
         handles, states = [], {}
         for step in range(1, last + 1):
             job.train(step)

@@ -13,7 +13,8 @@ def test_the_independent_reader_reads_a_run(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.BatchNorm1d(7))
     model.add_module("tied", model[0])
     optimizer = torch.optim.AdamW(model.parameters())
-    with Checkpointer(tmp_path / "s", {"model": model, "optimizer": optimizer}) as checkpointer:
+    state = {"model": model, "optimizer": optimizer}
+    with Checkpointer(tmp_path / "s", state, strategy="full") as checkpointer:
         for step in (1, 2, 3):
             model(torch.randn(4, 7)).sum().backward()
             optimizer.step()
