@@ -35,9 +35,8 @@ DERIVED_OWNER = -3
 PREFIX = "@0!digest"
 """Begins their names: `@0!digest.<part>` for the CPU, `@0!digest!<n>.<part>` for the n-th GPU."""
 
-BYTES_PER_S = 2.5e7
-"""Digested for each second of a step: one percent of it at 2.5 GB/s, which is what is left of 10 to
-20 GB/s beside threads that train on all cores, in memory that is in no cache."""
+BYTES_PER_S = 1e8
+"""Digested for each second of a step: at 10 GB/s that is one percent of it."""
 TENSOR_BYTES = 32 << 10
 """So many are digested in the time that it takes to come to another tensor."""
 STEP_S = 0.01
