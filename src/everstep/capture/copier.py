@@ -107,7 +107,9 @@ class Copier:
         for slice_ in slices:  # whose digests are written to while they wait to be copied
             owned.setdefault(slice_.owner, Owned(Batch(), None)).slices.append(slice_)
             owned[DIGEST_OWNER].fingerprint = None
-        owned = dict(sorted(owned.items(), key=lambda row: (row[0] == DIGEST_OWNER, row[0] < 0)))
+        # Digests lie at the image's begin, so that they must not be the last to arrive.
+        last = {DIGEST_OWNER: 1, RECORD_OWNER: 2}
+        owned = dict(sorted(owned.items(), key=lambda row: last.get(row[0], 0)))
         batches = [eager, *(part.batch for owner, part in bound.items() if owner is None)]
         lazy = {device for part in owned.values() for device in part.devices}
         devices = {device for batch in batches for device in batch.on_device} | lazy
