@@ -91,6 +91,7 @@ class Net(nn.Module):
         self.frozen.requires_grad_(False)
         self.sometimes, self.never = nn.Linear(6, 6), nn.Parameter(torch.randn(3))
         self.drop = nn.Dropout(0.1)
+        self.register_buffer("anew", torch.zeros(6))
         self.to(dtype)
 
     def forward(self, rows, step):
@@ -98,6 +99,7 @@ class Net(nn.Module):
         images = images.contiguous(memory_format=torch.channels_last)
         hidden = self.embed(rows) + self.conv(images).mean((1, 2, 3))[:, None]
         hidden = torch.tanh(self.first(self.norm(self.drop(hidden))))
+        self.anew = self.anew * 0.5 + hidden.detach().mean(0).to(self.anew.dtype)
         if step % 3 == 2:
             hidden = hidden + self.sometimes(hidden)
         return self.tied(self.frozen(hidden))
@@ -119,7 +121,10 @@ class Plan:
     tensor_rate: bool
     closure: bool
     average: str
+    thaws_at: int
     freezes_at: int
+    updates: tuple[int, ...]
+    """Of each step, in turn."""
     writes: Mapping[int, str]
     """By step: what is written to behind the optimizer's back."""
     seed: int
@@ -200,11 +205,15 @@ WRITES |= {
 
 
 def train(plan, state, step):
-    """One step; the loss as its bits."""
+    """One step; the losses of its updates as their bits."""
     if step in plan.writes:
         with torch.no_grad():
             WRITES[plan.writes[step]](state)
-    state["model"].sometimes.requires_grad_(step < plan.freezes_at)
+    state["model"].sometimes.requires_grad_(plan.thaws_at <= step < plan.freezes_at)
+    return [_update(plan, state, step) for _ in range(plan.updates[step % len(plan.updates)])]
+
+
+def _update(plan, state, step):
     state["model"].zero_grad(set_to_none=plan.set_to_none)
     loss = _backward(plan, state, step)
     if plan.scaler and plan.clip != "none":
@@ -246,7 +255,9 @@ plans = st.builds(
     tensor_rate=st.booleans(),
     closure=st.booleans(),
     average=st.sampled_from(["none", "none", *sorted(AVERAGES)]),
+    thaws_at=st.integers(-9, 9),
     freezes_at=st.integers(1, 40),
+    updates=st.sampled_from([(1,), (1,), (1,), (2, 1), (1, 2, 0)]),
     writes=st.just({})
     | st.dictionaries(st.integers(2, 9), st.sampled_from(sorted(WRITES)), min_size=1, max_size=2),
     seed=st.integers(0, 1000),

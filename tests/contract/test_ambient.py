@@ -14,7 +14,6 @@ from runs import (
     snapshot,
     supervised,
     tensor_bits,
-    threads,
 )
 from torch import nn
 
@@ -158,25 +157,6 @@ def test_updates_under_autocast(store, at_restore):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=at_restore):
                 assert restorer.restore(step, exact="require") == step
             check_same(freeze(fresh), frozen[step])
-
-
-def test_threads_that_change_within_a_log_are_told(store, caplog):
-    state = build(1)
-    with checkpointer(store, state, strategy="log") as saver:
-        for step in range(1, 5):
-            with threads(1 if step == 2 else 2):
-                supervised(state)
-                saver.save(step).wait("local")
-    assert kinds(store) == "brrr"
-    with threads(2), checkpointer(store, build(2)) as restorer:
-        assert restorer.restore(1) == 1
-        assert "written under another" not in caplog.text
-        assert restorer.restore(4) == 4
-        assert (
-            "step 4 was written under another build or machine (threads 1, here 2)" in caplog.text
-        )
-        with pytest.raises(Unsupported, match="threads 1, here 2"):
-            restorer.restore(4, exact="require")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own

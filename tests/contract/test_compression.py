@@ -1,6 +1,6 @@
 """Gradients that a communication hook compresses: records hold the compressed form, replay makes of
 it what the optimizer consumed, and the hook goes on as if nothing had been. One rank, in-process;
-two ranks in test_ranks.py, random programs in test_compression_plans.py."""
+several ranks in tests/dist, random programs in test_compression_plans.py."""
 
 import pytest
 import torch
@@ -19,13 +19,8 @@ from hooked import (
 )
 from runs import (
     check_steps,
-    checkpointer,
-    difference,
     kinds,
-    logged,
-    restore,
     run_logged,
-    snapshot,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -54,52 +49,6 @@ def test_every_step_comes_back_from_compressed_records(store, kind, is_view, buc
         assert said(store, step)
         assert gradient_bytes(store, step) <= SHARE[kind] * dense
     check_steps(store, build(kind, 2, **wrapped), frozen)
-
-
-@pytest.mark.parametrize(
-    ("kind", "buckets_mb"), [("topk", 0.01), *slow(("topk", 25), ("fp16", 0.01))]
-)
-def test_goes_on_as_if_nothing_had_been(stores, kind, buckets_mb):
-    """Other buckets in the first iteration of a process, and the hook's memory fits them."""
-    straight = build(kind, bucket_cap_mb=buckets_mb)
-    expected = [train(straight) for _ in range(12)]
-    ends = snapshot(straight)
-    for last in (2, 7):
-        path = stores(last)
-        state = build(kind, bucket_cap_mb=buckets_mb)
-        run_logged(path, state, train, steps=last)
-        again = build(kind, 2, bucket_cap_mb=buckets_mb)
-        with logged(path, again) as saver:
-            assert saver.restore() == last
-            losses = []
-            for step in range(last + 1, 13):
-                losses.append(train(again))
-                saver.step(step)
-        assert losses == expected[last:]
-        assert difference(snapshot(again), ends) is None
-        assert restore(path, build(kind, 3, bucket_cap_mb=buckets_mb)) == 12
-
-
-@pytest.mark.parametrize("kind", ["topk", *slow("fp16")])
-def test_a_state_that_is_spread(store, kind):
-    """Whose records have only some of the gradients."""
-
-    def step(state):
-        state["optimizer"].zero_grad()
-        backward(state)
-        everstep.clip_grad_norm_(state["model"].parameters(), 0.001)
-        state["optimizer"].step()
-
-    state, frozen = build(kind), {}
-    with checkpointer(store, state, strategy="spread", every=4, window=4) as saver:
-        for number in range(1, 13):
-            step(state)
-            saver.step(number)
-            frozen[number] = snapshot(state)
-    records = Store(store).manifest(12).records
-    assert len(records) == 3
-    assert all(call["compressed"] for record in records for call in record.calls)
-    assert check_steps(store, build(kind, 2), frozen) == [4, 8, 12]
 
 
 @two_kinds
@@ -318,22 +267,3 @@ def test_unscaled_before_clipping(store, kind):
     assert kinds(store) == "brrrrrr"
     assert set(sent(store, 7)) <= ZEROS
     check_steps(store, build(kind, 2), frozen)
-
-
-@pytest.mark.parametrize(("kind", "is_view"), [("topk", True), *slow(("fp16", False))])
-@pytest.mark.parametrize("order", ["no_sync first", "no_sync last", "both"])
-def test_accumulation(store, kind, order, is_view):
-    def step(state, number):
-        state["optimizer"].zero_grad()
-        for micro in range(2):
-            if (order == "no_sync first") == (micro == 0) and order != "both":
-                with state["model"].no_sync():
-                    backward(state)
-            else:
-                backward(state)
-        state["optimizer"].step()
-
-    frozen = run_logged(store, build(kind, gradient_as_bucket_view=is_view), step, steps=8)
-    assert kinds(store) == "brrrrrrr"
-    assert bool(said(store, 8)) == (order != "no_sync last")
-    check_steps(store, build(kind, 2, gradient_as_bucket_view=is_view), frozen)

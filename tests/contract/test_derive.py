@@ -80,16 +80,6 @@ def test_auto(store, disturbed):
     check_all(store, averaged, frozen)
 
 
-def test_steps_without_updates_and_several_updates_in_a_step(store):
-    def each(state, step):
-        for _ in range(step % 3):
-            train(state)
-
-    frozen = run(store, with_buffers, each=each)
-    assert kinds(store) == "brrrrrrrr"
-    check_all(store, with_buffers, frozen)
-
-
 @pytest.mark.parametrize("strategy", ["full", "log", "auto"])
 def test_the_rule_runs_once_for_each_step(store, strategy):
     seen = []

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from logs import Plain, backward, build, check_run, durable, train, train_in_closure, write
+from logs import Plain, backward, build, check_run, durable, train, train_in_closure
 from runs import check_steps, checkpointer, kinds, logged, run_logged, snapshot
 from torch import nn
 
@@ -49,35 +49,6 @@ def test_a_users_pre_hook_is_in_the_record(store, hook):
 )
 def test_a_users_pre_hook_that_comes_between(store, hook, at):
     check_run(store, build, hooked(hook, at))
-
-
-def test_a_users_post_hook_that_changes_weights(store, caplog):
-    def shrink(optimizer, args, kwargs):
-        with torch.no_grad():
-            for parameter in optimizer.param_groups[0]["params"]:
-                parameter.mul_(0.9)
-
-    def make(seed):
-        state = build(seed)
-        if seed == 1:
-            state["optimizer"].register_step_post_hook(shrink)
-        return state
-
-    check_run(store, make, lambda state, _: train(state), "bbbbbbbb")
-    assert caplog.text.count("'model.0.weight'") == 3
-
-
-class Nested(torch.optim.AdamW):
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("each", [train, hooked(halve, 1)])
-def test_a_subclass_that_calls_the_step_of_its_base(store, caplog, each):
-    """Hooks run twice in each step."""
-    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from now on that one runs hooks as well
-    check_run(store, partial(build, kind=Nested), each, "bbbbbbbb")
-    assert caplog.text.count("no record is made of step") == 3
 
 
 def test_a_function_around_step(store):
@@ -140,19 +111,6 @@ def test_optimizers_in_backward(store):
 @pytest.mark.parametrize("kind", [Plain, torch.optim.AdamW])
 def test_a_closure_that_runs_once(store, kind):
     check_run(store, partial(build, kind=kind), train_in_closure, "brrrrrrr")
-
-
-def test_a_closure_after_a_torn_copy(store):
-    state, frozen = build(1), {}
-    with logged(store, state) as saver:
-        for step in range(1, 9):
-            if step == 2:
-                write(state, "in place")
-            train_in_closure(state)
-            with torch.no_grad():
-                saver.save(step)
-            frozen[step] = snapshot(state)
-    check_steps(store, build(2), frozen)
 
 
 class Deaf(Plain):

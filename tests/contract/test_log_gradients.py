@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import everstep
 from choices import chosen
-from everstep import Store, Unsupported
+from everstep import Unsupported
 from everstep.capture.copier import Copier
 from everstep.redo.recorder import Recorder
 
@@ -55,15 +55,6 @@ def test_gradients_written_to_after_the_update(store, how):
                 parameter.grad.data.mul_(0.5)
 
     check_run(store, build, step)
-
-
-def test_gradients_written_to_after_the_save(store):
-    def step(state, number):
-        if number > 4:
-            state["optimizer"].zero_grad(set_to_none=False)
-        train(state)
-
-    check_run(store, build, step, "brrrrrrr", each=durable)
 
 
 def test_two_buffers_in_turn_and_several_updates_in_a_record(store):
@@ -175,20 +166,6 @@ def test_gradients_changed_after_clipping(store, how):
     check_run(store, build, step, "brrrrrrr")
 
 
-def test_gradients_changed_after_clipping_in_memory_that_is_used_again(store):
-    """Clipping makes new tensors at each step, in which zero_grad() writes all the same."""
-
-    def step(state, number):
-        state["optimizer"].zero_grad(set_to_none=False)
-        backward(state)
-        everstep.clip_grad_norm_(state["model"].parameters(), 0.1)
-        for parameter in state["model"].parameters():
-            parameter.grad.add_(0.01)
-        state["optimizer"].step()
-
-    check_run(store, partial(build, width=400), step, "brrrrrrr")
-
-
 def test_going_back_with_gradients_in_memory_that_is_used_again(store):
     """A replay lets go of it; the next backward makes other memory, which looks fresh."""
 
@@ -207,20 +184,6 @@ def test_going_back_with_gradients_in_memory_that_is_used_again(store):
                 frozen[number] = snapshot(state)
     assert kinds(store) == "brrrrr" + "brrrrrrr"
     check_steps(store, build(2, width=400), frozen)
-
-
-def test_a_window_with_gradients_in_memory_that_is_used_again_but_once(store):
-    state = build(1, width=400)
-    with checkpointer(store, state, strategy="spread", every=4, window=3) as saver:
-        for step in range(1, 13):
-            state["optimizer"].zero_grad(set_to_none=step == 12)
-            backward(state)
-            state["optimizer"].step()
-            saver.step(step)
-        frozen = {12: snapshot(state)}
-        state["optimizer"].zero_grad(set_to_none=False)
-    assert Store(store).steps() == [4, 8, 12]
-    check_steps(store, build(2, width=400), frozen, steps=[12])
 
 
 def weight_of(size, dtype, seed, kind=torch.optim.Adam, **options):

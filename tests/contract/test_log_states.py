@@ -16,7 +16,6 @@ from runs import (
     restore,
     run_logged,
     snapshot,
-    supervised,
 )
 from torch import nn
 
@@ -377,52 +376,6 @@ def test_state_of_unusual_forms(store, kind, strategy):
 def states(state):
     """Of an optimizer, by parameter."""
     return state["optimizer"].state.values()
-
-
-class Averages(nn.Module):
-    """Makes its buffer anew in each forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, rows):
-        self.mean = self.mean * 0.9 + rows.detach().mean(0)
-        return self.inner(rows - self.mean)
-
-
-def averages(seed):
-    torch.manual_seed(seed)
-    model = Averages()
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-
-
-@pytest.mark.parametrize("verify", ["rolling", "full"])
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        (
-            {"strategy": "log", "base_every": 5, "window": 3},
-            [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12],
-        ),
-        ({"strategy": "spread", "every": 4, "window": 3}, [4, 8, 12]),
-    ],
-)
-def test_buffers_that_are_made_anew(store, options, steps, verify):
-    """A record has what no optimizer changes, wherever it lies. Two updates a step: a piece that is
-    copied at a step has both."""
-    state, frozen = averages(1), {}
-    with checkpointer(store, state, verify=verify, **options) as saver:
-        for step in range(1, 13):
-            supervised(state)
-            supervised(state)
-            saver.step(step)
-            frozen[step] = snapshot(state)
-    assert check_steps(store, averages(2), frozen) == steps
-    spread = [step for step in steps if Store(store).manifest(step).is_spread]
-    bases = [int(path.parent.name[:8]) for path in (store / "checkpoints").glob("*/state.json")]
-    assert spread + sorted(bases) == ([8, 12] if "every" in options else [6, 11])
 
 
 @pytest.mark.parametrize("has_group", [False, True])

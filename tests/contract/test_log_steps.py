@@ -3,7 +3,7 @@ beginning, into a state that does not fit."""
 
 import pytest
 import torch
-from logs import Plain, build, train, write
+from logs import Plain, build, train
 from runs import (
     check_same,
     check_steps,
@@ -21,32 +21,6 @@ from everstep import Conflict, EverstepError, Keep, Mismatch, Store, Unavailable
 from everstep.capture.base_interval import STATES
 
 
-def test_several_updates_in_a_record_and_none(store):
-    state, frozen = build(1), {}
-    with logged(store, state) as saver:
-        for step in range(1, 15):
-            if step not in (8, 9):
-                train(state)
-            if step in (1, 2, 5, 8, 9, 14):
-                saver.save(step)
-                frozen[step] = snapshot(state)
-    assert kinds(store) == "brrrrr"
-    assert check_steps(store, build(2), frozen) == [1, 2, 5, 8, 9, 14]
-
-
-def test_records_of_nothing(store):
-    model = nn.Linear(3, 3)
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    with logged(store, state) as saver:
-        for step in range(1, 5):
-            saver.step(step).wait("local")
-    assert kinds(store) == "brrr"
-    fresh = {"model": nn.Linear(3, 3)}
-    fresh["optimizer"] = torch.optim.SGD(fresh["model"].parameters())
-    assert restore(store, fresh) == 4
-    check_same(freeze(fresh), freeze(state))
-
-
 def test_memory_is_bounded_while_nobody_saves(store):
     state = build(1)
     with logged(store, state) as saver:
@@ -58,59 +32,6 @@ def test_memory_is_bounded_while_nobody_saves(store):
         kept = sum(tensor.nbytes for call in calls for tensor in call.tensors.values())
         assert kept <= 4 * sum(p.nbytes for p in state["model"].parameters())
         saver.save(2)
-
-
-@pytest.mark.parametrize("strategy", ["full", "log"])
-@pytest.mark.parametrize("tag", [None, "best"])
-def test_the_same_step_again(store, strategy, tag):
-    """As after each epoch: step(100) in the loop, save(100, tag="best") after it."""
-    state, frozen = build(1), {}
-    with checkpointer(store, state, strategy=strategy) as saver:
-        for step in range(1, 5):
-            train(state)
-            saver.step(step)
-            frozen[step] = snapshot(state)
-            if step == 3:
-                saver.save(step, tag=tag).wait("local")
-    if tag:
-        assert Store(store).manifest(tag).step == 3
-    check_steps(store, build(2), frozen)
-
-
-@pytest.mark.parametrize("what", ["value", "weights"])
-def test_something_new_at_the_same_step(store, what):
-    state = {**build(1), "score": 0.0}
-    with logged(store, state) as saver:
-        for step in (1, 2):
-            train(state)
-            saver.step(step).wait("local")
-        if what == "value":
-            state["score"] = 1.0
-        if what == "weights":
-            write(state, "in place")
-        try:
-            saver.save(2, tag="best").wait("local")
-        except Conflict:
-            train(state)
-            saver.step(3).wait("local")  # or the end of `with` would raise it again
-            return
-    fresh = {**build(2), "score": 0.0}
-    assert restore(store, fresh, "best") == 2
-    check_same(freeze(fresh), freeze(state))
-
-
-def test_another_state_as_the_same_step_after_the_log_has_ended(store):
-    state = build(1)
-    with logged(store, state) as saver:
-        for step in range(1, 6):
-            if step > 2:
-                write(state, "in place")
-            train(state)
-            saver.step(step).wait("local")
-        train(state)
-        with pytest.raises(Conflict):
-            saver.step(5).wait("local")
-        saver.step(6).wait("local")
 
 
 def test_another_state_as_the_same_step(store):
@@ -141,21 +62,6 @@ def test_a_tag_makes_a_base(store):
     assert Store(store).manifest("good").step == 4
     assert Store(store).read("good")["model.0.weight"].shape == (40, 6)
     check_steps(store, build(2), frozen)
-
-
-def test_the_distance_goes_by_what_was_measured(store):
-    state = build(1)
-    with checkpointer(store, state, strategy="log") as saver:
-        for step in range(1, 4):
-            train(state)
-            handle = saver.step(step)
-            handle.wait("local")
-        strategy = saver._captures.strategy
-        assert strategy.interval.record_bytes == handle.bytes > 0
-        assert strategy.interval.steps == 10  # not fewer, however large a record is
-        figures = strategy.describe()["base_interval"]
-        assert figures["record_bytes"] == strategy.interval.record_bytes
-        assert Store(store).manifest(3).capture["base_interval"].keys() == figures.keys()
 
 
 def test_retention_bounds_what_a_log_takes(store):

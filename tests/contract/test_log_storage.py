@@ -2,19 +2,14 @@
 
 import contextlib
 import itertools
-import json
 import os
-import random
 import signal
 
 import pytest
 from keepers import ended, until
 from logs import build, train
 from runs import (
-    check_same,
     check_steps,
-    checkpointer,
-    end_keeper,
     kinds,
     logged,
     run_logged,
@@ -22,101 +17,8 @@ from runs import (
 )
 from test_bad_disk import fill, small  # noqa: F401 - a fixture
 
-from everstep import Conflict, Corrupt, EverstepError, Store, Unavailable
-from examples import slow
+from everstep import Conflict, EverstepError, Store, Unavailable
 from stores import files_of, packs_of
-
-
-def files_behind(store, step):
-    """Manifest, table and packs of a step's own."""
-    manifest = Store(store).manifest(step)
-    own = [store / f"checkpoints/{step:08}-{manifest.epoch:04}/manifest.json"]
-    packs = [store / link.path for link in manifest.files if link.path.endswith("safetensors")]
-    tables = [store / link.path for link in manifest.files if link.path.endswith("json")]
-    return {"manifest": own, "pack": packs, "table": tables}
-
-
-def flip(path, rng):
-    data = bytearray(path.read_bytes())
-    place = rng.randrange(len(data))
-    if path.suffix == ".safetensors":  # where a tensor is that every replay reads
-        header = 8 + int.from_bytes(data[:8], "little")
-        pieces = [(name, e) for name, e in json.loads(data[8:header]).items() if name[:2] != "__"]
-        recorded = [piece for piece in pieces if piece[0].startswith("@")]
-        start, end = rng.choice(recorded or pieces)[1]["data_offsets"]
-        place = header + rng.randrange(start, end)
-    data[place] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def cut(path, rng):
-    path.write_bytes(path.read_bytes()[: -1 - rng.randrange(path.stat().st_size // 2)])
-
-
-def remove(path, rng):
-    path.unlink()
-
-
-@pytest.mark.parametrize(
-    ("at", "what", "damage"),
-    [
-        (1, "pack", flip),
-        (4, "pack", cut),
-        (6, "manifest", flip),
-        (6, "pack", remove),
-        (8, "pack", flip),
-        (8, "manifest", remove),
-        *slow(*itertools.product([1, 4, 6, 8], ["manifest", "pack"], [flip, cut, remove])),
-    ],
-)
-def test_damage_in_a_chain(store, damage, what, at, caplog):
-    """b1 r2 r3 r4 r5 b6 r7 r8: what does not need the damaged step is restored, and no other."""
-    frozen = run_logged(store, build(1), train, base_every=5)
-    assert kinds(store) == "brrrrbrr"
-    chosen = random.Random(at)
-    damage(files_behind(store, at)[what][0], chosen)
-    lost = {1: range(1, 6), 4: (4, 5), 6: (6, 7, 8), 8: (8,)}[at]
-    remains = [step for step in range(1, 9) if step not in lost]
-    gone = damage is remove and what == "manifest"
-    verdict = Store(store).verify()
-    assert not verdict.ok or (gone and at == 8)
-    for step in {*lost} - ({at} if gone else set()):
-        assert not Store(store).verify(step).ok
-    fresh = build(2)
-    with checkpointer(store, fresh) as restorer:
-        end_keeper(store)  # and with it the memory that would serve instead
-        assert restorer.restore() == remains[-1]
-        tried = caplog.text.count("cannot be restored")
-        assert (tried > 0) == (8 in lost and not (gone and at == 8))
-        assert tried <= 2  # the newest, and a manifest that cannot be read
-        check_same(snapshot(fresh), frozen[remains[-1]])
-        for step in sorted({*lost} - ({at} if gone else set())):
-            with pytest.raises(Corrupt):
-                restorer.restore(step)
-        for step in remains:
-            assert restorer.restore(step) == step
-            check_same(snapshot(fresh), frozen[step])
-        train(fresh)
-        restorer.step(20).wait("local")
-    assert Store(store).latest() == 20
-
-
-def test_a_record_of_another_chain_in_its_place(store, other_store):
-    """The same steps of another run: every file is whole, but the chain says no."""
-    run_logged(store, build(1), train, steps=4)
-    run_logged(other_store, build(3), train, steps=4)
-    ours, theirs = files_behind(store, 3), files_behind(other_store, 3)
-    ours["manifest"][0].write_bytes(theirs["manifest"][0].read_bytes())
-    for path in theirs["pack"] + theirs["table"]:
-        (store / path.relative_to(other_store)).write_bytes(path.read_bytes())
-    assert not Store(store).verify().ok
-    fresh = build(2)
-    with checkpointer(store, fresh) as restorer:
-        end_keeper(store)
-        for step in (4,):
-            with pytest.raises(Corrupt):
-                restorer.restore(step)
-        assert restorer.restore() in (2, 3)  # the one in its place follows its own step 2
 
 
 def test_deleting_what_a_record_follows(store):

@@ -1,19 +1,16 @@
 """strategy="log" where somebody else than the optimizer writes to weights or optimizer state: the
 chain ends, a whole state is saved instead, and that is told."""
 
-from functools import partial
-
 import pytest
 import torch
-from logs import WRITES, Plain, build, check_run, durable, train, write
+from logs import WRITES, build, check_run, durable, train, write
 from runs import bits, check_steps, checkpointer, kinds, logged, snapshot
 from torch import nn
 
 import forked
-from everstep import Store
 
 
-@pytest.mark.parametrize("how", ["in place", "data", "numpy"])
+@pytest.mark.parametrize("how", WRITES)
 def test_weights_changed_between_update_and_save(store, caplog, how):
     def change(state, step):
         train(state)
@@ -21,16 +18,7 @@ def test_weights_changed_between_update_and_save(store, caplog, how):
             write(state, how)
 
     check_run(store, build, change, "brrrbrrr")
-    assert "'model.0.weight' changed" in caplog.text
-
-
-def test_weights_swapped_between_update_and_save(store):
-    def change(state, step):
-        train(state)
-        if step == 5:
-            write(state, "swap")
-
-    check_run(store, build, change, "brrrbrrr")
+    assert "'model.0.weight' changed" in caplog.text or how == "swap"
 
 
 @pytest.mark.parametrize("how", WRITES)
@@ -66,17 +54,6 @@ def test_weights_in_other_memory_again_and_again(store, caplog, verify):
     assert "'model.0.weight' is another tensor" in told[0]
     assert "'optimizer.model.2.weight.exp_avg'" in told[2]
     assert told[2].endswith(", and from now on")
-
-
-def test_parameters_that_are_made_anew_at_each_step(store, caplog):
-    def step(state, number):
-        train(state)
-        weight = state["model"][0].weight
-        weight.data = weight.data.clone()
-
-    check_run(store, build, step, "b" * 12, steps=12)
-    assert caplog.text.count("no record is made of step") == 3
-    assert Store(store).manifest(12).capture["strategy"] == "full"
 
 
 @pytest.mark.parametrize("moment", [None, "exp_avg"])
@@ -170,22 +147,6 @@ def test_optimizer_state_changed_by_hand(store, caplog):
     assert ".exp_avg' changed" in caplog.text
 
 
-class Counting(Plain):
-    """Its state is a python number."""
-
-    @torch.no_grad()
-    def update(self):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                entry = self.state[parameter]
-                entry["count"] = entry.get("count", 0) + 1
-                parameter.add_(parameter.grad, alpha=-group["lr"] / entry["count"])
-
-
-def test_python_numbers_as_optimizer_state(store):
-    check_run(store, partial(build, kind=Counting), train, "brrrrrrr")
-
-
 def test_weights_that_forward_rewrites(store):
     def make(seed):
         torch.manual_seed(seed)
@@ -206,16 +167,6 @@ def test_weights_that_forward_rewrites(store):
             frozen[number] = snapshot(state)
     assert kinds(store) == "b" * 8
     check_steps(store, make(2), frozen)
-
-
-def test_three_surprises_end_the_log(store, caplog):
-    def change(state, step):
-        if step % 3 == 0:
-            write(state, "in place")
-        train(state)
-
-    check_run(store, build, change, "brbrrbrrbbbb", steps=12, each=durable)
-    assert "from now on" in caplog.text
 
 
 def test_channels_last_weights_changed_around_the_version_counter(store, caplog):

@@ -191,7 +191,9 @@ LATE_GRADIENTS = Plan(  # in memory that is used again
     tensor_rate=False,
     closure=True,
     average="none",
+    thaws_at=0,
     freezes_at=40,
+    updates=(1,),
     writes={},
     seed=224,
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from runs import checkpointer, logged, restore, snapshot
+from runs import checkpointer, logged
 from wholes import advance, build, fill, train
 
 from everstep import Corrupt, Keep, Missing, Store, Unsupported
@@ -12,8 +12,6 @@ from everstep.cli.main import main
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
-from independent_reader import Damaged
-from independent_reader import read as read_independently
 
 
 def test_the_command(store, capsys):
@@ -68,24 +66,6 @@ def test_gc_and_retention_leave_it(store):
     assert opened.steps()[-2:] == [4, 5]
 
 
-def test_a_damaged_state_is_found(store, caplog):
-    """The newest before it is restored; the step itself by its number is not."""
-    frozen = fill(store)
-    for step in (8, 7, 6):
-        Store(store).delete(step)
-    materialize(Disk(store), CheckpointName(5, 1))
-    path = store / "checkpoints" / "00000005-0001" / "state.json"
-    path.write_bytes(path.read_bytes()[:-5])
-    assert not Store(store).verify().ok
-    with pytest.raises(Corrupt):
-        Store(store).read(5)
-    fresh = build(2)
-    with pytest.raises(Corrupt, match="restoring step 5"):
-        restore(store, fresh, 5)
-    assert restore(store, fresh) == 4
-    assert snapshot(fresh) == frozen[4]
-
-
 class Own(torch.optim.SGD):
     pass
 
@@ -95,13 +75,6 @@ def test_only_torchs_optimizers_are_built(store):
         advance(saver, state, range(1, 6))
     with pytest.raises(Unsupported, match="only torch's own"):
         materialize(Disk(store), CheckpointName(5, 1))
-
-
-def test_the_second_reader_refuses_logs(store):
-    fill(store)
-    read_independently(store, 1)
-    with pytest.raises((Damaged, KeyError)):
-        read_independently(store, 5)
 
 
 def test_a_state_of_another_step_is_refused(store):

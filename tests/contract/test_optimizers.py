@@ -313,18 +313,6 @@ def test_gan_in_nested_dicts(store):
     assert round_trip(store, build, train)["training"]["rounds"] == [7, {}]
 
 
-def test_one_parameter_in_two_optimizers(store):
-    def build(seed):
-        state = build_plain(seed)
-        return {**state, "second": torch.optim.SGD([state["model"].weight], lr=0.1, momentum=0.5)}
-
-    def train(state):
-        supervised(state)
-        state["second"].step()
-
-    round_trip(store, build, train)
-
-
 def test_parameters_that_are_views_of_one_storage(store):
     def build(seed):
         torch.manual_seed(seed)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import check_steps, kinds, run_logged
+from runs import check_steps, run_logged
 from torch import nn
 
 import everstep
@@ -46,14 +46,6 @@ def records(store):
         step: any("clips" in call for record in each for call in record.calls)
         for step, each in found.items()
     }
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_from_before_clipping(store, pre_clip, set_to_none):
-    frozen = run_logged(store, build(1), lambda state, _: train(state, set_to_none), STEPS)
-    assert kinds(store) == "b" + "r" * (STEPS - 1)
-    assert all(records(store).values())
-    check_steps(store, build(2), frozen)
 
 
 def test_they_take_fewer_bytes(stores):

@@ -1,7 +1,6 @@
 """What a restore does where something is damaged that it can do without, or deleted meanwhile."""
 
 import json
-import logging
 
 import pytest
 from keepers import until
@@ -49,54 +48,6 @@ def damage_state(store, step):
 def damage_record(store, step):
     (record,) = Store(store).manifest(step).records
     damage(store, record.parts[0].packs[0], is_gradient)
-
-
-@pytest.mark.parametrize("window", [1, 3])
-def test_a_damaged_state_that_was_made_of_a_log(store, caplog, window):
-    """Or a base that ends there: the newest before it is restored."""
-    options = {"base_every": 5, "window": 3} if window > 1 else {}
-    frozen = run_logged(store, build(1), train, 9, **options)
-    if window == 1:
-        materialize(Disk(store), CheckpointName(6, 1))
-    damage_state(store, 6)
-    fresh = build(2)
-    with checkpointer(store, fresh) as saver:
-        for step in (9, 6):
-            with pytest.raises(Corrupt, match=f"restoring step {step}"):
-                saver.restore(step)
-        for step in (None, 5):
-            with caplog.at_level(logging.WARNING, "everstep"):
-                assert saver.restore(step) == 5
-            assert ("3 other steps go on from the same damage" in caplog.text) is (step is None)
-            caplog.clear()
-            assert snapshot(fresh) == frozen[5]
-
-
-def test_a_damaged_spread_checkpoint(store):
-    state, frozen = build(1), {}
-    with checkpointer(store, state, strategy="spread", every=4, window=3) as saver:
-        for step in range(1, 13):
-            train(state)
-            saver.step(step)
-            frozen[step] = snapshot(state)
-    assert Store(store).manifest(12).is_spread
-    damage(store, Store(store).manifest(12).all_parts[0].packs[0], is_of_state)
-    fresh = build(2)
-    with checkpointer(store, fresh) as saver:
-        with pytest.raises(Corrupt, match="restoring step 12"):
-            saver.restore(12)
-        assert saver.restore() == 8
-        assert snapshot(fresh) == frozen[8]
-
-
-def test_the_newest_that_can_be_restored(store):
-    """A record is damaged: what goes on from it is not tried."""
-    frozen = run_logged(store, build(1), train, 9)
-    damage_record(store, 8)
-    fresh = build(2)
-    with checkpointer(store, fresh) as saver:
-        assert saver.restore() == 7
-        assert snapshot(fresh) == frozen[7]
 
 
 def verified(store, capsys):

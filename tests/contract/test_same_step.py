@@ -3,7 +3,7 @@ told where something has."""
 
 import pytest
 import torch
-from logs import build, train
+from logs import build, train, write
 from runs import checkpointer, snapshot
 
 from everstep import Conflict, Missing
@@ -16,6 +16,7 @@ CHANGES = {
     "through NumPy": lambda state: state["values"]["count"].numpy().__iadd__(1),
     "a tensor": lambda state: state["ema"].add_(1),
     "a generator": lambda state: torch.rand(1),
+    "weights": lambda state: write(state, "in place"),
 }
 
 

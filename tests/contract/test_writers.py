@@ -1,9 +1,7 @@
 """Two trainers on one store, going back, and tensors that are written to during a capture."""
 
 import contextlib
-import json
 import operator
-import sys
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,6 @@ import torch
 from runs import check_same, check_steps, checkpointer, freeze, restore, snapshot, supervised
 from torch import nn
 
-import forked
 from everstep import Checkpointer, Conflict, EverstepError, Missing, Store, Unsupported
 from everstep.capture import in_flight
 from everstep.capture.copies import Batch
@@ -54,62 +51,6 @@ def test_two_trainers_in_one_process(store):
     assert [Store(store).manifest(step).epoch for step in (1, 2, 3, 4)] == [1, 1, 2, 2]
     restore(store, fresh := build(3))
     check_same(freeze(fresh), frozen)
-
-
-def makes_a_step_for_each_line(store):
-    state = build(1)
-    try:
-        with checkpointer(store, state) as saver:
-            start = saver.restore()
-            print(json.dumps(start), flush=True)
-            for step, _ in enumerate(sys.stdin, start + 1):
-                supervised(state)
-                try:
-                    saver.step(step).wait("local")
-                    print(json.dumps("local"), flush=True)
-                except EverstepError as error:
-                    print(json.dumps(type(error).__name__), flush=True)
-    except EverstepError as error:
-        print(json.dumps(f"closed: {type(error).__name__}"), flush=True)
-
-
-class Rival:
-    """A trainer in another process, which makes a step for each line that it gets."""
-
-    def __init__(self, store):
-        self.process = forked.Forked(makes_a_step_for_each_line, store)
-        self.restored = self.read()
-
-    def read(self):
-        return json.loads(self.process.stdout.readline())
-
-    def step(self):
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        return self.read()
-
-    def close(self):
-        self.process.stdin.close()
-        rest = self.process.stdout.read()
-        self.process.wait()
-        self.process.close()
-        return json.loads(rest) if rest else None
-
-
-def test_two_trainers_in_two_processes(store):
-    first = Rival(store)
-    assert [first.step() for _ in range(3)] == ["local"] * 3
-    second = Rival(store)
-    assert second.restored == 3
-    assert second.step() == "local"
-    assert first.step() == "Conflict"
-    assert second.step() == "local"
-    assert first.step() == "Conflict"
-    assert first.close() == "closed: Conflict"
-    assert second.step() == "local"
-    assert second.close() is None
-    assert Store(store).steps() == [1, 2, 3, 4, 5, 6]
-    assert Store(store).verify().ok
 
 
 # ---- going back ------------------------------------------------------------------------------

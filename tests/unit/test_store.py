@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 
 import pytest
@@ -123,65 +122,21 @@ def test_verify_counts_and_reports_progress(tmp_path):
     assert Store(tmp_path).verify(2).checkpoints == 1
 
 
-@pytest.mark.parametrize(
-    "damage", ["flip first", "flip middle", "flip last", "cut", "empty", "longer", "gone"]
-)
-def test_damage_of_any_file_is_seen(tmp_path, damage):
-    paths = _three_of_each(tmp_path / "whole")
-    for path in paths:
-        shutil.copytree(tmp_path / "whole", tmp_path / "s")
-        file = tmp_path / "s" / path
-        _damage(file, damage)
-        if path == "everstep.json":
-            with pytest.raises(Missing if damage == "gone" else Corrupt, match=r"everstep\.json"):
-                Store(tmp_path / "s")
-        elif damage == "gone" and path.startswith(("tags", "epochs", "checkpoints")):
-            Store(tmp_path / "s").verify()  # what is not there does not exist
-        else:
-            _expect_damage(Store(tmp_path / "s"), path, tmp_path / "whole")
-        shutil.rmtree(tmp_path / "s")
-
-
-def _damage(file, damage: str) -> None:
-    data = bytearray(file.read_bytes())
-    match damage.split():
-        case ["flip", where]:
-            data[{"first": 0, "middle": len(data) // 2, "last": -1}[where]] ^= 0x10
-        case ["cut"]:
-            del data[-1]
-        case ["empty"]:
-            data.clear()
-        case ["longer"]:
-            data += b"\0" * 4096
-        case ["gone"]:
-            file.unlink()
-            return
-    file.write_bytes(data)
-
-
-def _expect_damage(store: Store, path: str, whole) -> None:
-    verdict = store.verify()
-    assert not verdict.ok, path
-    folder, _, rest = path.partition("/")
-    if folder in ("tags", "epochs"):
-        assert verdict.problems.keys() == {folder}
-        assert path in verdict.problems[folder][0]
+@pytest.mark.parametrize("folder", ["tags", "epochs"])
+def test_damage_of_what_says_how_steps_follow(tmp_path, folder):
+    _three_of_each(tmp_path)
+    path = min((tmp_path / folder).iterdir())
+    whole = path.read_bytes()
+    for data in (b"", whole[:-1], whole + bytes(4096), b"x" + whole[1:]):
+        path.write_bytes(data)
+        store = Store(tmp_path)
+        assert store.verify().problems.keys() == {folder}
+        assert path.name in store.verify().problems[folder][0]
         if folder == "tags":
             with pytest.raises(Corrupt):
                 store.manifest("best")
-        assert store.steps() == Store(whole).steps()  # a claim can be told from the manifests
+        assert store.steps() == [1, 2, 3]  # a claim can be told from the manifests
         assert store.manifest("2-1").step == 2  # a full name needs neither
-        return
-    names = [str(CheckpointName(*pair)) for pair in ((1, 1), (2, 1), (3, 1), (3, 2))]
-    hit = names if rest.startswith("tables") else [name for name in names if name in rest]
-    assert sorted(verdict.problems) == hit, path
-    pytest.importorskip("torch")
-    for name in hit:
-        try:
-            with pytest.raises(Corrupt):
-                store.read(name)
-        except pytest.fail.Exception:  # no tensor's bytes are touched
-            assert re.search("padding|the header", verdict.problems[name][0])
 
 
 def test_every_flipped_bit_of_a_pack_is_seen(tmp_path):
