@@ -20,7 +20,7 @@ KINDS = {
     "topk": {"density": 0.05},
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
-two_kinds = pytest.mark.parametrize("kind", ["fp16", "topk"])  # bf16: ..._plans.py
+two_kinds = pytest.mark.parametrize("kind", ["fp16", "topk"])  # bf16: test_machine.py
 SHARE = {"fp16": 0.501, "bf16": 0.501, "topk": 0.12}
 """Of the gradients' bytes that their forms take here, at most."""
 

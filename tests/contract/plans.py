@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from runs import end_keeper
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import everstep
 
@@ -73,6 +74,13 @@ SCHEDULERS = {
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=60),
     "steps": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5], 0.5),
 }
+COMPRESSIONS = {
+    "fp16": ("fp16", {}),
+    "bf16": ("bf16", {}),
+    "topk": ("topk", {"density": 0.1}),
+    "topk of all": ("topk", {"density": 1.0, "residual_dtype": torch.bfloat16}),
+    "topk without residual": ("topk", {"density": 0.05, "error_feedback": False}),
+}
 NEEDS_LAYERS = (derived.of_half_precision, derived.strided)
 AVERAGES = {make.__name__: make for make in derived.WAYS if make not in NEEDS_LAYERS}
 
@@ -121,6 +129,7 @@ class Plan:
     tensor_rate: bool
     closure: bool
     average: str
+    compression: str
     thaws_at: int
     freezes_at: int
     updates: tuple[int, ...]
@@ -157,6 +166,11 @@ def build(plan, seed):
         for name, share in zip(plan.optimizers, shares, strict=True)
     ]
     state = {"model": model, "optimizers": optimizers}
+    if plan.compression != "none":
+        kind, options = COMPRESSIONS[plan.compression]
+        wrapped = {"gradient_as_bucket_view": plan.seed % 2 == 0, "bucket_cap_mb": 0.0005}
+        state["model"] = DistributedDataParallel(model, find_unused_parameters=True, **wrapped)
+        state["compression"] = everstep.compress(state["model"], kind, **options)
     if make := SCHEDULERS[plan.scheduler]:
         state["schedulers"] = [make(optimizer) for optimizer in optimizers]
     if plan.scaler:
@@ -178,15 +192,26 @@ def _backward(plan, state, step):
 
 
 def _clip(plan, state):
-    parameters = list(state["model"].parameters())
-    if plan.clip == "torch":
-        nn.utils.clip_grad_norm_(parameters, 0.1)
-    elif plan.clip != "none":
-        everstep.clip_grad_norm_(parameters, 0.1, foreach=plan.clip == "foreach")
+    parameters = [p for p in state["model"].parameters() if p.grad is not None]
+    for word in plan.clip.split(", "):
+        if word == "torch":
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+        elif word in ("foreach", "for loop"):
+            everstep.clip_grad_norm_(parameters, 0.1, foreach=word == "foreach")
+        elif word == "one":
+            parameters[-1].grad.add_(0.01)
+        elif word == "data":
+            for parameter in parameters:
+                parameter.grad.data.mul_(0.5)
+
+
+def net_of(state):
+    """The model, without what is around it."""
+    return getattr(state["model"], "module", state["model"])
 
 
 def _write_weight(state, write):
-    write(state["model"].first.weight)
+    write(net_of(state).first.weight)
 
 
 def _write_moments(state):
@@ -200,7 +225,8 @@ def _write_moments(state):
 WRITES = {how: partial(_write_weight, write=write) for how, write in logs.WRITES.items()}
 WRITES |= {
     "moments": _write_moments,
-    "buffer": lambda state: state["model"].norm.running_mean.zero_(),
+    "buffer": lambda state: net_of(state).norm.running_mean.zero_(),
+    "channels last": lambda state: net_of(state).conv.weight.data.mul_(0.5),
 }
 
 
@@ -209,7 +235,8 @@ def train(plan, state, step):
     if step in plan.writes:
         with torch.no_grad():
             WRITES[plan.writes[step]](state)
-    state["model"].sometimes.requires_grad_(plan.thaws_at <= step < plan.freezes_at)
+    if plan.compression == "none":
+        net_of(state).sometimes.requires_grad_(plan.thaws_at <= step < plan.freezes_at)
     return [_update(plan, state, step) for _ in range(plan.updates[step % len(plan.updates)])]
 
 
@@ -236,6 +263,8 @@ def schedule(state):
         scheduler.step()
 
 
+CLIPS = ["none", "none", "torch", "foreach", "for loop", "data", "foreach, one", "one, for loop"]
+CLIPS += ["foreach, foreach", "for loop, data"]
 plans = st.builds(
     Plan,
     optimizers=st.one_of(
@@ -246,7 +275,7 @@ plans = st.builds(
     ),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
     micro=st.integers(1, 2),
-    clip=st.sampled_from(["none", "torch", "foreach", "for loop"]),
+    clip=st.sampled_from(CLIPS),
     scaler=st.booleans(),
     autocast=st.booleans(),
     scheduler=st.sampled_from(sorted(SCHEDULERS)),
@@ -256,6 +285,7 @@ plans = st.builds(
     closure=st.booleans(),
     average=st.sampled_from(["none", "none", *sorted(AVERAGES)]),
     thaws_at=st.integers(-9, 9),
+    compression=st.sampled_from(["none", "none", *sorted(COMPRESSIONS)]),
     freezes_at=st.integers(1, 40),
     updates=st.sampled_from([(1,), (1,), (1,), (2, 1), (1, 2, 0)]),
     writes=st.just({})
@@ -272,6 +302,7 @@ def _is_possible(plan):
     momentum = all("momentum" in OPTIMIZERS[n][1] or n.startswith("Adam ") for n in names)
     return (
         plan.scaler == scales
+        and (plan.compression == "none" or plan.average == "none")
         and plan.autocast == autocasts
         and not (one_cycle and not momentum)
         and not (plan.dtype is torch.bfloat16 and "numpy" in plan.writes.values())

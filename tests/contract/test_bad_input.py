@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import everstep
-from choices import chosen
 from everstep import (
     Checkpointer,
     Conflict,
@@ -256,53 +255,14 @@ def test_a_state_dict_that_raises_is_the_users_own_error(store):
 # ---- arguments ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"every": 0},
-        {"every": 1.5},
-        {"every": True},
-        {"strategy": "logs"},
-        {"when_full": "block"},
-        {"memory_bytes": 0},
-        {"memory_bytes": 1e9},
-    ],
-)
-def test_wrong_arguments(store, options):
-    with pytest.raises(ValueError, match="must be"):
-        Checkpointer(store, {"x": 1}, **chosen(**options))
-    assert not store.exists()
-
-
-@pytest.mark.parametrize("options", [{"last": 1.5}, {"last": "3"}, {"last": True}, {"tags": "x"}])
-def test_retention_of_a_wrong_kind(options):
-    with pytest.raises(TypeError, match="Keep needs"):
-        Keep(**options)
-
-
-def test_the_store_has_a_name():
-    with pytest.raises(ValueError, match="store must be a directory"):
-        Checkpointer("", build(1))
-
-
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("keep", r"an everstep\.Keep"),
-        ("derive", "a dict by names"),
-        ("by_rank", "a dict by names"),
-        ("layout", "a function of"),
-    ],
-)
-def test_arguments_of_a_wrong_kind(store, option, expected):
-    with pytest.raises(TypeError, match=f"{option} must be {expected}"):
-        Checkpointer(store, {"x": 1}, **chosen(**{option: 3}))
-    assert not store.exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "now"),
-    [
+WRONG = [
+    *(({name: value}, ValueError, "must be") for name, value in (
+        ("every", 0), ("every", 1.5), ("every", True), ("strategy", "logs"), ("when_full", "block"),
+        ("memory_bytes", 0), ("memory_bytes", 1e9),
+    )),
+    ({"keep": 3}, TypeError, "keep must be an everstep.Keep"),
+    ({"derive": 3}, TypeError, "derive must be a dict by names"),
+    *(({name: 3}, TypeError, now) for name, now in (  # names that are gone tell the new ones
         ("audit", "Log(verify="),
         ("base_every", "Log(base_every="),
         ("window", "Spread(window="),
@@ -311,26 +271,45 @@ def test_arguments_of_a_wrong_kind(store, option, expected):
         ("check_replicas", "Ranks(check="),
         ("rng", "generators are always captured"),
         ("evry", "no argument 'evry'"),
-    ],
-)
-def test_a_name_that_is_gone_tells_the_new_one(store, name, now):
-    with pytest.raises(TypeError, match=re.escape(now)):
-        Checkpointer(store, {"x": 1}, **{name: 3})
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG, ids=str)
+def test_wrong_arguments(store, options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        Checkpointer(store, {"x": 1}, **options)
     assert not store.exists()
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "error", "message"),
     [
-        lambda: everstep.Log(verify="sample"),
-        lambda: everstep.Log(base_every=0),
-        lambda: everstep.Log(catch_up=1.5),
-        lambda: everstep.Spread(window=True),
+        (lambda: Keep(last=1.5), TypeError, "Keep needs"),
+        (lambda: Keep(last="3"), TypeError, "Keep needs"),
+        (lambda: Keep(last=True), TypeError, "Keep needs"),
+        (lambda: Keep(tags="x"), TypeError, "Keep needs"),
+        (lambda: everstep.Log(verify="sample"), ValueError, "must be"),
+        (lambda: everstep.Log(base_every=0), ValueError, "must be"),
+        (lambda: everstep.Log(catch_up=1.5), ValueError, "must be"),
+        (lambda: everstep.Spread(window=True), ValueError, "must be"),
+        (lambda: everstep.Spread(window=0), ValueError, "must be"),
+        (lambda: Checkpointer("", build(1)), ValueError, "store must be a directory"),
     ],
 )
-def test_options_of_strategies(make):
-    with pytest.raises(ValueError, match="must be"):
+def test_options_of_wrong_kinds(make, error, message):
+    with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [({"by_rank": 3}, "by_rank must be a dict by names"), ({"layout": 3}, "layout must be a func")],
+)
+def test_ranks_of_wrong_kinds(store, ranks, message):
+    with pytest.raises(TypeError, match=message):
+        Checkpointer(store, {"x": 1}, ranks=everstep.Ranks(**ranks))
+    assert not store.exists()
 
 
 def test_wrong_states_and_steps(store):

@@ -1,6 +1,6 @@
 """Gradients that a communication hook compresses: records hold the compressed form, replay makes of
 it what the optimizer consumed, and the hook goes on as if nothing had been. One rank, in-process;
-several ranks in tests/dist, random programs in test_compression_plans.py."""
+several ranks in tests/dist, random programs in test_machine.py."""
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from logs import Plain, backward, build, check_run, durable, train, train_in_closure
+from logs import Plain, backward, build, check_run, train, train_in_closure
 from runs import check_steps, checkpointer, kinds, logged, run_logged, snapshot
 from torch import nn
 
@@ -111,22 +111,6 @@ def test_optimizers_in_backward(store):
 @pytest.mark.parametrize("kind", [Plain, torch.optim.AdamW])
 def test_a_closure_that_runs_once(store, kind):
     check_run(store, partial(build, kind=kind), train_in_closure, "brrrrrrr")
-
-
-class Deaf(Plain):
-    """Has a closure, and does not call it."""
-
-    def step(self, closure=None):
-        self.update()
-
-
-def test_a_closure_that_is_not_called(store):
-    def step(state, _):
-        state["optimizer"].zero_grad()
-        backward(state)
-        state["optimizer"].step(lambda: 0.0)
-
-    check_run(store, partial(build, kind=Deaf), step, each=durable)
 
 
 class Averaging(Plain):

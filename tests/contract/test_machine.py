@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from plans import Momentum, Places, Plan, build, fast, possible, schedule, train
 from runs import checkpointer, difference, end_keeper, kinds, snapshot
 
+from alone import one_rank
 from everstep import EverstepError, Keep, Store, Unavailable
 from everstep.store import retain
 from everstep.tiers.disk import Disk
@@ -191,12 +192,19 @@ LATE_GRADIENTS = Plan(  # in memory that is used again
     tensor_rate=False,
     closure=True,
     average="none",
+    compression="none",
     thaws_at=0,
     freezes_at=40,
     updates=(1,),
     writes={},
     seed=224,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group(tmp_path_factory):
+    with one_rank(tmp_path_factory.mktemp("ranks")):
+        yield
 
 
 @settings(fast, max_examples=examples(90))

@@ -177,47 +177,6 @@ def test_parameters_without_gradients_frozen_and_in_no_module(store):
     assert len(state["optimizer"].state) == 6
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_moments_of_bfloat16_parameters_stay_float32(store, options):
-    def build(seed):
-        torch.manual_seed(seed)
-        model = nn.Linear(6, 6, dtype=torch.bfloat16)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        return {"model": model, "optimizer": optimizer}
-
-    def train(state):
-        """AdamW as mixed precision does it: moments in float32."""
-        for parameter in state["model"].parameters():
-            entry = state["optimizer"].state[parameter]
-            if not entry:
-                zeros = torch.zeros_like(parameter, dtype=torch.float32)
-                entry |= {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-            gradient = torch.randn(parameter.shape)
-            entry["step"] += 1
-            entry["exp_avg"].lerp_(gradient, 0.1)
-            entry["exp_avg_sq"].lerp_(gradient.square(), 0.01)
-            change = entry["exp_avg"] / (entry["exp_avg_sq"].sqrt() + 1e-8)
-            parameter.data.add_(change.bfloat16(), alpha=-0.1)
-
-    if options == {"foreach": False}:  # the optimizer's class does not matter to the rest
-        state = round_trip(store, build, train)
-        dtypes = {entry["exp_avg"].dtype for entry in state["optimizer"].state.values()}
-        assert dtypes == {torch.float32}
-    else:
-
-        def build_native(seed):
-            state = build(seed)
-            state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), **options)
-            return state
-
-        def train_native(state):
-            state["optimizer"].zero_grad()
-            state["model"](torch.randn(8, 6).bfloat16()).square().mean().backward()
-            state["optimizer"].step()
-
-        round_trip(store, build_native, train_native)
-
-
 def test_state_appears_disappears_and_is_replaced(store):
     state, frozen = build_plain(1), {}
     with checkpointer(store, state) as saver:
@@ -289,28 +248,6 @@ def test_an_optimizer_without_state_is_missed_too(store):
     save(store, build_plain(1, torch.optim.SGD))
     with pytest.raises(Mismatch, match="the state has no 'optimizer'"):
         restore(store, {"model": nn.Linear(6, 6)})
-
-
-def test_gan_in_nested_dicts(store):
-    def build(seed):
-        torch.manual_seed(seed)
-        models = {"g": nn.Linear(4, 6), "d": nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))}
-        optimizers = {
-            "g": torch.optim.Adam(models["g"].parameters(), lr=0.01 * seed),
-            "d": torch.optim.RMSprop(models["d"].parameters()),
-        }
-        return {"models": models, "training": {"optimizers": optimizers, "rounds": [seed, {}]}}
-
-    def train(state):
-        g, d = state["models"]["g"], state["models"]["d"]
-        optimizers = state["training"]["optimizers"]
-        state["training"]["rounds"][0] += 1
-        for name, sign in (("d", 1), ("g", -1)):
-            optimizers[name].zero_grad()
-            (sign * d(g(torch.randn(8, 4))).square().mean()).backward()
-            optimizers[name].step()
-
-    assert round_trip(store, build, train)["training"]["rounds"] == [7, {}]
 
 
 def test_parameters_that_are_views_of_one_storage(store):

@@ -45,16 +45,6 @@ def test_a_growing_state_stays_within_two_arenas(store):
     saver.close()
 
 
-def test_a_growing_state_is_saved_at_each_step_where_saves_wait(store):
-    history: list[torch.Tensor] = []
-    with checkpointer(store, {"history": history}) as saver:
-        for step in range(1, 13):
-            history.append(torch.full((300_000,), float(step)))
-            saver.save(step)
-    assert everstep.Store(store).steps() == list(range(1, 13))
-    assert everstep.Store(store).verify().ok
-
-
 @contextlib.contextmanager
 def files_of_at_most(size):
     """Of this process, within."""

@@ -240,16 +240,6 @@ def test_retention_keeps_what_a_spread_checkpoint_needs(store):
     check_steps(store, make(2), frozen, (20, 24))
 
 
-def test_a_window_has_steps(store):
-    with pytest.raises(ValueError, match="window"):
-        checkpointer(store, make(1), strategy="spread", window=0)
-
-
-def test_a_window_is_no_longer_than_the_way_to_the_due_step(store):
-    run_saved(store, 4, **{**SPREAD, "every": 2, "window": 5})
-    assert Store(store).manifest(4).is_spread
-
-
 def test_a_keeper_that_dies_between_two_shares(store, caplog):
     state = make(1)
     with checkpointer(store, state, **SPREAD) as saver:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from gradients import (
     assert_same,
-    bits,
     noise,
     origin_of,
     parameters_of,
@@ -18,7 +17,6 @@ from gradients import (
 )
 from torch import Tensor, nn
 
-from alone import one_rank
 from everstep.redo import clipping
 from everstep.redo.clipping import Recording, clip_grad_norm_, release
 
@@ -72,33 +70,6 @@ def test_a_gradient_with_a_graph_stays_in_it():
     assert parameter.grad.requires_grad
     assert_same(raw_of(parameter), expected)
     parameter.grad = None  # a cycle with the graph
-
-
-@pytest.mark.parametrize("as_views", [False, True])
-def test_under_ddp(as_views, tmp_path):
-    with one_rank(tmp_path):
-        models, losses = [], [[], []]
-        for _ in range(2):
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
-            models.append(
-                nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=as_views)
-            )
-        for step in range(4):
-            clips = (clip_grad_norm_, nn.utils.clip_grad_norm_)
-            for model, clip, said in zip(models, clips, losses, strict=True):
-                loss = model(noise(8, 5, seed=step)).square().mean()
-                loss.backward()
-                clip(model.parameters(), 0.05)
-                said.append(bits(loss))
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter -= 0.1 * parameter.grad
-                        assert (origin_of(parameter) is not None) == (model is models[0])
-                        if as_views:
-                            assert parameter.grad._is_view()
-                model.zero_grad(set_to_none=step % 2 == 0)
-        assert losses[0] == losses[1]
 
 
 # --- how long an origin holds ------------------------------------------------------------------
