@@ -79,19 +79,6 @@ def test_full_disk(small, caplog):
     check_same(freeze(fresh), frozen)
 
 
-def test_closing_on_a_full_disk_raises(small):
-    state = build(1)
-    saver = checkpointer(small / "store", state)
-    supervised(state)
-    saver.step(1).wait("local")
-    fill(small)
-    supervised(state)
-    saver.step(2)
-    with pytest.raises(Unavailable, match="No space left"):
-        saver.close()
-    assert Store(small / "store").latest() == 1
-
-
 def saves_two_in_memory_and_dies(store):
     state = build(1)
     saver = checkpointer(store, state)

@@ -22,6 +22,7 @@ from everstep import (
     Unavailable,
     Unsupported,
 )
+from everstep.capture import copier
 
 
 def build(seed, width=6):
@@ -426,6 +427,7 @@ def test_a_memory_budget_that_is_too_small(store):
 
 
 def test_saves_that_are_skipped_are_counted_and_said(store, caplog, monkeypatch):
+    monkeypatch.setattr(copier, "_SEAL_S", 0.05)
     gate = threading.Event()
     state = {"x": torch.zeros(1000), "model": nn.Linear(2, 2)}
     optimizer = torch.optim.SGD(state["model"].parameters())

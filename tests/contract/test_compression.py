@@ -136,32 +136,6 @@ def test_parameters_that_are_not_used(store, kind, set_to_none):
     check_steps(store, build(kind, 2, find_unused_parameters=True), frozen)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [("topk", {"fused": True}), *slow(("fp16", {"foreach": True}))]
-)
-def test_a_scaler_that_skips(store, kind, options):
-    """Also one that leaves unscaling to a fused optimizer."""
-
-    def build_scaled(seed):
-        state = build(kind, seed, optimizer=lambda p, lr: torch.optim.AdamW(p, lr=lr, **options))
-        state["scaler"] = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
-        return state
-
-    def step(state, number):
-        state["optimizer"].zero_grad()
-        loss = state["model"](torch.randint(0, 50, (8,))).square().mean()
-        if number == 6:
-            loss = loss * torch.inf
-        state["scaler"].scale(loss).backward()
-        state["scaler"].step(state["optimizer"])
-        state["scaler"].update()
-
-    frozen = run_logged(store, build_scaled(1), step, steps=9)
-    assert kinds(store) == "brrrrrrrr"
-    assert ("model.second.weight" in sent(store, 5)) == bool(options.get("fused"))
-    check_steps(store, build_scaled(2), frozen)
-
-
 # ---- changed before the update ------------------------------------------------------------------
 
 
@@ -255,15 +229,3 @@ def test_clipping_by_everstep_keeps_the_compressed_form(store, kind, is_view):
     dense = sum(p.nbytes for p in state["model"].parameters() if p.requires_grad)
     assert gradient_bytes(store, 8) <= SHARE[kind] * dense
     check_steps(store, build(kind, 2, gradient_as_bucket_view=is_view), frozen)
-
-
-@two_kinds
-def test_unscaled_before_clipping(store, kind):
-    def change(state, parameters):
-        unscale(state, parameters)
-        everstep.clip_grad_norm_(parameters, 0.001)
-
-    frozen = run_logged(store, build(kind), rewrite(change), steps=7)
-    assert kinds(store) == "brrrrrr"
-    assert set(sent(store, 7)) <= ZEROS
-    check_steps(store, build(kind, 2), frozen)

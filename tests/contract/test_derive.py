@@ -9,7 +9,6 @@ from derived import (
     check_all,
     run,
     strided,
-    twice,
     two_in_a_row,
     with_buffers,
 )
@@ -64,20 +63,6 @@ def test_checkpoints_that_are_spread(store, make):
     check_all(store, make, frozen)
     fresh, _ = build(2, make)
     check_steps(store, fresh, frozen, [8])  # no rule is needed: what it makes is there
-
-
-@pytest.mark.parametrize("disturbed", [0, 7])
-def test_auto(store, disturbed):
-    """Over to a log and its warnings, with rules that go on all the time."""
-
-    def each(state, step):
-        train(state)
-        if step == disturbed:
-            twice(state)
-
-    frozen = run(store, averaged, 15, each=each, strategy="auto", base_every=20)
-    assert "r" in kinds(store)
-    check_all(store, averaged, frozen)
 
 
 @pytest.mark.parametrize("strategy", ["full", "log", "auto"])

@@ -8,7 +8,6 @@ import torch
 from logs import build, train
 from runs import check_same, checkpointer, freeze
 
-from everstep import Store
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -93,13 +92,3 @@ def test_a_step_that_was_made_whole(store, way):
     fresh["optimizer"].param_groups[0]["note"] = 1
     restored(store, fresh)
     check_same(freeze(fresh), freeze(state))
-
-
-@WAY
-def test_other_parts_alone_leave_groups_as_they_are(store, way):
-    state = build(1)
-    run(store, state, way)
-    fresh = build(2)
-    fresh["optimizer"].param_groups[0]["note"] = 1
-    assert restored(store, fresh, only="model")["note"] == 1
-    assert Store(store).latest() == 8

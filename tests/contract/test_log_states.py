@@ -64,23 +64,6 @@ def test_a_class_of_the_program_that_was_started_and_is_imported_now(store, monk
         restorer.restore(4)
 
 
-def test_names_of_a_layout_that_are_in_no_part(store):
-    def layout(name, _):
-        return f"gpt.{name.partition('.')[2]}" if name.startswith("model.") else name
-
-    state, frozen = build(1), {}
-    with logged(store, state, layout=layout) as saver:
-        for step in range(1, 5):
-            train(state)
-            saver.step(step)
-            frozen[step] = snapshot(state)
-    fresh = build(2)
-    with checkpointer(store, fresh, layout=layout) as restorer:
-        for step in (4, 2):
-            assert restorer.restore(step) == step
-            check_same(snapshot(fresh), frozen[step])
-
-
 class Twice:
     """One tensor under two keys."""
 

@@ -40,6 +40,7 @@ STRATEGIES = [
     st.fixed_dictionaries(LOG),
     st.fixed_dictionaries(SPREAD),
     st.just({"strategy": "full"}),
+    st.just({"strategy": "auto"}),
 ]
 EVENTS = ["untold", "tag", "wait", "again", "the keeper dies", "deleted", "swept"]
 

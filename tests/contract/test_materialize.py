@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from runs import checkpointer, logged
-from wholes import advance, build, fill, train
+from runs import logged
+from wholes import advance, build, fill
 
-from everstep import Corrupt, Keep, Missing, Store, Unsupported
+from everstep import Corrupt, Missing, Store, Unsupported
 from everstep.cli.main import main
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
@@ -49,21 +49,6 @@ def test_it_goes_with_its_step(store):
     assert before - after == freed
     assert not list((store / "data").glob("00000007-*"))
     assert not (store / "checkpoints" / "00000007-0001").exists()
-
-
-def test_gc_and_retention_leave_it(store):
-    fill(store)
-    materialize(Disk(store), CheckpointName(3, 1))
-    fresh = build(3)
-    with checkpointer(store, fresh, keep=Keep(last=2)) as saver:
-        saver.restore(3)
-        for step in (4, 5):
-            train(fresh)
-            saver.step(step)
-    opened = Store(store)
-    opened.gc()
-    assert opened.verify().ok
-    assert opened.steps()[-2:] == [4, 5]
 
 
 class Own(torch.optim.SGD):

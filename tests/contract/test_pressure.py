@@ -18,7 +18,7 @@ from torch import nn
 import everstep
 import forked
 from everstep import Unavailable
-from everstep.capture import captures
+from everstep.capture import captures, copier
 from everstep.keeper import client, patience
 
 
@@ -79,8 +79,9 @@ def test_a_state_that_outgrows_the_largest_arena_fails_loudly(store, caplog):
         saver.step(2).wait()
 
 
-def test_copies_go_on_while_the_epoch_cannot_be_claimed(store):
+def test_copies_go_on_while_the_epoch_cannot_be_claimed(store, monkeypatch):
     """A keeper that does not answer holds up saves, and never the optimizer."""
+    monkeypatch.setattr(copier, "_SEAL_S", 0.05)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saver = checkpointer(store, {"model": model, "optimizer": optimizer}, when_full="skip")

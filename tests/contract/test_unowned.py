@@ -123,16 +123,3 @@ def test_an_average_of_the_weights_is_in_every_record(store):
 
     check_run(store, make, average, "brrrrrrr")
     assert "ema.module.weight" in tensors_of(store, 5)
-
-
-def test_buffers_that_are_made_anew(store):
-    def make(seed):
-        state = build(seed)
-        state["model"].register_buffer("mean", torch.zeros(3))
-        return state
-
-    def renew(state, step):
-        train(state)
-        state["model"].mean = torch.full((3,), float(step))
-
-    check_run(store, make, renew, "brrrrrrr")

@@ -5,7 +5,6 @@ import errno
 import mmap
 import os
 import socket
-import subprocess
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,12 @@ from typing import ClassVar
 
 import pytest
 
-from everstep import Corrupt, Missing, Store, Unavailable, Unsupported
+from everstep import Corrupt, Missing, Unavailable, Unsupported
 from everstep.store import commit
 from everstep.tiers import disk as disk_module
 from everstep.tiers import files
 from everstep.tiers.disk import Disk
 from everstep.tiers.system import System
-from stores import make_store
 
 
 def _pages(count: int) -> memoryview:
@@ -296,48 +294,3 @@ def test_locks_exclude_and_give_up(tmp_path, monkeypatch):
 def test_places_that_take_no_store(path):
     with pytest.raises(Unavailable, match=path):
         commit.open_store(Disk(path))
-
-
-def _mount(*arguments: str) -> None:
-    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of 8 MiB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    _mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path))
-    yield path
-    subprocess.run(["umount", path], check=True)
-
-
-def test_a_full_disk(small_disk):
-    trainer = make_store(small_disk / "s", [1], system=System())
-    filler = small_disk / "filler"
-    filler.write_bytes(b"")
-    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
-    with pytest.raises(Unavailable, match="disk is full"):
-        trainer.save(2)
-    store = Store(small_disk / "s")
-    assert store.steps() == [1]
-    assert store.verify().ok
-    filler.unlink()
-    trainer.save(2)
-    assert store.steps() == [1, 2]
-    assert store.verify().ok
-
-
-def test_a_read_only_file_system(small_disk):
-    trainer = make_store(small_disk / "s", [1], system=System())
-    _mount("-o", "remount,ro", str(small_disk))
-    with pytest.raises(Unavailable, match="read-only"):
-        trainer.save(2)
-    assert Store(small_disk / "s").verify().ok
-    _mount("-o", "remount,rw", str(small_disk))
-    trainer.save(2)
-    assert Store(small_disk / "s").steps() == [1, 2]
