@@ -22,7 +22,6 @@ from everstep.capture.captures import Captures, check_room
 from everstep.capture.choice import Choice
 from everstep.capture.copy_speed import Pace
 from everstep.capture.saves import Saves, Skipped
-from everstep.ending import Ending
 from everstep.errors import EverstepError
 from everstep.handle import Metrics, SaveHandle, check_level
 from everstep.keeper.client import Client
@@ -35,7 +34,7 @@ from everstep.options import (
     check_names,
     refuse_unknown,
 )
-from everstep.preemption import Preemption
+from everstep.preemption import Ending, Preemption
 from everstep.redo.derived import Derived
 from everstep.redo.rules import Rule, Rules
 from everstep.restore.restores import Restores

@@ -65,6 +65,8 @@ class Log:
         self._is_whole_only = why_not(optimizers) is not None
         self._base: Walk | None = None
         """Of the base that records go on from; None: the next is one."""
+        self._is_undivided = False
+        """Whether the optimizers' state of this walk cannot be copied piece by piece."""
         self._shape: tuple[Any, ...] = ()
         self._base_aliases: dict[str, list[str]] = {}
         self._base_derived: Any = None
@@ -138,11 +140,17 @@ class Log:
         return {"strategy": "log", **self.interval.describe()}
 
     def _begin_base(self, collected: Collected) -> None:
-        self._base, self._shape = collected.walk, shape_of(collected.walk)
+        self._shape = shape_of(collected.walk)
+        self._follow(collected.walk)
         self.interval.base_bytes = size_of(collected)
         self._base_aliases = _owned_aliases(collected)
         self._base_derived = self._derived and self._derived.shape(collected)
         self._recorder.start()
+
+    def _follow(self, walk: Walk) -> None:
+        """Records go on from the base by this walk."""
+        self._base = walk
+        self._is_undivided = self._is_whole_only or why_undivided(self._optimizers) is not None
 
     def _check(self, step: int, collected: Collected) -> None:
         """Whether records may go on from the base; else there is none from here on. Raises
@@ -154,7 +162,7 @@ class Log:
         if self._base is not collected.walk:
             shape, before = shape_of(collected.walk), self._shape
             if shape == before:
-                self._base = collected.walk
+                self._follow(collected.walk)
             elif found := moved(before, shape):
                 raise Unsupported(
                     f"{', '.join(map(repr, found[:5]))} {'are' if len(found) > 1 else 'is'} "
@@ -235,9 +243,7 @@ class Log:
             self._ranks.note_base(step, NextBase(step + steps, window))
 
     def _window_size(self) -> int:
-        if self._is_whole_only or why_undivided(self._optimizers):
-            return 1
-        if self._ranks and self._ranks.why_whole():
+        if self._is_undivided or (self._ranks and self._ranks.why_whole()):
             return 1
         return choose_window(self.interval.base_bytes, self._pace, EVERY_MIN)
 
