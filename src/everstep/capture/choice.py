@@ -25,7 +25,7 @@ from everstep.capture.unowned import Unowned
 from everstep.capture.window_partition import gradient_item
 from everstep.errors import Unsupported
 from everstep.redo.allowed import why_not_allowed
-from everstep.redo.coupling import why_not
+from everstep.redo.coupling import why_coupled
 from everstep.redo.derived import Derived
 from everstep.redo.recorder import Recorder
 from everstep.state.optimizers import OptimizerState
@@ -112,7 +112,7 @@ class Choice:
                 "strategy='full' or 'auto'"
             )
         why_whole = why_not_allowed(self._state.optimizers, self._state.modules)
-        why_whole = why_whole or why_not(self._state.optimizers)
+        why_whole = why_whole or why_coupled(self._state.optimizers)
         if how and why_whole:
             log.warning(
                 "strategy='spread' copies each state at one step here, and not piece by piece over "

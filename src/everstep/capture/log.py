@@ -32,7 +32,7 @@ from everstep.capture.unowned import Unowned
 from everstep.capture.window_partition import Pieces, why_undivided
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
-from everstep.redo.coupling import why_not
+from everstep.redo.coupling import why_coupled
 from everstep.redo.derived import Derived
 from everstep.redo.recorder import Recorder
 from everstep.sharding.leaves import Leaf
@@ -62,7 +62,7 @@ class Log:
         self._pace = pace
         self._derived = derived
         self._ranks = ranks
-        self._is_whole_only = why_not(optimizers) is not None
+        self._is_whole_only = why_coupled(optimizers) is not None
         self._base: Walk | None = None
         """Of the base that records go on from; None: the next is one."""
         self._is_undivided = False

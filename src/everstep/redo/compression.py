@@ -73,34 +73,23 @@ class CompressedGradient:
             found[_indices_name(at, name)] = self.indices.contiguous()
         return found
 
+    @torch.no_grad()
     def expand(self) -> Tensor:
-        """The gradient: a new tensor."""
-        return expand(self.kind, self.tensor, self.indices, self.dtype, self.shape, self.strides)
-
-
-def expand(
-    kind: str,
-    tensor: Tensor,
-    indices: Tensor | None,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    strides: Sequence[int],
-) -> Tensor:
-    """The gradient of a form, on its device. Raises ValueError, IndexError and RuntimeError for
-    what is no form."""
-    with torch.no_grad():
-        if kind == "cast":
-            return tensor.to(dtype)
+        """The gradient, on the form's device. Raises ValueError, IndexError and RuntimeError for
+        what is no form."""
+        shape, strides = self.shape, self.strides
+        if self.kind == "cast":
+            return self.tensor.to(self.dtype)
         if not is_dense(shape, strides):
             raise ValueError(f"a gradient of shape {shape} cannot have {strides=}")
-        gradient = torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device)
+        gradient = torch.empty_strided(shape, strides, dtype=self.dtype, device=self.tensor.device)
         flat = flat_of(gradient)
-        if kind == "low rank" and flat.numel():
-            flat.copy_(_product(tensor, shape[0], flat.numel() // shape[0]))
-        elif kind == "sparse" and indices is not None:
-            _scatter(tensor, indices, flat)
+        if self.kind == "low rank" and flat.numel():
+            flat.copy_(_product(self.tensor, shape[0], flat.numel() // shape[0]))
+        elif self.kind == "sparse" and self.indices is not None:
+            _scatter(self.tensor, self.indices, flat)
         else:
-            raise ValueError(f"{kind!r} is no form of a gradient")
+            raise ValueError(f"{self.kind!r} is no form of a gradient")
         return gradient
 
 
@@ -172,7 +161,7 @@ def gradient_of(
         return tensor
     group = compressed[name]
     indices = tensors.get(_indices_name(at, name))
-    return expand(
+    form = CompressedGradient(
         group["form"],
         tensor,
         None if indices is None else indices.to(device),
@@ -180,6 +169,7 @@ def gradient_of(
         shape,
         group.get("strides", {}).get(name, _row_major(shape)),
     )
+    return form.expand()
 
 
 def _indices_name(at: str, name: str) -> str:

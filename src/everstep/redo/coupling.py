@@ -13,9 +13,9 @@ from everstep.state.overlaps import overlapping
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def why_not(optimizers: list[OptimizerState]) -> str | None:
-    """Why not; None where a call of step() may be made in several, each with the gradients of some
-    parameters."""
+def why_coupled(optimizers: list[OptimizerState]) -> str | None:
+    """Return why an update may depend on other parameters; None where a call of step() may be made
+    in several, each with the gradients of some parameters."""
     if not optimizers:
         return "the state has no optimizer"
     seen: set[int] = set()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from everstep.format.tables import owned_names
+from everstep.redo.ambient import drawn_since, generators_now
 from everstep.redo.rolling_digest import DERIVED_OWNER, RollingDigest, Slice, count_for
 from everstep.redo.rules import Rules, specs_of
 from everstep.sharding.layout import local_of
@@ -52,14 +53,14 @@ class Derived:
             )
         self.release()
         self._done = step
-        before, names = _generators(), ", ".join(map(repr, self._rules.parts))
+        before, names = generators_now(), ", ".join(map(repr, self._rules.parts))
         try:
             self._rules.run(step)
         except BaseException:
             self._done = None
             self._problem = f"a rule raised (derive= has some for {names})"
             raise
-        if not all(map(torch.equal, before, _generators())):
+        if drawn_since(before):
             self._problem = (
                 f"the rules that derive {names} drew random numbers, which no replay repeats"
             )
@@ -162,9 +163,3 @@ class Derived:
             }
             for part in self._rules.parts
         }
-
-
-def _generators() -> list[torch.Tensor]:
-    """The states of torch's generators."""
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *on_gpus]

@@ -31,7 +31,7 @@ from everstep.redo.allowed import (
     local_gradient,
     part_here,
 )
-from everstep.redo.autocast import autocast_now
+from everstep.redo.ambient import autocast_now, drawn_since, generators_now
 from everstep.redo.rolling_digest import RollingDigest, Slice, count_for
 from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Leaf
@@ -204,7 +204,7 @@ class Recorder:
         except torch.OutOfMemoryError:  # the run itself may have enough
             self.refuse(f"there is no device memory for copies of gradients of {optimizer.name!r}")
             return
-        call.generators = _generators()
+        call.generators = generators_now()
         self._calls.append(call)
         if sum(tensor.nbytes for call in self._calls for tensor in call.tensors.values()) > (
             self._bytes_max + _SLACK_BYTES
@@ -265,9 +265,8 @@ class Recorder:
     def _close(self, call: Call) -> None:
         """What the update did beside updating."""
         call.is_open = False
-        after = _generators()
-        if drawn := [key for key, state in call.generators.items() if not state.equal(after[key])]:
-            before = {place_of(torch.device(key)): call.generators[key] for key in drawn}
+        if drawn := drawn_since(call.generators):
+            before = {place_of(torch.device(key)): state for key, state in drawn.items()}
             call.said["generators"] = encode(before, "generators", call.sink)
         call.generators.clear()
 
@@ -374,15 +373,6 @@ def _origins(rows: Sequence[_Row], mapped: Mapped) -> Mapping[int, clipping.Orig
     """What gradients were made of, by id() of the parameter. Of what is boxes of other tensors the
     gradient itself is noted: nobody could tell how each rank's boxes of them were made."""
     return clipping.origins(row.parameter for row in rows if mapped.split(row.parameter) is None)
-
-
-def _generators() -> dict[str, torch.Tensor]:
-    """The states of torch's generators, to see whether an update draws from them."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        on_gpus = enumerate(torch.cuda.get_rng_state_all())
-        states |= {f"cuda:{index}": state for index, state in on_gpus}
-    return states
 
 
 def _note_clip(

@@ -8,7 +8,7 @@ what they do to the weights is not replayed (a run that does so is noticed while
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.global_tensors import GlobalTensor
 from everstep.format.tables import raw_name
 from everstep.redo import clipping, compression, old_samples, rolling_digest
-from everstep.redo.autocast import autocast_as, autocast_of
+from everstep.redo.ambient import autocast_as, autocast_of
 from everstep.redo.gathered import Views, gradient_of
 from everstep.sharding.redundancy import (
     class_of,
@@ -104,46 +104,47 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
-    """Gradients from before clipping, as far as they are here, and what they are multiplied by."""
-
-    gradients: Sequence[torch.Tensor]
-    coefficient: torch.Tensor
-    foreach: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Loaded:
-    """A record in memory. `tensors`: by their names in the record; `groups`: by optimizer, the
-    hyperparameter set of each parameter. `comparison`: where all parameters are of this step after
-    it, and can be compared with the run's. `clips`: what is still to be clipped of its gradients,
-    but for compressed ones."""
+    """A record in memory. `tensors`: by their names in the record, clipped as by `clip`; `groups`:
+    by optimizer, the hyperparameter set of each parameter. `comparison`: where all parameters are
+    of this step after it, and can be compared with the run's."""
 
     step: int
     calls: tuple[Any, ...]
     tensors: Mapping[str, torch.Tensor]
     groups: Mapping[str, Mapping[str, int]]
     comparison: Comparison | None = None
-    clips: Sequence[Clip] = ()
 
 
-def clip(record: Loaded) -> Loaded:
-    """The same with its gradients clipped, in place, as training did. `redo` does it otherwise;
-    this may run in another thread before it. Waits for the device. Raises Corrupt."""
-    with as_stored(record.step):
-        for each in record.clips:
-            clipping.scale_in_place(each.gradients, each.coefficient, each.foreach)
-    for device in {each.device for clip in record.clips for each in clip.gradients}:
-        if device.type == "cuda":  # whoever goes on with them may do so on another stream
-            torch.cuda.current_stream(device).synchronize()
-    return replace(record, clips=())
+def clip(
+    step: int, calls: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Clip a record's gradients, as far as they are here, in place, as training did; compressed
+    ones are clipped when they are dense. For any thread; waits for the device. Raises Corrupt."""
+    devices = set()
+    with as_stored(step):
+        for number, said in enumerate(calls):
+            compressed = compression.by_parameter(said)
+            for row in said.get("clips", ()):
+                names = dict.fromkeys(name for name in row["names"] if name not in compressed)
+                keys = (gradient_key(tensors, f"@{number}", name) for name in names)
+                found = [tensors[key] for key in keys if key in tensors]
+                clipping.scale_in_place(found, tensors[row["coefficient"]], row["foreach"])
+                devices |= {each.device for each in found if each.is_cuda}
+    for device in devices:  # whoever goes on with them may do so on another stream
+        torch.cuda.current_stream(device).synchronize()
+
+
+def gradient_key(tensors: Container[str], at: str, name: str) -> str:
+    """Under which a record has a gradient, if it has it: from before clipping, perhaps."""
+    raw = raw_name(at, name)
+    return raw if raw in tensors else f"{at}.{name}"
 
 
 def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     """Bring parameters and optimizer state from before this record to after it; blocks as long as
     the optimizers do. Gradients are None afterwards, and torch's generators as some update left
     them. Raises Corrupt, Mismatch."""
-    record = clip(record)
     # Pieces of this very step are as its last update left them, also before the first one is made.
     with as_stored(record.step):
         last = {said["optimizer"]: number for number, said in enumerate(record.calls)}
@@ -287,7 +288,7 @@ def check(
             if row["form"] not in _FORMS or row["dtype"] not in ITEM_SIZES:
                 raise ValueError(f"{row} is no form of a gradient")
         for _, name, parameter, _ in state.parameters():
-            found = tensors.get(f"{at}.{name}", tensors.get(raw_name(at, name)))
+            found = tensors.get(gradient_key(tensors, at, name))
             if found is None or name in compressed or state.mapped.split(parameter) is not None:
                 continue
             if found.spec.shape != tuple(parameter.shape):

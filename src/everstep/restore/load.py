@@ -108,30 +108,6 @@ class Loader:
         """Fill the destinations, which are `direct`, with what the part has of their boxes; blocks.
         The entries are the part's own. `sources[pack]`: where that pack can be read, nearest first.
         `table`: the part's, needed where it is packed."""
-        with self._timed():
-            self._load(part, sources, destinations, table)
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        with self._lock:
-            if not self._loads:
-                self._since = time.perf_counter()
-            self._loads += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._loads -= 1
-                if not self._loads:
-                    self.seconds += time.perf_counter() - self._since
-
-    def _load(
-        self,
-        part: Part,
-        sources: Sequence[Sequence[Source]],
-        destinations: Destinations,
-        table: Table | None,
-    ) -> None:
         deliveries: dict[str, list[Delivery]] = {}
         for entry, found in destinations:
             deliveries.setdefault(entry.spec.name, []).extend(
@@ -146,16 +122,31 @@ class Loader:
             # Kernels that initialise the tensors may still run, or those of a replay on a stream of
             # its own that used the memory before.
             torch.cuda.synchronize(device)
-        reads = [self._pool.submit(task.read, span) for span in spans]
-        try:
-            for read in reads:
-                read.result()
-        finally:
-            for read in reads:  # after an error none may go on filling
-                read.cancel()
-            wait(reads)
+        with self._timed():
+            reads = [self._pool.submit(task.read, span) for span in spans]
+            try:
+                for read in reads:
+                    read.result()
+            finally:
+                for read in reads:  # after an error none may go on filling
+                    read.cancel()
+                wait(reads)
         with self._lock:
             self.size += sum(span.size for span in spans)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        with self._lock:
+            if not self._loads:
+                self._since = time.perf_counter()
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loads -= 1
+                if not self._loads:
+                    self.seconds += time.perf_counter() - self._since
 
     def _buffer(self, pinned: bool) -> memoryview:
         """This thread's page-aligned buffer."""

@@ -6,7 +6,7 @@ else `exact` is false in it, and restores go on replaying the log, unless the us
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import xxhash
@@ -56,9 +56,8 @@ def materialize(disk: Disk, name: CheckpointName) -> Manifest:
             differing = [*differing_from(chain), *chain.moved()]
             if not base.exact:
                 differing.append(f"step {base.step}, where it begins, is not exact")
-        to = _Target(disk, name, log_digest, token)
         try:
-            return _write(to, chain, tensors, sorted(differing))
+            return _write(disk, name, log_digest, token, chain, tensors, sorted(differing))
         except Conflict:  # somebody else has made it meanwhile
             if made := _find_whole(disk, name):
                 return made
@@ -76,24 +75,17 @@ def _find_whole(disk: Disk, name: CheckpointName) -> Manifest | None:
     return None if found is None or found.is_spread else found
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The log step that is made whole; the digest of its manifest, the token of the claim on it."""
-
-    disk: Disk
-    name: CheckpointName
-    log_digest: str
-    token: str
-
-
 def _write(
-    to: _Target,
+    disk: Disk,
+    name: CheckpointName,
+    log_digest: str,
+    token: str,
     chain: Chain,
     tensors: Mapping[str, torch.Tensor],
     differing: Sequence[str],
 ) -> Manifest:
-    """Make the state durable, and publish it beside its log. `differing`: why it is not exact."""
-    disk, name = to.disk, to.name
+    """Make the state durable, and publish it beside its log. `log_digest`: of the log step's
+    manifest; `token`: of the claim on it; `differing`: why the state is not exact."""
     _, of_last = chain.records[-1]
     saved = chain.saved(chain.optimized).tensors.values()
     entries = {whole.spec.name: whole for whole in saved}
@@ -116,7 +108,7 @@ def _write(
     ]
     if disk.size(manifest_path(name)) is None:  # a store that is gone is not made anew
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
-    links = commit.write_packs(disk, name, packs, token=to.token)
+    links = commit.write_packs(disk, name, packs, token=token)
     part = Part(0, commit.table_link(table), links, _digests(table, packs), name.step)
     exact = not differing
     here = commit.find_state(disk, name)
@@ -139,7 +131,7 @@ def _write(
         tag=None,
     )
     try:
-        replaced = commit.publish_state(disk, manifest, table, to.log_digest, to.token)
+        replaced = commit.publish_state(disk, manifest, table, log_digest, token)
     except BaseException:
         commit.discard_packs(disk, name, links)
         raise

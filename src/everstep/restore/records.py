@@ -1,7 +1,7 @@
 """The records of a log, read and verified while the one before them is replayed."""
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +11,18 @@ import torch
 from everstep.errors import Mismatch
 from everstep.format.global_tensors import GlobalTensor, optimizers_of, whole_tensors
 from everstep.format.manifest import Record
-from everstep.format.tables import Table, TensorEntry, is_gradient, is_own, raw_name
+from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.redo import compression
-from everstep.redo.replay import Clip, Comparison, Loaded, as_stored, check, clip, find, of_rank
+from everstep.redo.replay import (
+    Comparison,
+    Loaded,
+    as_stored,
+    check,
+    clip,
+    find,
+    gradient_key,
+    of_rank,
+)
 from everstep.restore.buffer_pool import Slabs, dtype_of
 from everstep.restore.chain import Chain, Described
 from everstep.restore.choose import Candidate
@@ -176,17 +185,10 @@ class Records:
             with self._candidate.sources(part) as sources:
                 self._loader.load(part, sources, rows, table)
         tensors = {name: tensor for name, (tensor, _) in wanted.items()}
+        clip(record.step, calls, tensors)
         is_whole = not ahead or record.step >= self._base_step
-        return clip(
-            Loaded(
-                record.step,
-                tuple(calls),
-                tensors,
-                united.groups,
-                comparison=self._comparison if is_whole else None,
-                clips=tuple(_clips(record.step, calls, tensors)),
-            )
-        )
+        comparison = self._comparison if is_whole else None
+        return Loaded(record.step, tuple(calls), tensors, united.groups, comparison)
 
     def _tensors(
         self,
@@ -291,7 +293,7 @@ def _check_boxed(
 ) -> None:
     """A parameter has one gradient or none: all of its tensors were updated, or none of them."""
     shapes = {piece.name: piece.shape for piece in boxed.pieces}
-    keys = {name: _gradient_key(tensors, at, name) for name in shapes if name not in ahead}
+    keys = {name: gradient_key(tensors, at, name) for name in shapes if name not in ahead}
     there = {name: tensors[key].spec for name, key in keys.items() if key in tensors}
     if not there:
         return
@@ -311,26 +313,6 @@ def _check_boxed(
                 f"({', '.join(sorted(dtypes))}), and {list(shapes[name])}. Restore on a layout "
                 f"that has its tensors apart"
             )
-
-
-def _gradient_key(tensors: Container[str], at: str, name: str) -> str:
-    """Under which a record has a gradient, if it has it: from before clipping, perhaps."""
-    raw = raw_name(at, name)
-    return raw if raw in tensors else f"{at}.{name}"
-
-
-def _clips(
-    step: int, calls: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
-) -> Iterator[Clip]:
-    """What training clipped of these, but for what is compressed."""
-    with as_stored(step):
-        for number, call in enumerate(calls):
-            compressed = compression.by_parameter(call)
-            for said in call.get("clips", ()):
-                names = dict.fromkeys(name for name in said["names"] if name not in compressed)
-                keys = (_gradient_key(tensors, f"@{number}", name) for name in names)
-                memory = [tensors[key] for key in keys if key in tensors]
-                yield Clip(memory, tensors[said["coefficient"]], said["foreach"])
 
 
 def _part_of(entry: TensorEntry, parameter: torch.Tensor) -> TensorEntry:

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from everstep.redo.coupling import why_not
+from everstep.redo.coupling import why_coupled
 from everstep.state.optimizers import OptimizerState
 
 
 def refusal(*optimizers):
     states = [OptimizerState(str(index), each, index) for index, each in enumerate(optimizers)]
-    return why_not(states)
+    return why_coupled(states)
 
 
 def parameters(*dtypes):

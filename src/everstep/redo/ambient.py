@@ -1,4 +1,5 @@
-"""torch.autocast: an update that multiplies matrices within it comes to other bits."""
+"""What an update depends on beside its gradients and settings: torch.autocast, within which a
+product of matrices comes to other bits, and torch's generators."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -37,3 +38,18 @@ def autocast_as(then: Mapping[str, torch.dtype]) -> Iterator[None]:
             elif torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def generators_now() -> dict[str, torch.Tensor]:
+    """The states of torch's generators, by device."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        on_gpus = enumerate(torch.cuda.get_rng_state_all())
+        states |= {f"cuda:{index}": state for index, state in on_gpus}
+    return states
+
+
+def drawn_since(before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the states of then those from which something was drawn."""
+    now = generators_now()
+    return {device: state for device, state in before.items() if not state.equal(now[device])}
