@@ -72,7 +72,7 @@ def test_a_group(folder, fault):
     assert sweep(folder, _begun, save, fault, _leaves_nothing) > 40
 
 
-@pytest.mark.parametrize("fault", [Fault.KILL, *slow(Fault.EIO)])
+@pytest.mark.parametrize("fault", slow(Fault.KILL, Fault.EIO))
 def test_two_groups(folder, fault):
     """The second goes on from what became of the first."""
 

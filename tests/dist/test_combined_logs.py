@@ -52,37 +52,6 @@ def trains(layout, store, nodes, last, options, clips: bool | str = False, wante
     return first, begun, states, [str(each.error) for each in handles if each and each.error]
 
 
-@pytest.mark.parametrize(
-    ("layout", "nodes"),
-    [("fsdp2", "ab"), ("fsdp2", "aabb"), ("ddp", "ab")],
-)
-@SLOW
-def test_logs_over_nodes(gang, store, layout, nodes):
-    size = len(nodes)
-    first, _, states, errors = gang.run(trains, layout, store, nodes, 8, {}, size=size)[0]
-    assert (first, errors) == (0, [])
-    assert [bool(Store(store).manifest(s).records) for s in range(1, 9)] == [
-        False,
-        True,
-        True,
-        True,
-        True,
-        False,
-        True,
-        True,
-    ]
-    assert Store(store).verify().ok
-    read_log(store)
-    for other, there in (("dense", "a"), ("fsdp2", "ab"), ("fsdp1_flat", "aa"), ("zero1", "ab")):
-        for step in (4, 8):
-            found = gang.run(trains, other, store, there, 0, AUTO, False, step, size=len(there))[0]
-            assert found[0] == step
-            check_equal(found[1], states[step])
-    first, begun, _, errors = gang.run(trains, layout, store, nodes, 10, {}, size=size)[0]
-    assert (first, errors) == (8, [])
-    check_equal(begun, states[8])
-
-
 AUTO = {"strategy": "auto", "base_every": None}
 """What boxes and ZeRO take, which keep no logs."""
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 import warnings
 
 import pytest
@@ -74,27 +73,3 @@ def test_a_hang_shows_the_stacks_of_those_who_hang(gang):
         gang.run(hangs, 2, timeout=1)
     assert "returned: rank 0, 1, 3" in str(raised.value)
     assert "rank 3 of" not in str(raised.value)
-
-
-def waits(folder, file):
-    (folder / str(dist.get_rank())).touch()
-    while not (folder / file).exists():
-        time.sleep(0.01)
-    try:
-        dist.barrier()
-    except RuntimeError:
-        return "alone"
-    return "together"
-
-
-@pytest.mark.slow
-def test_ranks_killed_from_outside(gang, tmp_path):
-    gang.start(waits, tmp_path, "go")
-    while len(list(tmp_path.iterdir())) < 4:
-        time.sleep(0.01)
-    gang.kill(3)
-    (tmp_path / "go").touch()
-    outcomes = gang.finish()
-    assert [outcome.value for outcome in outcomes[:3]] == ["alone"] * 3
-    assert outcomes[3].killed
-    assert gang.run(waits, tmp_path, "go") == ["together"] * 4

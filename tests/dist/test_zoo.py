@@ -82,30 +82,6 @@ def test_a_layout_trains_like_one_process(gang, layout):
     check(gang, layout, "untied", zoo.SIZES[layout])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "untied"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_recipes(gang, layout, name):
-    if (layout, name) == ("pipeline", "tied"):
-        pytest.skip("a tied weight would be in two stages")
-    check(gang, layout, name, zoo.SIZES[layout])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "size"),
-    [
-        *((layout, size) for layout in ("ddp", "zero1", "fsdp1", "fsdp1_flat") for size in (1, 4)),
-        *((layout, size) for layout in ("fsdp2", "hsdp", "fsdp_tp") for size in (2,)),
-        ("fsdp2", 1),
-        ("tp", 1),
-        ("pipeline", 4),
-    ],
-)
-def test_other_sizes(gang, layout, size):
-    check(gang, layout, "long", size)
-
-
 def shards():
     """Of FSDP and TP: what kinds of placements there are, and the sizes of dimension 0."""
     job = zoo.build("fsdp_tp")
@@ -123,16 +99,3 @@ def test_shards_are_uneven_empty_and_strided(gang):
     assert [rank[1]["embedding.weight"] for rank in found] == [13, 13, 13, 12]
     assert [rank[1]["blocks.0.up.weight"] for rank in found] == [12, 12, 12, 9]
     assert [rank[1]["blocks.1.scale"] for rank in found] == [1, 0, 0, 0]
-
-
-@pytest.mark.slow
-def test_a_bias_has_no_weight_decay(gang):
-    assert gang.run(decays, "fsdp_tp") == gang.run(decays, "fsdp1", size=2) * 2
-
-
-def decays(layout):
-    """Hyperparameters belong to names, whatever the groups of a layout are."""
-    job = zoo.build(layout)
-    of = {id(p): g["weight_decay"] for g in job.optimizer.param_groups for p in g["params"]}
-    named = zoo.fsdp1_names(job.model.named_parameters())
-    return {name: of[id(parameter)] for name, parameter in named}

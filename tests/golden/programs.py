@@ -1,6 +1,6 @@
 """The runs whose stores are golden: what they train, and what of them is compared.
 
-make.py runs them with options of the past; the tests build them anew, restore into them and go on.
+Code of before made them (see make.py); the tests build them anew, restore into them and go on.
 Updates that a replay has to make again go by single elements, in one thread, so that they come to
 the same bits on other processors, too.
 """
@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -300,57 +299,6 @@ def unboxed(seed: int) -> Job:
         state["optimizer"].step()
 
     return Job(state, train, lambda: contents_of(state))
-
-
-def flat(padding: int) -> tuple[dict[str, Any], Callable[[int], None], Callable[..., Any]]:
-    """One parameter has them all, one after another, and `padding`: the state, how it is trained,
-    and its layout."""
-    count = sum(map(prod, SHAPES.values()))
-
-    def joined(step: int) -> torch.Tensor:
-        parts = [numbers(name, step).reshape(-1) for name in SHAPES]
-        return torch.cat([*parts, torch.full((padding,), 42.0)])
-
-    model = nn.ParameterDict({"flat": nn.Parameter(joined(0))})
-    state = {"model": model, "optimizer": boxed_adamw(model.parameters())}
-
-    def train(step: int) -> None:
-        model["flat"].grad = joined(step)
-        state["optimizer"].step()
-
-    def layout(name: str, tensor: torch.Tensor) -> list[everstep.Shard]:
-        found, rest = [], tensor.detach()[:count]
-        for part, shape in SHAPES.items():
-            mine, rest = rest[: prod(shape)], rest[prod(shape) :]
-            found += everstep.Shard.flat(f"model.{part}", shape, 0, mine)
-        return found
-
-    return state, train, layout
-
-
-def fused() -> tuple[dict[str, Any], Callable[[int], None], Callable[..., Any]]:
-    """Queries, keys and values are one matrix, which is transposed; likewise."""
-
-    def joined(step: int) -> torch.Tensor:
-        return torch.cat([numbers(name, step) for name in "qkv"]).t().contiguous()
-
-    model = nn.ParameterDict({"qkv": nn.Parameter(joined(0))})
-    for name in ("norm", "scale"):
-        model[name] = nn.Parameter(numbers(name, 0))
-    state = {"model": model, "optimizer": boxed_adamw(model.parameters())}
-
-    def train(step: int) -> None:
-        for name, parameter in model.items():
-            parameter.grad = joined(step) if name == "qkv" else numbers(name, step)
-        state["optimizer"].step()
-
-    def layout(name: str, tensor: torch.Tensor) -> list[everstep.Shard] | None:
-        if name != "model.qkv":
-            return None
-        parts = zip("qkv", tensor.detach().t().split([6, 3, 3]), strict=True)
-        return [everstep.Shard(f"model.{n}", SHAPES[n], (0, 0), part) for n, part in parts]
-
-    return state, train, layout
 
 
 # ---- several ranks -----------------------------------------------------------------------------
