@@ -14,10 +14,10 @@ Source: LowDiff (SC 2025), which copies eagerly and does not look.
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -35,9 +35,8 @@ from everstep.redo.ambient import autocast_now, drawn_since, generators_now
 from everstep.redo.rolling_digest import RollingDigest, Slice, count_for
 from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Leaf
-from everstep.sharding.mapped import Mapped
 from everstep.sharding.ranked import own_name
-from everstep.sharding.redundancy import class_of, inner_of, takes_part
+from everstep.sharding.redundancy import class_of, inner_of
 from everstep.state.fingerprint import Fingerprint
 from everstep.state.objects import encode, place_of
 from everstep.state.optimizers import OptimizerState
@@ -301,8 +300,8 @@ class Recorder:
         clips: dict[tuple[int, bool], dict[str, Any]] = {}
         shrunk: dict[str, compression.CompressedGradient] = {}
         parameters = list(call.optimizer.parameters())
-        rows = _rows(call.optimizer, parameters)
-        known = _origins(rows, call.optimizer.mapped)
+        rows = [(name, p, p.grad) for _, name, p, _ in parameters if p.grad is not None]
+        known = clipping.origins(parameter for _, parameter, _ in rows)
         held: list[Leaf] = []
         copied: list[str] = []
         for name, parameter, gradient in rows:
@@ -348,31 +347,6 @@ class Recorder:
             and self._noted[id(parameter)] > EAGER_TIMES
             and id(parameter) not in self._copied
         )
-
-
-class _Row(NamedTuple):
-    """A parameter that a call updates."""
-
-    name: str
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-
-
-def _rows(
-    optimizer: OptimizerState, parameters: Iterable[tuple[int, str, torch.Tensor, bool]]
-) -> list[_Row]:
-    return [
-        _Row(name, parameter, gradient)
-        for _, name, parameter, _ in parameters
-        if takes_part(optimizer.optimizer, parameter)
-        if (gradient := parameter.grad) is not None
-    ]
-
-
-def _origins(rows: Sequence[_Row], mapped: Mapped) -> Mapping[int, clipping.Origin]:
-    """What gradients were made of, by id() of the parameter. Of what is boxes of other tensors the
-    gradient itself is noted: nobody could tell how each rank's boxes of them were made."""
-    return clipping.origins(row.parameter for row in rows if mapped.split(row.parameter) is None)
 
 
 def _note_clip(

@@ -22,7 +22,6 @@ class OptimizerProxy(Optimizer):
 
     def __init__(self, inner: Optimizer, members: Sequence[Sequence[torch.Tensor]]) -> None:
         self.inner = inner
-        self._groups = list(inner.param_groups)
         super().__init__([{"params": list(each)} for each in members], {})
         inner.register_step_pre_hook(
             lambda _, *args: self._call(self._optimizer_step_pre_hooks, *args)
@@ -37,22 +36,12 @@ class OptimizerProxy(Optimizer):
         raise TypeError("step the optimizer around this one: it is only a view of its parts")
 
     def pull(self) -> None:
-        """Take over the other's hyperparameters. Also in its step(), in which it may have but one
-        of its groups (DeepSpeed's ZeRO 1 and 2)."""
-        if len(self.inner.param_groups) == len(self.param_groups):
-            self._groups = list(self.inner.param_groups)
-        _copy_groups(self._groups, self.param_groups)
+        """Take over the other's hyperparameters."""
+        _copy_groups(self.inner.param_groups, self.param_groups)
 
     def push(self) -> None:
         """Give them back, changed."""
         _copy_groups(self.param_groups, self.inner.param_groups)
-
-    def shows(self, parameter: torch.Tensor) -> bool:
-        """Whether the other has the parameter in its groups now: DeepSpeed calls its step() for one
-        part of them after the other, while the gradients of all may be there."""
-        return any(
-            each is parameter for group in self.inner.param_groups for each in group["params"]
-        )
 
     @contextlib.contextmanager
     def filled(self) -> Iterator[None]:
@@ -118,13 +107,6 @@ def updating(optimizer: Optimizer) -> Iterator[Optimizer]:
         yield inner_of(optimizer)
 
 
-def takes_part(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """In a pre-hook of step(): whether this call updates the parameter, if it has a gradient."""
-    if isinstance(optimizer, OptimizerProxy):
-        return optimizer.shows(parameter)
-    return is_here(optimizer, parameter)
-
-
 def send_around(optimizer: Optimizer) -> None:
     """Give each rank what others have updated; a collective, where there is anything to send."""
     if is_redundancy_free(optimizer):
@@ -134,11 +116,6 @@ def send_around(optimizer: Optimizer) -> None:
 def is_dealt_out(optimizer: Optimizer) -> bool:
     """Whether other ranks make some of its updates, of parameters that are here, too."""
     return is_redundancy_free(optimizer) and cast(Any, optimizer).world_size > 1
-
-
-def updates_elsewhere(optimizer: Optimizer) -> bool:
-    """Whether its step() does nothing: updates are made in hooks of DDP's."""
-    return is_redundancy_free(optimizer) and bool(cast(Any, optimizer)._overlap_with_ddp)
 
 
 def updating_ranks(

@@ -28,20 +28,18 @@ LARGE_BYTES = 1 << 20
 _EXCHANGE_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A leaf of this rank, and the ranks that hold the same."""
-
-    leaf: Leaf
-    ranks: tuple[int, ...]
+Held = tuple[Leaf, tuple[int, ...]]
+"""A leaf of this rank, and the ranks that hold the same."""
 
 
-def assign_writers(held: Iterable[Held], rank: int) -> tuple[list[Leaf], list[Leaf]]:
+def assign_writers(
+    held: Iterable[Held], rank: int, *, cuts: bool = True
+) -> tuple[list[Leaf], list[Leaf]]:
     """What this rank writes of what it holds, and what others write of it. Large tensors are split
-    by rows between all that hold them, the others go to one each."""
+    by rows between all that hold them (`cuts`), the others go to one each."""
     groups: dict[tuple[int, ...], list[Leaf]] = {}
-    for item in held:
-        groups.setdefault(item.ranks, []).append(item.leaf)
+    for leaf, ranks in held:
+        groups.setdefault(ranks, []).append(leaf)
     own: list[Leaf] = []
     others: list[Leaf] = []
     for ranks, leaves in groups.items():
@@ -50,30 +48,14 @@ def assign_writers(held: Iterable[Held], rank: int) -> tuple[list[Leaf], list[Le
             continue
         loads = dict.fromkeys(ranks, 0)
         for leaf in sorted(leaves, key=lambda leaf: (-leaf.tensor.nbytes, leaf.entry)):
-            if rows := _rows(leaf, len(ranks)):
+            if cuts and (rows := _rows(leaf, len(ranks))):
                 for other, (start, end) in zip(ranks, rows, strict=True):
                     (own if other == rank else others).append(_part(leaf, start, end))
                 continue
-            writer = _lightest(loads, leaf.tensor.nbytes)
+            writer = min(loads, key=loads.__getitem__)
+            loads[writer] += leaf.tensor.nbytes
             (own if writer == rank else others).append(leaf)
     return own, others
-
-
-def dealt_out(held: Mapping[str, tuple[tuple[int, ...], int]]) -> dict[str, int]:
-    """Of tensors that are not cut, each with the ranks that hold it and its bytes (the same on all
-    of these), the rank that writes it."""
-    found: dict[str, int] = {}
-    loads: dict[tuple[int, ...], dict[int, int]] = {}
-    for name, (ranks, size) in sorted(held.items(), key=lambda row: (-row[1][1], row[0])):
-        found[name] = _lightest(loads.setdefault(ranks, dict.fromkeys(ranks, 0)), size)
-    return found
-
-
-def _lightest(loads: dict[int, int], size: int) -> int:
-    """The rank that has least to write so far, which gets so many bytes more."""
-    rank = min(loads, key=loads.__getitem__)
-    loads[rank] += size
-    return rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,50 +166,49 @@ class Holders:
         )
 
 
-class Common:
-    """What several parameters have in common, though it is one number of one tensor: `step` of q, k
-    and v which are one matrix globally. It is written once, and has to be the same."""
+Twins = list[tuple[str, torch.Tensor, torch.Tensor]]
+"""What several parameters have in common, though it is one number of one tensor: `step` of q, k and
+v which are one matrix globally. It is written once, and has to be the same."""
 
-    def __init__(self) -> None:
-        self._twins: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
-    def once(self, places: Iterable[Place]) -> list[Place]:
-        """Without what is there twice."""
-        found: list[Place] = []
-        first: dict[str, torch.Tensor] = {}
-        for place in places:
-            leaf = place.leaf
-            if place.state and not place.is_alike and leaf.box is None:
-                known = first.setdefault(leaf.name, leaf.tensor)
-                if known is not leaf.tensor:
-                    self._twins.append((leaf.name, known, leaf.tensor))
-                    continue
-            found.append(place)
-        return found
+def without_twins(places: Iterable[Place]) -> tuple[list[Place], Twins]:
+    """The places without what is there twice, and that."""
+    found: list[Place] = []
+    twins: Twins = []
+    first: dict[str, torch.Tensor] = {}
+    for place in places:
+        leaf = place.leaf
+        if place.state and not place.is_alike and leaf.box is None:
+            known = first.setdefault(leaf.name, leaf.tensor)
+            if known is not leaf.tensor:
+                twins.append((leaf.name, known, leaf.tensor))
+                continue
+        found.append(place)
+    return found, twins
 
-    def check(self) -> None:
-        """Raises Unsupported. Waits for a device, if they are on one."""
-        for name, one, other in self._twins:
-            if not torch.equal(one, other):
-                raise Unsupported(
-                    f"capturing {name!r}: it is {one} and {other}, in different parameters that "
-                    f"are parts of one tensor. Give parts that are not updated together names of "
-                    f"their own"
-                )
+
+def check_twins(twins: Twins) -> None:
+    """Raises Unsupported. Waits for a device, if they are on one."""
+    for name, one, other in twins:
+        if not torch.equal(one, other):
+            raise Unsupported(
+                f"capturing {name!r}: it is {one} and {other}, in different parameters that are "
+                f"parts of one tensor. Give parts that are not updated together names of their own"
+            )
 
 
 def shared_out(
     places: Iterable[Place], holders: Holders, rank: int
 ) -> tuple[list[Leaf], list[Leaf]]:
     """What of them this rank writes, and what others do. Raises Unsupported."""
-    held = []
+    held: list[Held] = []
     for leaf, name, is_alike, state in places:
         ranks = holders.of(name, leaf.box) if is_alike else holders.of_any(name)
         if state:
             ranks = updating_ranks(state.optimizer, state.parameter, leaf.name, ranks)
         elif _is_buffer(leaf):
             ranks = ranks[:1]
-        held.append(Held(leaf, ranks))
+        held.append((leaf, ranks))
     return assign_writers(held, rank)
 
 

@@ -3,7 +3,6 @@ which of them, and what of each, this one writes."""
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 
@@ -12,26 +11,22 @@ from everstep.format.tables import is_gradient
 from everstep.sharding.layout import local_of, shards_like
 from everstep.sharding.leaves import Leaf
 from everstep.sharding.ranked import unowned
-from everstep.sharding.writers import Held, Holders, assign_writers, dealt_out
+from everstep.sharding.writers import Held, Holders, assign_writers
 from everstep.state.optimizers import OptimizerState
 
 
 @dataclass(slots=True)
 class _Share:
-    """What this rank writes of a parameter: of its global `shape` these boxes, which lie at those
-    places of its own part. `writes_whole`: it is the one that writes what cannot be cut, of those
-    that have the same; `is_first`: it is the first of all that have any part."""
+    """What this rank writes of a parameter, of which `memory` is here: of its global `shape` these
+    boxes, which lie at those places of the memory. `writes_whole`: it is the one that writes what
+    cannot be cut, of those that have the same; `is_first`: it is the first of all that have any
+    part."""
 
     shape: tuple[int, ...]
     memory: torch.Tensor
     is_first: bool
     writes_whole: bool = False
     places: list[tuple[tuple[slice, ...], Box | None]] = field(default_factory=list)
-
-    @property
-    def local(self) -> torch.Size:
-        """The shape of its own part."""
-        return self.memory.shape
 
 
 class RecordShares:
@@ -40,7 +35,28 @@ class RecordShares:
 
     def __init__(self, optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -> None:
         self._rank = rank
-        self._shares = _shares(optimizers, holders, rank)
+        self._shares: dict[str, _Share] = {}
+        boxes: list[Held] = []
+        wholes: list[Held] = []
+        for optimizer in optimizers:
+            for _, name, parameter, _ in optimizer.parameters():
+                ranks, memory = holders.of(name), local_of(parameter)
+                shape, shards = shards_like(parameter, memory)
+                self._shares[name] = _Share(shape, memory, holders.of_any(name)[0] == rank)
+                wholes.append((Leaf(name, memory), ranks))
+                boxes += [
+                    (Leaf(name, view, None, box, shape), ranks)
+                    for box, view in shards
+                    if view.numel() or 0 in shape
+                ]
+        for leaf in assign_writers(wholes, rank, cuts=False)[0]:
+            self._shares[leaf.name].writes_whole = True
+        for leaf in assign_writers(boxes, rank)[0]:
+            share = self._shares[leaf.name]
+            assert leaf.box is not None
+            # Of one that is whole the strides are kept, too.
+            box = None if leaf.box == Box.whole(share.shape) else leaf.box
+            share.places.append((_inside(leaf.tensor, share.memory), box))
 
     def leaves(
         self, tensors: Mapping[str, torch.Tensor], special: Container[str], owner: int
@@ -60,53 +76,19 @@ class RecordShares:
             if share is None:
                 if self._rank == 0 or unowned(name) != name:
                     found.append(Leaf(name, tensor, owner))
-            elif name in special or tensor.shape != share.local:
+            elif name in special or tensor.shape != share.memory.shape:
                 if share.writes_whole:
                     found.append(Leaf(name, tensor, owner))
             else:
-                found += [
-                    Leaf(
-                        name,
-                        tensor[inside] if inside else tensor,
-                        owner,
-                        box,
-                        None if box is None else share.shape,
-                    )
-                    for inside, box in share.places
-                ]
+                for inside, box in share.places:
+                    part, shape = tensor[inside] if inside else tensor, share.shape if box else None
+                    found.append(Leaf(name, part, owner, box, shape))
         return tuple(found)
 
     def speaks_for(self, name: str) -> bool:
         """Whether it is this rank that tells of a parameter what all that have a part of it have in
         common."""
         return self._shares[name].is_first
-
-
-def _shares(optimizers: Iterable[OptimizerState], holders: Holders, rank: int) -> dict[str, _Share]:
-    held, found = [], {}
-    whole: dict[str, tuple[tuple[int, ...], int]] = {}
-    for optimizer in optimizers:
-        for _, name, parameter, _ in optimizer.parameters():
-            ranks = holders.of(name)
-            local = local_of(parameter)
-            shape, shards = shards_like(parameter, local)
-            is_first = holders.of_any(name)[0] == rank
-            found[name] = _Share(shape, local, is_first)
-            whole[name] = ranks, prod(shape) * local.element_size()
-            held += [
-                Held(Leaf(name, view, None, box, shape), ranks)
-                for box, view in shards
-                if view.numel() or 0 in shape
-            ]
-    for name, writer in dealt_out(whole).items():
-        found[name].writes_whole = writer == rank
-    for leaf in assign_writers(held, rank)[0]:
-        share = found[leaf.name]
-        assert leaf.box is not None
-        # Of one that is whole the strides are kept, too.
-        box = None if leaf.box == Box.whole(share.shape) else leaf.box
-        share.places.append((_inside(leaf.tensor, share.memory), box))
-    return found
 
 
 def _inside(view: torch.Tensor, whole: torch.Tensor) -> tuple[slice, ...]:

@@ -22,7 +22,14 @@ from everstep.sharding.ranked import ByRank, Share, own_name, unowned
 from everstep.sharding.redundancy import class_of
 from everstep.sharding.topology import ALONE, PADDED
 from everstep.sharding.world import World
-from everstep.sharding.writers import Common, Holders, shapes_of, shared_out
+from everstep.sharding.writers import (
+    Holders,
+    Twins,
+    check_twins,
+    shapes_of,
+    shared_out,
+    without_twins,
+)
 from everstep.state.entries import Entry, entries_of, overlaps_of, places_in, shares_of
 from everstep.state.modules import ModuleState
 from everstep.state.nested_tensors import NestedTensors, digests_of, hash_of
@@ -115,7 +122,7 @@ class State:
             self.name_parameters()  # whoever looks at parameters before the first walk
         self._check_overlaps()
         self._walk: Walk | None = None
-        self._common = Common()
+        self._twins: Twins = []
         self._guard = Guard()
         self._owners: dict[int, int | None] = {}
         self._graphed: set[int] = set()
@@ -194,7 +201,7 @@ class State:
             self._graphed = graphed
             self._walk = self._walk_anew()
         walk = self._walk
-        self._common.check()
+        check_twins(self._twins)
         sink = NestedTensors(walk.names, self._owners, self.mapped)
         objects: dict[str, Any] = {}
         own: dict[str, Any] = {}
@@ -414,8 +421,7 @@ class State:
         """What of them this rank writes, box by box, and what others write of them."""
         owned = (row for optimizer in self.optimizers for row in optimizer.owned())
         states = {id(leaf.tensor): state for leaf, state in owned if state}
-        self._common = Common()
-        places = self._common.once(
+        places, self._twins = without_twins(
             place
             for leaf in leaves
             for place in self.mapped.places(leaf, states.get(id(leaf.tensor)))
