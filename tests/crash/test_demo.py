@@ -79,7 +79,7 @@ def test_kills_lose_what_was_said_and_all_is_equal(demo: Path) -> None:
     assert report["losses_compared"] >= STEPS
     assert report["state"]["differences"] == []
     assert report["state"]["tensors"] > 50
-    assert report["plain_step_s"]["median"] > 0
+    assert report["plain_step_s"] > 0
     assert report["settings"]["strategy"] in demo.name
 
 
@@ -95,7 +95,7 @@ def test_a_log_is_told_by_bases_and_records(demo: Path) -> None:
     assert all(kill["base"] + kill["records"] == kill["restored"] for kill in known)
     if strategy_of(demo) == "log":
         assert set(report["bytes"]) == {"record", "state"}
-        assert report["bytes"]["record"]["mean"] < 0.5 * report["bytes"]["state"]["mean"]
+        assert report["bytes"]["record"] < 0.5 * report["bytes"]["state"]
     else:
         assert set(report["bytes"]) == {"state"}
         assert not any(kill["records"] for kill in known)

@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `everstep demo`."""
     parser.add_argument("--steps", type=int, default=80, help="steps of the run (default 80)")
     parser.add_argument("--kills", type=int, default=6, help="how often it is killed (default 6)")
-    parser.add_argument("--text", help="text to train on (default: Python's standard library)")
     parser.add_argument(
         "--store",
         type=Path,
@@ -64,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"everstep demo: --steps must be at least {STEPS_MIN}, --kills 0 or more")
     if args.every is not None and not 1 <= args.every <= args.steps:
         raise ValueError("everstep demo: --every must be at least 1, and no more than --steps")
-    if args.text:
-        Path(args.text).open("rb").close()  # better an error now than from the trainer
     killed = _settings(args, _prepare(args.store))
     reference = killed.with_role("reference")
     console = Console()
@@ -134,7 +131,6 @@ def _settings(args: argparse.Namespace, directory: Path) -> Settings:
         size=args.size,
         strategy=args.strategy,
         threads=min(THREADS_MAX, len(os.sched_getaffinity(0))),
-        text=args.text and str(Path(args.text).resolve()),
         every=args.every or (SPREAD_EVERY if args.strategy == "spread" else 1),
     )
 

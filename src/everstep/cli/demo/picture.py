@@ -1,7 +1,7 @@
 """The timeline of a demo as a picture: steps, saves and kills on one axis, one kill from near."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from everstep.cli.demo.events import Event
-from everstep.cli.demo.report import Attempt, Report, split_attempts
+from everstep.cli.demo.report import Attempt, Report, Save, split_attempts
 
 Axes = Any  # matplotlib's own, which is not typed for us
 
@@ -41,81 +41,15 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
-    """One save on the axis of the picture. `kind`: "state" or "record"; `done`: it came as far as
-    durable; `bytes`: 0 where that is not known."""
-
-    step: int
-    begin: float
-    copied: float
-    durable: float
-    done: bool
-    kind: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The log of the killed run with its times as seconds from its start."""
-
-    attempts: list[Attempt]
-    begin: float
-    end: float
-
-    def seconds(self, at: float) -> float:
-        """On the axis of the picture."""
-        return at - self.begin
-
-    def end_of(self, attempt: Attempt) -> float:
-        """When an attempt ended, on the axis."""
-        return self.seconds(attempt.kill_at or self.end)
-
-    def steps(self, attempt: Attempt) -> Iterator[tuple[int, float, float, bool]]:
-        """(step, begin, end, whether step() returned) of each step of an attempt."""
-        returned = {event["step"]: event["at"] for event in attempt.all("returned")}
-        for event in attempt.all("begin"):
-            step = event["step"]
-            done = step in returned
-            end = self.seconds(returned[step]) if done else self.end_of(attempt)
-            yield step, self.seconds(event["at"]), end, done
-
-    def saves(self, attempt: Attempt) -> Iterator[Save]:
-        """Each save of an attempt. One whose end nobody saw is taken for what the last one was."""
-        times = {
-            level: {event["step"]: self.seconds(event["at"]) for event in attempt.all(level)}
-            for level in ("returned", "captured", "local")
-        }
-        told = {event["step"]: event for event in attempt.all("local")}
-        end = self.end_of(attempt)
-        kind = "state"
-        due = {event["step"] for event in attempt.all("returned") if event["due"]}
-        for step, begin in times["returned"].items():
-            if step not in due:
-                continue
-            copied, durable = (times[level].get(step, end) for level in ("captured", "local"))
-            event = told.get(step, {})
-            kind, size = event.get("kind", kind), event.get("bytes", 0)
-            yield Save(step, begin, copied, durable, step in told, kind, size)
-
-    def all_saves(self) -> list[Save]:
-        """Of all attempts."""
-        return [save for attempt in self.attempts for save in self.saves(attempt)]
-
-    def written_handles(self) -> list[Patch]:
-        """For a legend: the kinds of saves that there are."""
-        kinds = {save.kind for save in self.all_saves()}
-        return [
-            Patch(color=colour, label=f"{kind} written")
-            for kind, colour in WRITTEN.items()
-            if kind in kinds
-        ]
+def _written_handles(attempts: Sequence[Attempt]) -> list[Patch]:
+    """For a legend: the kinds of saves that there are."""
+    kinds = {save.kind for attempt in attempts for save in attempt.saves()}
+    return [Patch(color=WRITTEN[kind], label=f"{kind} written") for kind in sorted(kinds)]
 
 
 def draw(report: Report, killed: list[Event], reference: list[Event], path: Path) -> None:
     """Write the picture of a demo as a PNG."""
     attempts = split_attempts(killed)
-    timeline = Timeline(attempts, attempts[0].spawn_at, killed[-1]["at"])
     with mpl.rc_context(_STYLE):
         heights = [2.6, 1.3, 1.1, 1.9]
         figure = Figure(figsize=(14, 3.2 + 1.05 * sum(heights)), dpi=150, facecolor=PAPER)
@@ -126,14 +60,14 @@ def draw(report: Report, killed: list[Event], reference: list[Event], path: Path
         rows += [
             figure.add_subplot(grid[n, :], sharex=progress) for n in range(1, len(heights) - 1)
         ]
-        _draw_progress(progress, timeline, reference)
-        _draw_step_times(rows[1], timeline)
-        _draw_saves(rows[2], timeline)
+        _draw_progress(progress, attempts, reference)
+        _draw_step_times(rows[1], attempts)
+        _draw_saves(rows[2], attempts)
         for axes in rows:
-            _draw_downtime(axes, timeline)
-        progress.set_xlim(0, timeline.seconds(timeline.end))
+            _draw_downtime(axes, attempts)
+        progress.set_xlim(0, attempts[-1].end)
         rows[-1].set_xlabel("seconds")
-        _draw_near(figure.add_subplot(grid[-1, :2]), timeline)
+        _draw_near(figure.add_subplot(grid[-1, :2]), attempts)
         _draw_losses(figure.add_subplot(grid[-1, 2]), killed, reference)
         figure.suptitle(_title(report), x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(path)
@@ -150,17 +84,14 @@ def _title(report: Report) -> str:
     )
 
 
-def _draw_progress(axes: Axes, timeline: Timeline, reference: Sequence[Event]) -> None:
+def _draw_progress(axes: Axes, attempts: Sequence[Attempt], reference: Sequence[Event]) -> None:
     """The step reached, what is durable, and how the run without interruption went."""
-    begun = next((event["at"] for event in reference if event["event"] == "spawn"), None)
-    plain = [event for event in reference if event["event"] == "trained"]
-    if begun is not None:
-        times = [event["at"] - begun for event in plain]
-        axes.plot(times, [event["step"] for event in plain], "--", color=FAINT, lw=1.5)
-    for attempt in timeline.attempts:
-        saves = [save for save in timeline.saves(attempt) if save.done]
+    plain = [(event["at"], event["step"]) for event in reference if event["event"] == "trained"]
+    axes.plot(*zip(*plain, strict=True), "--", color=FAINT, lw=1.5)
+    for attempt in attempts:
+        saves = [save for save in attempt.saves() if save.done]
         durable = sorted((save.durable, save.step) for save in saves)
-        points = [(end, step) for step, _, end, done in timeline.steps(attempt) if done]
+        points = [(step.end, step.number) for step in attempt.steps() if step.done]
         if points:
             axes.step(*zip(*points, strict=True), where="post", color=TRAIN, lw=2)
         if durable:
@@ -168,8 +99,8 @@ def _draw_progress(axes: Axes, timeline: Timeline, reference: Sequence[Event]) -
         states = [(save.durable, save.step) for save in saves if save.kind == "state"]
         if states:
             axes.plot(*zip(*states, strict=True), "D", color=WRITTEN["state"], ms=3, zorder=4)
-    _draw_kills(axes, timeline)
-    _draw_replays(axes, timeline)
+    _draw_kills(axes, attempts)
+    _draw_replays(axes, attempts)
     axes.set_ylim(0)
     axes.set_ylabel("step")
     axes.set_title("The run")
@@ -189,66 +120,66 @@ def _draw_progress(axes: Axes, timeline: Timeline, reference: Sequence[Event]) -
     )
 
 
-def _draw_kills(axes: Axes, timeline: Timeline) -> None:
+def _draw_kills(axes: Axes, attempts: Sequence[Attempt]) -> None:
     """A cross where each kill hit, with the steps that it cost."""
     reached, last = 0, float("-inf")
-    for attempt, following in zip(timeline.attempts, timeline.attempts[1:], strict=False):
-        if attempt.kill_at is None:
+    for attempt, following in pairwise(attempts):
+        if not attempt.is_killed:
             continue
         reached = reached if attempt.reached is None else attempt.reached
-        at = timeline.seconds(attempt.kill_at)
+        at = attempt.end
         axes.plot(at, reached, "X", color=KILL, ms=9, mec=PAPER, mew=0.8, zorder=5)
         if restored := following.first("restored"):
-            crowded = at - last < 0.04 * timeline.seconds(timeline.end)
+            crowded = at - last < 0.04 * attempts[-1].end
             offset = (6, 5) if crowded else (6, -11)
             text = f"{max(0, reached - restored['step'])} lost"
             axes.annotate(text, (at, reached), offset, textcoords="offset points", color=KILL)
             last = at
 
 
-def _draw_replays(axes: Axes, timeline: Timeline) -> None:
+def _draw_replays(axes: Axes, attempts: Sequence[Attempt]) -> None:
     """What each restart began with: so many records after a base."""
-    for attempt in timeline.attempts[1:]:
-        replayed, built = attempt.first("replayed"), attempt.first("built")
-        restored = attempt.first("restored")
-        if replayed and replayed["records"] and built and restored:
+    for attempt in attempts[1:]:
+        restored, built = attempt.first("restored"), attempt.first("built")
+        if restored and restored.get("records") and built:
             seconds = restored["at"] - built["at"]
-            text = f"{replayed['base']} + {replayed['records']} records\n{seconds:.2g} s"
-            at = (timeline.seconds(restored["at"]), restored["step"])
+            text = f"{restored['base']} + {restored['records']} records\n{seconds:.2g} s"
+            at = (restored["at"], restored["step"])
             style = {"color": RESTORE, "fontsize": 7.5, "ha": "right", "va": "bottom", "zorder": 6}
             axes.annotate(text, at, (2, 9), textcoords="offset points", bbox=_BEHIND_TEXT, **style)
 
 
-def _draw_step_times(axes: Axes, timeline: Timeline) -> None:
-    rows = [row for attempt in timeline.attempts for row in timeline.steps(attempt)]
+def _draw_step_times(axes: Axes, attempts: Sequence[Attempt]) -> None:
+    rows = [step for attempt in attempts for step in attempt.steps()]
     for done, colour in ((True, TRAIN), (False, KILL)):
-        chosen = [(begin, end - begin) for _, begin, end, is_done in rows if is_done is done]
+        chosen = [(row.begin, row.end - row.begin) for row in rows if row.done is done]
         if chosen:
             begins, widths = zip(*chosen, strict=True)
             heights = [width * 1000 for width in widths]
             axes.bar(begins, heights, widths, align="edge", color=colour, ec=PAPER, lw=0.4)
-    done_ms = sorted((end - begin) * 1000 for _, begin, end, is_done in rows if is_done)
+    done_ms = sorted((row.end - row.begin) * 1000 for row in rows if row.done)
     if done_ms:
         axes.set_ylim(0, 1.15 * done_ms[int(0.97 * (len(done_ms) - 1))])
     axes.set_ylabel("ms")
     axes.set_title("Time of each step, checkpoint included")
 
 
-def _draw_saves(axes: Axes, timeline: Timeline) -> None:
+def _draw_saves(axes: Axes, attempts: Sequence[Attempt]) -> None:
     """Each save as a bar: copied beside forward and backward, then written."""
     lanes = 3
-    for attempt in timeline.attempts:
-        for save in timeline.saves(attempt):
+    for attempt in attempts:
+        for save in attempt.saves():
             lane = save.step % lanes
             _draw_save(axes, save, lane, lw=0.8)  # a record is written in less than a pixel
-            if not save.done and attempt.kill_at is not None:
+            if not save.done and attempt.is_killed:
                 axes.plot(save.durable, lane, "x", color=KILL, ms=5, mew=1.5)
     axes.set_yticks([])
     axes.set_ylim(-0.7, lanes - 0.3)
-    sizes = {save.kind: save.bytes for save in timeline.all_saves() if save.bytes}
+    saves = [save for attempt in attempts for save in attempt.saves()]
+    sizes = {save.kind: save.bytes for save in saves if save.bytes}
     each = ", ".join(f"a {kind} has {size / _MEGA:.3g} MB" for kind, size in sizes.items())
     axes.set_title(f"Saves: copied, then written until durable; × in flight when killed. {each}")
-    handles = [Patch(color=COPY, label="copied"), *timeline.written_handles()]
+    handles = [Patch(color=COPY, label="copied"), *_written_handles(attempts)]
     axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(1, 1.35), ncols=len(handles))
 
 
@@ -262,19 +193,19 @@ def _bar(axes: Axes, lane: float, begin: float, end: float, colour: str, **more:
     axes.barh(lane, end - begin, 0.62, left=begin, color=colour, **more)
 
 
-def _draw_downtime(axes: Axes, timeline: Timeline) -> None:
+def _draw_downtime(axes: Axes, attempts: Sequence[Attempt]) -> None:
     """Grey from each kill (or start) until training goes on, a red line at each kill."""
-    for attempt in timeline.attempts:
+    for attempt in attempts:
         first = attempt.first("begin")
-        until = timeline.seconds(first["at"]) if first else timeline.end_of(attempt)
-        axes.axvspan(timeline.seconds(attempt.spawn_at), until, color=DOWN, zorder=0, lw=0)
-        if attempt.kill_at is not None:
-            axes.axvline(timeline.seconds(attempt.kill_at), color=KILL, lw=0.9, zorder=1)
+        until = first["at"] if first else attempt.end
+        axes.axvspan(attempt.begin, until, color=DOWN, zorder=0, lw=0)
+        if attempt.is_killed:
+            axes.axvline(attempt.end, color=KILL, lw=0.9, zorder=1)
 
 
-def _draw_near(axes: Axes, timeline: Timeline) -> None:
+def _draw_near(axes: Axes, attempts: Sequence[Attempt]) -> None:
     """One kill from near: what the trainer did, what was being saved, and how it came back."""
-    pairs = zip(timeline.attempts, timeline.attempts[1:], strict=False)
+    pairs = pairwise(attempts)
     good = [
         (index, pair)
         for index, pair in enumerate(pairs)
@@ -284,13 +215,12 @@ def _draw_near(axes: Axes, timeline: Timeline) -> None:
         axes.set_axis_off()
         return
     index, (attempt, following) = good[len(good) // 2]
-    killed = timeline.end_of(attempt)
-    steps = [row for row in timeline.steps(attempt) if row[3]]
-    after = list(timeline.steps(following))
-    axes.set_xlim(steps[-2][1], after[1][2])
+    killed = attempt.end
+    before = [step for step in attempt.steps() if step.done]
+    axes.set_xlim(before[-2].begin, following.steps()[1].end)
     for one in (attempt, following):
-        _draw_phases(axes, timeline, one)
-        for save in timeline.saves(one):
+        _draw_phases(axes, one)
+        for save in one.saves():
             lane = 1 - save.step % 2
             _draw_save(axes, save, lane)
             if not save.done:
@@ -302,10 +232,10 @@ def _draw_near(axes: Axes, timeline: Timeline) -> None:
     axes.set_ylim(-0.6, 2.85)
     axes.set_xlabel("seconds")
     axes.set_title(f"Kill {index + 1} from near")
-    _near_legend(axes, timeline)
+    _near_legend(axes, attempts)
 
 
-def _draw_phases(axes: Axes, timeline: Timeline, attempt: Attempt) -> None:
+def _draw_phases(axes: Axes, attempt: Attempt) -> None:
     """What the trainer was at, from event to event."""
     colours = {
         "start": IMPORT,
@@ -318,17 +248,17 @@ def _draw_phases(axes: Axes, timeline: Timeline, attempt: Attempt) -> None:
     }
     names = (*colours, "restored", "trained", "returned")
     trace = [event for event in attempt.events if event["event"] in names]
-    ends = [timeline.seconds(event["at"]) for event in trace[1:]] + [timeline.end_of(attempt)]
+    ends = [event["at"] for event in trace[1:]] + [attempt.end]
     low, high = axes.get_xlim()
     for event, end in zip(trace, ends, strict=True):
-        begin = timeline.seconds(event["at"])
+        begin = event["at"]
         if event["event"] in colours and end > low and begin < high:
             _bar(axes, 2, begin, end, colours[event["event"]])
         if event["event"] == "begin" and low <= begin <= high:
             axes.text(begin, 2.4, str(event["step"]), fontsize=8, ha="left", va="bottom")
 
 
-def _near_legend(axes: Axes, timeline: Timeline) -> None:
+def _near_legend(axes: Axes, attempts: Sequence[Attempt]) -> None:
     names = {
         "forward": FORWARD,
         "backward": BACKWARD,
@@ -339,7 +269,7 @@ def _near_legend(axes: Axes, timeline: Timeline) -> None:
         "copied": COPY,
     }
     handles = [Patch(color=colour, label=name) for name, colour in names.items()]
-    handles += timeline.written_handles()
+    handles += _written_handles(attempts)
     axes.legend(
         handles=handles,
         ncols=len(handles),

@@ -1,9 +1,8 @@
 """What the event logs of a demo say: kills, losses compared, what checkpoints cost. Pure."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from math import ceil
 from statistics import mean, median
 from typing import Any
 
@@ -22,7 +21,30 @@ _PHASES = {
     "trained": "step()",
     "returned": "between steps",
 }
-_LEVELS = ("captured", "held", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of an attempt, in seconds. `done`: its last event came."""
+
+    number: int
+    begin: float
+    end: float
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A save of an attempt, in seconds. `kind`: "state" or "record"; `done`: it came as far as
+    durable; `bytes`: 0 where that is not known."""
+
+    step: int
+    begin: float
+    copied: float
+    durable: float
+    done: bool
+    kind: str
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +52,9 @@ class Attempt:
     """One life of the trainer, from its start to a kill or to the end of the run."""
 
     events: tuple[Event, ...]
-    spawn_at: float
-    kill_at: float | None
+    begin: float
+    end: float
+    is_killed: bool
 
     def first(self, name: str) -> Event | None:
         """The first event of this name."""
@@ -41,62 +64,66 @@ class Attempt:
         """All events of this name."""
         return [event for event in self.events if event["event"] == name]
 
+    def times(self, name: str) -> dict[int, float]:
+        """When the event of this name came, by step."""
+        return {event["step"]: event["at"] for event in self.all(name)}
+
     @property
     def reached(self) -> int | None:
         """The last step whose step() returned, or the one that was restored; None before that."""
         done = self.all("returned") or self.all("restored")
         return done[-1]["step"] if done else None
 
+    def steps(self, last: str = "returned") -> list[Step]:
+        """All that were begun; `last`: the event that ends a step."""
+        ends = self.times(last)
+        begins = self.times("begin").items()
+        return [Step(step, at, ends.get(step, self.end), step in ends) for step, at in begins]
+
+    def saves(self) -> list[Save]:
+        """All that were begun. One whose end nobody saw is taken for what the last one was."""
+        copied, durable = self.times("captured"), {e["step"]: e for e in self.all("local")}
+        found, kind = [], "state"
+        for event in self.all("returned"):
+            if event["due"]:
+                step = event["step"]
+                end = durable.get(step, {"at": self.end})
+                kind, size = end.get("kind", kind), end.get("bytes", 0)
+                times = event["at"], copied.get(step, self.end), end["at"]
+                found.append(Save(step, *times, step in durable, kind, size))
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Kill:
     """One kill: when, where it hit, and what it cost. None: killed again before that was known.
 
-    `base`, `records`: the state that was restored, and how many records were replayed after it.
+    `saving`: the steps that were not durable yet; `base`, `records`: the state that was restored,
+    and how many records were replayed after it.
     """
 
     at_s: float
     step: int | None
     phase: str
-    saves: dict[int, str]
-    returned: int | None
-    restored: int | None = None
-    lost: int | None = None
-    base: int | None = None
-    records: int | None = None
-    again_s: float | None = None
-    imports_s: float | None = None
-    restore_s: float | None = None
+    saving: tuple[int, ...]
+    returned: int
+    restored: int | None
+    base: int | None
+    records: int | None
+    again_s: float | None
+    imports_s: float | None
+    restore_s: float | None
 
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A number that was measured many times."""
-
-    median: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> "Spread | None":
-        """None for no values."""
-        ordered = sorted(values)
-        if not ordered:
-            return None
-        return cls(median(ordered), ordered[ceil(0.99 * len(ordered)) - 1], ordered[-1])
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """What the commits of one kind take, on average; those of which that is known."""
-
-    mean: float
-    count: int
+    @property
+    def lost(self) -> int | None:
+        """Steps that had returned, and were trained again."""
+        return None if self.restored is None else max(0, self.returned - self.restored)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the demo found out. `problems` is empty where all is as promised."""
+    """All that the demo found out; times are medians. `problems` is empty where all is as
+    promised."""
 
     settings: Settings
     parameters: int
@@ -107,15 +134,14 @@ class Report:
     losses_again: int
     state: dict[str, Any]
     seconds: float
-    stall_s: Spread | None
-    held_s: Spread | None
-    durable_s: Spread | None
-    step_s: Spread | None
-    """Steps of the run that is killed, checkpoint included, ..."""
-    plain_step_s: Spread | None
+    step_s: float | None
+    """Of the run that is killed, checkpoint included, ..."""
+    plain_step_s: float | None
     """... and of the run without checkpoints, which comes after it."""
-    bytes: dict[str, Bytes]
-    """By kind of commit: "state", "record"."""
+    durable_s: float | None
+    """From the return of step()."""
+    bytes: dict[str, float]
+    """By kind of commit ("state", "record"), on average."""
 
     @property
     def ok(self) -> bool:
@@ -135,7 +161,8 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """For --json."""
-        return {"ok": self.ok, **asdict(self)}
+        kills = [{**asdict(kill), "lost": kill.lost} for kill in self.kills]
+        return {"ok": self.ok, **asdict(self), "kills": kills}
 
 
 def lost_max(every: int, returned: int) -> int:
@@ -156,25 +183,36 @@ def make_report(
     attempts = split_attempts(killed)
     kills = describe_kills(attempts)
     again, loss_problems = compare_losses(settings.steps, killed, reference)
-    state = next((event for event in reference if event["event"] == "compared"), {"step": None})
+    compared = next((event for event in reference if event["event"] == "compared"), None)
+    steps = [step for attempt in attempts for step in attempt.steps()]
+    plain = [step for attempt in split_attempts(reference) for step in attempt.steps("trained")]
+    saves = [save for attempt in attempts for save in attempt.saves() if save.done]
+    kinds = sorted({save.kind for save in saves if save.bytes})
     parameters = [event["parameters"] for event in killed if event["event"] == "built"]
     return Report(
         settings=settings,
         parameters=parameters[0] if parameters else 0,
         kills_planned=kills_planned,
         kills=kills,
-        problems=(*_kill_problems(kills, settings.every), *loss_problems, *_state_problems(state)),
+        problems=(*_kill_problems(kills, settings.every), *loss_problems, *_unlike(compared)),
         losses_compared=sum(event["event"] == "trained" for event in killed),
         losses_again=again,
-        state={key: value for key, value in state.items() if key not in ("event", "at", "pid")},
-        seconds=killed[-1]["at"] - killed[0]["at"] if killed else 0.0,
-        stall_s=Spread.of(event["stall_s"] for event in killed if event["event"] == "returned"),
-        held_s=Spread.of(event["held_s"] for event in killed if event["event"] == "returned"),
-        durable_s=Spread.of(durable_seconds(attempts).values()),
-        step_s=Spread.of(step_seconds(killed, "returned")),
-        plain_step_s=Spread.of(step_seconds(reference, "trained")),
-        bytes=count_bytes(killed),
+        state={key: each for key, each in (compared or {}).items() if key not in ("event", "at")},
+        seconds=killed[-1]["at"],
+        step_s=median_of(step.end - step.begin for step in steps if step.done),
+        plain_step_s=median_of(step.end - step.begin for step in plain if step.done),
+        durable_s=median_of(save.durable - save.begin for save in saves),
+        bytes={
+            kind: mean(save.bytes for save in saves if save.bytes and save.kind == kind)
+            for kind in kinds
+        },
     )
+
+
+def median_of(values: Iterable[float]) -> float | None:
+    """None for no values."""
+    found = list(values)
+    return median(found) if found else None
 
 
 def split_attempts(events: Sequence[Event]) -> list[Attempt]:
@@ -185,55 +223,39 @@ def split_attempts(events: Sequence[Event]) -> list[Attempt]:
         life = events[begin + 1 : end]
         killed = [event["at"] for event in life if event["event"] == "kill"]
         own = tuple(event for event in life if event["event"] != "kill")
-        attempts.append(Attempt(own, events[begin]["at"], killed[0] if killed else None))
+        until = killed[0] if killed else events[end - 1]["at"]
+        attempts.append(Attempt(own, events[begin]["at"], until, bool(killed)))
     return attempts
 
 
 def describe_kills(attempts: Sequence[Attempt]) -> tuple[Kill, ...]:
     """One row per kill."""
     kills = []
-    reached: int | None = None
+    reached = 0
     for attempt, following in pairwise(attempts):
-        if attempt.kill_at is None:
-            continue
-        reached = attempt.reached if attempt.reached is not None else reached
-        kills.append(_describe(attempt, following, reached, attempts[0].spawn_at))
+        reached = reached if attempt.reached is None else attempt.reached
+        kills.append(_describe(attempt, following, reached))
     return tuple(kills)
 
 
-def _describe(attempt: Attempt, following: Attempt, reached: int | None, begin: float) -> Kill:
-    assert attempt.kill_at is not None
+def _describe(attempt: Attempt, following: Attempt, reached: int) -> Kill:
     trace = [event for event in attempt.events if event["event"] in _PHASES]
     steps = [event["step"] for event in trace if "step" in event]
     imported, built = following.first("imported"), following.first("built")
-    restored, again = following.first("restored"), following.first("begin")
-    replayed = following.first("replayed")
+    restored, again = following.first("restored") or {}, following.first("begin")
     return Kill(
-        at_s=attempt.kill_at - begin,
+        at_s=attempt.end,
         step=steps[-1] if attempt.first("begin") else None,
         phase=_PHASES[trace[-1]["event"]] if trace else "starting python",
-        saves=open_saves(attempt),
+        saving=tuple(save.step for save in attempt.saves() if not save.done),
         returned=reached,
-        restored=restored["step"] if restored else None,
-        lost=max(0, (reached or 0) - restored["step"]) if restored else None,
-        base=replayed["base"] if replayed else None,
-        records=replayed["records"] if replayed else None,
-        again_s=again["at"] - following.spawn_at if again else None,
-        imports_s=imported["at"] - following.spawn_at if imported and again else None,
+        restored=restored.get("step"),
+        base=restored.get("base"),
+        records=restored.get("records"),
+        again_s=again["at"] - following.begin if again else None,
+        imports_s=imported["at"] - following.begin if imported and again else None,
         restore_s=restored["at"] - built["at"] if restored and built else None,
     )
-
-
-def open_saves(attempt: Attempt) -> dict[int, str]:
-    """The saves that were not durable when the attempt ended: what each was at, by step."""
-    saves = {event["step"]: "copying" for event in attempt.all("returned") if event["due"]}
-    for level in _LEVELS:
-        for event in attempt.all(level):
-            if level == "local":
-                saves.pop(event["step"], None)
-            elif event["step"] in saves:
-                saves[event["step"]] = "writing"
-    return saves
 
 
 def compare_losses(
@@ -257,46 +279,16 @@ def compare_losses(
     return sum(len(losses) - 1 for losses in found.values()), problems
 
 
-def durable_seconds(attempts: Sequence[Attempt]) -> dict[int, float]:
-    """By step, the time from the return of step() until the checkpoint was durable."""
-    seconds = {}
-    for attempt in attempts:
-        returned = {event["step"]: event["at"] for event in attempt.all("returned")}
-        for event in attempt.all("local"):
-            if event["step"] in returned:
-                seconds[event["step"]] = event["at"] - returned[event["step"]]
-    return seconds
-
-
-def step_seconds(events: Sequence[Event], end: str) -> Iterator[float]:
-    """How long each step took, from its begin to the event `end`."""
-    begun: dict[int, float] = {}
-    for event in events:
-        if event["event"] == "begin":
-            begun[event["step"]] = event["at"]
-        elif event["event"] == end and event["step"] in begun:
-            yield event["at"] - begun.pop(event["step"])
-
-
-def count_bytes(killed: Sequence[Event]) -> dict[str, Bytes]:
-    """What states and records take on the disk."""
-    sizes: dict[str, list[int]] = {}
-    for event in killed:
-        if event["event"] == "local" and "kind" in event:
-            sizes.setdefault(event["kind"], []).append(event["bytes"])
-    return {kind: Bytes(mean(found), len(found)) for kind, found in sorted(sizes.items())}
-
-
 def _kill_problems(kills: Sequence[Kill], every: int) -> list[str]:
     return [
         f"kill {number}: {kill.lost} steps lost (step() of {kill.returned} had returned, "
         f"{kill.restored} was restored)"
         for number, kill in enumerate(kills, 1)
-        if kill.lost is not None and kill.lost > lost_max(every, kill.returned or 0)
+        if kill.lost is not None and kill.lost > lost_max(every, kill.returned)
     ]
 
 
-def _state_problems(state: Event) -> list[str]:
-    if state["step"] is None and "differences" not in state:
+def _unlike(compared: Event | None) -> list[str]:
+    if compared is None:
         return ["the final states were not compared"]
-    return [f"final state: {difference}" for difference in state["differences"]]
+    return [f"final state: {difference}" for difference in compared["differences"]]

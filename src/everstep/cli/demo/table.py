@@ -4,7 +4,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.demo.report import Kill, Report, Spread, lost_max
+from everstep.cli import wording
+from everstep.cli.demo.report import Kill, Report, lost_max, median_of
 
 _MEGA = 1e6
 
@@ -54,118 +55,57 @@ def _promise(every: int) -> str:
 def _kill_table(report: Report) -> Table:
     title = f"Kills by SIGKILL (strategy {report.settings.strategy}, seed {report.settings.seed})"
     table = Table(title=title, title_justify="left")
-    is_log = report.is_log
     for name in ("kill", "at", "in step"):
         table.add_column(name, justify="right")
     table.add_column("hit in")
-    table.add_column("saves in flight")
-    restored = "restored = base + records" if is_log else "restored"
-    for name in ("step() returned", restored, "lost"):
+    restored = "restored = base + records" if report.is_log else "restored"
+    for name in ("saves in flight", "step() returned", restored, "lost"):
         table.add_column(name, justify="right")
     table.add_column("training again after", justify="right", no_wrap=True)
     for number, kill in enumerate(report.kills, 1):
-        table.add_row(str(number), *_kill_cells(kill, is_log, report.settings.every))
+        table.add_row(str(number), *_kill_cells(kill, report.is_log, report.settings.every))
     return table
 
 
 def _kill_cells(kill: Kill, is_log: bool, every: int) -> list[Text | str]:
     lost: Text | str = "–"
     if kill.lost is not None:
-        is_kept = kill.lost <= lost_max(every, kill.returned or 0)
+        is_kept = kill.lost <= lost_max(every, kill.returned)
         lost = Text(str(kill.lost), style="green" if is_kept else "bold red")
+    replay = f" = {kill.base} + {kill.records}" if is_log and kill.records is not None else ""
+    again = "killed before"
+    if kill.again_s is not None and kill.restore_s is not None:
+        again = f"{wording.seconds(kill.again_s)}, restore {wording.seconds(kill.restore_s)}"
     return [
-        f"{kill.at_s:.1f} s",
-        _number(kill.step),
+        wording.seconds(kill.at_s),
+        "–" if kill.step is None else str(kill.step),
         kill.phase,
-        _saves(kill.saves),
-        _number(kill.returned),
-        _number(kill.restored) + (_sum(kill) if is_log else ""),
+        ", ".join(map(str, kill.saving)) or "none",
+        str(kill.returned),
+        "–" if kill.restored is None else f"{kill.restored}{replay}",
         lost,
-        _again(kill),
+        again,
     ]
-
-
-def _sum(kill: Kill) -> str:
-    """Of a restored step: " = 40 + 7"."""
-    return f" = {kill.base} + {kill.records}" if kill.records is not None else ""
-
-
-def _again(kill: Kill) -> str:
-    if kill.again_s is None:
-        return "killed before"
-    restore = f", restore {_time(kill.restore_s)}" if kill.restore_s is not None else ""
-    return f"{_time(kill.again_s)}{restore}"
-
-
-def _saves(saves: dict[int, str]) -> str:
-    """{2: "writing", 3: "writing", 4: "copying"} → "2, 3 writing · 4 copying"."""
-    by_level: dict[str, list[str]] = {}
-    for step, level in saves.items():
-        by_level.setdefault(level, []).append(str(step))
-    groups = [f"{', '.join(steps)} {level}" for level, steps in by_level.items()]
-    return " · ".join(groups) or "none"
 
 
 def _cost_table(report: Report) -> Table:
     model = f"{report.parameters:,} parameters, {report.settings.threads} threads"
-    title = f"A checkpoint at {report.when}, strategy {report.settings.strategy}: {model}"
+    title = f"A checkpoint at {report.when}, strategy {report.settings.strategy}: {model}; medians"
     table = Table(title=title, title_justify="left", show_header=False)
-    for name, value in cost_rows(report):
-        table.add_row(name, value)
+    kills = report.kills
+    times = {
+        "a step, checkpoint included": report.step_s,
+        "a step of the run without checkpoints": report.plain_step_s,
+        "durable after step()": report.durable_s,
+        "process start to training again": median_of(k.again_s for k in kills if k.again_s),
+        "  of that importing torch": median_of(k.imports_s for k in kills if k.imports_s),
+        "  of that everstep's restore, verified": median_of(
+            kill.restore_s for kill in kills if kill.restore_s
+        ),
+    }
+    for name, seconds in times.items():
+        if seconds is not None:
+            table.add_row(name, wording.seconds(seconds))
+    for kind, size in report.bytes.items():
+        table.add_row(f"bytes of a {kind}", f"{size / _MEGA:.1f} MB")
     return table
-
-
-def cost_rows(report: Report) -> list[tuple[str, str]]:
-    """What checkpoints cost, as names and values."""
-    rows = [
-        ("a step, checkpoint included", _spread(report.step_s)),
-        ("a step of the run without checkpoints", _spread(report.plain_step_s)),
-        ("stall in step()", _spread(report.stall_s)),
-        ("update held for a copy", _spread(report.held_s)),
-        ("durable after step()", _spread(report.durable_s)),
-    ]
-    return [*rows, *_byte_rows(report), *_restart_rows(report)]
-
-
-def _byte_rows(report: Report) -> list[tuple[str, str]]:
-    """What a step takes on the disk; of a log apart for bases and records."""
-    state, record = report.bytes.get("state"), report.bytes.get("record")
-    if record is None:
-        return [("bytes of a checkpoint", f"{state.mean / _MEGA:.1f} MB")] if state else []
-    rows = []
-    if state:
-        rows.append(("bytes of a base", f"{state.mean / _MEGA:.1f} MB, mean of {state.count}"))
-    share = f", {record.mean / state.mean:.2f} of a base" if state else ""
-    text = f"{record.mean / _MEGA:.1f} MB, mean of {record.count}{share}"
-    return [*rows, ("bytes of a record", text)]
-
-
-def _restart_rows(report: Report) -> list[tuple[str, str]]:
-    is_replayed = report.is_log or report.settings.strategy == "spread"
-    replay = ", records replayed" if is_replayed else ""
-    names = {
-        "again_s": "process start to training again",
-        "imports_s": "  of that importing torch",
-        "restore_s": f"  of that everstep's restore, verified{replay}",
-    }
-    found = {
-        name: Spread.of(
-            getattr(kill, field) for kill in report.kills if getattr(kill, field) is not None
-        )
-        for field, name in names.items()
-    }
-    return [(name, _spread(spread)) for name, spread in found.items() if spread]
-
-
-def _spread(spread: Spread | None) -> str:
-    if spread is None:
-        return "not measured"
-    return f"{_time(spread.median)} median, {_time(spread.p99)} p99, {_time(spread.max)} max"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if abs(seconds) < 0.9995 else f"{seconds:.2f} s"
-
-
-def _number(value: int | None) -> str:
-    return "–" if value is None else str(value)
