@@ -19,7 +19,6 @@ from examples import slow
 from stores import Trainer, files_of, go_on, make_store, packs_of
 
 FAULTS = [Fault.EIO, Fault.BURST, Fault.NO_SYNC, Fault.KILL]
-FEWER_FAULTS = [Fault.NO_SYNC, Fault.KILL, *slow(Fault.EIO, Fault.BURST)]
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +88,7 @@ def _chain(disk: Disk) -> Promises:
     return Promises({CheckpointName(step, 1) for step in range(1, 6)}, {1})
 
 
-@pytest.mark.parametrize("fault", FEWER_FAULTS)
+@pytest.mark.parametrize("fault", [Fault.NO_SYNC, Fault.KILL, *slow(Fault.EIO, Fault.BURST)])
 def test_records(folder, fault):
     """Two in a row: where the first fails, there is no second that follows it."""
 
@@ -113,7 +112,7 @@ def test_records(folder, fault):
     assert sweep(folder, _chain, save, fault, finish) > 40
 
 
-@pytest.mark.parametrize("fault", FEWER_FAULTS)
+@pytest.mark.parametrize("fault", [Fault.NO_SYNC, *slow(Fault.KILL, Fault.EIO, Fault.BURST)])
 def test_a_state_that_is_spread(folder, fault):
     """It is there with its last step, or not at all; nothing is left of a window that failed."""
 
@@ -132,7 +131,7 @@ def test_a_state_that_is_spread(folder, fault):
     assert sweep(folder, _two_checkpoints, save, fault, finish) > 40
 
 
-@pytest.mark.parametrize("fault", FEWER_FAULTS)
+@pytest.mark.parametrize("fault", [Fault.KILL, *slow(Fault.NO_SYNC, Fault.EIO, Fault.BURST)])
 def test_a_base_that_is_spread_over_records(folder, fault):
     """The records are there whatever becomes of the base; and the base, where nothing failed."""
     made = []

@@ -63,7 +63,7 @@ def goes_on(layout, store, state_of=state_of):
     return step, state, losses
 
 
-@pytest.mark.parametrize("saved", ["ddp", "fsdp_tp", *slow("dense", "fsdp2", "tp", "hsdp")])
+@pytest.mark.parametrize("saved", ["fsdp_tp", *slow("ddp", "dense", "fsdp2", "tp", "hsdp")])
 def test_what_one_layout_saved_goes_on_in_all_others(gang, store, saved):
     (state, losses), *_ = gang.run(trains_and_saves, saved, store, size=zoo.SIZES[saved])
     check_stored(store, state)
