@@ -20,7 +20,7 @@ from typing import Any, Literal, Never, SupportsIndex
 
 from everstep.capture.captures import Captures, check_room
 from everstep.capture.choice import Choice
-from everstep.capture.copy_speed import Pace
+from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.saves import Saves, Skipped
 from everstep.errors import EverstepError
 from everstep.handle import Metrics, SaveHandle, check_level
@@ -119,7 +119,7 @@ class Checkpointer:
         rank = None if self._world.is_alone else self._world.rank
         how = options.strategy if isinstance(options.strategy, Log) else Log()
         self._derived = Derived(self._rules, how.verify == "full", rank)
-        pace, derived = Pace(), self._derived if self._rules.parts else None
+        pace, derived = CopySpeed(), self._derived if self._rules.parts else None
         self._disk = Disk(Path(store).absolute())
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._rules.parts)

@@ -4,19 +4,21 @@ import random
 
 import pytest
 
-from everstep.capture.copy_speed import RECORDS_MAX, Pace, Piece, schedule
+from everstep.capture.copy_speed import RECORDS_MAX, CopySpeed, Piece, schedule
 
 
-def pace(copy_steps: float, state: int, call_s: float = 0.0) -> Pace:
+def pace(copy_steps: float, state: int, call_s: float = 0.0) -> CopySpeed:
     """A run of steps of one second, whose state takes so many of them to copy."""
-    return Pace(state / copy_steps, 1.0, call_s)
+    return CopySpeed(state / copy_steps, 1.0, call_s)
 
 
 def equal_pieces(count: int, size: int, share: float) -> list[Piece]:
     return [Piece(f"p{index:03}", size, round(size * share)) for index in range(count)]
 
 
-def simulate(pieces: list[Piece], rest: int, groups: tuple[tuple[str, ...], ...], p: Pace) -> float:
+def simulate(
+    pieces: list[Piece], rest: int, groups: tuple[tuple[str, ...], ...], p: CopySpeed
+) -> float:
     """Seconds for which updates wait: each step's bytes against one step's time."""
     by_name = {piece.name: piece for piece in pieces}
     gradients, late = 0, 0.0
@@ -35,9 +37,9 @@ def test_what_fits_into_one_step_is_full(copy_steps: float) -> None:
 
 
 def test_nothing_measured_is_full() -> None:
-    assert schedule(equal_pieces(8, 1000, 0.1), 0, Pace(), 16).steps == 1
-    assert schedule(equal_pieces(8, 1000, 0.1), 0, Pace(1e3, 0.0), 16).steps == 1
-    assert schedule([], 0, Pace(1e3, 1.0), 16).steps == 1
+    assert schedule(equal_pieces(8, 1000, 0.1), 0, CopySpeed(), 16).steps == 1
+    assert schedule(equal_pieces(8, 1000, 0.1), 0, CopySpeed(1e3, 0.0), 16).steps == 1
+    assert schedule([], 0, CopySpeed(1e3, 1.0), 16).steps == 1
 
 
 @pytest.mark.parametrize("copy_steps", [2, 4, 7])
@@ -95,7 +97,7 @@ def test_it_is_never_slower_than_full_whatever_the_pieces() -> None:
 
 
 def test_a_call_falls_at_once_and_rises_slowly() -> None:
-    p = Pace()
+    p = CopySpeed()
     for seconds in (0.4, 0.001):
         p.note_call(seconds)
     assert p.call_s == 0.001
@@ -107,7 +109,7 @@ def test_a_call_falls_at_once_and_rises_slowly() -> None:
 
 
 def test_it_is_chosen_anew_where_what_was_measured_moved() -> None:
-    then = Pace(100.0, 1.0, 0.01)
-    assert not Pace(101.0, 0.99, 0.011).has_moved(then)
-    assert Pace(120.0, 1.0, 0.01).has_moved(then)
-    assert Pace(100.0, 2.0, 0.01).has_moved(then)
+    then = CopySpeed(100.0, 1.0, 0.01)
+    assert not CopySpeed(101.0, 0.99, 0.011).has_moved(then)
+    assert CopySpeed(120.0, 1.0, 0.01).has_moved(then)
+    assert CopySpeed(100.0, 2.0, 0.01).has_moved(then)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from everstep.capture.copy_speed import Pace
+from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.timing import _UNREAD_MAX, Span, Timing
 
 ONE, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
@@ -39,7 +39,7 @@ class Run:
     """Steps as the copier tells of them."""
 
     def __init__(self):
-        self.pace, self.device, self.host = Pace(), Device(), 0.0
+        self.pace, self.device, self.host = CopySpeed(), Device(), 0.0
         self.after: dict[torch.device, float] = {}
         self.timing = Timing(
             self.pace, lambda device: self.device.mark(self.after[device]), lambda: self.host
@@ -116,4 +116,4 @@ def test_a_device_that_stands_still_takes_no_memory_and_is_not_asked_for_all():
         run.step(one=1e9)
         run.copy((ONE, MB, 1e9))
     assert len(run.timing._overlaps) == len(run.timing._copies) == _UNREAD_MAX
-    assert run.pace == Pace()
+    assert run.pace == CopySpeed()

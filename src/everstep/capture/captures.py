@@ -13,7 +13,7 @@ from typing import Any
 from everstep.capture.captured import Captured
 from everstep.capture.choice import Choice
 from everstep.capture.copier import Copier
-from everstep.capture.copy_speed import Pace
+from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.hooks import Hook
 from everstep.capture.in_flight import Capture, row_of
 from everstep.capture.plan import Plan, Planner
@@ -51,7 +51,7 @@ class Captures:
         self,
         state: State,
         choice: Choice,
-        pace: Pace,
+        pace: CopySpeed,
         options: Options,
         client: Client,
         saves: Saves,
@@ -150,11 +150,10 @@ class Captures:
             self._passes -= 1
             self._saves.pass_by(step)
 
-    def restored(self, origin: CheckpointName | None, size: int, seconds: float) -> None:
+    def restored(self, origin: CheckpointName | None) -> None:
         """A step of this run is restored: what is saved from now on goes on from `origin`, in an
-        epoch of its own. `size` and `seconds`: what was read off the disk for it."""
+        epoch of its own."""
         self.parent, self.epoch = origin, None
-        self._pace.note_read(size, seconds)
 
     def hold_derived(self) -> None:
         """Before rules bring parts forward: wait until those are digested."""

@@ -15,7 +15,7 @@ import torch
 from everstep import options
 from everstep.capture.base_interval import STATES, BaseInterval
 from everstep.capture.captured import unowned
-from everstep.capture.copy_speed import Pace
+from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.log import Log
 from everstep.capture.rank_agreement import RankAgreement
 from everstep.capture.spread import Spread
@@ -42,7 +42,7 @@ class Choice:
     trains; all ranks make one."""
 
     def __init__(
-        self, chosen: options.Options, state: State, pace: Pace, derived: Derived | None
+        self, chosen: options.Options, state: State, pace: CopySpeed, derived: Derived | None
     ) -> None:
         """`derived`: None where no part of the state is. Raises Unsupported, on all ranks, where a
         Log or Spread that the user asked for does not fit one of them."""

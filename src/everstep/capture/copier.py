@@ -21,7 +21,7 @@ import torch
 
 from everstep.capture.captured import RECORD_OWNER
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
-from everstep.capture.copy_speed import Pace
+from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.in_flight import Capture, Owned
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
@@ -49,7 +49,7 @@ class Copier:
         announce: Callable[[Capture], Callable[[int], None] | None],
         seal: Callable[[Capture], None],
         fail: Callable[[Capture, EverstepError, bool], None],
-        pace: Pace,
+        pace: CopySpeed,
     ) -> None:
         """`announce` is called in the copying thread when the copies begin; it returns whom to tell
         how much of the image has arrived, or None where nobody is to be told. `seal` when all is

@@ -8,7 +8,6 @@ from typing import Any
 _NEW = 0.3
 _OUTLIER = 2.0
 SIZE_MIN = 1 << 20
-READ_MIN = 16 << 20
 WINDOW_MAX = 64
 FILL = 0.95
 """Of what fits beside forward and backward, the part that is planned for: both vary."""
@@ -22,7 +21,7 @@ itself, and about as much around the update."""
 
 
 @dataclass(slots=True)
-class Pace:
+class CopySpeed:
     """Measured; 0 until then. Means that forget. Any thread."""
 
     bytes_per_s: float = 0.0
@@ -31,19 +30,12 @@ class Pace:
     """Of a step, in which copies may run: from checkpointer.step() to the next update."""
     call_s: float = 0.0
     """Of the thread that trains, for a call that captures something, without its waits."""
-    read_bytes_per_s: float = 0.0
-    """Off the disk, verified, at a restore in this process."""
     _waited_s: float = 0.0
 
     def note_copy(self, size: int, seconds: float) -> None:
         """A capture took that long. Small ones tell nothing."""
         if size >= SIZE_MIN and seconds > 0:
             self.bytes_per_s = _mean(self.bytes_per_s, size / seconds)
-
-    def note_read(self, size: int, seconds: float) -> None:
-        """A restore read so much. Little tells nothing."""
-        if size >= READ_MIN and seconds > 0:
-            self.read_bytes_per_s = _mean(self.read_bytes_per_s, size / seconds)
 
     def note_overlap(self, seconds: float) -> None:
         """An update began that long after the call before it."""
@@ -68,10 +60,9 @@ class Pace:
             "copy_bytes_per_s": round(self.bytes_per_s),
             "overlap_s": round(self.overlap_s, 6),
             "call_s": round(self.call_s, 6),
-            "read_bytes_per_s": round(self.read_bytes_per_s),
         }
 
-    def has_moved(self, other: "Pace") -> bool:
+    def has_moved(self, other: "CopySpeed") -> bool:
         """Whether what was chosen by the other one should be chosen anew."""
         return (
             _differ(self.bytes_per_s, other.bytes_per_s, 0.05)
@@ -113,7 +104,7 @@ class Schedule:
         return len(self.groups) + 1
 
 
-def schedule(pieces: Sequence[Piece], rest: int, pace: Pace, every: int) -> Schedule:
+def schedule(pieces: Sequence[Piece], rest: int, pace: CopySpeed, every: int) -> Schedule:
     """The window that costs training least, of at most `every` steps. `rest`: bytes that are copied
     at the last step in any case.
 
@@ -133,7 +124,9 @@ def schedule(pieces: Sequence[Piece], rest: int, pace: Pace, every: int) -> Sche
     return best if best.cost_s + GAIN_MIN * pace.overlap_s < full.cost_s else full
 
 
-def _fill(left: Sequence[Piece], rest: int, pace: Pace, every: int, overfull: bool) -> Schedule:
+def _fill(
+    left: Sequence[Piece], rest: int, pace: CopySpeed, every: int, overfull: bool
+) -> Schedule:
     """The best of the windows that are begun in this way. `overfull`: a step takes one piece more
     than fits, which is waited for; pieces may be larger than what fits."""
     remaining = rest + sum(piece.size for piece in left)
@@ -180,14 +173,14 @@ def _take(left: Sequence[Piece], room: float, overfull: bool) -> tuple[list[Piec
     return chosen, others
 
 
-def stall(window: int, state_bytes: float, pace: Pace) -> float:
+def stall(window: int, state_bytes: float, pace: CopySpeed) -> float:
     """Seconds for which updates wait in all, if equal parts of a state are copied over `window`
     steps, beside records that are there anyway. Of one step: (T − 1) steps for a copy that takes T
     of them."""
     return window * max(0.0, state_bytes / window / pace.bytes_per_s - pace.overlap_s)
 
 
-def choose_window(state_bytes: int, pace: Pace, every: int) -> int:
+def choose_window(state_bytes: int, pace: CopySpeed, every: int) -> int:
     """The number of steps that makes updates wait least, the smallest of equals; at most `every`.
     1 (a full copy at once) while nothing is measured."""
     if not pace.bytes_per_s or not pace.overlap_s:

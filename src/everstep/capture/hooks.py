@@ -16,7 +16,7 @@ import torch
 
 from everstep.capture.copier import Copier
 from everstep.handle import Metrics
-from everstep.redo.graphs import is_capturing
+from everstep.redo.clipping import is_capturing
 from everstep.redo.recorder import Recorder
 from everstep.state.optimizers import OptimizerState
 

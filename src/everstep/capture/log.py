@@ -25,7 +25,7 @@ from everstep.capture.captured import (
     size_of,
     unowned,
 )
-from everstep.capture.copy_speed import Pace, choose_window
+from everstep.capture.copy_speed import CopySpeed, choose_window
 from everstep.capture.rank_agreement import NextBase, RankAgreement
 from everstep.capture.trust import Trust
 from everstep.capture.unowned import Unowned
@@ -49,7 +49,7 @@ class Log:
         recorder: Recorder,
         trust: Trust,
         interval: BaseInterval,
-        pace: Pace,
+        pace: CopySpeed,
         derived: Derived | None = None,
         ranks: RankAgreement | None = None,
     ) -> None:

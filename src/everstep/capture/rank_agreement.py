@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.copy_speed import Pace
+from everstep.capture.copy_speed import CopySpeed
 from everstep.format.manifest import FORMS
 from everstep.format.tables import raw_name
 from everstep.sharding.leaves import Leaf
@@ -37,9 +37,9 @@ class Figures(NamedTuple):
     call_s: float
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> CopySpeed:
         """As that of one process."""
-        return Pace(self.bytes_per_s, self.overlap_s, self.call_s)
+        return CopySpeed(self.bytes_per_s, self.overlap_s, self.call_s)
 
 
 class RankAgreement:

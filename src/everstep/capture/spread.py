@@ -29,7 +29,7 @@ from everstep.capture.captured import (
     shape_of,
     unowned,
 )
-from everstep.capture.copy_speed import Pace, Piece, Schedule, schedule
+from everstep.capture.copy_speed import CopySpeed, Piece, Schedule, schedule
 from everstep.capture.rank_agreement import Figures, RankAgreement
 from everstep.capture.trust import Trust
 from everstep.capture.window_partition import Pieces, measured, why_undivided
@@ -65,7 +65,7 @@ class Spread:
         recorder: Recorder,
         trust: Trust,
         every: int,
-        pace: Pace,
+        pace: CopySpeed,
         window: int | None = None,
         ranks: RankAgreement | None = None,
         why_whole: str | None = None,
@@ -90,7 +90,7 @@ class Spread:
         self._sizes: tuple[Walk, int] | None = None
         self._measured: list[Piece] = []
         self._schedule = Schedule()
-        self._planned: tuple[Walk, Pace] | None = None
+        self._planned: tuple[Walk, CopySpeed] | None = None
         """For which the schedule was made."""
         self._broken_due: int | None = None
         self._due = 0

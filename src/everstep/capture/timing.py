@@ -1,5 +1,5 @@
-"""How long copies take, and forward and backward: told to the `Pace`, by host time on the CPU and
-by events on CUDA.
+"""How long copies take, and forward and backward: told to the `CopySpeed`, by host time on the CPU
+and by events on CUDA.
 
     training stream   begins ─ forward, backward ─ mark │ wait for the copies │ update
     side stream       mark ─ copies ─ mark
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.capture.copy_speed import SIZE_MIN, Pace
+from everstep.capture.copy_speed import SIZE_MIN, CopySpeed
 
 _UNREAD_MAX = 64
 
@@ -53,7 +53,7 @@ class Timing:
 
     def __init__(
         self,
-        pace: Pace,
+        pace: CopySpeed,
         mark: Callable[[torch.device], torch.cuda.Event] = mark,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

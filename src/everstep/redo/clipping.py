@@ -20,7 +20,6 @@ from torch.nn import utils as torch_clipping
 from torch.utils._foreach_utils import _has_foreach_support
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from everstep.redo.graphs import is_capturing
 from everstep.sharding import layout
 from everstep.sharding.leaves import fills_memory
 
@@ -247,3 +246,10 @@ def _groups(tensors: Sequence[Tensor]) -> list[list[int]]:
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(index)
     return list(groups.values())
+
+
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is being captured into a graph: what is called is not done
+    now, but at each replay, which writes to the same memory with no Python, and with nothing that
+    counts a version."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

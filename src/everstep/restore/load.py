@@ -11,8 +11,7 @@ import logging
 import mmap
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,10 +84,6 @@ class Loader:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(READS_IN_FLIGHT, "everstep-read")
         self._local = threading.local()
-        self._lock = threading.Lock()
-        self._loads, self._since = 0, 0.0
-        self.size, self.seconds = 0, 0.0
-        """Of all loads: bytes that were read, and how long there was one."""
 
     def __enter__(self) -> "Loader":
         return self
@@ -122,31 +117,14 @@ class Loader:
             # Kernels that initialise the tensors may still run, or those of a replay on a stream of
             # its own that used the memory before.
             torch.cuda.synchronize(device)
-        with self._timed():
-            reads = [self._pool.submit(task.read, span) for span in spans]
-            try:
-                for read in reads:
-                    read.result()
-            finally:
-                for read in reads:  # after an error none may go on filling
-                    read.cancel()
-                wait(reads)
-        with self._lock:
-            self.size += sum(span.size for span in spans)
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        with self._lock:
-            if not self._loads:
-                self._since = time.perf_counter()
-            self._loads += 1
+        reads = [self._pool.submit(task.read, span) for span in spans]
         try:
-            yield
+            for read in reads:
+                read.result()
         finally:
-            with self._lock:
-                self._loads -= 1
-                if not self._loads:
-                    self.seconds += time.perf_counter() - self._since
+            for read in reads:  # after an error none may go on filling
+                read.cancel()
+            wait(reads)
 
     def _buffer(self, pinned: bool) -> memoryview:
         """This thread's page-aligned buffer."""

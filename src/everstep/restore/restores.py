@@ -207,8 +207,7 @@ class Restores:
             )
         self._derived.restored(manifest.step)
         if candidate.disk is self._disk:
-            read = 0 if candidate.held else loader.size
-            self._captures.restored(candidate.origin, read, loader.seconds)
+            self._captures.restored(candidate.origin)
         self._compare(manifest, differing)
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)
