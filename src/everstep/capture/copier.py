@@ -107,8 +107,8 @@ class Copier:
         for slice_ in slices:  # whose digests are written to while they wait to be copied
             owned.setdefault(slice_.owner, Owned(Batch(), None)).slices.append(slice_)
             owned[DIGEST_OWNER].fingerprint = None
-        # Digests lie at the image's begin, so that they must not be the last to arrive.
-        last = {DIGEST_OWNER: 1, RECORD_OWNER: 2}
+        # Updates wait for what optimizers own; digests lie at the image's end, and take a while.
+        last = {RECORD_OWNER: 1, DIGEST_OWNER: 2}
         owned = dict(sorted(owned.items(), key=lambda row: last.get(row[0], 0)))
         batches = [eager, *(part.batch for owner, part in bound.items() if owner is None)]
         lazy = {device for part in owned.values() for device in part.devices}
@@ -308,11 +308,15 @@ class Copier:
         for device in capture.devices:
             self.devices.pin(slot.arena, device)
         landings, spans = list(capture.eager), list[Span]()
-        for owned in capture.owned.values():
+        for owner, owned in capture.owned.items():
             landings += self._enqueue(capture, owned, spans)
-            for slice_ in owned.slices:
-                slice_.digest()
+            if owner == DIGEST_OWNER:  # the last one: the keeper works on the others meanwhile
+                for slice_ in (each for other in capture.owned.values() for each in other.slices):
+                    slice_.digest()
             owned.batch.copy_from_cpu(slot.arena, slot.index, self._movers, progress.arrived)
+            if not owned.slices:
+                owned.ready.set()
+        for owned in capture.owned.values():
             owned.ready.set()
         for event, start in landings:
             event.synchronize()

@@ -49,7 +49,7 @@ def plane_count(dtype: str) -> int:
 
 
 def raw_chunks(table: Table) -> list[Chunk]:
-    """The chunks of a table's pieces, in the order in which a packed part has them. None where it
+    """The chunks of a table's pieces, in the order in which a packed part has them; none where it
     cannot be packed: then it has several packs."""
     if len(table.packs) != 1:
         return []

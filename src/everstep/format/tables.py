@@ -85,7 +85,7 @@ class FileLink:
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A tensor of a piece table: all of it, or those pieces that the table's part has of it
-    (wholes.py). `aliases` are other names of the same tensor (tied weights). `strides`: how its
+    (global_tensors.py). `aliases` are other names of the same tensor (tied weights). `strides`: how its
     elements lay in memory, where that was not row-major; its pieces are."""
 
     spec: Spec
