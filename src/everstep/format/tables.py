@@ -85,8 +85,8 @@ class FileLink:
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A tensor of a piece table: all of it, or those pieces that the table's part has of it
-    (global_tensors.py). `aliases` are other names of the same tensor (tied weights). `strides`: how its
-    elements lay in memory, where that was not row-major; its pieces are."""
+    (global_tensors.py). `aliases` are other names of the same tensor (tied weights). `strides`: how
+    its elements lay in memory, where that was not row-major; its pieces are."""
 
     spec: Spec
     pieces: tuple[Piece, ...]
