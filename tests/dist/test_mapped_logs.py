@@ -11,8 +11,9 @@ from test_mapped_layouts import train as train_parts
 import everstep
 from choices import chosen
 from comparing import check_equal
-from everstep import Checkpointer, Store
+from everstep import Checkpointer, Store, Unsupported
 from everstep.redo.clipping import Recording
+from examples import slow
 from stores import end_keeper
 
 STEPS = 7
@@ -64,6 +65,22 @@ def test_records_are_replayed_elsewhere(gang, store, saved, others, recipe):
         (first, found, *_), *_ = gang.run(trains, other, store, 0, recipe, "auto", size=count)
         assert first == STEPS
         check_equal(found, state)
+
+
+def refusal(layout, store):
+    job = zoo.build(layout, RECIPE)
+    with pytest.raises(Unsupported) as caught:
+        attached(job, store)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["zero1", *slow("fsdp1", "fsdp1_flat")])
+def test_no_log_is_kept(gang, store, tmp_path, layout):
+    size = zoo.SIZES[layout]
+    for message in gang.run(refusal, layout, tmp_path / "refused", size=size):
+        assert "log" in message
+    gang.run(trains, layout, store, 4, RECIPE, "auto", size=size)
+    assert kinds(store) == [False] * 4
 
 
 # ---- fused matrices ----------------------------------------------------------------------------
