@@ -32,11 +32,18 @@ from pathlib import Path
 
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 PATIENCE_S = 100.0
+_preloaded = ["forked_preload"]
+
+
+def preload(*modules: str) -> None:
+    """Modules that the server imports, too, where it does not run yet; those that are not installed
+    it leaves out."""
+    _preloaded.extend(set(modules) - set(_preloaded))
 
 
 def start_server() -> None:
     """Start the process that others are forked from, once per test process: 3 s."""
-    multiprocessing.set_forkserver_preload(["forked_preload"])
+    multiprocessing.set_forkserver_preload(_preloaded)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     before = dict(os.environ)
     os.environ.update(QUIET, PYTHONPATH=path)
@@ -50,6 +57,10 @@ def start_server() -> None:
 class Forked:
     """`function(*args)` in a process, with pipes for its `stdin` and `stdout`."""
 
+    daemon = True
+    """Whether it has no processes of Python's multiprocessing of its own, and ends with its
+    caller."""
+
     def __init__(self, function: Callable, *args: object) -> None:
         start_server()
         context = multiprocessing.get_context("forkserver")
@@ -58,7 +69,7 @@ class Forked:
         stderr = Connection(os.dup(2))
         words = function, args, (stdin, stdout, stderr), {**os.environ, **QUIET}, os.getcwd()
         self._process = context.Process(
-            target=_main, args=words, name=function.__name__, daemon=True
+            target=_main, args=words, name=function.__name__, daemon=self.daemon
         )
         self._process.start()
         self.stdin = os.fdopen(os.dup(mine.fileno()), "w")

@@ -1,0 +1,234 @@
+"""Runs of a trainer that are killed at random and resumed, compared with one that nothing disturbs.
+
+    def trains(store, trace):  # of a module; imports the trainer's library itself
+        ...  # `store`: a directory for everstep, which resumes; None: a run without everstep
+        trace.resumed(step)  # the step that was restored, 0 for none
+        for step in ...:
+            trace.note("loss", step, loss)  # after each update; a number, or anything digest takes
+            trace.note("evaluation", step, value)  # whatever must come in no resumed run otherwise
+        trace.end(model=model, optimizer=optimizer, counters={"epoch": 3, ...})
+
+    def test_trainer(tmp_path):
+        check_resumes(trains, tmp_path, steps=24, epoch=8, kills=3, seed=random_seed())
+
+Each life is a process of its own (`Forked`), which appends to a file. A life is killed by SIGKILL
+from within: up to `late` step times after it noted the loss of a chosen step, so that all moments
+of a step, of an evaluation and of an epoch's end are met. One of the kills is at an epoch's end,
+the others anywhere. Losses are counted by updates from 1 on; other things under any number.
+
+What is compared: every note of every life with that of the undisturbed run (a step that was lost is
+trained again, to the same loss), that none is missing, what end() was given (by digests of its
+bytes), and that each life went on where the one before it had come.
+"""
+
+import hashlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import forked
+from stores import end_keeper
+
+LIBRARIES = ("torchdata.stateful_dataloader", "transformers", "accelerate", "lightning.pytorch")
+Trains = Callable[[Path | None, "Trace"], None]
+
+
+def random_seed() -> int:
+    """Another one each time, or that of EVERSTEP_SEED."""
+    return int(os.environ.get("EVERSTEP_SEED") or random.SystemRandom().randrange(1 << 32))
+
+
+def digest(value: Any) -> str:
+    """The same for equal bytes, and only for them: of numbers, tensors, containers, and of what has
+    a state_dict()."""
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point():
+        value = value.double().item()
+    if isinstance(value, float):
+        return value.hex()
+    return _digest_of(value) if _is_large(value) else repr(value)
+
+
+class Trace:
+    """What one life tells, a line each: what, number, digest."""
+
+    def __init__(self, path: Path, kill_at: int | None = None, late: float = 0.0) -> None:
+        """`kill_at`: the step after whose loss the process is killed, by `late` step times."""
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115  # as long as the process
+        self._kill_at, self._late = kill_at, late
+        self._last_loss_s = time.monotonic()
+        self._killer: threading.Thread | None = None
+
+    def resumed(self, step: int) -> None:
+        """The life goes on from there."""
+        self.note("resumed", step, None)
+
+    def note(self, what: str, step: int, value: Any) -> None:
+        """Say what was found at `step`."""
+        print(what, step, digest(value), sep="\t", file=self._file)
+        if what == "loss":
+            now = time.monotonic()
+            step_s, self._last_loss_s = now - self._last_loss_s, now
+            if step == self._kill_at:
+                self._kill_after(step_s * self._late)
+
+    def end(self, **state: Any) -> None:
+        """The run is complete, with this state. Does not return where a kill is still to come."""
+        if self._killer:
+            self._killer.join()
+        for name, value in state.items():
+            self.note(f"end {name}", 0, value)
+
+    def _kill_after(self, seconds: float) -> None:
+        def kill() -> None:
+            time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if not seconds:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._killer = threading.Thread(target=kill, name="killer", daemon=True)
+        self._killer.start()
+
+
+def check_resumes(
+    trains: Trains,
+    folder: Path,
+    *,
+    steps: int,
+    epoch: int,
+    seed: int,
+    kills: int = 1,
+    late: float = 2.0,
+) -> None:
+    """Asserts that a run of `steps` updates, of which an epoch has `epoch`, is the same when it is
+    killed `kills` times."""
+    print(f"EVERSTEP_SEED={seed}")
+    chance = random.Random(seed)
+    expected = _notes(_live(trains, None, folder, "undisturbed"))
+    moments = _moments(chance, steps, epoch, kills)
+    store, last = folder / "store", 0
+    found: dict[tuple[str, str], str] = {}
+    try:
+        for life, moment in enumerate([*moments, None], 1):
+            lateness = chance.choice([0.0, chance.uniform(0, late)])
+            print(f"life {life}: killed {lateness:.2f} step times after step {moment}")
+            path = _live(trains, store, folder, f"life-{life}", moment, lateness)
+            notes = _notes(path)
+            resumed = [int(step) for what, step in notes if what == "resumed"]
+            assert resumed, f"life {life} does not say trace.resumed(step)"
+            assert resumed[0] >= last - 2, f"life {life} resumed {resumed[0]}, {last} was reached"
+            last = max(_losses(notes), default=resumed[0])
+            found |= _checked(life, notes, expected)
+    finally:
+        end_keeper(store)
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
+    assert max(_losses(expected)) == steps, f"there are not {steps} steps: {_losses(expected)}"
+
+
+def _moments(chance: random.Random, steps: int, epoch: int, kills: int) -> list[int]:
+    """The steps of the kills: one at an epoch's end, where there is room for several."""
+    ends = list(range(epoch, steps + 1, epoch))
+    others = [step for step in range(2, steps) if step not in ends]
+    at_end = chance.sample(ends, 1) if kills > 1 or chance.random() < 0.5 else []
+    return sorted(at_end + chance.sample(others, kills - len(at_end)))
+
+
+def _live(
+    trains: Trains,
+    store: Path | None,
+    folder: Path,
+    name: str,
+    kill_at: int | None = None,
+    late: float = 0.0,
+) -> Path:
+    """One life to its end; where it wrote its notes."""
+    forked.preload(*LIBRARIES)
+    notes, printed = folder / name, folder / f"{name}.printed"
+    with _Parent(_main, trains, store, notes, printed, kill_at, late) as process:
+        returncode = process.wait(timeout=600)
+    text = printed.read_text(errors="replace")[-5000:] if printed.exists() else ""
+    wanted = 0 if kill_at is None else -signal.SIGKILL
+    assert returncode == wanted, f"{name} ended with {returncode}, not {wanted}: {text}"
+    return notes
+
+
+class _Parent(forked.Forked):
+    """A process that may have processes of its own: loaders' workers."""
+
+    daemon = False
+
+
+def _main(
+    trains: Trains,
+    store: Path | None,
+    notes: Path,
+    printed: Path,
+    kill_at: int | None,
+    late: float,
+) -> None:
+    output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    trains(store, Trace(notes, kill_at, late))
+
+
+def _notes(path: Path) -> dict[tuple[str, str], str]:
+    """By what and number. A step is noted once in a life."""
+    rows = [line.split("\t", 2) for line in path.read_text().splitlines()]
+    notes = {(what, step): value for what, step, value in rows}
+    assert len(notes) == len(rows), f"{path.name} says something twice: {rows}"
+    return notes
+
+
+def _losses(notes: Mapping[tuple[str, str], str]) -> list[int]:
+    return [int(step) for what, step in notes if what == "loss"]
+
+
+def _checked(
+    life: int, notes: Mapping[tuple[str, str], str], expected: Mapping[tuple[str, str], str]
+) -> dict[tuple[str, str], str]:
+    """Those notes of a life, but for where it began, that are as in the undisturbed run: all."""
+    said = {key: value for key, value in notes.items() if key[0] != "resumed"}
+    for key, value in said.items():
+        assert key in expected, f"life {life} says {key}, the undisturbed run does not"
+        assert value == expected[key], f"life {life} has another {key}: {value}, {expected[key]}"
+    return said | {key: expected[key] for key in expected if key[0] == "resumed"}
+
+
+def _is_large(value: Any) -> bool:
+    kinds = (torch.Tensor, np.ndarray, Mapping, list, tuple)
+    return isinstance(value, kinds) or hasattr(value, "state_dict")
+
+
+def _digest_of(value: Any) -> str:
+    sums = hashlib.sha256()
+    _add(value, sums.update)
+    return sums.hexdigest()[:32]
+
+
+def _add(value: Any, update: Callable[[bytes], None]) -> None:
+    if hasattr(value, "state_dict"):
+        _add(value.state_dict(), update)
+    elif isinstance(value, torch.Tensor):
+        tensor = value.detach().cpu().contiguous()
+        update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            update(f"{key!r}:".encode())
+            _add(value[key], update)
+    elif isinstance(value, (list, tuple)):
+        update(f"{len(value)}[".encode())
+        for item in value:
+            _add(item, update)
+    else:
+        update((value.hex() if isinstance(value, float) else repr(value)).encode() + b";")
