@@ -10,12 +10,11 @@ from commands import CAPTURED, run, run_json
 
 import cli_store
 from everstep.cli import main as command
-from everstep.cli import render, wording
-from everstep.cli.branches import Row, draw
+from everstep.cli import text
 from everstep.format.document import FORMAT_VERSION, seal
 from everstep.store import commit
-from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 
 PROGRAM = "import sys; from everstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -27,19 +26,18 @@ def store(tmp_path: Path) -> Path:
     return path
 
 
-def test_ls_draws_the_branches(store: Path, capsys: CAPTURED) -> None:
+def test_ls_tells_what_was_left_behind(store: Path, capsys: CAPTURED) -> None:
     assert run("ls", store) == 0
-    graph = [line.split("  ")[0].split(" · ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert graph[3:] == [
-        "┌ epoch 1",
-        "●",
-        "●",
-        "├─╮ left behind: epoch 1 beyond step 80",
-        "│ ○ 120-1",
-        "├ epoch 2",
-        "●",
-        "●",
-    ]
+    out = capsys.readouterr().out
+    assert "5 checkpoints · 1 of them left behind (○)" in out
+    lines = [line.split("  ")[0] for line in out.splitlines()[3:]]
+    captions = [line.split(" · ")[:2] for line in lines if line.startswith("epoch")]
+    assert captions == [["epoch 1", "from nothing"], ["epoch 2", "from step 80 of epoch 1"]]
+    rows = [line.split()[:2] for line in out.splitlines()[3:]]
+    steps = [row for row in rows if row[0] in "●○"]
+    assert steps == [["●", "40"], ["●", "80"], ["○", "120-1"], ["●", "81"], ["●", "100"]]
+    assert rows[0] == ["epoch", "1"]
+    assert rows[4] == ["epoch", "2"]
 
 
 def test_ls_shows_tags_metrics_and_size(store: Path, capsys: CAPTURED) -> None:
@@ -72,39 +70,29 @@ def test_ls_names_a_damaged_manifest(store: Path, capsys: CAPTURED) -> None:
     assert "problem" in run_json(capsys, "ls", store)["checkpoints"][2]
 
 
-def test_ls_hides_the_middle_of_long_runs() -> None:
-    names = [CheckpointName(step, 1) for step in range(1, 101)]
-    epochs = {1: Epoch(1, None, 0)}
-    rows = draw(epochs, names, current(epochs, names), always={CheckpointName(50, 1)})
-    assert [row.checkpoint.step for row in rows if row.checkpoint] == [1, 2, 50, *range(95, 101)]
-    assert sum(row.hidden for row in rows) == 91
-    rows = draw(epochs, names, current(epochs, names), always=None)
-    assert [row.checkpoint for row in rows if row.checkpoint] == names
+def test_ls_hides_the_middle_of_long_runs(tmp_path: Path, capsys: CAPTURED) -> None:
+    disk, identity = cli_store.begin(tmp_path)
+    commit.claim_epoch(disk, None, 0)
+    for step in range(1, 31):
+        cli_store.save(disk, identity, step, 1)
+    commit.set_tag(disk, "best", CheckpointName(20, 1))
+    assert run("ls", tmp_path) == 0
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[4:]]
+    shown = [["●", str(step)] for step in (1, 2, 20, *range(25, 31))]
+    assert rows == [*shown[:2], ["┊", "17"], shown[2], ["┊", "4"], *shown[3:]]
+    assert run("ls", tmp_path, "--all") == 0
+    assert capsys.readouterr().out.count("●") == 30
 
 
-def test_drawing_holds_every_checkpoint_once_whatever_the_epochs() -> None:
-    epochs = {
-        1: Epoch(1, None, 0),
-        2: Epoch(2, None, 0),
-        3: Epoch(3, 2, 4),
-        4: Epoch(4, 3, 5),
-        5: Epoch(5, 9, 2),  # of a parent that is not there
-        6: Epoch(6, 2, 6),
-    }
-    names = [CheckpointName(step, epoch) for epoch in (*epochs, 8) for step in range(1, 9)]
-    rows = draw(epochs, names, current(epochs, names), always=None)
-    drawn = [row.checkpoint for row in rows if row.checkpoint]
-    assert sorted(drawn) == sorted(names)
-    live = [row.checkpoint for row in rows if row.checkpoint and not row.is_left]
-    assert sorted(live) == current(epochs, names)
-
-
-def test_resumptions_without_a_way_back_are_one_straight_line() -> None:
-    epochs = {1: Epoch(1, None, 0), 2: Epoch(2, 1, 2), 3: Epoch(3, 2, 2), 4: Epoch(4, 3, 3)}
-    names = [CheckpointName(1, 1), CheckpointName(2, 1), CheckpointName(3, 3), CheckpointName(4, 4)]
-    rows: list[Row] = draw(epochs, names, current(epochs, names), always=None)
-    assert {row.depth for row in rows} == {0}
-    assert [row.epoch.number for row in rows if row.epoch] == [1, 3, 4]  # 2 wrote nothing
+def test_ls_leaves_out_epochs_that_wrote_nothing(store: Path, capsys: CAPTURED) -> None:
+    disk = Disk(store)
+    for fork in (100, 81):
+        commit.claim_epoch(disk, 2, fork)
+    assert run("ls", store) == 0
+    out = capsys.readouterr().out
+    assert "epoch 3 " not in out
+    assert "epoch 4 · from step 81 of epoch 2" in out
+    assert "○ 100-2" in out
 
 
 def test_show_takes_the_newest_a_step_a_tag_or_a_full_name(store: Path, capsys: CAPTURED) -> None:
@@ -119,28 +107,32 @@ def test_show_takes_the_newest_a_step_a_tag_or_a_full_name(store: Path, capsys: 
 
 def test_show_prints_all_there_is(store: Path, capsys: CAPTURED) -> None:
     assert run("show", store, "best") == 0
-    text = capsys.readouterr().out
+    shown = capsys.readouterr().out
     for expected in (
         "step 80 · epoch 1 · best",
         "capture     strategy full · every 1",
         "memory      slots 2 · image 6.7 MiB · budget 1.1 GiB · formula 2 images",
-        "2 parameters · lr 0.0003 · betas (0.9, 0.95) · weight_decay 0.1",
+        "optimizer.0  lr 0.0003 · betas [0.9, 0.95] · weight_decay 0.1",
         "{epoch 2, position 4711}",
         "6 tensors, 6.7 MiB: ema 1 (0 B) · model 3 (2.0 MiB) · optimizer 2 (4.7 MiB)",
         "model.wte.weight = model.head.weight",
         "512 × 1024",
     ):
-        assert expected in text
+        assert expected in shown
 
 
 def test_settings_tell_their_units() -> None:
     figures = {"is_log": False, "copy_bytes_per_s": 2 << 30, "read_bytes_per_s": 0}
-    figures |= {"call_s": 0.0013, "update_s": 3.4e-5, "recovery_s": 60}
-    figures |= {"refusal": None, "record_bytes": 1 << 20}
-    assert wording.settings(figures) == (
-        "log no · copy 2.0 GiB/s · read unknown · call 1.3 ms · update 34 µs · recovery 60 s · "
-        "record 1.0 MiB"
+    figures |= {"call_s": 0.0013, "refusal": None, "record_bytes": 1 << 20}
+    assert text.settings(figures) == (
+        "log no · copy 2.0 GiB/s · read unknown · call 1.3 ms · record 1.0 MiB"
     )
+
+
+def test_tagged_values_are_told_in_words() -> None:
+    nan = {"$": "float", "v": "7ff8000000000000"}
+    value = {"a": {"$": "tuple", "v": [1.0, nan]}, "b": list(range(9)), "c": {"$": "new"}}
+    assert text.brief(value) == "{a [1, nan], b 9 items, c new }"
 
 
 def test_show_json_holds_the_digest_of_every_chunk(store: Path, capsys: CAPTURED) -> None:
@@ -179,9 +171,9 @@ def test_verify_finds_a_flipped_bit(store: Path, capsys: CAPTURED) -> None:
         file.seek(1 << 20)
         file.write(bytes([byte ^ 16]))
     assert run("verify", store) == 1
-    text = capsys.readouterr().out
-    assert "1 of 5 checkpoints damaged" in text
-    assert "model.wte.weight" in text or "exp_avg" in text
+    shown = capsys.readouterr().out
+    assert "1 of 5 checkpoints damaged" in shown
+    assert "model.wte.weight" in shown or "exp_avg" in shown
     assert run("verify", store, "80") == 0
     capsys.readouterr()
     found = run_json(capsys, "verify", store, code=1)
@@ -300,8 +292,8 @@ def test_help_lists_every_command(capsys: CAPTURED) -> None:
     with pytest.raises(SystemExit) as exit_:
         run("--help")
     assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in command.COMMANDS)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in command.COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +368,7 @@ def test_what_a_store_holds_cannot_steer_the_terminal(tmp_path: Path, capsys: CA
 
 
 @pytest.mark.parametrize(
-    ("size", "text"),
+    ("size", "words"),
     [
         (0, "0 B"),
         (1023, "1023 B"),
@@ -385,12 +377,15 @@ def test_what_a_store_holds_cannot_steer_the_terminal(tmp_path: Path, capsys: CA
         (3 << 59, "1536.0 PiB"),
     ],
 )
-def test_sizes(size: int, text: str) -> None:
-    assert wording.size(size) == text
+def test_sizes(size: int, words: str) -> None:
+    assert text.size(size) == words
 
 
-def test_lines_are_cut_to_the_terminal() -> None:
-    cells = [render.Cell("abc", "bold"), render.Cell("defgh"), render.Cell("ij")]
-    assert render.Screen(width=6).join(cells) == "abcde…"[:5] + "…"
-    assert render.Screen(width=20).join(cells) == "abcdefghij"
-    assert render.Screen(colour=True).join(cells[:1]) == "\x1b[1mabc\x1b[0m"
+def test_a_terminal_has_colours_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "6")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert text.line("abcdefghij", "bad") == "\x1b[1;31mabcde…\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert text.line("abcdef", "bad") == "abcdef"

@@ -20,34 +20,15 @@ WALK_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """The state that a log goes back to, and how many records lie between. A log that was made
-    whole (everstep materialize), exactly, is such a state."""
+class Link:
+    """A checkpoint in its chain. `behind`: what a restore reads before it; None where one begins.
+    `is_made`: at a state that lies beside it since. `whole`: the facts of such a state, also of one
+    that is not exact, and is not taken."""
 
-    base: CheckpointName
-    records: int
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """The whole state that was made of a step that takes a replay: exactly, or but for last bits.
-    `size`: bytes of its packs. `ends_chain`: whether restores begin there. `differs`: of
-    one that is not exact, what was other than in the run."""
-
-    exact: bool
-    size: int
-    created: str
-    ends_chain: bool = True
-    differs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
     behind: CheckpointName | None
     records: int
-    whole: Whole | None = None
-    is_whole: bool = False
-    """Also where it has a base beside it, which is spread over the records before."""
+    is_made: bool = False
+    whole: dict[str, Any] | None = None
 
 
 class Chains:
@@ -55,84 +36,79 @@ class Chains:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._links: dict[CheckpointName, _Link | None] = {}
+        self._links: dict[CheckpointName, Link | None] = {}
 
-    def note(self, manifest: Manifest) -> None:
-        """This one was read already."""
-        previous = manifest.previous
-        behind = CheckpointName(previous.step, previous.epoch) if previous else None
-        name = CheckpointName(manifest.step, manifest.epoch)
-        whole, is_whole = None, False
+    def read(self, name: CheckpointName) -> Manifest:
+        """Raises Missing, Corrupt, Unsupported."""
+        self._links[name] = None
+        manifest = catalog.read_manifest(self._disk, name)
+        state = None
         if manifest.records:
             with contextlib.suppress(EverstepError):  # a damaged one is as none
-                if state := catalog.read_state(self._disk, name):
-                    is_whole = state.ends_chain
-                    if not state.is_spread:
-                        whole = Whole(
-                            state.exact,
-                            state.size,
-                            state.created,
-                            state.ends_chain,
-                            replayed(state.topology),
-                        )
-        self._links[name] = _Link(behind, len(manifest.records), whole, is_whole)
+                state = catalog.read_state(self._disk, name)
+        is_made = state is not None and state.ends_chain
+        previous = None if is_made else manifest.previous
+        behind = CheckpointName(previous.step, previous.epoch) if previous else None
+        whole = _whole_facts(state) if state and not state.is_spread else None
+        self._links[name] = Link(behind, len(manifest.records), is_made, whole)
+        return manifest
 
-    def whole(self, name: CheckpointName) -> Whole | None:
+    def whole(self, name: CheckpointName) -> dict[str, Any] | None:
         """What was made of this step, in the background or by everstep materialize."""
         link = self._link(name)
         return link.whole if link else None
 
-    def origin(self, name: CheckpointName) -> Origin | None:
-        """None for a state, and where the way back is broken, or longer than WALK_MAX."""
-        records = 0
-        here = name
+    def origin(self, name: CheckpointName) -> tuple[CheckpointName, int] | None:
+        """The state that a log goes back to, and how many records are replayed after it. None for a
+        state, and where the way back is broken, or longer than WALK_MAX."""
+        here, link, records = name, self._link(name), 0
+        if link is None or (link.behind is None and not link.is_made):
+            return None
         for _ in range(WALK_MAX):
-            link = self._link(here)
             if link is None:
                 return None
-            if link.is_whole or (link.behind is None and here != name):
-                return Origin(here, records)
             if link.behind is None:
-                return None
+                return here, records
             records += link.records
             here = link.behind
+            link = self._link(here)
         return None
 
     def is_exact(self, name: CheckpointName) -> bool:
         """Whether it is restored bit for bit, as far as can be told: not from a state that is not
         exact, and stands for the log before it."""
         origin = self.origin(name)
-        whole = self.whole(origin.base) if origin else None
-        return whole is None or whole.exact or not whole.ends_chain
+        whole = self.whole(origin[0]) if origin else None
+        return whole is None or whole["exact"] or not whole["ends_chain"]
 
     def cut_off(
-        self, among: Collection[CheckpointName], is_end: Callable[[CheckpointName], bool]
+        self, among: Collection[CheckpointName], is_lost: Callable[[CheckpointName], bool]
     ) -> list[CheckpointName]:
-        """Those that a restore rebuilds from a checkpoint, themselves apart, for which `is_end`: of
-        what was made whole exactly, nothing before it is needed."""
-        known: dict[CheckpointName, bool] = {}
-        for name in sorted(among):
-            path: list[CheckpointName] = []
-            here, found = name, False
-            while here not in known:
-                known[here] = False
-                path.append(here)
-                link = self._link(here)
-                if link is None or link.behind is None or link.is_whole:
-                    break
-                here = link.behind
-                if found := is_end(here):
-                    break
-            found = found or known[here]
-            known.update(dict.fromkeys(path, found))
-        return sorted(name for name in among if known[name])
+        """Those of which a restore would read, beside themselves, a checkpoint that is lost."""
+        found: dict[CheckpointName, None] = {}
+        for name in sorted(among):  # each after what is behind it
+            link = self._link(name)
+            if link and link.behind and (is_lost(link.behind) or link.behind in found):
+                found[name] = None
+        return list(found)
 
-    def _link(self, name: CheckpointName) -> _Link | None:
+    def _link(self, name: CheckpointName) -> Link | None:
         if name not in self._links:
-            self._links[name] = None
             with contextlib.suppress(EverstepError):
-                self.note(catalog.read_manifest(self._disk, name))
+                self.read(name)
         return self._links[name]
+
+
+def _whole_facts(state: Manifest) -> dict[str, Any]:
+    """`ends_chain`: whether restores begin there. `differs`: of a state that is not exact, what was
+    other than in the run."""
+    return {
+        "exact": state.exact,
+        "size": state.size,
+        "created": state.created,
+        "ends_chain": state.ends_chain,
+        "differs": replayed(state.topology),
+    }
 
 
 def replayed(topology: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from everstep.cli import wording
+from everstep.cli import text
 from everstep.cli.chains import Chains
 from everstep.cli.target import add_json, add_words, split_words
 from everstep.store import catalog
@@ -29,14 +29,14 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"files": files, "bytes": freed, "orphans": listed}))
         return 0
     if files:
-        print(f"deleted {wording.plural(files, 'file')}, {wording.size(freed)} freed")
+        print(f"deleted {text.plural(files, 'file')}, {text.size(freed)} freed")
     else:
         print(
             "nothing to delete: every file is needed, or its writer may still be there (what the "
             "newest epoch wrote is left alone, and tables of less than an hour)"
         )
     if orphans:
-        logs = wording.plural(len(orphans), "log")
+        logs = text.plural(len(orphans), "log")
         first = f"{orphans[0].step}-{orphans[0].epoch}"
         which = "it" if len(orphans) == 1 else f"them, {first} first"
         print(

@@ -1,16 +1,23 @@
-"""everstep ls: what a store holds, as a tree of its epochs."""
+"""everstep ls: what a store holds, epoch by epoch, as it was written.
+
+epoch 1 · from nothing
+●    40
+●    80
+○ 120-1         left behind: epoch 2 went back to 80
+epoch 2 · from step 80 of epoch 1
+●   100
+"""
 
 import argparse
 import json
 import os
-import sys
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
-from everstep.cli import wording
-from everstep.cli.branches import Row, draw
+from everstep.cli import text
 from everstep.cli.chains import Chains
-from everstep.cli.render import Cell, Column, Screen, align
 from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
@@ -20,16 +27,9 @@ from everstep.store.names import CheckpointName
 from everstep.store.store import Store
 from everstep.tiers.disk import Disk
 
-_COLUMNS = (
-    Column("STEP"),
-    Column("KIND"),
-    Column("TAGS"),
-    Column("SIZE", right=True),
-    Column("WRITTEN"),
-    Column("AGE", right=True),
-    Column("METRICS"),
-)
-_LOG_MARKS = {"●": "•", "○": "◦"}
+_TITLES = ("STEP", "KIND", "TAGS", "SIZE", "WRITTEN", "AGE", "METRICS")
+_HEAD, _TAIL = 2, 6
+"""How many checkpoints in a row are listed at the beginning and at the end, when not all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,24 @@ class Listing:
     run: str
     epochs: dict[int, Epoch]
     checkpoints: list[CheckpointName]
-    current: list[CheckpointName]
+    current: dict[CheckpointName, None]
+    """The run as it is now, by rising step."""
     tags: dict[CheckpointName, list[str]]
     chains: Chains
 
     @classmethod
     def of(cls, path: str) -> "Listing":
         """Raises Missing, Corrupt, Unsupported."""
-        store, disk = Store(path), Disk(path)
-        found = catalog.committed(disk)
+        disk = Disk(path)
+        found = sorted(catalog.committed(disk))
         epochs = catalog.read_epochs(disk, found)
-        return cls(
-            disk, store.run, epochs, found, current(epochs, found), tags_of(disk), Chains(disk)
-        )
+        run, now = Store(path).run, dict.fromkeys(current(epochs, found))
+        return cls(disk, run, epochs, found, now, tags_of(disk), Chains(disk))
+
+    @property
+    def latest(self) -> CheckpointName | None:
+        """The newest of the run as it is now."""
+        return next(reversed(self.current), None)
 
     @property
     def size_bytes(self) -> int:
@@ -65,6 +70,13 @@ class Listing:
             except FileNotFoundError:
                 continue
         return total
+
+    def read(self, name: CheckpointName) -> Manifest | EverstepError:
+        """A manifest, or what is wrong with it."""
+        try:
+            return self.chains.read(name)
+        except EverstepError as error:
+            return error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,154 +95,158 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_to_json(listing), indent=2))
     else:
-        print("\n".join(_drawing(listing, path, Screen.of(sys.stdout), args.all)))
+        print("\n".join([_head(listing, path), *_lines(listing, args.all)]))
     return 0
 
 
-def _drawing(listing: Listing, path: str, screen: Screen, is_whole: bool) -> list[str]:
-    head = [
-        Cell(wording.clean(path if path != "." else listing.disk.root.resolve().name), "title"),
-        Cell(f" · run {wording.clean(listing.run[:8])}", "dim"),
-        Cell(f" · {wording.plural(len(listing.checkpoints), 'checkpoint')}"),
-        Cell(f" · {wording.size(listing.size_bytes)}"),
+def _head(listing: Listing, path: str) -> str:
+    left = len(listing.checkpoints) - len(listing.current)
+    words = [
+        f" · run {text.clean(listing.run[:8])}",
+        text.plural(len(listing.checkpoints), "checkpoint"),
+        *([f"{left:,} of them left behind (○)"] if left else []),
+        text.size(listing.size_bytes),
+        text.plural(len(listing.epochs), "epoch"),
     ]
-    if len(listing.epochs) > 1:
-        head.append(Cell(f" · {wording.plural(len(listing.epochs), 'epoch')}", "dim"))
+    name = text.clean(path if path != "." else listing.disk.root.resolve().name)
+    return text.paint(name, "title") + " · ".join(words)
+
+
+def _lines(listing: Listing, is_whole: bool) -> Iterator[str]:
+    """A table of checkpoints; the lines of epochs run over its columns."""
     if not listing.checkpoints:
-        return [screen.join(head), screen.paint("nothing is committed yet", "dim")]
-    always = None if is_whole else listing.tags.keys()
-    rows = draw(listing.epochs, listing.checkpoints, listing.current, always)
-    return [screen.join(head), "", *_lines(listing, rows, screen)]
-
-
-def _lines(listing: Listing, rows: list[Row], screen: Screen) -> list[str]:
-    """A table to the right of the graph; epochs run over its columns."""
-    digits = len(str(max(name.step for name in listing.checkpoints)))
-    found = [_read(listing, row.checkpoint) for row in rows if row.checkpoint]
-    has_logs = any(isinstance(manifest, Manifest) and manifest.previous for manifest in found)
-    checkpoints = zip((row for row in rows if row.checkpoint), found, strict=True)
-    shown = [_cells(listing, row, manifest, digits, has_logs) for row, manifest in checkpoints]
-    titles, *aligned = align(_COLUMNS, shown)
-    width = 2 * max(row.depth for row in rows) + 2
-    lines = [screen.join([Cell(" " * width), *titles])]
+        yield "nothing is committed yet"
+        return
+    rows = list(_rows(listing, listing.checkpoints if is_whole else listing.tags.keys()))
+    shown = [row for row in rows if isinstance(row, CheckpointName)]
+    found = [listing.read(name) for name in shown]
+    has_logs = any(isinstance(each, Manifest) and each.previous for each in found)
+    cells = [_cells(listing, *pair, has_logs) for pair in zip(shown, found, strict=True)]
+    titles, *aligned = text.table(_TITLES, cells, right=("SIZE", "AGE"))
+    yield from ("", text.line(f"  {titles}", "dim"))
     table = zip(aligned, found, strict=True)
     for row in rows:
-        if row.checkpoint:
-            cells, manifest = next(table)
-            is_log = isinstance(manifest, Manifest) and manifest.previous is not None
-            mark = _LOG_MARKS[row.mark[-1]] if is_log else ""
-            space = Cell(" " * (width - 2 * row.depth - len(row.mark)))
-            lines.append(screen.join([*_graph(row, mark), space, *cells]))
+        if isinstance(row, CheckpointName):
+            line, manifest = next(table)
+            yield text.line(f"{_mark(listing, row)} {line}", _style(listing, row, manifest))
+        elif isinstance(row, Epoch):
+            yield text.line(_caption(row), "dim")
         else:
-            lines.append(screen.join([*_graph(row), Cell(" "), Cell(_caption(row), "dim")]))
-    return lines
+            yield text.line(f"┊ {row:,} more (--all lists them)", "dim")
 
 
-def _read(listing: Listing, name: CheckpointName) -> Manifest | EverstepError:
-    try:
-        manifest = catalog.read_manifest(listing.disk, name)
-    except EverstepError as error:
-        return error
-    listing.chains.note(manifest)
-    return manifest
+def _rows(
+    listing: Listing, always: Collection[CheckpointName]
+) -> Iterator[Epoch | CheckpointName | int]:
+    """Each epoch that wrote anything, and the newest; its checkpoints; how many are hidden: the
+    middle of a long row, but for those in `always`."""
+    for number, epoch in sorted(listing.epochs.items()):
+        own = [name for name in listing.checkpoints if name.epoch == number]
+        if own or number == max(listing.epochs):
+            yield epoch
+        for _, group in groupby(own, key=lambda name: _mark(listing, name)):
+            yield from _shortened(list(group), always)
 
 
-def _graph(row: Row, mark: str = "") -> list[Cell]:
-    """The row's lines and mark; the first character belongs to the trunk."""
-    text = "│ " * row.depth + (mark or row.mark)
-    is_live = row.has_live_trunk and (row.depth > 0 or not row.checkpoint or not row.is_left)
-    return [Cell(text[:1], "live" if is_live else "dim"), Cell(text[1:], "dim")]
+def _shortened(
+    names: Sequence[CheckpointName], always: Collection[CheckpointName]
+) -> Iterator[CheckpointName | int]:
+    hidden = 0
+    for index, name in enumerate(names):
+        if name in always or index < _HEAD or index >= len(names) - _TAIL:
+            if hidden:
+                yield hidden
+            yield name
+            hidden = 0
+        else:
+            hidden += 1
 
 
-def _caption(row: Row) -> str:
-    if row.epoch is None:
-        return f"{row.hidden:,} more (--all lists them)"
-    epoch = row.epoch
-    origin = f"from step {epoch.fork}" if epoch.parent is not None else "from nothing"
-    parts = [f"epoch {epoch.number}", origin]
-    if row.after >= 0:
-        return f"left behind: epoch {epoch.number} beyond step {row.after}"
-    if row.is_left:
-        parts[0] = f"left behind: {parts[0]}"
-    return " · ".join(
-        filter(None, [*parts, wording.clean(epoch.writer), wording.age(epoch.created)])
-    )
+def _mark(listing: Listing, name: CheckpointName) -> str:
+    return "●" if name in listing.current else "○"
+
+
+def _style(listing: Listing, name: CheckpointName, manifest: Manifest | EverstepError) -> str:
+    if isinstance(manifest, EverstepError):
+        return "bad"
+    if name not in listing.current:
+        return "dim"
+    return "live" if name == listing.latest else ""
+
+
+def _caption(epoch: Epoch) -> str:
+    is_first = epoch.parent is None
+    origin = "from nothing" if is_first else f"from step {epoch.fork} of epoch {epoch.parent}"
+    parts = [f"epoch {epoch.number}", origin, text.clean(epoch.writer), text.age(epoch.created)]
+    return " · ".join(filter(None, parts))
 
 
 def _cells(
-    listing: Listing, row: Row, manifest: Manifest | EverstepError, digits: int, has_logs: bool
-) -> list[Cell]:
-    name = row.checkpoint
-    assert name is not None
-    is_latest = bool(listing.current) and name == listing.current[-1]
-    style = "dim" if row.is_left else ("live" if is_latest else "bold")
-    step = Cell(f"{name.step:>{digits}}" + (f"-{name.epoch}" if row.is_left else ""), style)
-    tags = " ".join([*listing.tags.get(name, []), *(["← latest"] if is_latest else [])])
-    tagged = Cell(wording.clean(tags), "yellow")
+    listing: Listing, name: CheckpointName, manifest: Manifest | EverstepError, has_logs: bool
+) -> list[str]:
+    digits = len(str(listing.checkpoints[-1].step))
+    step = f"{name.step:>{digits}}" + ("" if name in listing.current else f"-{name.epoch}")
+    tags = " ".join(
+        [*listing.tags.get(name, []), *(["← latest"] if name == listing.latest else [])]
+    )
     if isinstance(manifest, EverstepError):
-        problem = Cell(type(manifest).__name__.lower(), "bad")
-        return [step, Cell(""), tagged, Cell(""), Cell(""), Cell(""), problem]
-    tone = "dim" if row.is_left else ""
+        return [step, "", text.clean(tags), "", "", "", type(manifest).__name__.lower()]
     return [
         step,
-        _kind(listing, manifest, row.is_left) if has_logs else Cell(""),
-        tagged,
-        Cell(wording.size(manifest.size), tone),
-        Cell(wording.time(manifest.created), tone),
-        Cell(wording.age(manifest.created), tone),
-        Cell(wording.pairs(manifest.metrics), "dim" if row.is_left else "cyan"),
+        _kind(listing, name, manifest) if has_logs else "",
+        text.clean(tags),
+        text.size(manifest.size),
+        text.time(manifest.created),
+        text.age(manifest.created),
+        text.pairs(manifest.metrics),
     ]
 
 
-def _kind(listing: Listing, manifest: Manifest, is_left: bool) -> Cell:
+def _kind(listing: Listing, name: CheckpointName, manifest: Manifest) -> str:
     """As "state", or "log of 120": the state after which its records are replayed; "log, whole"
     where nothing is any more."""
     if manifest.previous is None:
-        return Cell("state", "dim" if is_left else "bold")
-    name = CheckpointName(manifest.step, manifest.epoch)
+        return "state"
     origin = listing.chains.origin(name)
     if origin is None:
-        return Cell("log of ?", "bad")
+        return "log of ?"
     inexact = "" if listing.chains.is_exact(name) else " (inexact)"
-    if origin.base == name:
-        return Cell(f"log, whole{inexact}", "dim")
+    if origin[0] == name:
+        return f"log, whole{inexact}"
     made = " (whole: inexact)" if listing.chains.whole(name) else inexact
-    return Cell(f"log of {origin.base.step}{made}", "dim")
+    return f"log of {origin[0].step}{made}"
 
 
 def _to_json(listing: Listing) -> dict[str, Any]:
-    kept = set(listing.current)
     return {
         "store": str(listing.disk.root),
         "run": listing.run,
-        "latest": listing.current[-1].step if listing.current else None,
+        "latest": listing.latest.step if listing.latest else None,
         "size": listing.size_bytes,
         "epochs": [asdict(epoch) for _, epoch in sorted(listing.epochs.items())],
-        "checkpoints": [
-            _entry(listing, name, name in kept) for name in sorted(listing.checkpoints)
-        ],
+        "checkpoints": [_entry(listing, name) for name in listing.checkpoints],
     }
 
 
-def _entry(listing: Listing, name: CheckpointName, is_current: bool) -> dict[str, Any]:
+def _entry(listing: Listing, name: CheckpointName) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": str(name),
         "step": name.step,
         "epoch": name.epoch,
-        "current": is_current,
+        "current": name in listing.current,
         "tags": listing.tags.get(name, []),
     }
-    manifest = _read(listing, name)
+    manifest = listing.read(name)
     if isinstance(manifest, EverstepError):
         return {**entry, "problem": str(manifest)}
-    origin = listing.chains.origin(name)
+    base, records = listing.chains.origin(name) or (None, None)
     return {
         **entry,
         "kind": "log" if manifest.previous else "state",
         "previous": asdict(manifest.previous) if manifest.previous else None,
-        "base": origin.base._asdict() if origin else None,
-        "records": origin.records if origin else None,
-        "whole": asdict(whole) if (whole := listing.chains.whole(name)) else None,
+        "base": base._asdict() if base else None,
+        "records": records,
+        "whole": listing.chains.whole(name),
         "size": manifest.size,
         "created": manifest.created,
         "exact": manifest.exact and listing.chains.is_exact(name),

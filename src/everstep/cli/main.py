@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 
 import everstep
-from everstep.cli.render import columns_of
+from everstep.cli.text import columns_of
 from everstep.errors import EverstepError, kind_of
 
 COMMANDS = {

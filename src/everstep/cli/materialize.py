@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 
-from everstep.cli import wording
+from everstep.cli import text
 from everstep.cli.chains import replayed
 from everstep.cli.target import add_json, add_words, split_words
 from everstep.store import catalog
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
                 else "but for last bits: made on another machine or device"
             )
             print(
-                f"{name}: a whole state of {wording.size(manifest.size)}, {exact}, in "
+                f"{name}: a whole state of {text.size(manifest.size)}, {exact}, in "
                 f"{made[-1]['seconds']:.1f} s"
             )
     if args.json:

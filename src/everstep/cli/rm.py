@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from everstep.cli import wording
+from everstep.cli import text
 from everstep.cli.chains import Chains
 from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import Conflict
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"deleted": [str(name) for name in doomed], "bytes": freed}))
     else:
-        print(f"deleted {wording.plural(len(doomed), 'checkpoint')}, {wording.size(freed)} freed")
+        print(f"deleted {text.plural(len(doomed), 'checkpoint')}, {text.size(freed)} freed")
     return 0
 
 
@@ -59,7 +59,7 @@ def _advice(path: str, doomed: list[CheckpointName], following: list[CheckpointN
     which = f"step {first.step}" if first == last else f"steps {first.step} to {last.step}"
     goes = "goes" if first == last else "go"
     return (
-        f"deleting {_listed(doomed, {})} from {path}: {wording.plural(len(following), 'log')} "
+        f"deleting {_listed(doomed, {})} from {path}: {text.plural(len(following), 'log')} "
         f"({which}) {goes} on from there, and could not be restored any more. To delete them too: "
         f"everstep rm {path} {named} --following"
     )
@@ -67,9 +67,9 @@ def _advice(path: str, doomed: list[CheckpointName], following: list[CheckpointN
 
 def _confirms(disk: Disk, path: str, doomed: list[CheckpointName]) -> bool:
     """Ask on the terminal; anything but yes is a no."""
-    count = wording.plural(len(doomed), "checkpoint")
+    count = text.plural(len(doomed), "checkpoint")
     shown = _listed(doomed, tags_of(disk))
-    question = f"delete {count} of {wording.clean(path)}: {shown}? [y/N] "
+    question = f"delete {count} of {text.clean(path)}: {shown}? [y/N] "
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -78,7 +78,7 @@ def _listed(doomed: list[CheckpointName], tags: dict[CheckpointName, list[str]])
     """As "40-1, 80-1 (best) and 3 more"."""
     listed = [
         f"{name.step}-{name.epoch}"
-        + (f" ({wording.clean(', '.join(tags[name]))})" if name in tags else "")
+        + (f" ({text.clean(', '.join(tags[name]))})" if name in tags else "")
         for name in doomed[:8]
     ]
     return ", ".join(listed) + (f" and {len(doomed) - 8:,} more" if len(doomed) > 8 else "")

@@ -1,100 +1,39 @@
 """everstep show: one checkpoint, its tensors, packs, hyperparameters, objects and capture; of a
-log also what it goes on from, and its optimizer calls."""
+log also what it goes on from, and its optimizer calls.
+
+All that is known is gathered as data, which `--json` prints as it is, and else as lines of text.
+"""
 
 import argparse
 import json
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from textwrap import wrap
 from typing import Any
 
-from everstep.cli import wording
-from everstep.cli.chains import Chains, Whole
-from everstep.cli.records import call_pairs, chain_facts, chain_text, record_facts
-from everstep.cli.render import Cell, Column, Screen, align
+from everstep.cli import text
+from everstep.cli.chains import Chains
 from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
-from everstep.format.global_tensors import tables_of_records
-from everstep.format.manifest import Manifest, Part
+from everstep.format.global_tensors import tables_of_records, whole_tensors
+from everstep.format.manifest import Manifest, Part, Record
 from everstep.format.packs import Piece, chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.store import catalog
-from everstep.store.names import CheckpointName
 from everstep.store.store import Store
 from everstep.tiers.disk import Disk
 
-_COLUMNS = (
-    Column("TENSOR"),
-    Column("DTYPE"),
-    Column("SHAPE"),
-    Column("SIZE", right=True),
-    Column("DIGEST"),
-    Column("PACK", right=True),
-)
-_ELSEWHERE = ("selftest", "replayed", "optimizers", "attributes")
+Facts = Mapping[str, Any]
+
+_TITLES = ("TENSOR", "DTYPE", "SHAPE", "SIZE", "DIGEST", "PACK")
+_ELSEWHERE = ("optimizers", "selftest", "replayed", "attributes")
 """Of a topology: what other lines tell, or stores of before have, and says nothing any more."""
 _DIGEST_DIGITS = 12
 _LABEL_WIDTH = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A tensor in its part; `pack`: the number of the part's first pack, through all parts."""
-
-    part: Part
-    pack: int
-    entry: TensorEntry
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A checkpoint. `chain`: of a log; `records`: likewise, and of a spread state; `broken`: why
-    the chain cannot be followed; `whole`: the state that was made of it since."""
-
-    name: CheckpointName
-    manifest: Manifest
-    tables: list[Table]
-    tags: list[str]
-    chain: dict[str, Any] | None = None
-    records: tuple[dict[str, Any], ...] = ()
-    broken: str | None = None
-    whole: Whole | None = None
-    exact: bool = True
-    """Whether a restore brings it back bit for bit."""
-    unproven: str = ""
-    """What a replay of it has shown to be wrong."""
-
-    @classmethod
-    def of(cls, path: str, reference: str | None) -> "Shown":
-        """Raises Missing, Corrupt, Unsupported."""
-        store, disk = Store(path), Disk(path)
-        name = catalog.find(disk, reference)
-        manifest = store.manifest(str(name))
-        tables = store.tables(manifest)
-        tags = tags_of(disk).get(name, [])
-        chains = Chains(disk)
-        whole, exact = chains.whole(name), manifest.exact and chains.is_exact(name)
-        by_record = tables_of_records(manifest, tables)
-        records = tuple(record_facts(record, found) for record, found in by_record)
-        chain, broken = None, None
-        unproven = catalog.read_unproven(disk).get(name, "")
-        try:
-            chain = chain_facts(store.chain(str(name))) if manifest.previous else None
-        except EverstepError as error:
-            broken = str(error)
-        facts = name, manifest, tables, tags, chain, records
-        return cls(*facts, broken, whole, exact, unproven)
-
-    def rows(self, pattern: str | None) -> list[Row]:
-        """The tensors whose names are like `pattern`; all for None."""
-        found, pack = [], 0
-        for part, table in zip(self.manifest.all_parts, self.tables, strict=True):
-            chosen = [e for e in table.tensors.values() if not pattern or _is_chosen(e, pattern)]
-            found += [Row(part, pack, entry) for entry in chosen]
-            pack += len(part.packs)
-        return found
+_WIDTH_MIN = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,108 +50,283 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the checkpoint; returns the exit code."""
     path, steps = split_words(args.words, 1)
-    shown = Shown.of(path, steps[0] if steps else None)
-    rows = shown.rows(args.names)
-    if args.names is not None and not rows:
-        raise Missing(f"{path}: no tensor of step {shown.name.step} has a name like {args.names!r}")
+    facts = _facts(path, steps[0] if steps else None)
+    chosen = [each for each in facts["tensors"] if _is_chosen(each, args.names)]
+    if args.names is not None and not chosen:
+        raise Missing(f"{path}: no tensor of step {facts['step']} has a name like {args.names!r}")
     if args.json:
-        print(json.dumps(_to_json(shown, rows), indent=2))
+        print(json.dumps({**facts, "tensors": chosen}, indent=2))
         return 0
-    screen = Screen.of(sys.stdout)
-    lines = [] if args.names else [*_summary(shown, screen), ""]
-    print("\n".join([*lines, *_tensor_lines(rows, screen)]))
+    lines = [] if args.names else [*_summary(facts), ""]
+    print("\n".join([*lines, *_tensor_lines(chosen, facts["packs"])]))
     return 0
 
 
-def _is_chosen(entry: TensorEntry, pattern: str) -> bool:
-    found = (entry.spec.name, *entry.aliases)
-    if any(character in pattern for character in "*?["):
-        return any(fnmatchcase(name, pattern) for name in found)
-    return any(pattern in name for name in found)
+def _is_chosen(tensor: Facts, pattern: str | None) -> bool:
+    found = (tensor["name"], *tensor["aliases"])
+    if any(character in (pattern or "") for character in "*?["):
+        return any(fnmatchcase(name, pattern or "") for name in found)
+    return any((pattern or "") in name for name in found)
 
 
-def _summary(shown: Shown, screen: Screen) -> list[str]:
-    manifest, parent = shown.manifest, shown.manifest.parent
-    origin = f"after step {parent['step']} of epoch {parent['epoch']}" if parent else ""
-    head = [
-        Cell(f"step {manifest.step}", "title"),
-        Cell(f" · epoch {manifest.epoch}"),
-        Cell("".join(f" · {wording.clean(tag)}" for tag in shown.tags), "yellow"),
-        Cell("" if shown.exact else " · not exact", "bad"),
-        Cell(f" · {shown.name}", "dim"),
+def _facts(path: str, reference: str | None) -> dict[str, Any]:
+    """All there is to say of a checkpoint. Raises Missing, Corrupt, Unsupported."""
+    store, disk = Store(path), Disk(path)
+    name = catalog.find(disk, reference)
+    chains = Chains(disk)
+    manifest = chains.read(name)
+    tables = store.tables(manifest)
+    chain, broken = None, None
+    try:
+        chain = _chain_facts(store.chain(str(name))) if manifest.previous else None
+    except EverstepError as error:
+        broken = str(error)
+    whole = asdict(manifest)
+    kept = ("step", "epoch", "run", "created", "parent", "metrics", "topology", "capture")
+    by_part = list(zip(manifest.all_parts, tables, strict=True))
+    return {
+        "name": str(name),
+        "kind": "log" if manifest.previous else "state",
+        **{key: whole[key] for key in kept},
+        "exact": manifest.exact and chains.is_exact(name),
+        "tags": tags_of(disk).get(name, []),
+        "size": manifest.size,
+        "previous": whole["previous"],
+        "chain": chain,
+        "broken": broken,
+        "whole": chains.whole(name),
+        "unproven": catalog.read_unproven(disk).get(name),
+        "records": [_record_facts(*each) for each in tables_of_records(manifest, tables)],
+        "packs": [
+            {"rank": part.rank, **pack.to_json()} for part, _ in by_part for pack in part.packs
+        ],
+        "hyperparameters": manifest.hyperparameters,
+        "objects": manifest.objects,
+        "tensors": [
+            _tensor_facts(part, entry)
+            for part, table in by_part
+            for entry in table.tensors.values()
+        ],
+    }
+
+
+def _chain_facts(chain: Sequence[Manifest]) -> dict[str, Any]:
+    """Of a log's chain, the state first: what a restore reads, and how many records it replays. It
+    is the state alone where the log was made whole."""
+    base, *logs = chain
+    return {
+        "base": {"step": base.step, "epoch": base.epoch},
+        "records": sum(len(manifest.records) for manifest in logs),
+        "base_bytes": base.size,
+        "record_bytes": sum(manifest.size for manifest in logs),
+        "bytes": sum(manifest.size for manifest in chain),
+    }
+
+
+def _record_facts(record: Record, tables: Sequence[Table]) -> dict[str, Any]:
+    """Of one record. `bytes`: as stored."""
+    return {
+        "step": record.step,
+        "bytes": record.size,
+        "calls": [_call_facts(f"@{n}", said, tables) for n, said in enumerate(record.calls)],
+        "derived": dict(record.derived),
+    }
+
+
+def _call_facts(at: str, said: Facts, tables: Sequence[Table]) -> dict[str, Any]:
+    gradients = [
+        whole
+        for name, whole in whole_tensors(tables).items()
+        if is_gradient(name) and name.startswith((f"{at}.", f"{at}!."))
     ]
-    topology = {key: each for key, each in manifest.topology.items() if key not in _ELSEWHERE}
-    written = f"{wording.time(manifest.created)} ({wording.age(manifest.created)})"
-    objects = [
-        (key, wording.brief(value, 200).strip() or '""') for key, value in manifest.objects.items()
+    clips = [
+        {"gradients": len(clip["names"]), "foreach": bool(clip["foreach"])}
+        for clip in said.get("clips", ())
     ]
+    return {
+        "optimizer": str(said["optimizer"]),
+        "class": str(said["class"]),
+        "gradients": len(gradients),
+        "gradient_bytes": sum(_size_of(e.pieces) for whole in gradients for e in whole.entries),
+        "clips": clips,
+        "compressed": [
+            {"form": str(found["form"]), "gradients": len(found["names"])}
+            for found in said.get("compressed", ())
+        ],
+        "strides": sum(whole.strides is not None for whole in gradients),
+        "scaler": sorted(said.get("scaler", {})),
+        "sets": [dict(values) for values in said["sets"]],
+    }
+
+
+def _tensor_facts(part: Part, entry: TensorEntry) -> dict[str, Any]:
+    return {
+        **asdict(entry.spec),
+        "device": entry.device,
+        "aliases": entry.aliases,
+        "size": _size_of(entry.pieces),
+        "pieces": [
+            {
+                "rank": part.rank,
+                "offsets": piece.box.offsets,
+                "lengths": piece.box.lengths,
+                "pack": part.packs[piece.pack].path,
+                "at": piece.offset,
+                "size": piece.size,
+                "codec": piece.codec,
+                "digests": part.digests[piece.digest : piece.digest + chunk_count(piece.size)],
+            }
+            for piece in entry.pieces
+        ],
+    }
+
+
+def _size_of(pieces: Iterable[Piece]) -> int:
+    return sum(piece.size for piece in pieces)
+
+
+def _summary(facts: Facts) -> list[str]:
+    words = [
+        f" · epoch {facts['epoch']}",
+        *map(text.clean, facts["tags"]),
+        *([] if facts["exact"] else ["not exact"]),
+        facts["name"],
+    ]
+    topology = {key: each for key, each in facts["topology"].items() if key not in _ELSEWHERE}
+    packs = {
+        str(i): f"{text.clean(pack['path'])}  {text.size(pack['size'])}"
+        for i, pack in enumerate(facts["packs"])
+    }
     return [
-        screen.join(head),
-        *_section("written", [("", written)], screen),
-        *(_log_lines(shown, screen) or _section("follows", [("", origin)], screen)),
-        *_section("whole", _whole_pairs(shown.whole), screen),
-        *_section("unproven", [("", wording.clean(shown.unproven))], screen),
-        *_section("metrics", [("", wording.pairs(manifest.metrics))], screen),
-        *_section("holds", [("", _holdings(shown))], screen),
-        *_setting_lines("capture", manifest.capture, screen),
-        *_setting_lines("topology", topology, screen),
-        *_section("packs", _pack_pairs(manifest), screen),
-        *_section("optimizers", _optimizer_pairs(manifest, shown.tables), screen),
-        *_section("objects", objects, screen),
+        text.paint(f"step {facts['step']}", "title") + " · ".join(words),
+        *_section("written", f"{text.time(facts['created'])} ({text.age(facts['created'])})"),
+        *_origin_lines(facts),
+        *_section("calls", _call_texts(facts["records"])),
+        *_section("whole", _whole_text(facts["whole"])),
+        *_section("unproven", text.clean(facts["unproven"] or "")),
+        *_section("metrics", text.pairs(facts["metrics"])),
+        *_section("holds", _holdings(facts)),
+        *_setting_lines("capture", facts["capture"]),
+        *_setting_lines("topology", topology),
+        *_section("packs", packs),
+        *_section("optimizers", _optimizer_texts(facts)),
+        *_section(
+            "objects", {key: text.brief(each, 200) for key, each in facts["objects"].items()}
+        ),
     ]
 
 
-def _log_lines(shown: Shown, screen: Screen) -> list[str]:
-    """What a log goes on from, and the calls of its records; of a state those that bring its parts
-    to one step, if any."""
-    previous = shown.manifest.previous
-    calls = [pair for facts in shown.records for pair in call_pairs(facts, len(shown.records) == 1)]
-    if previous is None:
-        if not shown.records:
-            return []
-        steps = f"steps {shown.records[0]['step']} to {shown.records[-1]['step']}"
-        count = wording.plural(len(shown.records), "record")
-        text = f"{count}, of {steps}: its parts were copied one step after another"
-        return [*_section("replays", [("", text)], screen), *_section("calls", calls, screen)]
-    goes = f"step {previous.step} of epoch {previous.epoch}, manifest {previous.digest[:12]}"
-    if shown.chain:
-        log = chain_text(shown.chain, shown.manifest.epoch)
-    else:
-        log = f"NOT RESTORABLE: {wording.clean(shown.broken)}"
-    return [
-        *_section("log of", [("", log)], screen),
-        *_section("goes on", [("", f"from {goes}")], screen),
-        *_section("calls", calls, screen),
+def _section(label: str, texts: str | Mapping[str, str]) -> list[str]:
+    """A text, or several below each other by their keys, the label before the first; long ones go
+    on indented, and empty ones are left out."""
+    by_key = {"": texts} if isinstance(texts, str) else texts
+    found = {text.clean(key): each for key, each in by_key.items() if each.strip()}
+    width = max((len(key) + 2 for key in found if key), default=0)
+    indent = 2 + _LABEL_WIDTH + width
+    room = text.columns_of(sys.stdout) - indent if sys.stdout.isatty() else sys.maxsize
+    lines = []
+    for index, (key, each) in enumerate(found.items()):
+        title = text.paint(f"  {'' if index else label:<{_LABEL_WIDTH}}{key:<{width}}", "dim")
+        first, *others = wrap(
+            each, max(room, _WIDTH_MIN), break_long_words=False, break_on_hyphens=False
+        )
+        lines += [title + first, *(" " * indent + other for other in others)]
+    return lines
+
+
+def _setting_lines(label: str, values: Mapping[str, Any]) -> list[str]:
+    """Settings on one line, and each group of them below on its own: "memory  slots 3 · …"."""
+    groups = {key: value for key, value in values.items() if isinstance(value, dict)}
+    plain = {key: value for key, value in values.items() if key not in groups}
+    lines = _section(label, text.settings(plain))
+    for key, group in groups.items():
+        lines += _section(text.clean(key), text.settings(group))
+    return lines
+
+
+def _origin_lines(facts: Facts) -> list[str]:
+    """What it follows, or what a restore of it replays."""
+    previous, parent, records = facts["previous"], facts["parent"], facts["records"]
+    if previous:
+        log = f"NOT RESTORABLE: {text.clean(facts['broken'])}"
+        if facts["chain"]:
+            log = _chain_text(facts["chain"], facts["epoch"])
+        goes = f"from step {previous['step']} of epoch {previous['epoch']}"
+        digest = f"manifest {previous['digest'][:_DIGEST_DIGITS]}"
+        return [*_section("log of", log), *_section("goes on", f"{goes}, {digest}")]
+    if records:
+        steps = f"of steps {records[0]['step']} to {records[-1]['step']}"
+        count = text.plural(len(records), "record")
+        return _section("replays", f"{count}, {steps}: its parts were copied one after another")
+    if parent:
+        return _section("follows", f"after step {parent['step']} of epoch {parent['epoch']}")
+    return []
+
+
+def _chain_text(chain: Facts, epoch: int) -> str:
+    """As "step 120: 3 records to replay, 38.1 MiB, after a state of 286.1 MiB"."""
+    base = chain["base"]
+    if not chain["records"]:
+        return f"nothing any more: made whole since, {text.size(chain['base_bytes'])} beside it"
+    branch = f" of epoch {base['epoch']}" if base["epoch"] != epoch else ""
+    return (
+        f"step {base['step']}{branch}: {text.plural(chain['records'], 'record')} to replay, "
+        f"{text.size(chain['record_bytes'])}, after a state of "
+        f"{text.size(chain['base_bytes'])}; {text.size(chain['bytes'])} in all"
+    )
+
+
+def _call_texts(records: Sequence[Facts]) -> dict[str, str]:
+    """The optimizer calls of each record; then what the user's rules derived."""
+    found = {}
+    for record in records:
+        at = f"{record['step']} " if len(records) > 1 else ""
+        for number, call in enumerate(record["calls"]):
+            found[f"{at}@{number} {call['optimizer']}"] = _call_text(call)
+        for part, said in record["derived"].items():
+            how = "derived by a rule of the program" if said["rule"] else "changed by nobody"
+            found[f"{at}then {part}"] = how
+    return found
+
+
+def _call_text(call: Facts) -> str:
+    clipped = sum(clip["gradients"] for clip in call["clips"])
+    words = [
+        text.clean(call["class"]),
+        f"{text.plural(call['gradients'], 'gradient')}, {text.size(call['gradient_bytes'])}",
+        f"{clipped:,} from before clipping, with its coefficient" if clipped else "",
+        *(f"{each['gradients']:,} compressed ({each['form']})" for each in call["compressed"]),
+        f"{call['strides']:,} not row-major in memory" if call["strides"] else "",
+        "unscaled by the optimizer" if call["scaler"] else "",
     ]
+    return " · ".join(text.clean(word) for word in words if word)
 
 
-def _whole_pairs(whole: Whole | None) -> list[tuple[str, str]]:
-    """As "38.1 MiB since 12:00 (3 min ago), bit for bit"; nothing where it was not made whole. And
-    why it is not exact."""
+def _whole_text(whole: Facts | None) -> str:
+    """As "38.1 MiB since 12:00 (3 min ago), bit for bit", or why it is not exact; nothing where it
+    was not made whole."""
     if whole is None:
-        return []
-    made = f"{wording.size(whole.size)} since {wording.time(whole.created)}"
+        return ""
+    made = f"{text.size(whole['size'])} since {text.time(whole['created'])}"
     how = "bit for bit"
-    if not whole.exact:
-        takes = "a restore takes it" if whole.ends_chain else "a restore goes on replaying"
+    if not whole["exact"]:
+        takes = "a restore takes it" if whole["ends_chain"] else "a restore goes on replaying"
         how = f"but for last bits: {takes}"
-    why = [f"not exact: {'; '.join(whole.differs)}"] if whole.differs else []
-    lines = [f"{made} ({wording.age(whole.created)}), {how}", *why]
-    return [("", wording.clean(line)) for line in lines]
+    if whole["differs"]:
+        how += f"; not exact: {', '.join(whole['differs'])}"
+    return text.clean(f"{made} ({text.age(whole['created'])}), {how}")
 
 
-def _holdings(shown: Shown) -> str:
+def _holdings(facts: Facts) -> str:
     """As "28 tensors, 124.0 KiB: model 9 (38.1 KiB) · optimizer 18 (81.0 KiB)", by first name."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for entry in (entry for table in shown.tables for entry in table.tensors.values()):
-        part = _kind_of(entry.spec.name)
+    for tensor in facts["tensors"]:
+        part = _kind_of(tensor["name"])
         counts[part] += 1
-        sizes[part] += sum(piece.size for piece in entry.pieces)
-    each = [
-        f"{wording.clean(part)} {counts[part]:,} ({wording.size(sizes[part])})" for part in counts
-    ]
-    whole = f"{wording.plural(counts.total(), 'tensor')}, {wording.size(shown.manifest.size)}"
+        sizes[part] += tensor["size"]
+    each = [f"{text.clean(part)} {counts[part]:,} ({text.size(sizes[part])})" for part in counts]
+    whole = f"{text.plural(counts.total(), 'tensor')}, {text.size(facts['size'])}"
     return f"{whole}: {' · '.join(each)}" if each else whole
 
 
@@ -228,130 +342,38 @@ def _kind_of(name: str) -> str:
     return "gradients" if is_gradient(name) else "hyperparameters"
 
 
-def _section(label: str, pairs: list[tuple[str, str]], screen: Screen) -> list[str]:
-    """Keys and texts below each other, the label before the first; long texts go on indented."""
-    pairs = [
-        (wording.clean(key) + "  " if key else "", text) for key, text in pairs if text.strip()
-    ]
-    width = max((len(key) for key, _ in pairs), default=0)
-    indent = 2 + _LABEL_WIDTH + width
-    room = max(40, screen.width - indent) if screen.width else sys.maxsize
-    lines = []
-    for index, (key, text) in enumerate(pairs):
-        first, *others = wrap(text, room, break_long_words=False, break_on_hyphens=False)
-        title = Cell(f"  {'' if index else label:<{_LABEL_WIDTH}}", "dim")
-        lines.append(screen.join([title, Cell(f"{key:<{width}}", "cyan"), Cell(first)]))
-        lines += [" " * indent + other for other in others]
-    return lines
-
-
-def _setting_lines(label: str, values: dict[str, Any], screen: Screen) -> list[str]:
-    """Settings on one line, and each group of them below on its own: "memory  slots 3 · …"."""
-    groups = {key: value for key, value in values.items() if isinstance(value, dict)}
-    plain = {key: value for key, value in values.items() if key not in groups}
-    lines = _section(label, [("", wording.settings(plain))], screen)
-    for key, group in groups.items():
-        lines += _section(wording.clean(key), [("", wording.settings(group))], screen)
-    return lines
-
-
-def _pack_pairs(manifest: Manifest) -> list[tuple[str, str]]:
-    packs = [pack for part in manifest.all_parts for pack in part.packs]
-    return [
-        (str(i), f"{wording.clean(pack.path)}  {wording.size(pack.size)}")
-        for i, pack in enumerate(packs)
-    ]
-
-
-def _optimizer_pairs(manifest: Manifest, tables: list[Table]) -> list[tuple[str, str]]:
-    """Each optimizer's sets of hyperparameters, with how many parameters go by each."""
-    pairs = []
-    for optimizer, sets in manifest.hyperparameters.items():
-        groups: dict[str, int] = {}  # several parts may say the same of a parameter
-        for table in tables:
-            groups |= table.optimizers.get(optimizer, {}).get("groups", {})
-        members = Counter(groups.values())
-        kind = manifest.classes.get(optimizer, "").rpartition(".")[2]
+def _optimizer_texts(facts: Facts) -> dict[str, str]:
+    """Each optimizer's class, and its sets of hyperparameters but for what is off."""
+    found = {}
+    classes = facts["topology"].get("optimizers")
+    for optimizer, sets in facts["hyperparameters"].items():
+        if isinstance(classes, dict):
+            found[optimizer] = text.brief(classes.get(optimizer, ""))
         for index, values in enumerate(sets):
-            count = wording.plural(members[index], "parameter")
-            chosen = {k: v for k, v in values.items() if v is not None and v is not False}
-            parts = [kind, count, wording.pairs(chosen)] if kind else [count, wording.pairs(chosen)]
-            pairs.append((f"{optimizer}.{index}", " · ".join(parts)))
-    return pairs
-
-
-def _tensor_lines(rows: list[Row], screen: Screen) -> list[str]:
-    """The table of tensors. Names stay whole, so that they can be copied."""
-    wide = Screen(screen.colour)
-    return [wide.join(line) for line in align(_COLUMNS, [_tensor_cells(row) for row in rows])]
-
-
-def _tensor_cells(row: Row) -> list[Cell]:
-    entry, spec = row.entry, row.entry.spec
-    name = wording.clean(" = ".join((spec.name, *entry.aliases)))
-    packs = sorted({row.pack + piece.pack for piece in entry.pieces})
-    return [
-        Cell(name),
-        Cell(spec.dtype, "cyan"),
-        Cell(" × ".join(map(str, spec.shape)) or "scalar"),
-        Cell(wording.size(sum(piece.size for piece in entry.pieces))),
-        Cell(_digest_text(row.part, entry.pieces), "dim"),
-        Cell(",".join(map(str, packs)), "dim"),
-    ]
-
-
-def _digest_text(part: Part, pieces: tuple[Piece, ...]) -> str:
-    """The first chunk's digest, and how many more there are."""
-    count = sum(chunk_count(piece.size) for piece in pieces)
-    if not pieces:
-        return ""
-    first = part.digests[pieces[0].digest][:_DIGEST_DIGITS]
-    return first if count == 1 else f"{first} +{count - 1}"
-
-
-def _to_json(shown: Shown, rows: list[Row]) -> dict[str, Any]:
-    manifest = shown.manifest
-    whole = asdict(manifest)
-    packs = [
-        {"rank": part.rank, **pack.to_json()} for part in manifest.all_parts for pack in part.packs
-    ]
-    kept = ("step", "epoch", "run", "created", "parent", "metrics", "topology", "capture")
-    return {
-        "name": str(shown.name),
-        "kind": "log" if manifest.previous else "state",
-        **{key: whole[key] for key in kept},
-        "exact": shown.exact,
-        "tags": shown.tags,
-        "size": manifest.size,
-        "previous": whole["previous"],
-        "chain": shown.chain,
-        "broken": shown.broken,
-        "whole": asdict(shown.whole) if shown.whole else None,
-        "records": shown.records,
-        "packs": packs,
-        "hyperparameters": manifest.hyperparameters,
-        "objects": manifest.objects,
-        "tensors": [_tensor_to_json(row.part, row.entry) for row in rows],
-    }
-
-
-def _tensor_to_json(part: Part, entry: TensorEntry) -> dict[str, Any]:
-    return {
-        **asdict(entry.spec),
-        "device": entry.device,
-        "aliases": entry.aliases,
-        "size": sum(piece.size for piece in entry.pieces),
-        "pieces": [
-            {
-                "rank": part.rank,
-                "offsets": piece.box.offsets,
-                "lengths": piece.box.lengths,
-                "pack": part.packs[piece.pack].path,
-                "at": piece.offset,
-                "size": piece.size,
-                "codec": piece.codec,
-                "digests": part.digests[piece.digest : piece.digest + chunk_count(piece.size)],
+            on = {
+                key: each for key, each in values.items() if each is not None and each is not False
             }
-            for piece in entry.pieces
-        ],
-    }
+            found[f"{optimizer}.{index}"] = text.pairs(on)
+    return found
+
+
+def _tensor_lines(tensors: Iterable[Facts], packs: Iterable[Facts]) -> list[str]:
+    """The table of tensors. Names stay whole, so that they can be copied."""
+    numbers = {pack["path"]: index for index, pack in enumerate(packs)}
+    rows = [_tensor_cells(tensor, numbers) for tensor in tensors]
+    titles, *lines = text.table(_TITLES, rows, right=("SIZE", "PACK"))
+    return [text.paint(titles, "dim"), *lines]
+
+
+def _tensor_cells(tensor: Facts, numbers: Mapping[str, int]) -> list[str]:
+    digests = [digest for piece in tensor["pieces"] for digest in piece["digests"]]
+    more = f" +{len(digests) - 1}" if len(digests) > 1 else ""
+    found = sorted({numbers[piece["pack"]] for piece in tensor["pieces"]})
+    return [
+        text.clean(" = ".join((tensor["name"], *tensor["aliases"]))),
+        tensor["dtype"],
+        " × ".join(map(str, tensor["shape"])) or "scalar",
+        text.size(tensor["size"]),
+        f"{digests[0][:_DIGEST_DIGITS]}{more}" if digests else "",
+        ",".join(map(str, found)),
+    ]

@@ -76,13 +76,8 @@ def is_store(path: str | os.PathLike[str]) -> bool:
 
 def _means_store(word: str, is_too_many: bool) -> bool:
     """Tags and steps have no slash; outside of a store the first word has to name one."""
-    if is_store(word) or os.sep in word or is_too_many:
-        return True
-    return not is_store(".") and (Path(word).is_dir() or not _looks_like_step(word))
-
-
-def _looks_like_step(word: str) -> bool:
-    return word.isdigit() or names.parse_checkpoint(word) is not None
+    is_step = word.isdigit() or names.parse_checkpoint(word) is not None
+    return is_store(word) or os.sep in word or is_too_many or not (is_step or is_store("."))
 
 
 def _advice(store: str) -> str:

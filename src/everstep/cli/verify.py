@@ -7,15 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from everstep.cli import wording
+from everstep.cli import text
 from everstep.cli.chains import Chains
-from everstep.cli.render import Screen
 from everstep.cli.target import add_json, add_words, split_words
 from everstep.store import catalog, names
 from everstep.store.store import Progress, Store, Verdict
 from everstep.tiers.disk import Disk
-
-_UPDATE_S = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(found, indent=2))
     else:
-        _report(verdict, seconds, cut_off, bool(steps), Screen.of(sys.stdout))
+        _report(verdict, seconds, cut_off, bool(steps))
     return 0 if verdict.ok else 1
 
 
@@ -58,35 +55,30 @@ def _cut_off(disk: Disk, verdict: Verdict) -> list[str]:
     return [str(name) for name in found if name in there]
 
 
-def _report(
-    verdict: Verdict, seconds: float, cut_off: list[str], is_one: bool, screen: Screen
-) -> None:
+def _report(verdict: Verdict, seconds: float, cut_off: list[str], is_one: bool) -> None:
     for name, problems in verdict.problems.items():
         for problem in problems:
-            print(
-                f"{screen.paint('✗', 'bad')} {screen.paint(name, 'bold')}  {wording.clean(problem)}"
-            )
+            _complain([name], problem)
     if cut_off:
-        logs = wording.plural(len(cut_off), "log")
-        which = cut_off[0] if len(cut_off) == 1 else f"{cut_off[0]} to {cut_off[-1]}"
-        lost = f"{logs} cannot be restored, because of what they go on from"
-        print(f"{screen.paint('✗', 'bad')} {screen.paint(which, 'bold')}  {lost}")
+        logs = text.plural(len(cut_off), "log")
+        _complain(cut_off, f"{logs} cannot be restored, because of what they go on from")
     for problem in dict.fromkeys(verdict.unproven.values()):
         found = [name for name, said in verdict.unproven.items() if said == problem]
-        span = found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
-        text = f"not proven: {wording.clean(problem)}"
-        print(f"{screen.paint('✗', 'bad')} {screen.paint(span, 'bold')}  {text}")
-    rate = f"{wording.size(int(verdict.bytes / max(seconds, 1e-9)))}/s"
-    read = f"{wording.size(verdict.bytes)} read in {seconds:.1f} s, {rate}"
-    count = wording.plural(verdict.checkpoints, "checkpoint")
+        _complain(found, f"not proven: {problem}")
+    count = text.plural(verdict.checkpoints, "checkpoint")
     if is_one and verdict.checkpoints > 1:
         count += " (a log, and what it goes on from)"
     if verdict.ok:
-        mark, said = screen.paint("✓", "live"), f"{count} intact: every byte is as it was written"
+        said = text.paint(f"✓ {count} intact: every byte is as it was written", "live")
     else:
-        bad = f"{len(verdict.problems):,} of {count} damaged"
-        mark, said = screen.paint("✗", "bad"), screen.paint(bad, "bad")
-    print(f"{mark} {said} {screen.paint(f'({read})', 'dim')}")
+        said = text.paint(f"✗ {len(verdict.problems):,} of {count} damaged", "bad")
+    rate = text.size(int(verdict.bytes / max(seconds, 1e-9)))
+    print(f"{said} ({text.size(verdict.bytes)} read in {seconds:.1f} s, {rate}/s)")
+
+
+def _complain(names: list[str], problem: str) -> None:
+    which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    print(f"{text.paint(f'✗ {which}', 'bad')}  {text.clean(problem)}")
 
 
 @contextmanager
@@ -100,19 +92,11 @@ def _progress_bar() -> Iterator[Progress | None]:
 
     columns = (
         progress.TextColumn("verifying"),
-        progress.BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+        progress.BarColumn(),
         progress.DownloadColumn(binary_units=True),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("verifying", total=None, visible=False)
-        due = 0.0
-
-        def update(done: int, total: int) -> None:
-            nonlocal due
-            if done >= total or time.monotonic() >= due:
-                due = time.monotonic() + _UPDATE_S
-                bar.update(task, completed=done, total=total, visible=True)
-
-        yield update
+        task = bar.add_task("verifying", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli import wording
+from everstep.cli import text
 from everstep.cli.demo.report import Kill, Report, lost_max, median_of
 
 _MEGA = 1e6
@@ -75,9 +75,9 @@ def _kill_cells(kill: Kill, is_log: bool, every: int) -> list[Text | str]:
     replay = f" = {kill.base} + {kill.records}" if is_log and kill.records is not None else ""
     again = "killed before"
     if kill.again_s is not None and kill.restore_s is not None:
-        again = f"{wording.seconds(kill.again_s)}, restore {wording.seconds(kill.restore_s)}"
+        again = f"{text.seconds(kill.again_s)}, restore {text.seconds(kill.restore_s)}"
     return [
-        wording.seconds(kill.at_s),
+        text.seconds(kill.at_s),
         "–" if kill.step is None else str(kill.step),
         kill.phase,
         ", ".join(map(str, kill.saving)) or "none",
@@ -105,7 +105,7 @@ def _cost_table(report: Report) -> Table:
     }
     for name, seconds in times.items():
         if seconds is not None:
-            table.add_row(name, wording.seconds(seconds))
+            table.add_row(name, text.seconds(seconds))
     for kind, size in report.bytes.items():
         table.add_row(f"bytes of a {kind}", f"{size / _MEGA:.1f} MB")
     return table

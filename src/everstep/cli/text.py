@@ -1,0 +1,161 @@
+"""Text for people: sizes, ages, tagged JSON in words; tables, colours, the terminal's width.
+
+Standard library only, for start-up time. Whatever comes out of a store goes through `clean` or
+`brief` before it reaches a terminal.
+"""
+
+import os
+import struct
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+_CODES = {"dim": "2", "tag": "33", "title": "1;36", "live": "1;32", "bad": "1;31"}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SPANS = ((86_400, "day"), (3_600, "h"), (60, "min"), (1, "s"))
+_ITEMS_MAX = 8
+_COLUMNS = 80
+
+
+def clean(text: object) -> str:
+    """`text` without control characters: what a store holds cannot steer the terminal."""
+    plain = str(text)
+    if plain.isprintable():
+        return plain
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in plain)
+
+
+def size(size: int) -> str:
+    """Bytes in the unit that leaves at most four digits: 286.1 MiB."""
+    value, unit = float(size), 0
+    while value >= 1023.95 and unit + 1 < len(_UNITS):
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{size} B"
+
+
+def seconds(seconds: float) -> str:
+    """In the unit that leaves a number before the point: "12 s", "61.7 ms", "340 µs"."""
+    for unit, scale in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
+        if abs(seconds) * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 checkpoint, 2 checkpoints, 1,204 checkpoints."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def time(created: str) -> str:
+    """A time of the format as local time to the second; other text as it is."""
+    try:
+        return f"{datetime.fromisoformat(created).astimezone():%Y-%m-%d %H:%M:%S}"
+    except ValueError:
+        return clean(created)
+
+
+def age(created: str) -> str:
+    """How long ago a time of the format was, in its largest unit: "3 min ago"; "" for no time."""
+    try:
+        seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
+    except (ValueError, TypeError):
+        return ""
+    for span, unit in _SPANS:
+        if seconds >= span:
+            count = int(seconds // span)
+            return f"{plural(count, unit) if unit == 'day' else f'{count} {unit}'} ago"
+    return "now"
+
+
+def brief(value: Any, limit: int = 60) -> str:
+    """Tagged JSON (docs/format.md) in few characters; long lists by how many items they have."""
+    text = clean(_brief(value))
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def pairs(values: Mapping[str, Any], limit: int = 60) -> str:
+    """ "loss 2.134 · accuracy 0.81"."""
+    return " · ".join(f"{clean(key)} {brief(value, limit)}" for key, value in values.items())
+
+
+def settings(values: Mapping[str, Any]) -> str:
+    """As "slots 3 · budget 1.2 GiB" of slots and budget_bytes."""
+    return pairs(dict(_setting(*item) for item in values.items() if item[1] is not None), 200)
+
+
+def paint(text: str, style: str) -> str:
+    """`text` in that style where standard output is a terminal with colours."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if not text or not style or is_plain or not sys.stdout.isatty():
+        return text
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
+
+
+def line(text: str, style: str = "") -> str:
+    """`text` in that style, cut with an ellipsis where it is wider than the terminal."""
+    room = columns_of(sys.stdout) if sys.stdout.isatty() else sys.maxsize
+    return paint(text if len(text) <= room else text[: room - 1] + "…", style)
+
+
+def columns_of(stream: TextIO) -> int:
+    """How many characters wide a terminal is; 80 where it does not say."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and int(said):
+        return int(said)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
+    except (OSError, ValueError):
+        return _COLUMNS
+
+
+def table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()
+) -> list[str]:
+    """A line of titles, and a line for each row. Columns without any text are left out; texts below
+    a title in `right` end, and do not begin, at a common edge."""
+    used = [i for i in range(len(titles)) if any(row[i] for row in rows)]
+    widths = {i: max(len(row[i]) for row in (titles, *rows)) for i in used}
+    return [
+        "  ".join(
+            row[i].rjust(widths[i]) if titles[i] in right else row[i].ljust(widths[i]) for i in used
+        ).rstrip()
+        for row in (titles, *rows)
+    ]
+
+
+_UNITS_OF_KEYS: dict[str, Callable[[Any], str]] = {
+    "_bytes_per_s": lambda value: f"{size(round(value))}/s" if value else "unknown",
+    "_bytes": lambda value: size(round(value)),
+    "_s": seconds,
+}
+"""What the end of a setting's key says of its value."""
+
+
+def _setting(key: str, value: Any) -> tuple[str, Any]:
+    for ending, text in _UNITS_OF_KEYS.items():
+        if key.endswith(ending) and isinstance(value, (int, float)):
+            return key.removesuffix(ending), text(value)
+    return key.removeprefix("is_"), value
+
+
+def _brief(value: Any) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.6g}"
+        case list() if len(value) > _ITEMS_MAX:
+            return f"{len(value)} items"
+        case list():
+            return f"[{', '.join(map(_brief, value))}]"
+        case {"$": "float", "v": str(bits)} if len(bits) == 16:
+            return str(struct.unpack(">d", bytes.fromhex(bits))[0])
+        case {"$": "tuple", "v": items}:
+            return _brief(items)
+        case {"$": kind, **inner}:
+            return f"{kind} {_brief(inner.get('v', ''))}"
+        case dict():
+            return f"{{{', '.join(f'{key} {_brief(item)}' for key, item in value.items())}}}"
+        case _:
+            return str(value)
