@@ -109,8 +109,29 @@ def test_other_strategies_save_it_whole(store, caplog, kind, strategy):
         assert "'optimizer' is a" in Store(store).manifest(5).capture["auto"]["reason"]
 
 
-def test_on_the_users_word(store):
-    check_run(store, partial(build, kind=Plain), train, "brrrrrrr", optimizers=[Plain])
+class Lion(torch.optim.Optimizer):
+    """As it stands on the web."""
+
+    def __init__(self, parameters, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                update = state["exp_avg"] * beta1 + p.grad * (1 - beta1)
+                p.add_(update.sign_(), alpha=-group["lr"])
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+@pytest.mark.parametrize("kind", [Plain, Lion])
+def test_on_the_users_word(store, kind):
+    check_run(store, partial(build, kind=kind), train, "brrrrrrr", optimizers=[kind])
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

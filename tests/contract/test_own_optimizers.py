@@ -1,5 +1,7 @@
 """Optimizers of users, wrappers, and parameters that come late: back bit for bit as well."""
 
+from collections import OrderedDict, defaultdict
+
 import logs
 import pytest
 import torch
@@ -16,7 +18,7 @@ from runs import (
 )
 from torch import nn
 
-from everstep import Checkpointer, Unsupported
+from everstep import Checkpointer, Store, Unsupported
 
 
 class Odd(torch.optim.Optimizer):
@@ -165,6 +167,81 @@ def test_a_wrapper_that_is_no_optimizer_by_itself(store, strategy, wrap):
         check_same(freeze(fresh), expected)
     with pytest.raises(Unsupported, match="Give the optimizer that it wraps"):
         Checkpointer(store, {"optimizer": Wrapper(None)})
+
+
+class NeverInitialised(torch.optim.Optimizer):
+    """Lookahead as alphadl's: no Optimizer.__init__, and slow weights in a state of its own, which
+    its state_dict() tells by id()."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        for group in self.param_groups:
+            group["counter"] += 1
+            if group["counter"] % 3 == 0:
+                for fast in group["params"]:
+                    slow = self.state[fast].setdefault("slow", fast.clone())
+                    fast.copy_(slow.add_(fast - slow, alpha=0.5))
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self):
+        slow = {id(parameter): state for parameter, state in self.state.items()}
+        return {"fast": self.optimizer.state_dict(), "slow": slow}
+
+
+class KeyedByParameter(NeverInitialised):
+    """As pytorch_optimizer's: it has dicts for hooks, which nothing calls, and a state_dict() whose
+    keys are the parameters themselves."""
+
+    param_groups = property(lambda self: self.optimizer.param_groups, lambda self, value: None)
+
+    def __init__(self, optimizer):
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        super().__init__(optimizer)
+        self.defaults = optimizer.defaults
+
+    def state_dict(self):
+        return {"slow": self.state, "fast": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.state = state["slow"]
+        self.optimizer.load_state_dict(state["fast"])
+
+
+@pytest.mark.parametrize("kind", [NeverInitialised, KeyedByParameter])
+def test_lookaheads_go_on_in_the_midst_of_a_round(store, kind):
+    def build(seed):
+        state = build_plain(seed)
+        return {**state, "optimizer": kind(state["optimizer"])}
+
+    run = build(1)
+    with Checkpointer(store, run) as saver:
+        for step in range(1, 12):
+            supervised(run)
+            saver.step(step)
+    for step in (2, 4, 11):
+        resumed, begun = build(2), build(1)
+        for _ in range(step):
+            supervised(begun)
+        restore(store, resumed, step=step)
+        for _ in range(5):
+            for state in (begun, resumed):
+                torch.manual_seed(step)
+                supervised(state)
+        check_same(freeze(resumed["model"]), freeze(begun["model"]))
+    assert kind.__name__ in Store(store).manifest(11).capture["auto"]["reason"]
+    with pytest.raises(Unsupported, match=kind.__name__):
+        Checkpointer(store, build(3), strategy="log")
 
 
 class Remembers(torch.optim.SGD):

@@ -48,7 +48,8 @@ def why_not_allowed(
         if twin := seen.get(id(state.optimizer)):
             return f"{state.name!r} is the same optimizer as {twin!r}"
         seen[id(state.optimizer)] = state.name
-        if problem := _why_not(state, {*_ALLOWED, *added}):
+        problem = f"is in a {state.wrapper}, which has state of its own" if state.wrapper else None
+        if problem := problem or _why_not(state, {*_ALLOWED, *added}):
             return f"{state.name!r} {problem}"
     owned = {id(p) for state in optimizers for _, _, p, _ in state.parameters()}
     for name, module in modules.items():

@@ -17,7 +17,7 @@ from everstep.sharding.ranked import ByRank, Share
 from everstep.sharding.world import World
 from everstep.state.modules import ModuleState
 from everstep.state.objects import TensorSink
-from everstep.state.optimizers import OptimizerState
+from everstep.state.optimizers import OptimizerState, StateByParameter
 from everstep.state.overlaps import Overlap, overlapping
 from everstep.state.placement import Placement
 from everstep.state.stateful import (
@@ -163,7 +163,11 @@ def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:
     if isinstance(value, nn.Module):
         yield ModuleState(name, value)
     elif isinstance(value, Optimizer):
-        yield OptimizerState(name, _with_hooks(name, value), next(indices))
+        optimizer = OptimizerState(name, _with_hooks(name, value), next(indices))
+        yield optimizer
+        if _has_own_state(value, optimizer.optimizer):
+            optimizer.wrapper = type(value).__name__
+            yield StatefulState(f"{name}.wrapper", StateByParameter(value))
     elif isinstance(value, GradScaler):
         yield ScalerState(name, value)
     elif is_generator(value):
@@ -198,6 +202,13 @@ def _with_hooks(name: str, optimizer: Optimizer) -> Optimizer:
             )
         optimizer = wrapped
     return optimizer
+
+
+def _has_own_state(wrapper: Any, optimizer: Optimizer) -> bool:
+    """Whether what was seen through keeps something of each parameter beside the optimizer's own
+    state (Lookahead: its slow weights). Accelerate's and Lightning's do not."""
+    own = vars(wrapper).get("state")
+    return wrapper is not optimizer and isinstance(own, dict) and own is not optimizer.state
 
 
 def _is_lightnings(optimizer: Optimizer) -> bool:

@@ -5,6 +5,7 @@ torch's own load_state_dict casts (fp32 moments of a bf16 parameter become bf16)
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,8 @@ from everstep.state.objects import TensorSink, as_stored, encode
 from everstep.state.placement import Placement, Saved
 
 _STRUCTURE = ("params", "param_names")
+_PARAMETER = "everstep.parameter"
+"""With a name, in place of a parameter that is a key in a state_dict of a user's class."""
 _DeviceOf = Callable[[str, str, str], torch.device]
 """Where a state tensor goes: of its full name, its parameter's name, its key."""
 
@@ -51,6 +54,8 @@ class OptimizerState:
         """Whether its class says itself what its state is."""
         self.calls_hooks = bool(getattr(type(optimizer).step, "hooked", None))
         """Whether torch calls hooks in its step()."""
+        self.wrapper: str | None = None
+        """Of what was seen through, and has state of its own beside it: its class."""
         self._keys: dict[str, list[str]] = {}
         self._plain: list[tuple[str, dict[Any, Any], str]] = []
 
@@ -202,7 +207,11 @@ class OptimizerState:
                     f"of its own, which does not tell what belongs to which of its parameters' "
                     f"boxes. Use another optimizer, or do without layout="
                 )
-            state = self.optimizer.state_dict()
+            known = {id(parameter): name for _, name, parameter, _ in self.parameters()}
+            state = _with_keys(
+                self.optimizer.state_dict(),
+                lambda key: (_PARAMETER, known[id(key)]) if id(key) in known else key,
+            )
             return {"state_dict": encode(state, f"{self.name}.state_dict", sink)}
         plain: dict[str, dict[Any, Any]] = {}
         for name, state, key in self._plain:
@@ -250,7 +259,10 @@ class OptimizerState:
             if not is_named:
                 placement.into(name, parameter)
         if "state_dict" in objects:
-            state_dict = placement.decode(objects["state_dict"])
+            keys = {(_PARAMETER, name): parameter for name, parameter in names.items()}
+            state_dict = _with_keys(
+                placement.decode(objects["state_dict"]), lambda key: keys.get(key, key)
+            )
             placement.then(lambda: self.optimizer.load_state_dict(state_dict))
             return
         self._prepare_groups(placement, saved)
@@ -386,6 +398,39 @@ class OptimizerState:
         placement.into(name, live)
         placement.note_made(name, live)
         return live
+
+
+def _with_keys(value: Any, key_of: Callable[[Any], Any]) -> Any:
+    """The same dicts and lists with other keys."""
+    if isinstance(value, dict):
+        made = copy(value)  # an OrderedDict, a defaultdict
+        made.clear()
+        made.update({key_of(key): _with_keys(each, key_of) for key, each in value.items()})
+        return made
+    return [_with_keys(each, key_of) for each in value] if type(value) is list else value
+
+
+class StateByParameter:
+    """What an optimizer that wraps another keeps of parameters itself, by their places in its
+    groups: its own state_dict() may go by id() (Lookahead)."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """By group and position."""
+        state = self._optimizer.state
+        return {name: state[p] for name, p in self._places().items() if p in state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """In place of all that is there."""
+        places, found = self._places(), self._optimizer.state
+        found.clear()
+        found.update({places[name]: value for name, value in state.items()})
+
+    def _places(self) -> dict[str, torch.Tensor]:
+        groups = enumerate(self._optimizer.param_groups)
+        return {f"{at}.{i}": p for at, group in groups for i, p in enumerate(group["params"])}
 
 
 def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
