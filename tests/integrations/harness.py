@@ -22,6 +22,7 @@ bytes), and that each life went on where the one before it had come.
 """
 
 import hashlib
+import multiprocessing
 import os
 import random
 import signal
@@ -176,6 +177,7 @@ def _main(
     output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    multiprocessing.set_start_method("fork", force=True)  # loaders' workers, as in any program
     trains(store, Trace(notes, kill_at, late))
 
 

@@ -1,0 +1,247 @@
+"""transformers' Trainer: every step is a checkpoint, and train() goes on in mid-epoch, exactly.
+
+    from everstep.integrations.transformers import everstep_trainer
+
+    trainer = everstep_trainer(Trainer)(model=model, args=args, ..., everstep="runs/gpt")
+    trainer.train(resume_from_checkpoint=True)
+
+A step is saved after its logging, evaluation and schedulers, the last of an epoch after those of
+the epoch: so a kill skips none of them. The Trainer skips what it was trained on in its own way,
+with the generators as they were when the epoch began. Not exact: what a data set draws at random
+by itself, since it draws nothing for what is skipped. Tested with transformers 5.23.
+"""
+
+import dataclasses
+import logging
+import os
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from everstep import Checkpointer, Ranks, Unsupported
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object
+
+log = logging.getLogger("everstep")
+
+_BEST = "best"
+_RESUMED = "a step of the store"
+"""Stands where the Trainer has the folder from which it resumes."""
+_COUNTED = ["epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"]
+_COUNTED += ["best_metric", "best_global_step", "best_model_checkpoint"]
+"""Of TrainerState; the rest follows from the arguments."""
+_SUMS = ["current_flos", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"]
+"""Of the Trainer, which begins them anew in each process."""
+
+
+def everstep_trainer(base: Any) -> Any:
+    """Return a subclass of `base` (transformers.Trainer or a subclass of it) that checkpoints with
+    everstep in place of the Trainer's folders.
+
+    Its constructor takes one more argument. everstep: the store, or a dict of Checkpointer's
+    arguments ({"store": "runs/gpt", "every": 10}). Where the Trainer would save (save_strategy),
+    the step is saved whatever `every` says; the best one (metric_for_best_model) gets the tag
+    "best", which load_best_model_at_end=True restores.
+
+    train(resume_from_checkpoint=True) goes on from the newest checkpoint, or begins where there is
+    none; a tag or "step-epoch" goes on from that; a folder of the Trainer's is read by the Trainer.
+    Raises Unsupported for DeepSpeed and for a search of hyperparameters.
+    """
+    return type(f"Everstep{base.__name__}", (_EverstepTrainer, base), {})
+
+
+class _EverstepTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer that is a part of its own Checkpointer's state (state_dict, load_state_dict)."""
+
+    everstep_attributes: tuple[str, ...] = ("_metrics", "_total_train_tokens")
+    """What a subclass counts beside the Trainer, as plain values; these are TRL's."""
+
+    def __init__(self, *args: Any, everstep: Any, **rest: Any) -> None:
+        options = everstep if isinstance(everstep, dict) else {"store": everstep}
+        if "store" not in options:
+            raise ValueError(f"everstep={options!r} names no store")
+        self._options = options
+        self._checkpointer: Checkpointer | None = None
+        self._seconds_before = 0.0
+        self._loaded: dict[str, Any] | None = None
+        super().__init__(*args, **rest)
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *rest: Any) -> Any:
+        if trial is not None or self.is_deepspeed_enabled:
+            raise Unsupported(
+                "training with everstep: a search of hyperparameters, and DeepSpeed within the "
+                "Trainer, are not known here. For an engine see everstep.integrations.deepspeed"
+            )
+        asked = resume_from_checkpoint
+        is_folder = isinstance(asked, (str, os.PathLike)) and os.path.isdir(asked)
+        self._asked = None if is_folder else asked
+        try:
+            return super().train(asked if is_folder else None, trial, *rest)
+        finally:
+            self._close()
+
+    def get_train_dataloader(self) -> Any:
+        self._loader = super().get_train_dataloader()
+        return self._loader
+
+    def _init_training_state(self, max_steps: int, per_epoch: int, *rest: Any) -> Any:
+        """Prepares for training, too: what is restored has to be there before steps are counted."""
+        begin = super()._init_training_state(max_steps, per_epoch, *rest)
+        self._steps_per_epoch = per_epoch
+        self._prepared = super()._prepare_for_training(max_steps, self._loader, rest[1])
+        self._close()  # of a try with a larger batch
+        self._loaded = None
+        self._checkpointer = self._attach()
+        self._began, self._put_off, self._must_save = time.monotonic(), -1, False
+        asked = None if self._asked is True else self._asked
+        restored = self._checkpointer.restore(asked) if self._asked else 0
+        self._restored_generators, self._saved = self._generators(), self.state.global_step
+        if not restored:
+            return begin
+        epochs, steps = divmod(self.state.global_step, per_epoch)
+        steps = 0 if self.args.ignore_data_skip else steps
+        return epochs, steps * self.args.gradient_accumulation_steps
+
+    def _prepare_for_training(self, *_: Any) -> Any:
+        return self._prepared
+
+    def _attach(self) -> Checkpointer:
+        state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+        state["trainer"] = self
+        if self.accelerator.scaler is not None:
+            state["scaler"] = self.accelerator.scaler
+        ranks = self._options.get("ranks") or Ranks()
+        own = {"trainer": "replicate"} if self.args.world_size > 1 else {}
+        ranks = dataclasses.replace(ranks, by_rank=own | dict(ranks.by_rank or {}))
+        return Checkpointer(**{**self._options, "state": state, "ranks": ranks})
+
+    def _close(self) -> None:
+        if self._checkpointer:
+            self._checkpointer.close()
+        self._checkpointer = None
+
+    def _run_epoch(self, **arguments: Any) -> None:
+        if self._begin_epoch():
+            arguments["resume_from_checkpoint"] = _RESUMED
+        if not self.control.should_training_stop:
+            super()._run_epoch(**arguments)
+
+    def _begin_epoch(self) -> bool:
+        """Put what the Trainer has set to 0 since the restore; whether this is the first epoch
+        after it."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            self._epoch_generators = self._generators()
+            return False
+        self._tr_loss = loaded["loss"].to(self.args.device)
+        _put(self, loaded["sums"])
+        is_over = self.state.global_step >= self.state.max_steps
+        self.control.should_training_stop |= is_over or loaded["was_stopped"]
+        if self.state.global_step % self._steps_per_epoch == 0:
+            self._epoch_generators = self._restored_generators
+        elif not self.args.ignore_data_skip:  # its order and its workers' seeds are drawn anew
+            self._put_generators(self._epoch_generators)
+        return True
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if checkpoint is _RESUMED:
+            self._put_generators(self._restored_generators)
+        else:
+            super()._load_rng_state(checkpoint)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **rest: Any) -> None:
+        """Saves the step, if nothing of it comes any more: an epoch's last one comes twice."""
+        super()._maybe_log_save_evaluate(*args, **rest)
+        step, history = self.state.global_step, self.state.log_history
+        ends_epoch = self.control.should_epoch_stop or self.control.should_training_stop
+        ends_epoch |= step % self._steps_per_epoch == 0
+        if step == self._saved or (ends_epoch and self._put_off != step):
+            self._put_off = step
+            return
+        assert self._checkpointer
+        if self._must_save:
+            tag = _BEST if self.state.best_global_step == step else None
+            self._checkpointer.save(step, tag=tag, metrics=history[-1] if history else None)
+        else:
+            self._checkpointer.step(step)
+        self._saved, self._must_save = step, False
+
+    def _save_checkpoint(self, *_: Any) -> None:
+        self.store_flos()
+        self._must_save = True
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = _BEST
+
+    def _load_best_model(self) -> None:
+        assert self._checkpointer
+        self._checkpointer.restore(_BEST, only="model")
+
+    def _finalize_training(self, trial: Any, samples: Any, start_time: float) -> Any:
+        self._begin_epoch()  # where all was trained before, the sums are still to be put
+        return super()._finalize_training(trial, samples, start_time - self._seconds_before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the Trainer and its callbacks count."""
+        was_stopped = self.control.should_training_stop
+        return {
+            "state": _take(self.state, _COUNTED),
+            "sums": _take(self, _SUMS),
+            "attributes": _take(self, self.everstep_attributes),
+            "callbacks": [_state_of(each) for each in self.callback_handler.callbacks],
+            "loss": self._tr_loss,
+            "was_stopped": was_stopped and self.state.global_step < self.state.max_steps,
+            "generators": self._epoch_generators,
+            "seconds": self._seconds_before + time.monotonic() - self._began,
+            "steps_per_epoch": self._steps_per_epoch,
+        }
+
+    def load_state_dict(self, loaded: dict[str, Any]) -> None:
+        """Put that back, but for what the Trainer sets to 0 afterwards."""
+        self._loaded = loaded
+        self._seconds_before, self._epoch_generators = loaded["seconds"], loaded["generators"]
+        _put(self.state, loaded["state"])
+        _put(self, loaded["attributes"])
+        here = self.callback_handler.callbacks
+        if [kind for kind, _ in loaded["callbacks"]] != [type(each).__name__ for each in here]:
+            log.warning("the callbacks are others than when this was saved: they begin anew")
+        else:
+            for callback, (_, state) in zip(here, loaded["callbacks"], strict=True):
+                _put(callback, state)
+        if loaded["steps_per_epoch"] != self._steps_per_epoch:
+            log.warning("an epoch has another number of steps than when this was saved: other data")
+
+    def _generators(self) -> list[Any]:
+        """Those from which the order of data, and its workers' seeds, are drawn."""
+        return [random.getstate(), np.random.get_state(), *(g.get_state() for g in self._torchs)]
+
+    def _put_generators(self, states: list[Any]) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        for generator, state in zip(self._torchs, states[2:], strict=True):
+            generator.set_state(state)
+
+    @property
+    def _torchs(self) -> list[torch.Generator]:
+        own = getattr(self._loader, "synchronized_generator", None)
+        return [torch.default_generator, *([own] if own is not None else [])]
+
+
+def _take(holder: Any, names: Any) -> dict[str, Any]:
+    return {name: getattr(holder, name) for name in names if hasattr(holder, name)}
+
+
+def _put(holder: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(holder, name, value)
+
+
+def _state_of(callback: Any) -> list[Any]:
+    """The name of its class, and what it counts (transformers' ExportableState)."""
+    state = getattr(callback, "state", None)
+    return [type(callback).__name__, state()["attributes"] if callable(state) else {}]
