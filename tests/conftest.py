@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
+import forked_keepers
 from everstep.keeper import home
 from stores import end_keeper
+
+forked_keepers.install()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _keepers():
+    with forked_keepers.server():
+        yield
 
 
 @pytest.fixture
