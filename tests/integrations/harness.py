@@ -77,8 +77,8 @@ class Trace:
         if what == "loss":
             now = time.monotonic()
             step_s, self._last_loss_s = now - self._last_loss_s, now
-            if step == self._kill_at:
-                self._kill_after(step_s * self._late)
+            if self._kill_at is not None and step >= self._kill_at and self._killer is None:
+                self._kill_after(step_s * self._late)  # it may have come farther before it died
 
     def end(self, **state: Any) -> None:
         """The run is complete, with this state. Does not return where a kill is still to come."""
@@ -118,6 +118,8 @@ def check_resumes(
     found: dict[tuple[str, str], str] = {}
     try:
         for life, moment in enumerate([*moments, None], 1):
+            if moment is not None and last >= steps:
+                continue  # the last life came to the end before it died
             lateness = chance.choice([0.0, chance.uniform(0, late)])
             print(f"life {life}: killed {lateness:.2f} step times after step {moment}")
             path = _live(trains, store, folder, f"life-{life}", moment, lateness)
