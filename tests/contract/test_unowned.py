@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from logs import check_run
-from runs import check_steps, kinds, logged, snapshot
+from runs import check_steps, checkpointer, kinds, logged, snapshot
 from torch import nn
 
 from everstep import Store
@@ -64,6 +64,23 @@ def test_an_adapted_model_gets_a_log_by_default(store, strategy):
     assert FROZEN not in tensors_of(store, 10)
     whole = max(bytes_of(store))
     assert min(bytes_of(store)) < whole / 5
+
+
+def test_a_record_is_smaller_than_adapters_and_moments(store):
+    """And the frozen encoder is in two bases of 40 steps: before and after there are moments."""
+    state, handles = build(1), []
+    with checkpointer(store, state) as saver:
+        for step in range(1, 41):
+            train(state)
+            handles.append(saver.step(step))
+    model, optimizer = state["model"], state["optimizer"]
+    trained = [each for each in model.parameters() if each.requires_grad]
+    moments = [each for kept in optimizer.state.values() for each in kept.values()]
+    assert kinds(store) == "bb" + 38 * "r"
+    sizes = [handle.bytes for handle in handles]
+    assert max(sizes[2:]) < 1.3 * sum(each.nbytes for each in trained + moments)
+    frozen = sum(each.nbytes for each in model.encoder.parameters())
+    assert sum(bytes_of(store)) < 2.5 * frozen + sum(sizes[2:])
 
 
 @pytest.mark.parametrize("way", ["data", "numpy", "in place", "swap"])
