@@ -5,7 +5,7 @@ from everstep.capture import log
 
 _OF_LOG = ("base_every", "verify", "catch_up", "pre_clip", "optimizers")
 _OF_RANKS = ("by_rank", "layout", "alone", "check")
-_choose_window = log.choose_window
+_steps_of_base = log.steps_of_base
 
 
 def chosen(strategy="auto", window=None, **flat):
@@ -21,7 +21,7 @@ def chosen(strategy="auto", window=None, **flat):
         strategy = everstep.Spread(window=window)
     elif strategy == "log":
         strategy = everstep.Log(**own)
-        log.choose_window = _choose_window if window is None else lambda *_: window
+        log.steps_of_base = _steps_of_base if window is None else lambda *_: window
     if ranks:
         flat["ranks"] = everstep.Ranks(**ranks)
     return {"strategy": strategy, **flat}

@@ -119,13 +119,13 @@ class Checkpointer:
         rank = None if self._world.is_alone else self._world.rank
         how = options.strategy if isinstance(options.strategy, Log) else Log()
         self._derived = Derived(self._rules, how.verify == "full", rank)
-        pace, derived = CopySpeed(), self._derived if self._rules.parts else None
+        pace = CopySpeed()
         self._disk = Disk(Path(store).absolute())
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._rules.parts)
         team = form_team(self._world, self._disk.root, alike)
         self._world.local = team.ranks if team else (self._world.rank,)
-        choice = Choice(options, self._state, pace, derived)
+        choice = Choice(options, self._state, pace, self._derived)
         check_room(self._state)
         open_store(self._disk)
         self._saves = Saves(self.metrics)

@@ -17,13 +17,13 @@ def reason_of(store):
 def test_it_goes_over_to_a_log_and_every_step_is_exact(store):
     """AdamW has three times the bytes of its gradients, at each step."""
     check_run(store, build, train, strategy="auto", base_every=None, steps=20)
-    assert kinds(store)[:10] == "bbrrrrrrrr"
+    assert kinds(store)[:10] == "brrrrrrrrr"
     assert reason_of(store).startswith("log: kB a step: ")
 
 
 @pytest.mark.parametrize(
     ("kind", "every", "saved"),
-    [(torch.optim.SGD, 1, "bbbbbb"), (torch.optim.AdamW, 3, "bb"), (torch.optim.Adam, 1, "bbrrrr")],
+    [(torch.optim.SGD, 1, "bbbbbb"), (torch.optim.AdamW, 3, "bb"), (torch.optim.Adam, 1, "brrrrr")],
 )
 def test_by_sizes(store, kind, every, saved):
     state, frozen = build(1, kind), {}
@@ -48,7 +48,7 @@ def test_before_the_first_update_nothing_is_chosen(store):
             train(state)
             saver.step(step)
         assert clipping.is_recording()
-    assert kinds(store) == "bbbbbrrrr"[: len(kinds(store))]
+    assert kinds(store) == "bbbbrrrrr"[: len(kinds(store))]
 
 
 def test_a_run_that_starts_again_chooses_again(store):
@@ -59,7 +59,7 @@ def test_a_run_that_starts_again_chooses_again(store):
             for step in range(first, first + 4):
                 train(state)
                 saver.step(step)
-    assert kinds(store) == "bbrr" * 3
+    assert kinds(store) == "brrr" * 3
 
 
 def test_what_it_writes_less_of(monkeypatch):

@@ -8,7 +8,6 @@ from runs import check_steps, logged, restore, snapshot
 from wholes import advance, build, fill, train, whole_steps
 
 from everstep import Conflict, Keep, Missing, Store, Unsupported
-from everstep.capture.base_interval import BaseInterval
 from everstep.restore.materialize import materialize
 from everstep.store import claims, commit, names, retain
 from everstep.store.names import CheckpointName
@@ -112,22 +111,6 @@ def test_what_is_not_exact_frees_nothing(store, monkeypatch):
     assert Store(store).verify().ok
     assert len(packs_of(store)) == 9
     check_steps(store, build(2), frozen)
-
-
-def test_a_base_is_not_due_where_a_step_was_made_whole(store, monkeypatch):
-    """The distance counts from the newest whole state, and a real base still comes."""
-    monkeypatch.setattr(BaseInterval, "steps", 10)
-    state = build(1)
-    with logged(store, state, base_every=None) as saver:
-        for step in range(1, 40):
-            train(state)
-            saver.step(step).wait("local")
-            if step in (8, 15, 24):
-                saver._captures._on_whole(step, 1)
-            if step == 16:
-                saver._captures._on_whole(1000, 7)  # of another epoch
-    manifests = [Store(store).manifest(step) for step in range(1, 40)]
-    assert [m.step for m in manifests if not m.previous] == [1, 34]
 
 
 def test_retention_goes_up_to_a_base_that_is_spread_over_records(store):

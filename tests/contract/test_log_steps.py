@@ -18,7 +18,7 @@ from runs import (
 from torch import nn
 
 from everstep import Conflict, EverstepError, Keep, Mismatch, Store, Unavailable, Unsupported
-from everstep.capture.base_interval import STATES
+from everstep.capture.log import STATES
 
 
 def test_memory_is_bounded_while_nobody_saves(store):
@@ -75,8 +75,8 @@ def test_retention_bounds_what_a_log_takes(store):
             state["optimizer"].step()
             state["optimizer"].zero_grad()
             saver.step(step).wait("local")
-        whole = saver._captures.strategy.interval.base_bytes
-        distance = saver._captures.strategy.interval.steps
+        said = saver._captures.strategy.describe()
+        whole, distance = said["base_interval"]["base_bytes"], said["base_every"]
     assert 10 < distance < 15  # a record is a third
     sizes = [path.stat().st_size for path in (store / "data").glob("*.safetensors")]
     assert sum(sizes) < (STATES + 3) * whole

@@ -49,7 +49,7 @@ def test_every_reader_says_the_same(store):
 
 def test_training_goes_on(store):
     state, other = build_tied(1), build_tied(2)
-    with checkpointer(store, state) as saver:
+    with checkpointer(store, state, strategy="full") as saver:
         for step in (1, 2):
             supervised(state)
             saver.step(step)

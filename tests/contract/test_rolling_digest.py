@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from everstep import Corrupt, Store
 from everstep.capture import copier
 from everstep.cli.main import main
-from everstep.redo import recorder, replay, rolling_digest
+from everstep.redo import replay, rolling_digest
 from everstep.restore import apply
 from everstep.store import catalog
 
@@ -26,7 +26,7 @@ def slices(monkeypatch):
     """How many slices there are."""
 
     def set_count(count):
-        monkeypatch.setattr(recorder, "count_for", lambda tensors, step_s: count)
+        monkeypatch.setattr(rolling_digest, "count_for", lambda tensors, step_s: count)
 
     return set_count
 
@@ -152,7 +152,7 @@ def test_what_is_replayed_elsewhere_may_differ(store, slices, other_from, caplog
 
 def test_who_writes_while_it_is_digested_voids_it(store, monkeypatch):
     """The record is what its update came to, and its digest says nothing."""
-    goes_on, digest = threading.Event(), rolling_digest._digest
+    goes_on, digest = threading.Event(), rolling_digest.digest_of
 
     def digest_later(pieces):
         assert threading.current_thread().name != "everstep-copy" or goes_on.wait(30)
@@ -162,7 +162,7 @@ def test_who_writes_while_it_is_digested_voids_it(store, monkeypatch):
     with logged(store, state, base_every=1000) as saver:
         for step in range(1, STEPS + 1):
             train(state)
-            monkeypatch.setattr(rolling_digest, "_digest", digest_later if step == 4 else digest)
+            monkeypatch.setattr(rolling_digest, "digest_of", digest_later if step == 4 else digest)
             handle = saver.step(step)
             frozen[step] = snapshot(state)
             if step == 4:
@@ -179,7 +179,7 @@ def test_who_writes_while_it_is_digested_voids_it(store, monkeypatch):
 
 
 def test_the_update_waits_for_its_digest(store, monkeypatch):
-    goes_on, digest, waited = threading.Event(), rolling_digest._digest, []
+    goes_on, digest, waited = threading.Event(), rolling_digest.digest_of, []
 
     def digest_later(pieces):
         if threading.current_thread().name == "everstep-copy":
@@ -191,7 +191,7 @@ def test_the_update_waits_for_its_digest(store, monkeypatch):
         for step in (1, 2, 3):
             train(state)
             if step == 2:
-                monkeypatch.setattr(rolling_digest, "_digest", digest_later)
+                monkeypatch.setattr(rolling_digest, "digest_of", digest_later)
                 monkeypatch.setattr(copier, "_SEAL_S", 0.0)
             saver.step(step)
             if step == 2:

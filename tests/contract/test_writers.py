@@ -145,7 +145,7 @@ def test_a_write_during_the_capture_is_noticed(store, slow_copy, write, seen_by)
     state = build(1)
     weight = state["model"][1].weight
     supervised(state)
-    with checkpointer(store, state) as saver:
+    with checkpointer(store, state, strategy="full") as saver:
         saver.step(1).wait("local")
         supervised(state)
         slow_copy.clear()
@@ -171,7 +171,7 @@ def test_a_write_during_the_capture_is_noticed(store, slow_copy, write, seen_by)
 def test_storages_that_go_away_during_the_capture_do_no_harm(store, slow_copy):
     slow_copy.set()
     state = build(1, width=50_000)
-    with checkpointer(store, state) as saver:
+    with checkpointer(store, state, strategy="full") as saver:
         supervised(state)
         frozen = freeze(state)
         slow_copy.clear()
@@ -188,7 +188,7 @@ def test_storages_that_go_away_during_the_capture_do_no_harm(store, slow_copy):
 def test_the_update_waits_for_its_copies(store, slow_copy):
     slow_copy.set()
     state = build(1)
-    with checkpointer(store, state) as saver:
+    with checkpointer(store, state, strategy="full") as saver:
         supervised(state)
         frozen = freeze(state)
         slow_copy.clear()
@@ -215,7 +215,7 @@ def test_a_closure_holds_after_its_backward(store, slow_copy):
         slow_copy.set()  # only then may the copies be made
         return loss
 
-    with checkpointer(store, state) as saver:
+    with checkpointer(store, state, strategy="full") as saver:
         for step, how in enumerate((lambda: optimizer.step(closure), optimizer.step), 1):
             optimizer.step(closure)
             frozen = freeze(state)
@@ -323,7 +323,7 @@ def outlasts_a_copy(store, slow_copy):
     The keeper has all of the copy of step 2 before that."""
     state, asked, goes_on = build(1, width=64), threading.Event(), threading.Lock()
     weight = state["model"][0].weight
-    with checkpointer(store, state) as saver:
+    with checkpointer(store, state, strategy="full") as saver:
         hear = saver._client._on_event
 
         def hear_and_tell(message):
@@ -376,7 +376,7 @@ def test_an_operation_that_outlasts_the_copy_is_seen(store, slow_copy, monkeypat
 def saves_without_updates(store):
     state = build(1, width=512)
     supervised(state)
-    with checkpointer(store, state, memory_bytes=2_400_000) as saver:
+    with checkpointer(store, state, strategy="full", memory_bytes=2_400_000) as saver:
         for step in range(1, 7):
             saver.step(step)
 
@@ -390,7 +390,7 @@ def test_who_waits_for_memory_is_in_no_operation(store, monkeypatch):
 
 def commits_between_two_lines(store):
     state = build(1)
-    with checkpointer(store, state) as saver:
+    with checkpointer(store, state, strategy="full") as saver:
         supervised(state)
         handle = saver.step(1)
         while not handle.done():

@@ -4,21 +4,20 @@ import random
 
 import pytest
 
-from everstep.capture.copy_speed import RECORDS_MAX, CopySpeed, Piece, schedule
+from everstep.capture.copy_speed import CopySpeed
+from everstep.capture.window import RECORDS_MAX, Figures, Piece, schedule, steps_of_base
 
 
-def pace(copy_steps: float, state: int, call_s: float = 0.0) -> CopySpeed:
+def figures(copy_steps: float, state: int, call_s: float = 0.0, rest: int = 0) -> Figures:
     """A run of steps of one second, whose state takes so many of them to copy."""
-    return CopySpeed(state / copy_steps, 1.0, call_s)
+    return Figures(rest, state / copy_steps, 1.0, call_s)
 
 
 def equal_pieces(count: int, size: int, share: float) -> list[Piece]:
     return [Piece(f"p{index:03}", size, round(size * share)) for index in range(count)]
 
 
-def simulate(
-    pieces: list[Piece], rest: int, groups: tuple[tuple[str, ...], ...], p: CopySpeed
-) -> float:
+def simulate(pieces: list[Piece], groups: tuple[tuple[str, ...], ...], p: Figures) -> float:
     """Seconds for which updates wait: each step's bytes against one step's time."""
     by_name = {piece.name: piece for piece in pieces}
     gradients, late = 0, 0.0
@@ -26,27 +25,27 @@ def simulate(
         size = sum(by_name.pop(name).size for name in group)
         late += max(0.0, (size + gradients) / p.bytes_per_s - p.overlap_s)
         gradients += sum(piece.gradient for piece in pieces if piece.name in group)
-    left = rest + sum(piece.size for piece in by_name.values())
+    left = p.rest + sum(piece.size for piece in by_name.values())
     return late + max(0.0, left / p.bytes_per_s - p.overlap_s)
 
 
 @pytest.mark.parametrize("copy_steps", [0.1, 0.5, 1.0])
 def test_what_fits_into_one_step_is_full(copy_steps: float) -> None:
     pieces = equal_pieces(64, 1000, 1 / 7)
-    assert schedule(pieces, 0, pace(copy_steps, 64_000), 64).steps == 1
+    assert schedule(pieces, figures(copy_steps, 64_000), 64).steps == 1
 
 
 def test_nothing_measured_is_full() -> None:
-    assert schedule(equal_pieces(8, 1000, 0.1), 0, CopySpeed(), 16).steps == 1
-    assert schedule(equal_pieces(8, 1000, 0.1), 0, CopySpeed(1e3, 0.0), 16).steps == 1
-    assert schedule([], 0, CopySpeed(1e3, 1.0), 16).steps == 1
+    assert schedule(equal_pieces(8, 1000, 0.1), Figures(0, 0.0, 1.0, 0.0), 16).steps == 1
+    assert schedule(equal_pieces(8, 1000, 0.1), Figures(0, 1e3, 0.0, 0.0), 16).steps == 1
+    assert schedule([], Figures(0, 1e3, 1.0, 0.0), 16).steps == 1
 
 
 @pytest.mark.parametrize("copy_steps", [2, 4, 7])
 def test_it_waits_less_than_gockpt_in_the_bytes_of_mixed_precision(copy_steps: int) -> None:
     """2 of 14 bytes of a parameter are its gradient: N(N-1)/14 by GoCkpt's equal shares."""
     pieces = equal_pieces(140, 14_000, 1 / 7)
-    chosen = schedule(pieces, 0, pace(copy_steps, 140 * 14_000), 16)
+    chosen = schedule(pieces, figures(copy_steps, 140 * 14_000), 16)
     assert chosen.steps > 1
     assert chosen.stall_s < copy_steps * (copy_steps - 1) / 14
     assert chosen.stall_s < copy_steps - 1
@@ -54,14 +53,14 @@ def test_it_waits_less_than_gockpt_in_the_bytes_of_mixed_precision(copy_steps: i
 
 def test_a_little_more_than_a_step_is_waited_for() -> None:
     pieces = equal_pieces(64, 1000, 1 / 7)
-    assert schedule(pieces, 0, pace(1.09, 64_000), 64).steps == 1
-    assert schedule(pieces, 0, pace(1.2, 64_000), 64).steps == 2
+    assert schedule(pieces, figures(1.09, 64_000), 64).steps == 1
+    assert schedule(pieces, figures(1.2, 64_000), 64).steps == 2
 
 
 def test_gradients_that_cost_more_than_they_save_make_it_full() -> None:
     pieces = equal_pieces(64, 1000, 4.0)  # gradients four times as large as the state
-    assert schedule(pieces, 0, pace(4, 64_000), 64).steps <= 2
-    assert schedule(equal_pieces(64, 1000, 1 / 7), 0, pace(4, 64_000, call_s=10.0), 64).steps == 1
+    assert schedule(pieces, figures(4, 64_000), 64).steps <= 2
+    assert schedule(equal_pieces(64, 1000, 1 / 7), figures(4, 64_000, call_s=10.0), 64).steps == 1
 
 
 def test_it_is_never_slower_than_full_whatever_the_pieces() -> None:
@@ -77,12 +76,13 @@ def test_it_is_never_slower_than_full_whatever_the_pieces() -> None:
         ]
         rest = rng.choice([0, 10, 10**5])
         state = rest + sum(piece.size for piece in pieces)
-        p = pace(rng.choice([0.5, 1.5, 3.0, 7.0, 40.0]), state, rng.choice([0.0, 0.01]))
+        copy_steps, call_s = rng.choice([0.5, 1.5, 3.0, 7.0, 40.0]), rng.choice([0.0, 0.01])
+        p = figures(copy_steps, state, call_s, rest)
         every = rng.choice([1, 2, 5, 16, 100])
-        chosen = schedule(pieces, rest, p, every)
+        chosen = schedule(pieces, p, every)
         assert 1 <= chosen.steps <= every
-        whole = simulate(pieces, rest, (), p)
-        assert chosen.stall_s == pytest.approx(simulate(pieces, rest, chosen.groups, p))
+        whole = simulate(pieces, (), p)
+        assert chosen.stall_s == pytest.approx(simulate(pieces, chosen.groups, p))
         assert chosen.stall_s <= chosen.cost_s <= whole + 1e-9
         names = [name for group in chosen.groups for name in group]
         assert len(set(names)) == len(names)
@@ -108,8 +108,10 @@ def test_a_call_falls_at_once_and_rises_slowly() -> None:
     assert 0.001 < p.call_s < 0.002
 
 
-def test_it_is_chosen_anew_where_what_was_measured_moved() -> None:
-    then = CopySpeed(100.0, 1.0, 0.01)
-    assert not CopySpeed(101.0, 0.99, 0.011).has_moved(then)
-    assert CopySpeed(120.0, 1.0, 0.01).has_moved(then)
-    assert CopySpeed(100.0, 2.0, 0.01).has_moved(then)
+@pytest.mark.parametrize(("copy_steps", "steps"), [(0.5, 1), (1, 1), (2, 3), (4, 5), (30, 10)])
+def test_a_base_of_a_log_is_spread_however_large_its_records_are(
+    copy_steps: float, steps: int
+) -> None:
+    """They are there anyway."""
+    pieces = equal_pieces(640, 100, 4.0)
+    assert steps_of_base(pieces, figures(copy_steps, 64_000, call_s=10.0), 10) == steps

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from everstep.redo import rolling_digest
-from everstep.redo.rolling_digest import RollingDigest, _flat, _Row, count_for, differs
+from everstep.redo.rolling_digest import RollingDigests, Row, _flat, count_for, differs
 from everstep.sharding.leaves import Leaf
 from everstep.state.fingerprint import Fingerprint
 
@@ -25,7 +25,7 @@ def flat(tensor):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 50, 1000])
 def test_slices_are_all_of_it(count):
-    row = _Row(GROUP)
+    row = Row(GROUP)
     pieces = [piece for number in range(count) for piece in row.cut(number, count)]
     found = torch.cat([piece.view(torch.uint8) for piece in pieces])
     assert found.equal(torch.cat(list(map(flat, GROUP))))
@@ -38,18 +38,19 @@ def test_few_elements_of_a_transposed_tensor():
     assert _flat(tensor, 7, 9).tolist() == tensor.contiguous().view(-1)[7:9].tolist()
 
 
-def digests(tensors, count, number):
-    rolling = RollingDigest("optimizer", 0)
-    rolling.set(tensors, count)
+def digests(monkeypatch, tensors, count, number):
+    monkeypatch.setattr(rolling_digest, "count_for", lambda tensors, step_s: count)
+    rolling = RollingDigests({"optimizer": 0})
+    rolling.set({"optimizer": tensors}, 0.1)
     for _ in range(number + 1):
-        found = rolling.next(Fingerprint([Leaf("w", tensors[0])]))
+        [found] = rolling.next({"optimizer": Fingerprint([Leaf("w", tensors[0])])})
     found.digest()
     return [leaf.tensor for leaf in found.leaves]
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_any_byte_is_told(count):
-    known = [digests(GROUP, count, number) for number in range(count)]
+def test_any_byte_is_told(monkeypatch, count):
+    known = [digests(monkeypatch, GROUP, count, number) for number in range(count)]
     assert not any(differs(each, GROUP) for each in known)
     for index, tensor in enumerate(GROUP):
         others = [each.clone() for each in GROUP]
@@ -88,8 +89,8 @@ def test_how_much_is_digested_at_once():
     assert count(4, 0.03, 1000) == 11  # small tensors take their time, too
 
 
-def test_nonsense_is_no_digest():
-    known = digests(GROUP, 2, 0)
+def test_nonsense_is_no_digest(monkeypatch):
+    known = digests(monkeypatch, GROUP, 2, 0)
     for bad in (torch.zeros(31, dtype=torch.uint8), torch.full((32,), 255, dtype=torch.uint8)):
         with pytest.raises((ValueError, rolling_digest.struct.error)):
             differs([bad], GROUP)

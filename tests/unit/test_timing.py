@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from everstep.capture.copy_speed import CopySpeed
-from everstep.capture.timing import _UNREAD_MAX, Span, Timing
+from everstep.capture.copy_speed import _UNREAD_MAX, CopySpeed, Span
 
 ONE, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
 MB = 1 << 20
@@ -39,19 +38,19 @@ class Run:
     """Steps as the copier tells of them."""
 
     def __init__(self):
-        self.pace, self.device, self.host = CopySpeed(), Device(), 0.0
+        self.device, self.host = Device(), 0.0
         self.after: dict[torch.device, float] = {}
-        self.timing = Timing(
-            self.pace, lambda device: self.device.mark(self.after[device]), lambda: self.host
+        self.pace = CopySpeed(
+            lambda device: self.device.mark(self.after[device]), lambda: self.host
         )
 
     def step(self, **after):
         """`after`: how long each device is from the call to the update."""
         self.after = {ONE: after["one"], OTHER: after.get("other", 0.0)}
         devices = [ONE, OTHER] if "other" in after else [ONE]
-        self.timing.called({device: self.device.mark(0.0) for device in devices})
+        self.pace.called({device: self.device.mark(0.0) for device in devices})
         self.host += 1e-4  # all is enqueued by then
-        self.timing.updating()
+        self.pace.updating()
 
     def copy(self, *rows):
         """Rows of device, bytes, seconds."""
@@ -59,20 +58,20 @@ class Run:
             Span(device, self.device.mark(0.0), self.device.mark(seconds), size)
             for device, size, seconds in rows
         ]
-        self.timing.copied(spans, sum(span.size for span in spans), 1e-5)
+        self.pace.copied(spans, sum(span.size for span in spans), 1e-5)
 
 
 def test_nothing_is_told_before_the_device_has_passed_it():
     run = Run()
     run.step(one=2.0)
     run.copy((ONE, 4 * MB, 1.0))
-    run.timing.updating()
+    run.pace.updating()
     assert (run.pace.overlap_s, run.pace.bytes_per_s) == (0.0, 0.0)
     run.device.now = 1.5
-    run.timing.updating()
+    run.pace.updating()
     assert (run.pace.overlap_s, run.pace.bytes_per_s) == (0.0, 4 * MB)
     run.device.now = 2.0
-    run.timing.updating()
+    run.pace.updating()
     assert run.pace.overlap_s == pytest.approx(2.0)
 
 
@@ -82,13 +81,13 @@ def test_of_several_devices_the_shortest_step_and_the_slowest_copy_count():
     # Two owners on one of them, and little on the other, whose speed tells nothing.
     run.copy((ONE, 2 * MB, 1.0), (OTHER, 6 * MB, 1.5), (ONE, 4 * MB, 1.0))
     run.device.now = 5.0
-    run.timing.updating()
+    run.pace.updating()
     assert run.pace.overlap_s == pytest.approx(2.0)
     assert run.pace.bytes_per_s == pytest.approx(3 * MB)
     again = Run()
     again.copy((ONE, 8 * MB, 1.0), (OTHER, 100, 1.0))
     again.device.now = 5.0
-    again.timing.updating()
+    again.pace.updating()
     assert again.pace.bytes_per_s == pytest.approx(8 * MB)
 
 
@@ -96,17 +95,17 @@ def test_only_the_first_update_after_a_call_ends_its_step():
     run = Run()
     run.step(one=1.0)
     run.device.now = 10.0
-    run.timing.updating()
-    run.timing.updating()
+    run.pace.updating()
+    run.pace.updating()
     assert run.pace.overlap_s == pytest.approx(1.0)
 
 
 def test_without_devices_it_is_host_time():
     run = Run()
-    run.timing.called({})
+    run.pace.called({})
     run.host = 0.25
-    run.timing.updating()
-    run.timing.copied([], 8 * MB, 2.0)
+    run.pace.updating()
+    run.pace.copied([], 8 * MB, 2.0)
     assert (run.pace.overlap_s, run.pace.bytes_per_s) == (0.25, 4 * MB)
 
 
@@ -115,5 +114,5 @@ def test_a_device_that_stands_still_takes_no_memory_and_is_not_asked_for_all():
     for _ in range(3 * _UNREAD_MAX):
         run.step(one=1e9)
         run.copy((ONE, MB, 1e9))
-    assert len(run.timing._overlaps) == len(run.timing._copies) == _UNREAD_MAX
-    assert run.pace == CopySpeed()
+    assert len(run.pace._overlaps) == len(run.pace._copies) == _UNREAD_MAX
+    assert (run.pace.overlap_s, run.pace.bytes_per_s) == (0.0, 0.0)

@@ -1,15 +1,18 @@
-"""What is captured for a step: a whole state, or a part of one, as a state of its own."""
+"""What is captured for a step: a whole state, or a part of one, as a state of its own; and what has
+to stay as it was then."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from everstep.errors import Unsupported
 from everstep.format.tables import is_own
+from everstep.handle import SaveHandle
 from everstep.redo.rolling_digest import Slice
 from everstep.sharding.layout import local_of
-from everstep.sharding.leaves import Leaf
+from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.state.fingerprint import Fingerprint
 from everstep.state.view import Collected, Walk
 
@@ -23,7 +26,7 @@ _FREE_BYTES = 64 << 10
 @dataclass(frozen=True, slots=True)
 class Captured:
     """What is to be captured for a step: a whole state; or the record that leads to it; or a share
-    of a window (keeper/window.py), which is some pieces and the record for those before."""
+    of a window (keeper/writer.py), which is some pieces and the record for those before."""
 
     collected: Collected
     record: dict[str, Any] | None = None
@@ -41,58 +44,119 @@ class Captured:
     @property
     def commits(self) -> bool:
         """Whether it is a checkpoint, and not only a share of a later one."""
-        return self.record is not None or self.share is None or self.share["ends"]
+        return self.record is not None or self.share is None or self.ends
+
+    @property
+    def ends(self) -> bool:
+        """Whether a window ends with it."""
+        return bool(self.share and self.share["ends"])
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a capture had beside what optimizers own, to tell later whether it is still so."""
+def part_of(
+    collected: Collected, leaves: Iterable[Leaf], loose: tuple[Leaf, ...], slices: Sequence[Slice]
+) -> Collected:
+    """Those leaves, and the digests, as a state of their own, and of those in objects these."""
+    all_leaves = (*leaves, *(leaf for each in slices for leaf in each.leaves))
+    names = {id(leaf.tensor): leaf.name for leaf in all_leaves}
+    kept = {leaf.name for leaf in (*all_leaves, *loose)}
+    aliases = {name: found for name, found in collected.aliases.items() if name in kept}
+    sharded = tuple(leaf for leaf in collected.walk.sharded if leaf.name in kept)
+    walk = Walk(all_leaves, names, {}, collected.walk.optimizers, sharded)
+    return replace(collected, walk=walk, loose=loose, aliases=aliases)
 
-    objects: dict[str, Any]
-    hyperparameters: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    fingerprint: Fingerprint
 
-    @classmethod
-    def of(cls, collected: Collected) -> "Seen":
-        """Of a state, or of a part of one."""
-        leaves = (*unowned(collected.walk.leaves), *collected.loose)
-        tensors = {leaf.entry: leaf.tensor for leaf in leaves}
-        return cls(
-            collected.objects, collected.hyperparameters, tensors, Fingerprint(leaves, follows=True)
+class Last:
+    """What was captured last, to tell later whether the state is still just that."""
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        walk: Walk,
+        captured: Captured,
+        owned: Iterable[Leaf] = (),
+        *,
+        is_alone: bool,
+    ) -> None:
+        """`walk`: of the state that it is of. `owned`: what optimizers own, where no recorder
+        watches that. Of several ranks each has others of the tensors that none owns, and they would
+        not agree: there these are not looked at."""
+        collected = captured.collected
+        self.handle = handle
+        self._walk = walk
+        self._said = collected.objects, collected.hyperparameters
+        beside = _beside(collected) if is_alone else []
+        self._tensors = {leaf.entry: leaf.tensor for leaf in beside}
+        self._fingerprint = Fingerprint((*owned, *beside), follows=True)
+
+    def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
+        """See Strategy. May wait for a device."""
+        handle = self.handle
+        is_there = handle.step == step and handle.error is None
+        return handle if is_there and self._is_still(collect()) else None
+
+    def _is_still(self, collected: Collected) -> bool:
+        now = {leaf.entry: leaf.tensor for leaf in _beside(collected)}
+        return (
+            self._walk is collected.walk
+            and self._said == (collected.objects, collected.hyperparameters)
+            and not self._fingerprint.changed()
+            and all(
+                name in now and _are_equal(tensor, now[name])
+                for name, tensor in self._tensors.items()
+            )
         )
 
-    def is_still(self, collected: Collected, *, is_alone: bool) -> bool:
-        """Whether the state has all of that as it was. May wait for a device. Of several ranks each
-        has other tensors of these, and they would not agree: there they are not looked at."""
-        said = self.objects, self.hyperparameters
-        if said != (collected.objects, collected.hyperparameters):
-            return False
-        if not is_alone:
-            return True
-        now = {
-            leaf.entry: leaf.tensor for leaf in (*unowned(collected.walk.leaves), *collected.loose)
-        }
-        return not self.fingerprint.changed() and all(
-            name in now and _are_equal(tensor, now[name]) for name, tensor in self.tensors.items()
-        )
+
+def _beside(collected: Collected) -> list[Leaf]:
+    return [*unowned(collected.walk.leaves), *collected.loose]
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether it is the same memory, or has the same bytes."""
     if (one.dtype, one.shape, one.stride()) != (other.dtype, other.shape, other.stride()):
         return False
-    rows = [
-        tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        for tensor in (local_of(one), local_of(other))
-    ]
-    return rows[0].data_ptr() == rows[1].data_ptr() or torch.equal(*rows)
+    return local_of(one).data_ptr() == local_of(other).data_ptr() or torch.equal(
+        bytes_of(one), bytes_of(other)
+    )
 
 
-def shape_of(walk: Walk) -> tuple[Any, ...]:
-    """What has to be as it was for records to go on from a base, to be compared: which tensors, and
-    where those of optimizers lie. The others may be made anew at each step (`self.mean = ...`):
-    records hold them whole, or rules derive them."""
+class Chain:
+    """What records go on from: a whole state, or the begin of a window. The tensors that optimizers
+    own have to stay what and where they are. The others may be made anew at each step
+    (`self.mean = ...`): records hold them whole, or rules derive them."""
+
+    def __init__(self, collected: Collected, derived: Any = None) -> None:
+        """`derived`: what rules derive (Derived.shape)."""
+        self.walk = collected.walk
+        self._shape = _shape_of(collected.walk)
+        self._names = _owned_aliases(collected), derived
+        self._reserved = _reserved(collected.walk.leaves)
+
+    def goes_on(self, collected: Collected, derived: Any = None) -> bool:
+        """Whether it does with this state: not where optimizers have more or fewer tensors, as
+        after their first update, or where tensors have other names. Raises Unsupported where
+        somebody else moved them, which is a surprise."""
+        if collected.walk is not self.walk:
+            shape, before = _shape_of(collected.walk), self._shape
+            if shape == before:
+                self.walk = collected.walk
+            elif found := _moved(before, shape):
+                raise Unsupported(
+                    f"{', '.join(map(repr, found[:5]))} {'are' if len(found) > 1 else 'is'} "
+                    f"another tensor, or in other memory, than before (by `.data = ...` or "
+                    f"load_state_dict(), perhaps), which no record tells. Write into what is there"
+                )
+            elif not _grows(before, shape):
+                raise Unsupported("the state has other tensors than before")
+            else:
+                return False
+        if taken := (*self._reserved, *_reserved(collected.loose)):
+            raise Unsupported(f"{taken[0]!r} is a name that records use. Rename it")
+        return self._names == (_owned_aliases(collected), derived)
+
+
+def _shape_of(walk: Walk) -> tuple[Any, ...]:
+    """To be compared: which tensors, and where those of optimizers lie."""
     leaves = [
         (
             leaf.spec,
@@ -106,28 +170,28 @@ def shape_of(walk: Walk) -> tuple[Any, ...]:
     return leaves, walk.aliases, walk.optimizers
 
 
-def moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
+def _moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
     """Of two such shapes: the names of what optimizers own in both, and is in other memory now."""
     then = {spec: place for spec, *_, place in before[0] if place}
     rows = ((spec, place) for spec, *_, place in now[0] if place)
     return [spec.name for spec, (_, at) in rows if then.get(spec, (None, at))[1] != at]
 
 
-def part_of(
-    collected: Collected,
-    leaves: tuple[Leaf, ...],
-    loose: tuple[Leaf, ...],
-) -> Collected:
-    """Those leaves as a state of their own, and of those in objects these."""
-    names = {id(leaf.tensor): leaf.name for leaf in leaves}
-    kept = {leaf.name for leaf in (*leaves, *loose)}
-    aliases = {name: found for name, found in collected.aliases.items() if name in kept}
-    sharded = tuple(leaf for leaf in collected.walk.sharded if leaf.name in kept)
-    walk = Walk(leaves, names, {}, collected.walk.optimizers, sharded)
-    return replace(collected, walk=walk, loose=loose, aliases=aliases)
+def _grows(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Of two shapes: whether all that differs is that optimizers have more, or less."""
+    rows = [[row for row in shape[0] if row[3] is None] for shape in (before, now)]
+    return rows[0] == rows[1] or before[2] != now[2]
 
 
-def reserved(leaves: Iterable[Leaf]) -> list[str]:
+def _owned_aliases(collected: Collected) -> dict[str, list[str]]:
+    """More names of what optimizers own: a record has none of it, so that only a base can say."""
+    if not collected.aliases:
+        return {}
+    owned = {leaf.name for leaf in collected.walk.leaves if leaf.owner is not None}
+    return {name: found for name, found in collected.aliases.items() if name in owned}
+
+
+def _reserved(leaves: Iterable[Leaf]) -> list[str]:
     """Names that a record could not tell from its own."""
     return [leaf.name for leaf in leaves if not leaf.name or is_own(leaf.name)]
 
@@ -138,11 +202,7 @@ def unowned(leaves: Iterable[Leaf]) -> list[Leaf]:
 
 
 def size_of(collected: Collected) -> int:
-    """Bytes of a whole state."""
-    return sum(leaf.tensor.nbytes for leaf in collected.walk.leaves) + loose_bytes(collected.loose)
-
-
-def loose_bytes(leaves: Iterable[Leaf]) -> int:
-    """Of tensors met in objects (a state_dict(), a value), which no walk has, where they are
+    """Bytes of a whole state. Tensors met in objects (a state_dict(), a value) count where they are
     many."""
-    return max(0, sum(leaf.tensor.nbytes for leaf in leaves) - _FREE_BYTES)
+    loose = sum(leaf.tensor.nbytes for leaf in collected.loose)
+    return sum(leaf.tensor.nbytes for leaf in collected.walk.leaves) + max(0, loose - _FREE_BYTES)

@@ -59,8 +59,9 @@ class Captures:
     ) -> None:
         """`choice`: of a strategy; it was made with `pace`. Puts hooks on the optimizers."""
         self._choice = choice
-        self._trust = choice.trust
-        self._recorder = choice.recorder
+        self._trust = choice.run.trust
+        self._recorder = choice.run.recorder
+        self._losses = client.losses
         self._whole_call = -1
         """Of the whole state (or of the begin of a window) that all goes on from."""
         self.parent: CheckpointName | None = None
@@ -85,7 +86,6 @@ class Captures:
         self._copier = Copier(self._announce, self._seal, saves.on_capture_failure, pace)
         self.pool.on_release = self._copier.devices.unpin
         saves.in_order = self._copier.in_order
-        saves.on_whole = self._on_whole
         saves.on_failure = self._trust.note_failure
         recorder = None if isinstance(self.strategy, Full) else self._recorder
         self._hooks = [
@@ -190,8 +190,11 @@ class Captures:
         """Whether this commits something. See begin."""
         began = time.perf_counter()
         collected = self.collect()
-        self._trust.keeper = self._client.losses
-        if not self._trust.may_follow(self._whole_call):
+        # What a keeper that is gone had of a window is gone with it; ranks hear of that by the
+        # failure of a step.
+        is_lost = self._state.world.is_alone and self._losses != self._client.losses
+        self._losses = self._client.losses
+        if is_lost or not self._trust.may_follow(self._whole_call):
             self.strategy.break_off()
         captured = self._choose(handle, collected, asked=asked, tagged=tag is not None)
         if captured is None:
@@ -213,7 +216,7 @@ class Captures:
     ) -> Captured | None:
         """What the strategy wants; where it cannot go on, what it wants without what was before."""
         step = handle.step
-        self._choice.settle(step, collected)
+        self._choice.settle()
         strategy = self.strategy
         try:
             return strategy.choose(step, collected, asked=asked, tagged=tagged)
@@ -322,12 +325,6 @@ class Captures:
             "record": captured.record,
             "share": captured.share,
         }
-
-    def _on_whole(self, step: int, epoch: int) -> None:
-        """A step was made whole in the background, perhaps of what was left behind since. Client's
-        thread."""
-        if epoch == self.epoch:
-            self._choice.interval.note_whole(step)
 
     def _announce(self, capture: Capture) -> Callable[[int], None] | None:
         """Let the keeper work on what is copied already. Copying thread, which must not wait: so

@@ -13,23 +13,20 @@ from dataclasses import dataclass
 import torch
 
 from everstep import options
-from everstep.capture.base_interval import STATES, BaseInterval
-from everstep.capture.captured import unowned
 from everstep.capture.copy_speed import CopySpeed
-from everstep.capture.log import Log
+from everstep.capture.log import STATES, Log
 from everstep.capture.rank_agreement import RankAgreement
 from everstep.capture.spread import Spread
-from everstep.capture.strategy import Full, Strategy
+from everstep.capture.strategy import Full, Run, Strategy
 from everstep.capture.trust import Trust
-from everstep.capture.unowned import Unowned
-from everstep.capture.window_partition import gradient_item
+from everstep.capture.window import gradient_item
 from everstep.errors import Unsupported
 from everstep.redo.allowed import why_not_allowed
 from everstep.redo.coupling import why_coupled
 from everstep.redo.derived import Derived
 from everstep.redo.recorder import Recorder
 from everstep.state.optimizers import OptimizerState
-from everstep.state.view import Collected, State
+from everstep.state.view import State
 
 log = logging.getLogger("everstep")
 
@@ -42,27 +39,27 @@ class Choice:
     trains; all ranks make one."""
 
     def __init__(
-        self, chosen: options.Options, state: State, pace: CopySpeed, derived: Derived | None
+        self, chosen: options.Options, state: State, pace: CopySpeed, derived: Derived
     ) -> None:
-        """`derived`: None where no part of the state is. Raises Unsupported, on all ranks, where a
-        Log or Spread that the user asked for does not fit one of them."""
+        """Raises Unsupported, on all ranks, where a Log or Spread that the user asked for does not
+        fit one of them."""
         how = chosen.strategy
         of_log = how if isinstance(how, options.Log) else options.Log()
         self._state = state
         self._every = chosen.every
         self._derived = derived
-        self._pace = pace
-        self._ranks = None if state.world.is_alone else RankAgreement(state)
-        self.trust = Trust(is_alone=state.world.is_alone)
-        rank = self._ranks.rank if self._ranks else None
-        self.recorder = Recorder(
-            state.optimizers, of_log.verify == "full", rank, pre_clip=of_log.pre_clip
+        self._base_every = of_log.base_every
+        ranks = RankAgreement(state)
+        self.run = Run(
+            state.optimizers,
+            Recorder(state.optimizers, of_log.verify == "full", ranks.rank, of_log.pre_clip),
+            Trust(is_alone=state.world.is_alone),
+            pace,
+            ranks,
         )
-        self.interval = BaseInterval(of_log.base_every)
         self._is_open = how is None
         self.reason: str | None = None
         """Why "auto" has taken what it has; None where the user chose."""
-        self._unowned: Unowned | None = None
         whys = state.world.gather("choosing a strategy", self._why_no_log(of_log))
         self._why_no_log_here = next(filter(None, whys), None)
         self._strategy = self._first(how)
@@ -70,28 +67,23 @@ class Choice:
     @property
     def strategy(self) -> Strategy:
         """By which it is decided what is captured: whole states, once trust is lost."""
-        if self.trust.lost and not isinstance(self._strategy, Full):
+        lost = self.run.trust.lost
+        if lost and not isinstance(self._strategy, Full):
             self._strategy.break_off()
-            self._strategy, self._is_open = Full(self.trust.lost), False
-            self.reason = self.reason and f"full: {self.trust.lost}"
+            self._strategy, self._is_open = Full(lost), False
+            self.reason = self.reason and f"full: {lost}"
         return self._strategy
 
-    def settle(self, step: int, collected: Collected) -> None:
+    def settle(self) -> None:
         """Choose for the whole run, where "auto" is to, and it can be told by now."""
         if not self._is_open or not all(map(_has_updated, self._state.optimizers)):
             return
-        derived = {id(leaf) for leaf in self._derived.leaves(collected)} if self._derived else ()
-        others = [leaf for leaf in unowned(collected.walk.leaves) if id(leaf) not in derived]
-        if self._unowned is None:  # the next call knows which of them change
-            self._unowned = Unowned(others, step)
-            return
-        changing = sum(_global_bytes([leaf.tensor]) for leaf in self._unowned.changed(others))
-        self._is_open, self._unowned = False, None
-        sizes = _Sizes.of(self._state, changing)
+        self._is_open = False
+        sizes = _Sizes.of(self._state)
         is_log, reason = sizes.weigh(self._every)
         if is_log:
             self._strategy.break_off()
-            self._strategy = self._log()
+            self._strategy = Log(self.run, self._base_every, self._derived)
         self.reason = reason
         log.info("strategy auto: %s", reason)
 
@@ -102,11 +94,11 @@ class Choice:
         if isinstance(how, options.Log):
             if why:
                 raise Unsupported(f"strategy='log': {why}. Use strategy='full' or 'auto'")
-            return self._log()
+            return Log(self.run, self._base_every, self._derived)
         if how is None and why:
             self._is_open, self.reason = False, f"full: {why}"
             log.warning("strategy auto saves whole states: %s", why)
-        if how and self._ranks and self._ranks.is_on_nodes:
+        if how and self.run.ranks.is_on_nodes:
             raise Unsupported(
                 "strategy='spread' and ranks on several nodes: that is for ranks of one node. Use "
                 "strategy='full' or 'auto'"
@@ -120,27 +112,13 @@ class Choice:
                 why_whole,
             )
         window = how.window if how else None
-        return Spread(
-            self._state.optimizers, self.recorder, self.trust, self._every, self._pace, window,
-            self._ranks, why_whole,
-        )  # fmt: skip
-
-    def _log(self) -> Log:
-        return Log(
-            self._state.optimizers, self.recorder, self.trust, self.interval, self._pace,
-            self._derived, self._ranks,
-        )  # fmt: skip
+        return Spread(self.run, self._every, window, why_whole)
 
     def _why_no_log(self, how: options.Log) -> str | None:
         why = why_not_allowed(self._state.optimizers, self._state.modules, how.optimizers)
-        if why is None and self._derived:
-            if self._ranks and self._ranks.is_on_nodes:
-                return "derive= and ranks on several nodes do not go together with a log"
-            try:
-                self._derived.check_log(is_alone=self._ranks is None)
-            except Unsupported as error:
-                return str(error)
-        return why
+        if why is None and self._derived.parts and self.run.ranks.is_on_nodes:
+            return "derive= and ranks on several nodes do not go together with a log"
+        return why or self._derived.why_no_log(is_alone=self.run.ranks.rank is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +129,10 @@ class _Sizes:
     record: int
 
     @classmethod
-    def of(cls, state: State, changing: int) -> "_Sizes":
-        """`changing`: of what no optimizer owns, and is in records all the same."""
-        record = changing
+    def of(cls, state: State) -> "_Sizes":
+        """Of these parameters; a record's without what no optimizer owns, of which most runs change
+        little."""
+        record = 0
         tensors = dict[int, torch.Tensor]()
         for optimizer in state.optimizers:
             for _, _, parameter, _ in optimizer.parameters():

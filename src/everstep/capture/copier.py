@@ -21,11 +21,10 @@ import torch
 
 from everstep.capture.captured import RECORD_OWNER
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
-from everstep.capture.copy_speed import CopySpeed
+from everstep.capture.copy_speed import CopySpeed, Span, mark
 from everstep.capture.in_flight import Capture, Owned
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
-from everstep.capture.timing import Span, Timing, mark
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.keeper.arena import SlotState
 from everstep.redo.rolling_digest import DIGEST_OWNER, Slice
@@ -59,7 +58,6 @@ class Copier:
         self._seal = seal
         self._fail = fail
         self._pace = pace
-        self._timing = Timing(pace)
         self._queue: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._open: list[Capture] = []
         self._is_sealing = True
@@ -155,7 +153,7 @@ class Copier:
     def go_on(self, capture: Capture) -> None:
         """Let the copying thread make the lazy copies."""
         self._last = capture
-        self._timing.called(capture.begins)
+        self._pace.called(capture.begins)
         self._open = [older for older in self._open if not older.is_checked()]
         self._open.append(capture)
         self._queue.put(capture)
@@ -178,7 +176,7 @@ class Copier:
         for the rest.
         """
         clean = True
-        self._timing.updating()
+        self._pace.updating()
         for capture in self._open:
             owned = capture.owned.get(owner)
             if owned is None:
@@ -321,7 +319,7 @@ class Copier:
         for event, start in landings:
             event.synchronize()
             progress.arrived(start)
-        self._timing.copied(spans, capture.plan.layout.size, time.monotonic() - began)
+        self._pace.copied(spans, capture.plan.layout.size, time.monotonic() - began)
         if problem := capture.problem:
             raise Unsupported(problem)
 

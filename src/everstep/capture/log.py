@@ -3,79 +3,70 @@
     step          100     101     102    ...    150     151
     on the disk   base ◀─ record ◀─ record ◀─ ... ◀─ record   base ◀─ ...
 
-A base is copied at one step where forward and backward are long enough for it, else piece by piece
-with the last records before it (window_partition.py).
+A base comes when the log since the last one has grown to as many bytes as four states: a recovery
+then takes about three whole restores, and a log of which retention can delete nothing is bounded.
+Or the user fixes it. It is copied at one step where forward and backward are long enough for it,
+else piece by piece with the last records before it (window.py).
 
 A crash loses at most the step in flight, at the cost of the gradients' bytes instead of the
 state's. Source: LowDiff (SC 2025); the redo log of ARIES.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from everstep.capture.base_interval import EVERY_MIN, BaseInterval
 from everstep.capture.captured import (
     RECORD_OWNER,
     Captured,
-    Seen,
-    moved,
+    Chain,
+    Last,
     part_of,
-    reserved,
-    shape_of,
     size_of,
     unowned,
 )
-from everstep.capture.copy_speed import CopySpeed, choose_window
-from everstep.capture.rank_agreement import NextBase, RankAgreement
-from everstep.capture.trust import Trust
+from everstep.capture.strategy import Run
 from everstep.capture.unowned import Unowned
-from everstep.capture.window_partition import Pieces, why_undivided
-from everstep.errors import Unsupported
+from everstep.capture.window import Window, equal_groups, pieces_of, steps_of_base, why_undivided
 from everstep.handle import SaveHandle
 from everstep.redo.coupling import why_coupled
 from everstep.redo.derived import Derived
-from everstep.redo.recorder import Recorder
 from everstep.sharding.leaves import Leaf
-from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
+
+EVERY_MIN, EVERY_MAX = 10, 1000
+STATES = 4
+_UNSTORED_MAX = 8
+
+
+class NextBase(NamedTuple):
+    """At which step it comes, and over how many it is spread."""
+
+    step: int
+    window: int
 
 
 class Log:
     """Decides for each step between base and record. For the thread that trains."""
 
-    def __init__(
-        self,
-        optimizers: list[OptimizerState],
-        recorder: Recorder,
-        trust: Trust,
-        interval: BaseInterval,
-        pace: CopySpeed,
-        derived: Derived | None = None,
-        ranks: RankAgreement | None = None,
-    ) -> None:
-        """`interval`: from one base to the next; it gets its figures here. `pace`: by which a base
-        is spread over steps. `derived`: what rules derive. `ranks`: of several."""
-        self.interval = interval
-        self._optimizers = optimizers
-        self._recorder = recorder
-        self._trust = trust
-        self._pace = pace
+    def __init__(self, run: Run, base_every: int | None, derived: Derived) -> None:
+        """`base_every`: steps, fixed by the user; None: chosen. `derived`: what rules derive."""
+        self._run = run
+        self._base_every = base_every
         self._derived = derived
-        self._ranks = ranks
-        self._is_whole_only = why_coupled(optimizers) is not None
-        self._base: Walk | None = None
-        """Of the base that records go on from; None: the next is one."""
-        self._is_undivided = False
-        """Whether the optimizers' state of this walk cannot be copied piece by piece."""
-        self._shape: tuple[Any, ...] = ()
-        self._base_aliases: dict[str, list[str]] = {}
-        self._base_derived: Any = None
+        self._is_whole_only = why_coupled(run.optimizers) is not None
+        self._chain: Chain | None = None
+        """What records go on from; None: the next is a base."""
+        self._base_bytes = 0
+        self._base_step = self._base_call = 0
+        self._next: NextBase | None = None
+        """Decided by the first rank, once it knows how large records are."""
         self._unowned = Unowned((), 0)
-        self._last: SaveHandle | None = None
-        self._seen: Seen | None = None
-        self._pieces: Pieces | None = None
-        self._keeper = trust.keeper
-        self._base_due = 0
+        self._last: Last | None = None
+        self._window: Window | None = None
+        """Of the next base, where it is under way."""
+        self._records: deque[SaveHandle] = deque(maxlen=_UNSTORED_MAX)
+        self._in_memory_bytes = 0
 
     def wants(self, step: int) -> bool:
         """See Strategy."""
@@ -87,177 +78,137 @@ class Log:
     ) -> Captured | None:
         """See Strategy."""
         del asked
-        if self._derived and (problem := self._derived.watch(collected, step)):
-            self._recorder.refuse(problem)
-        if self._ranks is None and self._keeper != self._trust.keeper:
-            self._pieces = None  # they were with the one that died
-        self._keeper = self._trust.keeper
-        if self._base:
-            self._check(step, collected)
-        is_due = self._pieces is None and self._is_base_due(step)
-        if self._base is None or tagged or is_due:
-            is_awaited = self._last is not None and self.interval.steps > 1
+        if problem := self._derived.watch(collected, step):
+            self._run.recorder.refuse(problem)
+        if self._goes_on(step, collected):
+            self._decide(collected.walk)
+        else:
+            self.break_off()
+        if self._chain is None or tagged or (self._window is None and self._is_base_due(step)):
+            is_awaited = self._last is not None and self.base_every > 1
             return Captured(collected, is_awaited=is_awaited)
         return self._record(step, collected)
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """See Strategy."""
-        self._last = handle
-        self._seen = Seen.of(captured.collected)
-        share = captured.share
-        if captured.record is not None and share is None:
-            leaves = (*captured.collected.walk.leaves, *captured.collected.loose)
-            self.interval.note_record(handle, sum(leaf.tensor.nbytes for leaf in leaves))
-        if captured.record is None or (share and share["ends"]):
-            if self._base and self._is_base_due(handle.step):
-                self._trust.note_interval(handle.call)
-            if captured.record is None:
-                self._begin_base(captured.collected)
-            self._pieces = None
-            self._recorder.roll(self._pace.overlap_s)
+        is_whole, walk = captured.record is None, captured.collected.walk
+        if is_whole or captured.ends:
+            if self._chain and self._is_base_due(handle.step):
+                self._run.trust.note_interval(handle.call)
+            if is_whole:
+                self._chain = Chain(captured.collected, self._derived.shape(captured.collected))
+                self._base_bytes = size_of(captured.collected)
+                self._run.recorder.start()
+            self._run.recorder.roll(self._run.pace.overlap_s)
+            self._window = self._next = None
             self._unowned = Unowned(self._others(captured.collected), handle.step)
-            self.interval.note_base(handle.step)
-            self._tell_base(handle.step)
+            self._base_step, self._base_call = handle.step, handle.call
+        elif captured.share is None:
+            leaves = (*walk.leaves, *captured.collected.loose)
+            self._in_memory_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
+            self._records.append(handle)
+        assert self._chain
+        self._decide(self._chain.walk)
+        is_alone = self._run.ranks.world.is_alone
+        self._last = Last(handle, self._chain.walk, captured, is_alone=is_alone)
 
     def break_off(self) -> None:
         """See Strategy."""
-        self._base = self._last = self._pieces = None
-        self._recorder.stop()
+        self._chain = self._last = self._window = self._next = None
+        self._run.recorder.stop()
 
     def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
         """See Strategy."""
-        last = self._last
-        if self._base is None or last is None or last.step != step or last.error is not None:
-            return None
-        collected = collect()
-        if self._derived and self._derived.changed():
-            return None
-        is_same = self._base is collected.walk and self._recorder.is_quiet and self._seen
-        return last if is_same and is_same.is_still(collected, is_alone=not self._ranks) else None
+        found = self._last.current(step, collect) if self._last else None
+        is_quiet = found and self._run.recorder.is_quiet and not self._derived.changed()
+        return found if is_quiet else None
 
     def describe(self) -> dict[str, Any]:
         """See Strategy."""
-        return {"strategy": "log", **self.interval.describe()}
+        chosen: dict[str, Any] = {"strategy": "log", "base_every": self.base_every}
+        if self._base_every is None:
+            sizes = {"base_bytes": self._base_bytes, "record_bytes": self._record_bytes}
+            chosen["base_interval"] = sizes
+        return chosen
 
-    def _begin_base(self, collected: Collected) -> None:
-        self._shape = shape_of(collected.walk)
-        self._follow(collected.walk)
-        self.interval.base_bytes = size_of(collected)
-        self._base_aliases = _owned_aliases(collected)
-        self._base_derived = self._derived and self._derived.shape(collected)
-        self._recorder.start()
+    @property
+    def base_every(self) -> int:
+        """Steps from one base to the next."""
+        if self._base_every is not None:
+            return self._base_every
+        if not self._record_bytes:
+            return EVERY_MIN
+        return max(EVERY_MIN, min(EVERY_MAX, STATES * self._base_bytes // self._record_bytes))
 
-    def _follow(self, walk: Walk) -> None:
-        """Records go on from the base by this walk."""
-        self._base = walk
-        self._is_undivided = self._is_whole_only or why_undivided(self._optimizers) is not None
+    @property
+    def _record_bytes(self) -> int:
+        """Of a record on the disk, as the last one that is there; until then of one in memory."""
+        stored = (handle.bytes for handle in reversed(self._records))
+        return next((size for size in stored if size is not None), self._in_memory_bytes)
 
-    def _check(self, step: int, collected: Collected) -> None:
-        """Whether records may go on from the base; else there is none from here on. Raises
-        Unsupported where that is a surprise."""
-        assert self._base
-        assert self._last
-        is_next = step > self._last.step and self._base_aliases == _owned_aliases(collected)
-        is_next &= self._base_derived == (self._derived and self._derived.shape(collected))
-        if self._base is not collected.walk:
-            shape, before = shape_of(collected.walk), self._shape
-            if shape == before:
-                self._follow(collected.walk)
-            elif found := moved(before, shape):
-                raise Unsupported(
-                    f"{', '.join(map(repr, found[:5]))} {'are' if len(found) > 1 else 'is'} "
-                    f"another tensor, or in other memory, than before (by `.data = ...` or "
-                    f"load_state_dict(), perhaps), which no record tells. Write into what is there"
-                )
-            elif not _grows(before, shape):
-                raise Unsupported("the state has other tensors than at the base")
-            else:
-                is_next = False
-        if not is_next:
-            self.break_off()
+    def _decide(self, walk: Walk) -> None:
+        """When the next base comes, once for each base: all ranks go by what the first decides."""
+        ranks = self._run.ranks
+        if self._next is not None:
+            return
+        if ranks.world.rank == 0 and (self._base_every or self._record_bytes):
+            every = self.base_every
+            window = min(self._window_steps(walk), every)
+            ranks.tell("base", self._base_call, NextBase(self._base_step + every, window))
+        if told := ranks.told("base", self._base_call):
+            self._next = NextBase(*told)
+
+    def _window_steps(self, walk: Walk) -> int:
+        optimizers, ranks = self._run.optimizers, self._run.ranks
+        if self._is_whole_only or why_undivided(optimizers) or ranks.why_whole():
+            return 1
+        pieces = pieces_of(optimizers, walk)
+        return steps_of_base(pieces, self._run.figures(walk, pieces), EVERY_MIN)
+
+    def _is_base_due(self, step: int) -> bool:
+        return self._next is not None and step >= self._next.step
+
+    def _goes_on(self, step: int, collected: Collected) -> bool:
+        """Whether this step can be a record. Raises Unsupported where it is a surprise that it
+        cannot."""
+        if self._chain is None or self._last is None:
+            return False
+        goes_on = self._chain.goes_on(collected, self._derived.shape(collected))
+        return goes_on and step > self._last.handle.step
 
     def _record(self, step: int, collected: Collected) -> Captured:
-        if taken := reserved((*collected.walk.leaves, *collected.loose)):
-            raise Unsupported(f"{taken[0]!r} is a name that records use. Rename it")
         assert self._last
-        tensors, calls = self._recorder.take()
-        pieces, share = self._share(step, collected.walk)
-        derived: dict[str, Any] = {}
-        slices = self._recorder.slices()
-        if self._derived:
-            derived = self._derived.describe()
-            slices += self._derived.slices(collected, self._pace.overlap_s)
-        recorded: tuple[Leaf, ...]
-        if self._ranks:
-            recorded, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
-        else:
-            recorded = tuple(Leaf(name, each, RECORD_OWNER) for name, each in tensors.items())
+        run, walk = self._run, collected.walk
+        own, calls = run.ranks.share(*run.recorder.take(), RECORD_OWNER)
+        pieces, share = self._share(step, walk)
+        slices = run.recorder.slices() + self._derived.slices(collected, run.pace.overlap_s)
         if share and share["ends"]:  # a base has all of it
-            others, loose = tuple(unowned(collected.walk.leaves)), collected.loose
+            others, loose = unowned(walk.leaves), collected.loose
         else:
-            others = self._unowned.changed(self._others(collected))
+            others = list(self._unowned.changed(self._others(collected)))
             loose = self._without_derived(collected, collected.loose)
-        digests = (leaf for each in slices for leaf in each.leaves)
-        leaves = (*pieces, *recorded, *others, *digests)  # updates wait for pieces, not for records
-        said = {"previous": self._last.step, "calls": calls, "derived": derived}
-        return Captured(part_of(collected, leaves, loose), said, share, slices)
+        leaves = (*pieces, *own, *others)  # updates wait for pieces, not for records
+        part = part_of(collected, leaves, loose, slices)
+        derived = self._derived.describe()
+        said = {"previous": self._last.handle.step, "calls": calls, "derived": derived}
+        return Captured(part, said, share, slices)
+
+    def _share(self, step: int, walk: Walk) -> tuple[list[Leaf], dict[str, Any] | None]:
+        """What of the next base is copied with this record. It is spread over the last steps before
+        it is due: the records that bring its pieces to one step are there anyway."""
+        if self._window is None:
+            coming = self._next
+            if coming is None or coming.window == 1 or step <= coming.step - coming.window:
+                return [], None
+            pieces = pieces_of(self._run.optimizers, walk)
+            groups = equal_groups(pieces, coming.window)
+            self._window = Window(walk, coming.step, pieces, groups)
+        return self._window.take(step), self._window.share()
 
     def _others(self, collected: Collected) -> tuple[Leaf, ...]:
         """What no optimizer owns, nor any rule derives."""
         return self._without_derived(collected, collected.walk.leaves)
 
-    def _without_derived(self, collected: Collected, leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
-        derived = {id(leaf) for leaf in self._derived.leaves(collected)} if self._derived else ()
+    def _without_derived(self, collected: Collected, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
+        derived = {id(leaf) for leaf in self._derived.leaves(collected)}
         return tuple(leaf for leaf in unowned(leaves) if id(leaf) not in derived)
-
-    def _is_base_due(self, step: int) -> bool:
-        if self._pieces is not None:
-            return step >= self._base_due
-        known = self._next_base()
-        return known is not None and step >= known.step
-
-    def _share(self, step: int, walk: Walk) -> tuple[list[Leaf], dict[str, Any] | None]:
-        """What of the next base is copied with this record. It is spread over the last steps before
-        it is due: the records that bring its pieces to one step are there anyway."""
-        if self._pieces is None:
-            known = self._next_base()
-            if known is None or known.window == 1 or step <= known.step - known.window:
-                return [], None
-            self._base_due = known.step
-            self._pieces = Pieces.of(self._optimizers, walk, known.window)
-        ends = step >= self._base_due
-        own = self._pieces.take(step, ends)
-        return own, {"steps": list(self._pieces.steps), "calls": None, "ends": ends}
-
-    def _next_base(self) -> NextBase | None:
-        """None where it is not known yet."""
-        if self._ranks:
-            return self._ranks.next_base()
-        steps = self.interval.steps
-        return NextBase(self.interval.origin + steps, min(self._window_size(), steps))
-
-    def _tell_base(self, step: int) -> None:
-        if self._ranks:
-            steps = self.interval.steps
-            window = min(self._window_size(), steps)
-            self._ranks.note_base(step, NextBase(step + steps, window))
-
-    def _window_size(self) -> int:
-        if self._is_undivided or (self._ranks and self._ranks.why_whole()):
-            return 1
-        return choose_window(self.interval.base_bytes, self._pace, EVERY_MIN)
-
-
-def _grows(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    """Of two shapes: whether all that differs is that optimizers have more, or less: as they do
-    after their first update, or for parameters that are added."""
-    rows = [[row for row in shape[0] if row[3] is None] for shape in (before, now)]
-    return rows[0] == rows[1] or before[2] != now[2]
-
-
-def _owned_aliases(collected: Collected) -> dict[str, list[str]]:
-    """More names of what optimizers own: a record has none of it, so that only a base can say."""
-    if not collected.aliases:
-        return {}
-    owned = {leaf.name for leaf in collected.walk.leaves if leaf.owner is not None}
-    return {name: found for name, found in collected.aliases.items() if name in owned}

@@ -7,66 +7,37 @@ the keeper refuses the step, and whole states follow until they are together aga
 """
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from everstep.capture.copy_speed import CopySpeed
 from everstep.format.manifest import FORMS
 from everstep.format.tables import raw_name
 from everstep.sharding.leaves import Leaf
 from everstep.state.view import State
 
-_WINDOWS_MAX = 8
-"""For so many the first rank's figures are kept."""
-
-
-class NextBase(NamedTuple):
-    """At which step it comes, and over how many it is spread."""
-
-    step: int
-    window: int
-
-
-class Figures(NamedTuple):
-    """By which windows are chosen. `rest`: bytes that are copied at the last step in any case."""
-
-    rest: int
-    bytes_per_s: float
-    overlap_s: float
-    call_s: float
-
-    @property
-    def pace(self) -> CopySpeed:
-        """As that of one process."""
-        return CopySpeed(self.bytes_per_s, self.overlap_s, self.call_s)
+_KEPT = 8
+"""Of so many bases, and windows, the first rank's figures are kept."""
 
 
 class RankAgreement:
-    """For the thread that trains; all ranks make the same calls."""
+    """For the thread that trains; all ranks make the same calls. One process agrees with itself."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._world = state.world
-        self._base: tuple[int, NextBase | None] = (-1, None)
-        self._window: tuple[int, Figures | None] = (-1, None)
-        self._decided: dict[int, tuple[int, Figures]] = {}
-        """By the first rank: for windows to come, as it has told."""
+        self.world = state.world
+        self._known: dict[str, tuple[int, Sequence[Any]]] = {}
+        """What the first rank has told, by where that is kept."""
 
     @property
-    def rank(self) -> int:
-        """This one's number."""
-        return self._world.rank
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return self._world.size
+    def rank(self) -> int | None:
+        """This one's number among several."""
+        return None if self.world.is_alone else self.world.rank
 
     @property
     def is_on_nodes(self) -> bool:
         """Whether they are on more than one node."""
-        return len(self._world.local) < self._world.size
+        return len(self.world.local) < self.world.size
 
     def why_whole(self) -> str | None:
         """Why these ranks must copy a state at one step; None where each can copy the same pieces
@@ -78,10 +49,12 @@ class RankAgreement:
         return None
 
     def share(
-        self, tensors: Mapping[str, torch.Tensor], calls: Sequence[Mapping[str, Any]], owner: int
+        self, tensors: Mapping[str, torch.Tensor], calls: list[dict[str, Any]], owner: int
     ) -> tuple[tuple[Leaf, ...], list[dict[str, Any]]]:
         """A record's own tensors, as far as this rank writes them; and the calls, which say of no
         others how they are to be read: another rank may hold a gradient in another form."""
+        if self.world.is_alone:
+            return tuple(Leaf(name, each, owner) for name, each in tensors.items()), calls
         special = {
             f"@{number}.{name}"
             for number, call in enumerate(calls)
@@ -108,39 +81,21 @@ class RankAgreement:
             if raw_name(f"@{number}", name) in tensors and self._state.speaks_for(name)
         }
 
-    def note_base(self, step: int, following: NextBase) -> None:
-        """A base is made at this step. What the first rank says of the next one holds for all."""
-        self._base = (step, None)
-        if self._world.rank == 0:
-            self._base = (step, following)
-            self._world.tell(f"base/{step}", following)
+    def tell(self, what: str, number: int, figures: Sequence[Any]) -> None:
+        """What the first rank has measured is what all go by, for the base or window of that
+        number."""
+        if self.world.rank == 0:
+            place = f"{what}/{number % _KEPT}"
+            self._known[place] = number, figures
+            self.world.tell(place, [number, figures])
 
-    def next_base(self) -> NextBase | None:
-        """None where it is not known yet."""
-        step, following = self._base
-        if following is None and (told := self._world.heard(f"base/{step}")):
-            following = NextBase(int(told[0]), int(told[1]))
-            self._base = (step, following)
-        return following
-
-    def tell_window(self, number: int, figures: "Figures") -> None:
-        """What the first rank has measured is what all go by, in the window of that number."""
-        if self._world.rank == 0:
-            place = number % _WINDOWS_MAX
-            self._decided[place] = number, figures
-            self._world.tell(f"window/{place}", [number, figures])
-
-    def window(self, number: int) -> "Figures | None":
-        """What was told for the window of that number; None where that is nothing yet."""
-        place = number % _WINDOWS_MAX
-        if self._world.rank == 0:
-            known, figures = self._decided.get(place, (-1, None))
-            return figures if known == number else None
-        if self._window[0] != number or self._window[1] is None:
-            told = self._world.heard(f"window/{place}")
-            is_known = told is not None and told[0] == number
-            self._window = number, Figures(*told[1]) if is_known else None
-        return self._window[1]
+    def told(self, what: str, number: int) -> Sequence[Any] | None:
+        """The figures for that one; None where that is nothing yet."""
+        place = f"{what}/{number % _KEPT}"
+        known = self._known.get(place)
+        if self.world.rank and (known is None or known[0] != number):
+            known = self._known[place] = tuple(self.world.heard(place) or (-1, ()))
+        return known[1] if known and known[0] == number else None
 
 
 def _coefficients(calls: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -55,9 +55,6 @@ class Saves:
         self._written: queue.SimpleQueue[tuple[Capture, SaveHandle] | None] = queue.SimpleQueue()
         self.in_order: Callable[[Callable[[], None]], None] = lambda task: task()
         """Does something after what was captured before was handed over. Any thread."""
-        self.on_whole: Callable[[int, int], None] = lambda step, epoch: None
-        """Called when a step of the log was made whole, and stands for it. Client's thread."""
-
         self.on_failure: Callable[[int, EverstepError], None] = lambda call, error: None
         """Called with the number of each call that comes to nothing. Any thread."""
 
@@ -209,8 +206,6 @@ class Saves:
         self._metrics.catch_ups += 1
         self._metrics.catch_up_seconds += message["seconds"]
         self._metrics.whole_step = message["step"]
-        if message["exact"]:
-            self.on_whole(message["step"], message["epoch"])
 
     def _on_torn(self, capture: Capture, handle: SaveHandle, problem: str) -> None:
         """Not left to the keeper's answer, which may be lost with it; the next one is told too."""

@@ -14,87 +14,66 @@ Source: GoCkpt (multi-step overlapped checkpoints); fuzzy checkpoints of ARIES.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from everstep.capture.captured import (
     RECORD_OWNER,
     Captured,
-    Seen,
-    moved,
+    Chain,
+    Last,
     part_of,
-    reserved,
-    shape_of,
     unowned,
 )
-from everstep.capture.copy_speed import CopySpeed, Piece, Schedule, schedule
-from everstep.capture.rank_agreement import Figures, RankAgreement
-from everstep.capture.trust import Trust
-from everstep.capture.window_partition import Pieces, measured, why_undivided
+from everstep.capture.strategy import Run
+from everstep.capture.window import (
+    Figures,
+    Piece,
+    Schedule,
+    Window,
+    equal_groups,
+    pieces_of,
+    schedule,
+    why_undivided,
+)
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
-from everstep.redo.recorder import Recorder
 from everstep.redo.rolling_digest import Slice
 from everstep.sharding.leaves import Leaf
-from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
 
 _AHEAD = 2
 """So many windows before one the first of several ranks tells what it has measured for it."""
 
 
-@dataclass(slots=True)
-class _Window:
-    """One checkpoint on its way. `keeper`: see Trust."""
-
-    due: int
-    keeper: int
-    shape: tuple[Any, ...]
-    pieces: Pieces
-    handles: list[SaveHandle] = field(default_factory=list)
-
-
 class Spread:
     """Decides at each step what is copied. For the thread that trains."""
 
     def __init__(
-        self,
-        optimizers: list[OptimizerState],
-        recorder: Recorder,
-        trust: Trust,
-        every: int,
-        pace: CopySpeed,
-        window: int | None = None,
-        ranks: RankAgreement | None = None,
-        why_whole: str | None = None,
+        self, run: Run, every: int, window: int | None = None, why_whole: str | None = None
     ) -> None:
         """`every`: the steps that are due are its multiples. `window`: steps of one; None: chosen
-        by `pace`. `ranks`: of several, which go by what the first of them has measured up to two
-        windows before. `why_whole`: why windows have one step in this run."""
-        self._optimizers = optimizers
-        self._recorder = recorder
-        self._trust = trust
+        by what was measured, of several ranks by the first, up to two windows before. `why_whole`:
+        why windows have one step in this run."""
+        self._run = run
         self._every = every
-        self._pace = pace
         self._fixed = window
-        self._ranks = ranks
-        self._why_whole = why_whole
-        self._window: _Window | None = None
-        self._last: SaveHandle | None = None
-        self._last_walk: Walk | None = None
-        self._seen: Seen | None = None
-        self._rolled: Walk | None = None
-        """Of whose tensors the due records have digests."""
-        self._sizes: tuple[Walk, int] | None = None
-        self._measured: list[Piece] = []
+        self._own_reason = why_whole
+        self._window: Window | None = None
+        self._chain: Chain | None = None
+        """What the window's records go on from."""
+        self._last: Last | None = None
+        """The last checkpoint that had a window."""
+        self._walk: Walk | None = None
+        self._pieces: list[Piece] = []
+        """Of that walk, ..."""
+        self._undivided: str | None = None
+        """... and why it has none now."""
         self._schedule = Schedule()
-        self._planned: tuple[Walk, CopySpeed] | None = None
-        """For which the schedule was made."""
+        self._chosen_for: int | None = None
+        """The due step of the schedule."""
         self._broken_due: int | None = None
         self._due = 0
-        self._first_due: int | None = None
 
     def wants(self, step: int) -> bool:
         """See Strategy."""
@@ -103,89 +82,44 @@ class Spread:
             self._forget()
         if self._window:
             return True
-        return due != self._broken_due and step > due - self.size()
-
-    def size(self) -> int:
-        """Steps of the next window."""
-        if self._every == 1 or self._why_whole or self._sizes is None:
-            return 1
-        if self._ranks and self._ranks.why_whole():
-            return 1
-        if self._fixed is not None:
-            return min(self._fixed, self._every)
-        walk, pace, known = self._sizes[0], self._pace, self._planned
-        told = self._told() if self._ranks else None
-        if told:
-            pace = told.pace
-        elif self._ranks:
-            return 1
-        has_moved = known and (pace != known[1] if told else pace.has_moved(known[1]))
-        if known is None or known[0] is not walk or has_moved:
-            rest = (told or self._figures()).rest
-            self._schedule = schedule(self._measured, rest, pace, self._every)
-            self._planned = walk, replace(pace)
-        return self._schedule.steps
-
-    def _figures(self) -> Figures:
-        """As this process has measured them."""
-        assert self._sizes
-        rest = max(0, self._sizes[1] - sum(piece.size for piece in self._measured))
-        return Figures(rest, self._pace.bytes_per_s, self._pace.overlap_s, self._pace.call_s)
-
-    def _told(self) -> Figures | None:
-        """What the first rank has told for the next window; it does not for the first two."""
-        assert self._ranks
-        if self._first_due is None or self._due < self._first_due + _AHEAD * self._every:
-            return None
-        return self._ranks.window(self._due // self._every)
-
-    def _note_due(self, step: int) -> int:
-        """The next step that is due."""
-        self._due = -(-step // self._every) * self._every
-        if self._first_due is None:
-            self._first_due = self._due
-        return self._due
+        return due != self._broken_due and step > due - self._size()
 
     def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
-        """The handle of the last checkpoint, if it is of this step and of just this state."""
-        last = self._last
-        if self._window or last is None or last.step != step or last.error is not None:
-            return None
-        collected = collect()
-        is_same = self._last_walk is collected.walk and self._recorder.is_quiet and self._seen
-        return last if is_same and is_same.is_still(collected, is_alone=not self._ranks) else None
+        """See Strategy."""
+        return self._last.current(step, collect) if self._last and not self._window else None
 
     def choose(
         self, step: int, collected: Collected, *, asked: bool, tagged: bool
     ) -> Captured | None:
         """See Strategy."""
-        self._note_due(step)
-        self._measure(collected.walk)
-        is_due = step % self._every == 0
-        if self._ranks and is_due:
-            self._ranks.tell_window(step // self._every + _AHEAD, self._figures())
+        is_due = step == self._note_due(step)
+        if self._walk is not collected.walk:
+            self._walk = collected.walk
+            self._pieces = pieces_of(self._run.optimizers, collected.walk)
+            self._undivided = why_undivided(self._run.optimizers)
+            self._schedule, self._chosen_for = Schedule(), None
+        if is_due:
+            number = step // self._every + _AHEAD
+            self._run.ranks.tell("window", number, self._run.figures(self._walk, self._pieces))
         if asked or tagged or (self._window is None and is_due):
             self._forget()
             return Captured(collected)
         if not is_due and not self.wants(step):
             return None
-        if self._window and self._window.keeper != self._trust.keeper:
-            raise Unsupported("the keeper died within its window, with the parts that it had")
-        return self._share(step, collected, is_due)
+        return self._share(step, collected)
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """See Strategy."""
-        window, share = self._window, captured.share
-        if window and not (share and share["ends"]):
-            window.handles.append(handle)
+        if self._window and not captured.ends:
             return
         self._forget()
-        self._last = handle if share else None
-        self._last_walk = self._sizes[0] if self._sizes else None
-        self._seen = Seen.of(captured.collected)
-        if share:
-            self._trust.note_interval(handle.call)
-            self._recorder.start(notes=False)
+        self._last = None
+        if captured.ends:
+            assert self._walk
+            self._run.trust.note_interval(handle.call)
+            owned = [leaf for leaf in self._walk.leaves if leaf.owner is not None]
+            is_alone = self._run.ranks.world.is_alone
+            self._last = Last(handle, self._walk, captured, owned, is_alone=is_alone)
 
     def break_off(self) -> None:
         """See Strategy."""
@@ -196,80 +130,73 @@ class Spread:
 
     def describe(self) -> dict[str, Any]:
         """See Strategy."""
-        size = self.size()
+        size = self._size()
         chosen: dict[str, Any] = {"strategy": "spread" if size > 1 else "full", "window": size}
-        if why := self._why_whole or (self._ranks and self._ranks.why_whole()):
+        if why := self._why_whole():
             chosen["reason"] = why
-        return {**chosen, **self._pace.describe()}
+        return {**chosen, **self._run.pace.describe()}
+
+    def _note_due(self, step: int) -> int:
+        """The next step that is due."""
+        self._due = -(-step // self._every) * self._every
+        return self._due
+
+    def _why_whole(self) -> str | None:
+        return self._own_reason or self._undivided or self._run.ranks.why_whole()
+
+    def _size(self) -> int:
+        """Steps of the next window, which is chosen once."""
+        if self._every == 1 or self._walk is None or self._why_whole():
+            return 1
+        if self._fixed is not None:
+            return min(self._fixed, self._every)
+        if self._chosen_for != self._due:
+            figures = self._figures(self._walk)
+            if figures is None or not figures.bytes_per_s:
+                return 1
+            self._schedule = schedule(self._pieces, figures, self._every)
+            self._chosen_for = self._due
+        return self._schedule.steps
+
+    def _figures(self, walk: Walk) -> Figures | None:
+        """By which the next window is chosen; None where the first rank has told none yet."""
+        if self._run.ranks.world.is_alone:
+            return self._run.figures(walk, self._pieces)
+        told = self._run.ranks.told("window", self._due // self._every)
+        return Figures(*told) if told else None
 
     def _forget(self) -> None:
-        self._window = None
-        self._recorder.stop()
+        self._window = self._chain = None
+        self._run.recorder.stop()
 
-    def _measure(self, walk: Walk) -> None:
-        """Bytes of a state, and of the gradients of all parameters; once for each walk."""
-        if self._sizes is None or self._sizes[0] is not walk:
-            ranks = self._ranks.size if self._ranks else 1
-            self._measured = measured(self._optimizers, walk, ranks)
-            self._sizes = walk, sum(leaf.tensor.nbytes for leaf in walk.leaves)
-
-    def _share(self, step: int, collected: Collected, is_due: bool) -> Captured:
+    def _share(self, step: int, collected: Collected) -> Captured:
         """This step's part of the window, which begins here where none is open."""
-        window = self._window or self._open(step, collected)
-        pieces = window.pieces
-        calls: list[Any] | None = None
-        tensors: dict[str, torch.Tensor] = {}
-        if pieces.steps:
-            self._check(window, step, collected)
-            tensors, calls = self._recorder.take()
-        slices: list[Slice] = []
-        if calls is not None and is_due:  # before that the pieces are of several steps
-            if self._rolled is not collected.walk:
-                self._rolled = collected.walk
-                self._recorder.roll(self._pace.overlap_s)
-            slices = self._recorder.slices()
-        self._window = window
-        leaves = pieces.take(step, is_due)
-        if is_due:
-            leaves += unowned(collected.walk.leaves)
-        record = tuple(Leaf(name, tensor, RECORD_OWNER) for name, tensor in tensors.items())
-        if self._ranks and calls is not None:
-            record, calls = self._ranks.share(tensors, calls, RECORD_OWNER)
-        share = {"steps": list(pieces.steps), "calls": calls, "ends": is_due}
-        if calls is None:
-            self._recorder.start()
-        self._recorder.only = pieces.copied
-        digests = (leaf for each in slices for leaf in each.leaves)
-        part = part_of(collected, (*leaves, *record, *digests), collected.loose if is_due else ())
-        if not is_due:  # ranks number hyperparameters together, in each
-            part = Collected(part.walk, (), part.aliases, {}, part.hyperparameters)
+        recorder, window = self._run.recorder, self._window
+        record, slices, calls = tuple[Leaf, ...](), list[Slice](), None
+        if window is None or self._chain is None:
+            window = self._window = self._open(step, collected.walk)
+            self._chain = Chain(collected)
+            recorder.start()
+        else:
+            if not self._chain.goes_on(collected) or not window.steps[-1] < step <= window.due:
+                raise Unsupported(f"it does not go on from step {window.steps[-1]} of its window")
+            record, calls = self._run.ranks.share(*recorder.take(), RECORD_OWNER)
+            if step == window.due:  # before that the pieces are of several steps
+                recorder.roll(self._run.pace.overlap_s)
+                slices = recorder.slices()
+        leaves = window.take(step)
+        recorder.only = window.copied
+        share = window.share(calls)
+        if share["ends"]:
+            others = unowned(collected.walk.leaves)
+            part = part_of(collected, (*leaves, *others, *record), collected.loose, slices)
+        else:  # ranks number hyperparameters together, in each
+            part = part_of(collected, (*leaves, *record), (), slices)
+            part = replace(part, objects={}, own={}, digests={})
         return Captured(part, share=share, slices=slices)
 
-    def _open(self, step: int, collected: Collected) -> _Window:
-        if taken := reserved((*collected.walk.leaves, *collected.loose)):
-            raise Unsupported(f"{taken[0]!r} is a name that records use")
-        if problem := why_undivided(self._optimizers):
-            raise Unsupported(problem)
-        due, walk = self._due, collected.walk
-        steps = due - step + 1
-        known = self._planned
-        is_planned = known and known[0] is walk and self._schedule.steps == steps
-        planned = self._schedule.groups if is_planned and self._fixed is None else None
-        return _Window(
-            due,
-            self._trust.keeper,
-            shape_of(walk),
-            Pieces.of(self._optimizers, walk, steps, planned),
-        )
-
-    def _check(self, window: _Window, step: int, collected: Collected) -> None:
-        for handle in window.handles:
-            if handle.error is not None:
-                raise Unsupported(f"what was copied at step {handle.step} was not saved")
-        walk = collected.walk
-        if walk is not window.pieces.walk and shape_of(walk) != window.shape:
-            names = ", ".join(map(repr, moved(window.shape, shape_of(walk))[:3]))
-            problem = "the state has other tensors than at the window's begin"
-            raise Unsupported(f"{problem} ({names})" if names else problem)
-        if step <= window.pieces.steps[-1] or step > window.due:
-            raise Unsupported(f"step {step} came after step {window.pieces.steps[-1]}")
+    def _open(self, step: int, walk: Walk) -> Window:
+        steps = self._due - step + 1
+        is_planned = self._fixed is None and self._schedule.steps == steps
+        groups = self._schedule.groups if is_planned else equal_groups(self._pieces, steps)
+        return Window(walk, self._due, self._pieces, groups)

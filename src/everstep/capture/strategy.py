@@ -7,11 +7,36 @@ cannot go on it raises Unsupported, and a whole state is captured in place of wh
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.capture.captured import Captured
+from everstep.capture.copy_speed import CopySpeed
+from everstep.capture.rank_agreement import RankAgreement
+from everstep.capture.trust import Trust
+from everstep.capture.window import Figures, Piece
 from everstep.handle import SaveHandle
-from everstep.state.view import Collected
+from everstep.redo.recorder import Recorder
+from everstep.state.optimizers import OptimizerState
+from everstep.state.view import Collected, Walk
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What strategies have in common; one of each for a Checkpointer."""
+
+    optimizers: list[OptimizerState]
+    recorder: Recorder
+    trust: Trust
+    pace: CopySpeed
+    ranks: RankAgreement
+
+    def figures(self, walk: Walk, pieces: list[Piece]) -> Figures:
+        """By which a window of these pieces is chosen, as this process has measured them."""
+        ranks, pace = self.ranks.world.size, self.pace
+        whole = ranks * sum(leaf.tensor.nbytes for leaf in walk.leaves)
+        rest = max(0, whole - sum(piece.size for piece in pieces))
+        return Figures(rest, ranks * pace.bytes_per_s, pace.overlap_s, pace.call_s)
 
 
 class Strategy(Protocol):

@@ -40,8 +40,6 @@ class Trust:
         self._reason = "the ranks had different things to save"
         self.lost: str | None = None
         """Why whole states stay for the rest of the run."""
-        self.keeper = 0
-        """How many keepers have died: what another one had in memory is gone with it."""
         self._changed = threading.Lock()
 
     def surprise(self, call: int, step: int, reason: str, *, counts: bool = True) -> None:

@@ -8,13 +8,10 @@ training goes on, one block after the other. On CUDA counters and addresses are 
 at.
 """
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 
-import xxhash
-
+from everstep.redo.rolling_digest import Row, digest_of
 from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf, fills_memory
 from everstep.state.fingerprint import Fingerprint
@@ -53,14 +50,14 @@ class _Blocks:
 
     def __init__(self, leaves: Iterable[Leaf]) -> None:
         rows = [(leaf.name, local_of(leaf.tensor).detach()) for leaf in leaves]
-        self._rows = [row for row in rows if row[1].is_cpu and fills_memory(row[1])]
-        sizes = [tensor.nbytes for _, tensor in self._rows]
-        self._starts = [0, *accumulate(sizes)]
-        self._block_bytes = max(_BLOCK_BYTES, -(-self._starts[-1] // _BLOCKS_MAX))
+        found = [row for row in rows if row[1].is_cpu and fills_memory(row[1])]
+        self._names = [name for name, _ in found]
+        self._row = Row([tensor for _, tensor in found])
+        self._count = min(_BLOCKS_MAX, -(-self._row.size // _BLOCK_BYTES))
         self._known: list[bytes] = []
         self._found: list[str] = []
         self._next = 0
-        self._thread = self._run(self._digest_all) if self._starts[-1] else None
+        self._thread = self._run(self._digest_all) if self._count else None
 
     def next_changed(self) -> list[str]:
         """Return the names of the tensors in blocks that were found to differ; look at the next
@@ -68,7 +65,7 @@ class _Blocks:
         if self._thread is None or self._thread.is_alive():
             return []
         found, self._found = self._found, []
-        number, self._next = self._next, (self._next + 1) % len(self._known)
+        number, self._next = self._next, (self._next + 1) % self._count
         self._thread = self._run(lambda: self._look(number))
         return found
 
@@ -78,26 +75,12 @@ class _Blocks:
         return thread
 
     def _digest_all(self) -> None:
-        count = -(-self._starts[-1] // self._block_bytes)
-        self._known = [self._digest(number) for number in range(count)]
+        self._known = [self._digest(number) for number in range(self._count)]
 
     def _look(self, number: int) -> None:
         if self._digest(number) != self._known[number]:
-            self._found = [self._rows[row][0] for row, _, _ in self._parts(number)]
+            spans = self._row.spans(number, self._count)
+            self._found = [self._names[index] for index, _, _ in spans]
 
     def _digest(self, number: int) -> bytes:
-        """XXH3-128 of a block; releases the GIL."""
-        digest = xxhash.xxh3_128()
-        for row, start, size in self._parts(number):
-            address = self._rows[row][1].data_ptr() + start
-            digest.update((ctypes.c_char * size).from_address(address))
-        return digest.digest()
-
-    def _parts(self, number: int) -> list[tuple[int, int, int]]:
-        """The rows of a block, and which of their bytes: where they begin, and how many."""
-        first, end = number * self._block_bytes, (number + 1) * self._block_bytes
-        return [
-            (row, max(first, start) - start, min(end, stop) - max(first, start))
-            for row, (start, stop) in enumerate(zip(self._starts, self._starts[1:], strict=False))
-            if start < end and first < stop
-        ]
+        return digest_of(self._row.cut(number, self._count))

@@ -5,14 +5,13 @@
 Their tensors are in bases only. A record has digests of them as of what optimizers own.
 """
 
-from itertools import chain
 from typing import Any, Literal
 
 import torch
 
 from everstep.format.tables import owned_names
 from everstep.redo.ambient import drawn_since, generators_now
-from everstep.redo.rolling_digest import DERIVED_OWNER, RollingDigest, Slice, count_for
+from everstep.redo.rolling_digest import DERIVED_OWNER, RollingDigests, Slice
 from everstep.redo.rules import Rules, specs_of
 from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf
@@ -28,7 +27,8 @@ class Derived:
         self._rank = rank
         self._rules = rules
         self._is_full = is_full
-        self._rolling = {part: RollingDigest(part, DERIVED_OWNER, rank) for part in rules.parts}
+        owners = dict.fromkeys(rules.parts, DERIVED_OWNER)
+        self._rolling = RollingDigests(owners, rank, is_full=is_full)
         self._done: int | None = None
         self._problem: str | None = None
         self._bound: tuple[Walk, tuple[Leaf, ...]] | None = None
@@ -36,9 +36,14 @@ class Derived:
         self._fingerprint: Fingerprint | None = None
         self._pointers: dict[str, int] = {}
 
-    def check_log(self, is_alone: bool) -> None:
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that are derived."""
+        return self._rules.parts
+
+    def why_no_log(self, is_alone: bool) -> str | None:
         """See Rules."""
-        self._rules.check_log(is_alone)
+        return self._rules.why_no_log(is_alone)
 
     def run(self, step: int) -> None:
         """Bring the parts to `step`, once for each. Step 0 is the state before any update. Raises
@@ -84,6 +89,8 @@ class Derived:
     def watch(self, collected: Collected, turn: int) -> str | None:
         """From now on until the next `run` nobody may write to what is derived. `turn`: other
         numbers look at other bytes. Returns why what came since the last one is no record."""
+        if not self.parts:
+            return None
         sharded = [leaf for leaf in collected.walk.sharded if self._rules.part_of(leaf.name)]
         depth: Literal["sample", "all"] = "all" if self._is_full else "sample"
         self._fingerprint = Fingerprint(
@@ -108,20 +115,19 @@ class Derived:
 
     def describe(self) -> dict[str, Any]:
         """What a record says of each part."""
-        return {part: {"rule": True, "digest": None} for part in self._rolling}
+        return {part: {"rule": True, "digest": None} for part in self.parts}
 
     def slices(self, collected: Collected, step_s: float) -> list[Slice]:
         """What of each part is digested next; since `watch`, which comes before. `step_s`: see
         Recorder.roll."""
-        assert self._fingerprint
+        if self._fingerprint is None:
+            return []
         found = {
             part: [local_of(tensors[name]) for name in sorted(tensors)]
             for part, tensors in self._by_part(collected).items()
         }
-        count = 1 if self._is_full else count_for(chain.from_iterable(found.values()), step_s)
-        for part, tensors in found.items():
-            self._rolling[part].set(tensors, count)
-        return [each.next(self._fingerprint.in_place()) for each in self._rolling.values()]
+        self._rolling.set(found, step_s)
+        return self._rolling.next(dict.fromkeys(found, self._fingerprint))
 
     def _bind(self, walk: Walk) -> tuple[Leaf, ...]:
         if self._bound is None or self._bound[0] is not walk:

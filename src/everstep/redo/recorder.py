@@ -16,7 +16,6 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -32,7 +31,7 @@ from everstep.redo.allowed import (
     part_here,
 )
 from everstep.redo.ambient import autocast_now, drawn_since, generators_now
-from everstep.redo.rolling_digest import RollingDigest, Slice, count_for
+from everstep.redo.rolling_digest import RollingDigests, Slice
 from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Leaf
 from everstep.sharding.ranked import own_name
@@ -116,22 +115,18 @@ class Recorder:
         """Of each optimizer's tensors since its last call; ..."""
         self._at_base: dict[int, Fingerprint] = {}
         """... and of all bytes of its parameters, from a base to the next call."""
-        self._rolling = {
-            each.index: RollingDigest(each.name, each.index, rank) for each in optimizers
-        }
+        owners = {each.name: each.index for each in optimizers}
+        self._rolling = RollingDigests(owners, rank, is_full=is_full)
         self._bytes_max = 0
-        self._has_shared = False
 
-    def start(self, notes: bool = True) -> None:
+    def start(self) -> None:
         """Note what comes from now on, from the optimizers' tensors of now: none of them was
-        written to since its optimizer's last call. `notes`: False where it is only to be known
-        whether anything comes (`is_quiet`)."""
+        written to since its optimizer's last call."""
         self.stop()
-        self.is_on = notes
-        self._recording.set(notes, pre_clip=self._pre_clip)
+        self.is_on = True
+        self._recording.set(True, pre_clip=self._pre_clip)
         parameters = [p for optimizer in self._optimizers for _, _, p, _ in optimizer.parameters()]
         self._bytes_max = _UPDATES_MAX * sum(parameter.nbytes for parameter in parameters)
-        self._has_shared = len({id(parameter) for parameter in parameters}) < len(parameters)
         for optimizer in self._optimizers:
             self._fingerprints[optimizer.index] = Fingerprint(
                 optimizer.tensors(), self._turn, depth=self._depth, follows=True
@@ -143,10 +138,7 @@ class Recorder:
     def roll(self, step_s: float) -> None:
         """Digest the optimizers' tensors of now from now on, so much at a time that it goes unseen
         beside a step of `step_s`."""
-        found = {each.index: each.tensors_here() for each in self._optimizers}
-        count = 1 if self._is_full else count_for(chain.from_iterable(found.values()), step_s)
-        for index, tensors in found.items():
-            self._rolling[index].set(tensors, count)
+        self._rolling.set({each.name: each.tensors_here() for each in self._optimizers}, step_s)
 
     @property
     def is_quiet(self) -> bool:
@@ -217,12 +209,9 @@ class Recorder:
             self.refuse(f"an update of {optimizer.name!r} did not call its closure")
         else:
             self._close(call)
-        if self._has_shared:
-            self._at_base.clear()
-        for other in self._optimizers if self._has_shared else (optimizer,):
-            self._turn += 1
-            if known := self._fingerprints.get(other.index):
-                self._fingerprints[other.index] = known.again(self._turn, self._depth)
+        self._turn += 1
+        if known := self._fingerprints.get(optimizer.index):
+            self._fingerprints[optimizer.index] = known.again(self._turn, self._depth)
 
     def take(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors and the calls since the last `take`, which are forgotten here. Raises
@@ -243,10 +232,9 @@ class Recorder:
 
     def slices(self) -> list[Slice]:
         """What of the optimizers' tensors, as the calls have left them, is digested next."""
-        return [
-            self._rolling[index].next(fingerprint.in_place())
-            for index, fingerprint in self._fingerprints.items()
-        ]
+        return self._rolling.next(
+            {each.name: self._fingerprints[each.index] for each in self._optimizers}
+        )
 
     def distrust(self, names: Collection[str]) -> None:
         """These gradients, by their names in a record, were written to while that was copied: they

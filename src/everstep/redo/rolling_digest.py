@@ -16,7 +16,7 @@ order, and needs no synchronisation.
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import xxhash
@@ -55,30 +55,38 @@ def count_for(tensors: Iterable[torch.Tensor], step_s: float) -> int:
     return min(COUNT_MAX, max(1, -int(-size // (BYTES_PER_S * (step_s or STEP_S)))))
 
 
-class RollingDigest:
-    """Of one part of the state on this rank. For the thread that trains."""
+class RollingDigests:
+    """Of some parts of the state on this rank. For the thread that trains."""
 
-    def __init__(self, part: str, owner: int, rank: int | None = None) -> None:
-        """`owner`: whose updates have to wait for a digest. `rank`: of several."""
-        self._part = part
-        self._owner = owner
+    def __init__(
+        self, owners: Mapping[str, int], rank: int | None = None, *, is_full: bool = False
+    ) -> None:
+        """`owners`: whose updates have to wait for the digest of each part. `rank`: of several.
+        `is_full`: digest all at each update."""
+        self._owners = owners
         self._rank = rank
-        self._rows: dict[torch.device, _Row] = {}
+        self._is_full = is_full
+        self._rows: dict[str, dict[torch.device, Row]] = {}
         self._count = 1
         self._turn = 0
 
-    def set(self, tensors: Iterable[torch.Tensor], count: int) -> None:
-        """What is digested from now on, and K. `tensors`: plain, in an order that is the same at a
-        replay on this layout."""
-        self._rows, self._count = _rows(tensors), count
+    def set(self, parts: Mapping[str, Sequence[torch.Tensor]], step_s: float) -> None:
+        """What is digested from now on, so much at a time that it goes unseen beside a step of
+        `step_s`: plain tensors, in an order that is the same at a replay on this layout."""
+        self._rows = {part: _rows(tensors) for part, tensors in parts.items()}
+        found = chain.from_iterable(parts.values())
+        self._count = 1 if self._is_full else count_for(found, step_s)
 
     @torch.inference_mode(False)  # another thread writes to what is made here
-    def next(self, fingerprint: Fingerprint) -> "Slice":
-        """The next slice. `fingerprint`: of the tensors, taken when the update was made."""
+    def next(self, fingerprints: Mapping[str, Fingerprint]) -> "list[Slice]":
+        """The next slice of each part. `fingerprints`: of its tensors, taken when the update was
+        made."""
         number, self._turn = self._turn % self._count, self._turn + 1
-        return Slice(
-            self._part, self._rows, self._owner, number, self._count, self._rank, fingerprint
-        )
+        return [
+            Slice(part, rows, self._owners[part], number, self._count, self._rank, fingerprint)
+            for part, rows in self._rows.items()
+            for fingerprint in [fingerprints[part].in_place()]
+        ]
 
 
 class Slice:
@@ -88,7 +96,7 @@ class Slice:
     def __init__(
         self,
         part: str,
-        rows: "Mapping[torch.device, _Row]",
+        rows: "Mapping[torch.device, Row]",
         owner: int,
         number: int,
         count: int,
@@ -127,8 +135,8 @@ class Slice:
     def digest(self) -> None:
         """Digest what lies on the CPU; blocks, without the GIL. Where somebody has written to the
         tensors since the update, the digest says nothing: K is 0."""
-        on_cpu = next((row for device, row in self._rows.items() if device.type == "cpu"), _Row([]))
-        digest = _digest(on_cpu.cut(self._number, self._count))
+        on_cpu = next((row for device, row in self._rows.items() if device.type == "cpu"), Row([]))
+        digest = digest_of(on_cpu.cut(self._number, self._count))
         count = 0 if self._fingerprint.changed() else self._count
         head = _HEAD.pack(count, self._number, digest)
         self._head.copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
@@ -169,25 +177,34 @@ def differs(known: Sequence[torch.Tensor], tensors: Iterable[torch.Tensor]) -> i
         return None
     slices = {device: row.cut(number, count) for device, row in rows.items()}
     pieces = next((found for device, found in slices.items() if device.type == "cpu"), ())
-    is_same = _digest(pieces) == digest
+    is_same = digest_of(pieces) == digest
     for device, then in zip(on_gpus, known[1:], strict=True):
         is_same &= _sum(slices[device], device).cpu().view(torch.uint8).equal(then.cpu())
     return None if is_same else count
 
 
-class _Row:
+class Row:
     """Tensors of one device as one row of bytes."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._ends = list(accumulate(tensor.nbytes for tensor in tensors))
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self._ends[-1] if self._ends else 0
+
     def cut(self, number: int, count: int) -> list[torch.Tensor]:
-        """The elements of one slice, in pieces of one dim; one that is cut through belongs to the
+        """The elements of one slice, in pieces of one dim."""
+        spans = self.spans(number, count)
+        return [_flat(self._tensors[index], first, last) for index, first, last in spans]
+
+    def spans(self, number: int, count: int) -> list[tuple[int, int, int]]:
+        """Of which tensors a slice has which elements; one that is cut through belongs to the
         next."""
-        size = self._ends[-1] if self._ends else 0
-        begin, end = size * number // count, size * (number + 1) // count
-        pieces = []
+        begin, end = self.size * number // count, self.size * (number + 1) // count
+        found = []
         for index in range(bisect_right(self._ends, begin), len(self._tensors)):
             tensor = self._tensors[index]
             start = self._ends[index] - tensor.nbytes
@@ -196,17 +213,17 @@ class _Row:
             first = max(0, begin - start) // tensor.itemsize
             last = min(tensor.nbytes, end - start) // tensor.itemsize
             if first < last:
-                pieces.append(_flat(tensor, first, last))
-        return pieces
+                found.append((index, first, last))
+        return found
 
 
-def _rows(tensors: Iterable[torch.Tensor]) -> dict[torch.device, _Row]:
+def _rows(tensors: Iterable[torch.Tensor]) -> dict[torch.device, Row]:
     """By device, in the order in which they first come."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             found.setdefault(tensor.device, []).append(tensor.detach())
-    return {device: _Row(members) for device, members in found.items()}
+    return {device: Row(members) for device, members in found.items()}
 
 
 def _flat(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -220,7 +237,8 @@ def _flat(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return tensor.view(-1)[first:last]
 
 
-def _digest(pieces: Iterable[torch.Tensor]) -> bytes:
+def digest_of(pieces: Iterable[torch.Tensor]) -> bytes:
+    """XXH3-128 of pieces on the CPU; releases the GIL."""
     digest = xxhash.xxh3_128()
     for piece in pieces:
         digest.update(piece.view(torch.uint8).numpy().data)

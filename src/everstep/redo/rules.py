@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from everstep.errors import Unsupported
 from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf
 from everstep.state.modules import ModuleState
@@ -55,8 +54,8 @@ class Rules:
                 error.add_note(f"everstep: in the rule that derives {part!r}, at step {step}")
                 raise
 
-    def check_log(self, is_alone: bool) -> None:
-        """Raises Unsupported for parts that no rank can derive by itself, or nobody elsewhere."""
+    def why_no_log(self, is_alone: bool) -> str | None:
+        """Names a part that no rank can derive by itself, or nobody elsewhere; None: all can be."""
         for part in self._rules:
             tensors = self._state.tensors_of(part)
             if any(self._state.mapped.split(tensor) is not None for tensor in tensors.values()):
@@ -65,10 +64,8 @@ class Rules:
                 why = "is each rank's own (by_rank=)"
             else:
                 continue
-            raise Unsupported(
-                f"derive= with a log: {part!r} {why}, and a replay on another layout "
-                f"could not derive it. Use strategy='full'"
-            )
+            return f"derive= has {part!r}, which {why}: a replay elsewhere could not derive it"
+        return None
 
     def tensors(self, part: str) -> dict[str, torch.Tensor]:
         """The part's live tensors, by all names that they have in it."""
