@@ -35,8 +35,7 @@ from everstep.options import (
     refuse_unknown,
 )
 from everstep.preemption import Ending, Preemption
-from everstep.redo.derived import Derived
-from everstep.redo.rules import Rule, Rules
+from everstep.redo.derived import Derived, Rule
 from everstep.restore.restores import Restores
 from everstep.sharding.world import World, form_team
 from everstep.state.objects import plain_json
@@ -115,20 +114,18 @@ class Checkpointer:
             check_replicas=own.check,
             layout=own.layout,
         )
-        self._rules = Rules(derive or {}, self._state)
-        rank = None if self._world.is_alone else self._world.rank
         how = options.strategy if isinstance(options.strategy, Log) else Log()
-        self._derived = Derived(self._rules, how.verify == "full", rank)
+        self._derived = Derived(derive or {}, self._state, is_full=how.verify == "full")
         pace = CopySpeed()
         self._disk = Disk(Path(store).absolute())
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
-        alike["derive"] = list(self._rules.parts)
+        alike["derive"] = list(self._derived.parts)
         team = form_team(self._world, self._disk.root, alike)
         self._world.local = team.ranks if team else (self._world.rank,)
         choice = Choice(options, self._state, pace, self._derived)
         check_room(self._state)
         open_store(self._disk)
-        self._saves = Saves(self.metrics)
+        self._saves = Saves(self.metrics, choice.run.trust)
         self._client = Client(
             self._disk.root,
             keep,
@@ -141,7 +138,6 @@ class Checkpointer:
         )
         self._restores = Restores(
             self._state,
-            self._rules,
             self._derived,
             self._disk,
             self._client,
@@ -167,7 +163,7 @@ class Checkpointer:
         save() does."""
         self._check_open()
         step = _checked(step)
-        self._saves.note_call()
+        self._saves.calls += 1
         self._derive(step)
         self._note(step)
         is_last = self._ending.comes_with(step)
@@ -195,7 +191,7 @@ class Checkpointer:
             raise ValueError(f"metrics must be a dict, not {metrics!r}")
         figures = plain_json(metrics or {}, "metrics")
         step = _checked(step)
-        self._saves.note_call()
+        self._saves.calls += 1
         self._derive(step)
         self._ending.comes_with(step)
         handle = self._save(step, tag, figures, asked=True)
@@ -291,7 +287,7 @@ class Checkpointer:
     # ---- save ------------------------------------------------------------------------------
 
     def _derive(self, step: int) -> None:
-        if self._rules.parts:
+        if self._derived.parts:
             self._check_open()
             self._captures.hold_derived()
             self._derived.run(step)

@@ -41,7 +41,7 @@ def is_full(saver):
 
 def is_waiting(saver):
     """Whether a save has begun that finds no slot free."""
-    newest, begun = saver._saves.newest, [handle for _, handle in saver._saves._begun.values()]
+    newest, begun = saver._saves.newest, [each.handle for each in saver._saves._begun.values()]
     return is_full(saver) and newest not in begun and newest.error is None
 
 

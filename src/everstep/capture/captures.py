@@ -83,10 +83,8 @@ class Captures:
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
         self._unannounced: threading.Event | None = None
-        self._copier = Copier(self._announce, self._seal, saves.on_capture_failure, pace)
+        self._copier = Copier(self._announce, self._seal, self._on_failure, pace)
         self.pool.on_release = self._copier.devices.unpin
-        saves.in_order = self._copier.in_order
-        saves.on_failure = self._trust.note_failure
         recorder = None if isinstance(self.strategy, Full) else self._recorder
         self._hooks = [
             Hook(optimizer, self._copier, recorder, metrics) for optimizer in state.optimizers
@@ -126,21 +124,19 @@ class Captures:
         handle = self._saves.new(step)
         try:
             commits = self._begin(handle, tag, metrics, asked=asked, must_wait=must_wait)
-        except Unavailable as error:
-            self._saves.fail(handle, error)
-            self._saves.leave_out(handle, str(error))
         except BaseException as error:
-            known = (
-                error
-                if isinstance(error, EverstepError)
-                else Unavailable(_interrupted(handle.step, error))
-            )
-            self._saves.drop(handle, known, repr(error))
-            raise
-        else:
-            if not commits:
-                self._saves.forget_newest()
-                return None
+            known: EverstepError = Unavailable(_interrupted(step, error))
+            if isinstance(error, EverstepError):
+                known = error
+            is_raised = not isinstance(error, Unavailable)
+            self._saves.fail(handle, known, is_told=is_raised)
+            self._leave_out(step, handle.call, str(known))
+            if is_raised:
+                raise
+            return handle
+        if not commits:
+            self._saves.forget_newest()
+            return None
         return handle
 
     def pass_by(self, step: int) -> None:
@@ -148,7 +144,7 @@ class Captures:
         would wait for it."""
         if self._passes:
             self._passes -= 1
-            self._saves.pass_by(step)
+            self._leave_out(step, self._saves.calls, "it records nothing any more")
 
     def restored(self, origin: CheckpointName | None) -> None:
         """A step of this run is restored: what is saved from now on goes on from `origin`, in an
@@ -199,7 +195,7 @@ class Captures:
         captured = self._choose(handle, collected, asked=asked, tagged=tag is not None)
         if captured is None:
             if not self._state.world.is_alone:  # nobody waits for what has come to nothing here
-                self._saves.leave_out(handle, "its window has ended")
+                self._leave_out(handle.step, handle.call, "its window has ended")
             return False
         try:
             is_awaited = captured.continues or captured.is_awaited
@@ -246,6 +242,7 @@ class Captures:
         slot = self._slot(handle.step, plan, waits)
         if slot is None:
             self._saves.skip(handle)
+            self._leave_out(handle.step, handle.call, "it had no memory for it")
             self.strategy.break_off()
             return
         sequence = self.pool.next_sequence()
@@ -253,7 +250,7 @@ class Captures:
         said["call"] = handle.call
         try:
             capture = self._copier.begin(
-                handle.step, sequence, collected, plan, slot, said, captured.slices
+                handle, sequence, collected, plan, slot, said, captured.slices
             )
         except BaseException:
             self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
@@ -265,7 +262,7 @@ class Captures:
                 self._whole_call = handle.call
             if captured.record is not None and not self._state.world.is_alone:
                 self._passes = _PASSES_TOLD
-            self._saves.begin(capture, handle)
+            self._saves.begin(capture)
             self._copier.go_on(capture)
         except BaseException as error:
             self._copier.give_up(capture, _interrupted(handle.step, error))
@@ -326,6 +323,21 @@ class Captures:
             "share": captured.share,
         }
 
+    def _leave_out(self, step: int, call: int, reason: str) -> None:
+        """Nothing of this step comes from this rank: no other waits for it. The keeper is told
+        when what was captured before was handed over. Any thread."""
+        self._copier.in_order(lambda: self._client.leave_out(step, call, reason))
+
+    def _on_failure(self, capture: Capture, error: EverstepError, is_announced: bool) -> None:
+        """The copy of it failed, or could not be sealed. `is_announced`: the keeper works on it
+        already. Any thread."""
+        self._saves.fail(capture.handle, error)  # before the keeper says so, and knows no reason
+        if is_announced:
+            self._client.submit(capture.slot.key)
+        else:
+            self._leave_out(capture.step, capture.handle.call, str(error))
+        self._saves.forget(capture)
+
     def _announce(self, capture: Capture) -> Callable[[int], None] | None:
         """Let the keeper work on what is copied already. Copying thread, which must not wait: so
         the first save, for which an epoch has to be claimed, is not announced; nor is any before
@@ -333,7 +345,7 @@ class Captures:
         if self._unannounced and not self._unannounced.is_set():
             is_next = False  # jobs are submitted in their order
         else:
-            is_next = self.epoch is not None and self._saves.handle_of(capture) is not None
+            is_next = self.epoch is not None and capture.handle.error is None
         self._unannounced = None if is_next else capture.sealed
         if not is_next:
             return None
@@ -347,12 +359,12 @@ class Captures:
         """All is copied: hand it to the keeper, or to the next one. Sealing thread."""
         if self.epoch is None:
             self._claim()
-        if (handle := self._saves.handle_of(capture)) is None:
+        if capture.handle.error:
             raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
         slot = capture.slot
         self._descriptor_size = len(capture.descriptor)
         slot.arena.seal(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
-        handle.advance("captured")
+        capture.handle.advance("captured")
         self._client.submit(slot.key)
 
     def _claim(self) -> None:

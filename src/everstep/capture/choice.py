@@ -118,7 +118,7 @@ class Choice:
         why = why_not_allowed(self._state.optimizers, self._state.modules, how.optimizers)
         if why is None and self._derived.parts and self.run.ranks.is_on_nodes:
             return "derive= and ranks on several nodes do not go together with a log"
-        return why or self._derived.why_no_log(is_alone=self.run.ranks.rank is None)
+        return why or self._derived.why_no_log()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from everstep.capture.in_flight import Capture, Owned
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.errors import EverstepError, Unavailable, Unsupported
+from everstep.handle import SaveHandle
 from everstep.keeper.arena import SlotState
 from everstep.redo.rolling_digest import DIGEST_OWNER, Slice
 from everstep.sharding.leaves import Leaf
@@ -76,7 +77,7 @@ class Copier:
 
     def begin(
         self,
-        step: int,
+        handle: SaveHandle,
         sequence: int,
         collected: Collected,
         plan: Plan,
@@ -98,7 +99,7 @@ class Copier:
             leaves = (*(known.leaves if known else ()), *leaves)
             bound[owner] = _Bound.of(leaves, known.sharded if known else (), plan)
         owned = {
-            owner: Owned(part.batch, part.fingerprint.again(step))
+            owner: Owned(part.batch, part.fingerprint.again(handle.step))
             for owner, part in bound.items()
             if owner is not None
         }
@@ -115,7 +116,7 @@ class Copier:
         eager_landings = self._copy_eagerly(batches, slot)
         begins = {device: mark(device) for device in lazy}
         return Capture(
-            step,
+            handle,
             sequence,
             slot,
             plan,

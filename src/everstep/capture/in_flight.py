@@ -21,6 +21,7 @@ from everstep.capture.copies import Batch, Landing
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.format.document import seal
+from everstep.handle import SaveHandle
 from everstep.keeper.arena import Row
 from everstep.redo.rolling_digest import Slice
 from everstep.state.fingerprint import Fingerprint, describe
@@ -58,7 +59,7 @@ class Owned:
 class Capture:
     """One state on its way into a slot."""
 
-    step: int
+    handle: SaveHandle
     sequence: int
     slot: Slot
     plan: Plan
@@ -81,6 +82,11 @@ class Capture:
     _frame: tuple[int, int] | None = None
     """The innermost of the trainer's thread then, by id(), and its instruction."""
     _descriptor: bytes = b""
+
+    @property
+    def step(self) -> int:
+        """Whose state it is."""
+        return self.handle.step
 
     @property
     def descriptor(self) -> bytes:

@@ -10,10 +10,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
 
 from everstep.capture.in_flight import Capture
 from everstep.capture.pool import Pool
+from everstep.capture.trust import Trust
 from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported, kind_of
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.client import Client
@@ -43,38 +43,29 @@ class Saves:
     _client: Client
     _pool: Pool
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, trust: Trust) -> None:
+        """`trust` is told of each call that comes to nothing."""
         self.newest: SaveHandle | None = None
         self._before: SaveHandle | None = None
-        self._calls = 0
+        self.calls = 0
+        """Of step() and save(). All count, whatever comes of them: by their numbers ranks know
+        which of their saves belong together."""
+        self._trust = trust
         self._failures_in_row = 0
         self._metrics = metrics
-        self._begun: dict[int, tuple[Capture, SaveHandle]] = {}
+        self._begun: dict[int, Capture] = {}
         self._torn: dict[int, str] = {}
         self._failing = threading.RLock()
-        self._written: queue.SimpleQueue[tuple[Capture, SaveHandle] | None] = queue.SimpleQueue()
-        self.in_order: Callable[[Callable[[], None]], None] = lambda task: task()
-        """Does something after what was captured before was handed over. Any thread."""
-        self.on_failure: Callable[[int, EverstepError], None] = lambda call, error: None
-        """Called with the number of each call that comes to nothing. Any thread."""
+        self._written: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
 
     def attach(self, client: Client, pool: Pool) -> None:
         """Whom to answer, and whom to tell of free memory; before the first save."""
         self._client, self._pool = client, pool
         threading.Thread(target=self._answer_all, name="everstep-answer", daemon=True).start()
 
-    def note_call(self) -> None:
-        """The user has called step() or save(). All calls count, whatever comes of them: by their
-        numbers ranks know which of their saves belong together."""
-        self._calls += 1
-
-    def pass_by(self, step: int) -> None:
-        """Nothing of this step is saved here, and no handle is made."""
-        self._leave_out(step, self._calls, "it records nothing any more")
-
     def new(self, step: int) -> SaveHandle:
         """A handle, which is the newest from now on."""
-        self._before, self.newest = self.newest, SaveHandle(step, self._calls)
+        self._before, self.newest = self.newest, SaveHandle(step, self.calls)
         self._metrics.saves += 1
         return self.newest
 
@@ -87,15 +78,10 @@ class Saves:
         """End the answering thread when it has nothing left."""
         self._written.put(None)
 
-    def begin(self, capture: Capture, handle: SaveHandle) -> None:
+    def begin(self, capture: Capture) -> None:
         """The capture is about to be copied."""
-        handle.confirm_with(capture.await_check)
-        self._begun[capture.sequence] = (capture, handle)
-
-    def handle_of(self, capture: Capture) -> SaveHandle | None:
-        """Its handle; None where it has failed meanwhile."""
-        known = self._begun.get(capture.sequence)
-        return known[1] if known else None
+        capture.handle.confirm_with(capture.await_check)
+        self._begun[capture.sequence] = capture
 
     @property
     def pending(self) -> bool:
@@ -105,11 +91,10 @@ class Saves:
     def wait(self, level: str, timeout: float | None) -> None:
         """See Checkpointer.wait."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        begun = list(self._begun.items())
-        for _, (_, handle) in begun:
+        for capture in list(self._begun.values()):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with contextlib.suppress(EverstepError):
-                handle.wait(level, left)
+                capture.handle.wait(level, left)
         newest = self.newest
         if newest and newest.error and not isinstance(newest.error, Skipped):
             raise newest.error
@@ -131,45 +116,47 @@ class Saves:
         if "sequence" not in message:
             self._on_news(message)
             return
-        known = self._begun.get(message["sequence"])
-        if known is None:
+        capture = self._begun.get(message["sequence"])
+        if capture is None:
             if kind == "written":  # asked again, by another keeper
                 sequence = message["sequence"]
                 self._client.confirm(sequence, self._torn.get(sequence))
             return
-        capture, handle = known
         if kind == "held":
-            handle.advance("held")
+            capture.handle.advance("held")
         elif kind == "written":
-            self._written.put(known)
+            self._written.put(capture)
         elif kind == "local":
-            self._on_commit(capture, handle, message)
+            self._on_commit(capture, message)
         elif kind == "failed":
             error = KINDS.get(message["kind"], Unavailable)(message["message"])
-            self.fail(handle, error)
-            self._forget(capture)
+            self.fail(capture.handle, error)
+            self.forget(capture)
             self._pool.retire_old()
 
     def _answer_all(self) -> None:
         """Tell the keeper whether each copy was clean, as soon as that is known. It writes one
         after the other, so that none waits here for another."""
-        while known := self._written.get():
+        while capture := self._written.get():
             try:
-                self._answer(*known)
+                self._answer(capture)
             except Exception:
-                log.exception("telling the keeper whether step %s is clean", known[0].step)
-            del known  # a capture holds its arena
+                log.exception("telling the keeper whether step %s is clean", capture.step)
+            del capture  # it holds its arena
 
-    def _answer(self, capture: Capture, handle: SaveHandle) -> None:
+    def _answer(self, capture: Capture) -> None:
         problem: str | None = f"saving step {capture.step}: the copy could not be checked"
         try:
             problem = capture.await_check()
         finally:
             self._client.confirm(capture.sequence, problem)
-        if problem:
-            self._on_torn(capture, handle, problem)
+        if problem:  # not left to the keeper's answer, which may be lost with it
+            self._note_torn(capture, problem)
+            self.fail(capture.handle, Unsupported(problem))
+            self.forget(capture)
 
-    def _on_commit(self, capture: Capture, handle: SaveHandle, message: Message) -> None:
+    def _on_commit(self, capture: Capture, message: Message) -> None:
+        handle = capture.handle
         self._failures_in_row = 0
         is_part = bool(message.get("is_part"))  # of a later checkpoint, with which it is committed
         self._metrics.commits += not is_part
@@ -182,7 +169,7 @@ class Saves:
         handle.squeezed = message.get("squeezed")
         handle.advance("local", error)
         self._metrics.add_durable(handle.times["local"] - handle.times["called"])
-        self._forget(capture)
+        self.forget(capture)
         self._pool.retire_old()
 
     def _on_news(self, message: Message) -> None:
@@ -207,39 +194,25 @@ class Saves:
         self._metrics.catch_up_seconds += message["seconds"]
         self._metrics.whole_step = message["step"]
 
-    def _on_torn(self, capture: Capture, handle: SaveHandle, problem: str) -> None:
-        """Not left to the keeper's answer, which may be lost with it; the next one is told too."""
+    def _note_torn(self, capture: Capture, problem: str) -> None:
+        """Another keeper that asks again is told, too."""
         self._torn[capture.sequence] = problem
         for sequence in list(self._torn)[:-_TORN_MAX]:
             del self._torn[sequence]
-        self.fail(handle, Unsupported(problem))
-        self._forget(capture)
-
-    def on_capture_failure(
-        self, capture: Capture, error: EverstepError, is_announced: bool
-    ) -> None:
-        """The copy of it failed, or could not be sealed. `is_announced`: the keeper works on it
-        already. Any thread."""
-        if known := self._begun.get(capture.sequence):  # else the keeper's loss came first
-            self.fail(known[1], error)  # before the keeper says the same, and knows no reason
-        if is_announced:
-            self._client.submit(capture.slot.key)
-        else:
-            self._leave_out(capture.step, capture.description["call"], str(error))
-        self._forget(capture)
 
     def _on_loss(self, reason: str) -> None:
         """Nothing that is on its way waits for another keeper any more."""
-        for capture, handle in list(self._begun.values()):
+        for capture in list(self._begun.values()):
             # What is not copied by now will not be sealed, and no other keeper finds it.
             if problem := capture.await_check() if capture.copied.is_set() else None:
-                self._torn[capture.sequence] = problem
-            self.fail(handle, Unavailable(f"saving step {handle.step}: {reason}"))
-            self._forget(capture)
+                self._note_torn(capture, problem)
+            self.fail(capture.handle, Unavailable(f"saving step {capture.step}: {reason}"))
+            self.forget(capture)
 
-    def _forget(self, capture: Capture) -> None:
-        if known := self._begun.pop(capture.sequence, None):
-            known[1].confirm_with(None)  # a handle that is kept must not keep the arena
+    def forget(self, capture: Capture) -> None:
+        """Nothing more comes of it. Any thread."""
+        if self._begun.pop(capture.sequence, None):
+            capture.handle.confirm_with(None)  # one that is kept must not keep the arena
         self._pool.notify()
 
     def skip(self, handle: SaveHandle) -> None:
@@ -252,32 +225,19 @@ class Saves:
         )
         if self._metrics.skips == 1 or self._metrics.skips % 100 == 0:
             log.warning("%s. Skipped so far: %s", text, self._metrics.skips)
-        self.drop(handle, Skipped(text), "it had no memory for it")
+        self.fail(handle, Skipped(text), is_told=True)
 
-    def drop(self, handle: SaveHandle, error: EverstepError, reason: str) -> None:
-        """It failed before anything was captured; `reason`: for the other ranks."""
-        self._fail(handle, error)
-        self.leave_out(handle, reason)
-
-    def leave_out(self, handle: SaveHandle, reason: str) -> None:
-        """Nothing of this step comes from this rank: no other waits for it."""
-        self._leave_out(handle.step, handle.call, reason)
-
-    def _leave_out(self, step: int, call: int, reason: str) -> None:
-        self.in_order(lambda: self._client.leave_out(step, call, reason))
-
-    def fail(self, handle: SaveHandle, error: EverstepError) -> None:
-        """It will come no further: on the handle, in the log and in the metrics."""
+    def fail(self, handle: SaveHandle, error: EverstepError, *, is_told: bool = False) -> None:
+        """It will come no further: on the handle, and, unless the user is told in another way, in
+        the log and in the metrics. Any thread."""
         with self._failing:  # the keeper, and who looked at the copy, may say it at the same time
             if handle.error is not None:
                 return
-            self._metrics.failures += 1
-            self._metrics.last_error = str(error)
-            self._failures_in_row += 1
-            if self._failures_in_row <= _TOLD_MAX or self._failures_in_row % 100 == 0:
-                log.error("step %s was not saved: %s: %s", handle.step, kind_of(error), error)
-            self._fail(handle, error)
-
-    def _fail(self, handle: SaveHandle, error: EverstepError) -> None:
-        self.on_failure(handle.call, error)
-        handle.fail(error)  # last: who waits for it may look at all else
+            if not is_told:
+                self._metrics.failures += 1
+                self._metrics.last_error = str(error)
+                self._failures_in_row += 1
+                if self._failures_in_row <= _TOLD_MAX or self._failures_in_row % 100 == 0:
+                    log.error("step %s was not saved: %s: %s", handle.step, kind_of(error), error)
+            self._trust.note_failure(handle.call, error)
+            handle.fail(error)  # last: who waits for it may look at all else

@@ -16,8 +16,8 @@ from everstep.errors import Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest
+from everstep.redo.derived import Derived, is_in
 from everstep.redo.replay import redo
-from everstep.redo.rules import Rules, is_in
 from everstep.restore.chain import Chain, Described, is_brought
 from everstep.restore.choose import Candidate
 from everstep.restore.derived import Derivation
@@ -43,10 +43,10 @@ def apply(
     only: list[str] | None,
     loader: Loader,
     must_be_exact: bool = False,
-    rules: Rules | None = None,
+    derived: Derived | None = None,
 ) -> tuple[Manifest, list[str]]:
     """Put the checkpoint into the state; blocks. Returns its manifest, and what is other here than
-    where it, and what was replayed, was written. `rules`: of derived parts.
+    where it, and what was replayed, was written. `derived`: parts, with their rules.
 
     Raises Mismatch (nothing was changed then), Corrupt (the state is half filled then), Unsupported
     for a log whose replay might not be exact where it must be, and for a part of a log that cannot
@@ -72,7 +72,7 @@ def apply(
             lambda: _replay_beside(candidate, chain, state, only, loader, must_be_exact),
         )
     else:
-        first = _replay(candidate, chain, state, rules, loader, is_moved=is_moved)
+        first = _replay(candidate, chain, state, derived, loader, is_moved=is_moved)
         differing += [] if first is None else [f"other bytes than the run's since step {first}"]
     return chain.last.manifest, differing
 
@@ -128,7 +128,7 @@ def _replay(
     candidate: Candidate,
     chain: Chain,
     state: State,
-    rules: Rules | None,
+    derived: Derived | None,
     loader: Loader,
     *,
     is_moved: bool,
@@ -137,7 +137,7 @@ def _replay(
     bytes than the run, as far as that is compared and allowed."""
     together = state.world.together
     _check_alone(candidate, state)
-    derivation = Derivation(chain, rules, state)
+    derivation = Derivation(chain, derived, state)
     names = chain.optimized | derivation.names
     placement = _match(candidate, chain.base, state, state.parts_of(names))
     saved = chain.saved(names)

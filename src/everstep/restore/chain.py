@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from everstep.format.global_tensors import GlobalTensor, tables_of_records, whole_tensors
 from everstep.format.manifest import Manifest, Part, Record
 from everstep.format.tables import Table, is_own, owned_names
+from everstep.redo.derived import is_in
 from everstep.redo.replay import Comparison
-from everstep.redo.rules import is_in
 from everstep.sharding.topology import ALONE, differences, layout_differences
 from everstep.state.objects import references
 from everstep.state.placement import Saved

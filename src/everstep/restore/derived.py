@@ -14,9 +14,9 @@ from everstep.errors import Corrupt, Mismatch
 from everstep.format.manifest import Record
 from everstep.format.tables import Table
 from everstep.redo import old_samples
+from everstep.redo.derived import Derived
 from everstep.redo.replay import Comparison, Loaded, OtherBytes
 from everstep.redo.rolling_digest import known_digests
-from everstep.redo.rules import Rules
 from everstep.restore.chain import Chain, Described, Version, stored
 from everstep.restore.choose import Candidate
 from everstep.restore.fill import Shards, fill
@@ -34,7 +34,7 @@ _RULED = (
 class Derivation:
     """What rules derive in the replay of one log."""
 
-    def __init__(self, chain: Chain, rules: Rules | None, state: State) -> None:
+    def __init__(self, chain: Chain, derived: Derived | None, state: State) -> None:
         """Raises Mismatch where a part that a rule derived has none here."""
         self._rows: dict[int, tuple[Described, Record, Table]] = {
             record.step: (described, record, tables[0])  # nothing is derived on several nodes
@@ -43,12 +43,12 @@ class Derivation:
         }
         self._parts = chain.ruled
         self._names = {part: chain.names_in(part) for part in self._parts}
-        self._rules = rules
+        self._derived = derived
         self._state = state
         self._base = chain.base
         self._filled: Container[str] = ()
         self._optimized = chain.optimized
-        if missing := sorted(self._parts - set(rules.parts if rules else ())):
+        if missing := sorted(self._parts - set(derived.parts if derived else ())):
             base = chain.base.manifest.step
             raise Mismatch(
                 f"restoring step {chain.last.manifest.step}: its log has to be replayed from step "
@@ -83,9 +83,9 @@ class Derivation:
         described, record, table = self._rows[loaded.step]
         if not record.ruled:
             return
-        assert self._rules is not None
+        assert self._derived is not None
         self._put_back(described, [(record.part, table)], candidate, loader)
-        self._rules.run(record.step, record.ruled)
+        self._derived.redo(record.step, record.ruled)
         if comparison := loaded.comparison:
             for part in record.ruled:
                 self._compare(loaded, record, part, comparison)

@@ -16,7 +16,6 @@ from everstep.keeper.arena import Arena
 from everstep.keeper.client import Client
 from everstep.redo.derived import Derived
 from everstep.redo.replay import OtherBytes
-from everstep.redo.rules import Rules
 from everstep.restore.apply import apply
 from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
 from everstep.restore.load import Loader
@@ -41,15 +40,13 @@ class Restores:
     def __init__(
         self,
         state: State,
-        rules: Rules,
         derived: Derived,
         disk: Disk,
         client: Client,
         captures: "Captures",
     ) -> None:
-        """`disk`: of the run's own store. `derived`: made with `rules`."""
+        """`disk`: of the run's own store."""
         self._state = state
-        self._rules = rules
         self._derived = derived
         self._disk = disk
         self._client = client
@@ -203,7 +200,7 @@ class Restores:
         self._captures.break_off()
         with Loader() as loader:
             manifest, differing = apply(
-                candidate, self._state, only, loader, must_be_exact, self._rules
+                candidate, self._state, only, loader, must_be_exact, self._derived
             )
         self._derived.restored(manifest.step)
         if candidate.disk is self._disk:
