@@ -20,7 +20,7 @@ from everstep.errors import Corrupt, EverstepError, Mismatch
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.global_tensors import GlobalTensor
 from everstep.format.tables import raw_name
-from everstep.redo import clipping, compression, old_samples, rolling_digest
+from everstep.redo import clipping, compression, rolling_digest
 from everstep.redo.ambient import autocast_as, autocast_of
 from everstep.redo.gathered import Views, gradient_of
 from everstep.sharding.redundancy import (
@@ -145,40 +145,20 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     """Bring parameters and optimizer state from before this record to after it; blocks as long as
     the optimizers do. Gradients are None afterwards, and torch's generators as some update left
     them. Raises Corrupt, Mismatch."""
-    # Pieces of this very step are as its last update left them, also before the first one is made.
-    with as_stored(record.step):
-        last = {said["optimizer"]: number for number, said in enumerate(record.calls)}
     for number, said in enumerate(record.calls):
         with as_stored(record.step):
             state = find(record.step, said, optimizers)
             call = _prepare(record, f"@{number}", said, state)
-            digest = said.get("digest") if last[state.name] == number else None
         try:
             _step(state, call)
         except (EverstepError, MemoryError, *PASSING):
             raise
         except Exception as error:
             raise Raised(record.step, state.name, error) from error
-        is_binding = record.comparison is not None and record.comparison.is_binding
-        if is_binding and digest not in (None, old_samples.digest_of_state(state)):
-            raise OtherBytes(record.step, state.name, "a digest of all bytes")
-    if record.comparison:
-        _compare(record, record.comparison, optimizers)
-
-
-def _compare(
-    record: Loaded, comparison: Comparison, optimizers: Mapping[str, OptimizerState]
-) -> None:
-    """With what the run had, as far as the record tells."""
-    for name, digests in rolling_digest.known_digests(record.tensors, comparison.rank).items():
-        if name in optimizers:  # else it is of a derived part
-            comparison.check(record.step, name, digests, optimizers[name].tensors_here())
-    samples = old_samples.known_samples(record.tensors, comparison.rank)
-    for name, sample in samples.items() if comparison.is_binding else ():
-        if name in optimizers and not old_samples.is_sample_of(
-            sample, optimizers[name], record.step
-        ):
-            raise OtherBytes(record.step, name, "a sample of its parameters and state")
+    if comparison := record.comparison:
+        known = rolling_digest.known_digests(record.tensors, comparison.rank)
+        for name in known.keys() & optimizers.keys():  # the others are of derived parts
+            comparison.check(record.step, name, known[name], optimizers[name].tensors_here())
 
 
 def as_stored(step: int) -> contextlib.AbstractContextManager[None]:

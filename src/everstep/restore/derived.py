@@ -13,9 +13,8 @@ import torch
 from everstep.errors import Corrupt, Mismatch
 from everstep.format.manifest import Record
 from everstep.format.tables import Table
-from everstep.redo import old_samples
 from everstep.redo.derived import Derived
-from everstep.redo.replay import Comparison, Loaded, OtherBytes
+from everstep.redo.replay import Comparison, Loaded
 from everstep.redo.rolling_digest import known_digests
 from everstep.restore.chain import Chain, Described, Version, stored
 from everstep.restore.choose import Candidate
@@ -124,16 +123,3 @@ class Derivation:
         if digests := known_digests(loaded.tensors, comparison.rank).get(part):
             tensors = [local_of(found[name]) for name in sorted(found)]
             comparison.check(record.step, part, digests, tensors, _RULED)
-        elif comparison.is_binding:
-            self._compare_with_old(loaded, record, part, found)
-
-    def _compare_with_old(
-        self, loaded: Loaded, record: Record, part: str, found: dict[str, torch.Tensor]
-    ) -> None:
-        world, said = self._state.world, record.derived[part]
-        rank = None if world.is_alone else world.rank
-        known = old_samples.known_samples(loaded.tensors, rank).get(part)
-        is_same = known is None or old_samples.sample_of(found, record.step).equal(known.cpu())
-        digest = said["digest"] if rank is None else said["digests"][rank]
-        if not is_same or digest not in (None, old_samples.digest_of(found)):
-            raise OtherBytes(record.step, part, "a sample of it", why=_RULED)
