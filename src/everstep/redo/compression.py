@@ -133,8 +133,14 @@ def describe(forms: Mapping[str, CompressedGradient]) -> list[dict[str, Any]]:
 
 
 def by_parameter(said: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Of a call: what it says of each compressed gradient, by name of the parameter."""
-    return {name: group for group in said.get("compressed", ()) for name in group["names"]}
+    """Of a call: what it says of each compressed gradient, by name of the parameter; with the
+    `clip` that it was multiplied by, where there is one."""
+    clips = {name: row for row in said.get("clips", ()) for name in row["names"]}
+    return {
+        name: {**group, "clip": clips.get(name)}
+        for group in said.get("compressed", ())
+        for name in group["names"]
+    }
 
 
 def has_shape(said: Mapping[str, Any]) -> bool:
@@ -151,8 +157,8 @@ def gradient_of(
     device: torch.device,
     compressed: Mapping[str, Mapping[str, Any]],
 ) -> Tensor | None:
-    """The gradient that a record has for a parameter of that shape, dense, on that device; None
-    where it has none. `compressed`: of `by_parameter`."""
+    """The gradient that a record has for a parameter of that shape, dense and clipped, on that
+    device; None where it has none. `compressed`: of `by_parameter`."""
     tensor = tensors.get(f"{at}.{name}", tensors.get(raw_name(at, name)))
     if tensor is None:
         return None
@@ -169,7 +175,10 @@ def gradient_of(
         shape,
         group.get("strides", {}).get(name, _row_major(shape)),
     )
-    return form.expand()
+    made = form.expand()
+    if clip := group["clip"]:
+        clipping.scale_in_place([made], tensors[clip["coefficient"]], clip["foreach"])
+    return made
 
 
 def _indices_name(at: str, name: str) -> str:

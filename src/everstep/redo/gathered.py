@@ -55,24 +55,3 @@ def _part_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     for box, memory in shards_like(parameter, local)[1]:
         memory.copy_(whole[box.slices_in(Box.whole(tuple(whole.shape)))])
     return local
-
-
-class Views:
-    """The gradients that are set, as what their parameters are globally."""
-
-    def __init__(self) -> None:
-        self._of_name: dict[str, list[torch.Tensor]] = {}
-
-    def add(self, name: str, parameter: torch.Tensor, mapped: Mapped) -> None:
-        """Of a parameter that is called `name` here."""
-        if parameter.grad is None:
-            return
-        shards = mapped.pieces(parameter, parameter.grad)
-        if shards is None:
-            self._of_name.setdefault(name, []).append(local_of(parameter.grad))
-        for shard in shards or ():
-            self._of_name.setdefault(shard.name, []).append(shard.tensor)
-
-    def of(self, name: str) -> list[torch.Tensor]:
-        """Memory of this rank: nothing where there is no such gradient here."""
-        return self._of_name.get(name, [])

@@ -22,7 +22,7 @@ from everstep.format.global_tensors import GlobalTensor
 from everstep.format.tables import raw_name
 from everstep.redo import clipping, compression, rolling_digest
 from everstep.redo.ambient import autocast_as, autocast_of
-from everstep.redo.gathered import Views, gradient_of
+from everstep.redo.gathered import gradient_of
 from everstep.sharding.redundancy import (
     class_of,
     is_here,
@@ -217,7 +217,6 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
         return record.tensors[name]
 
     call = _read(said, record.groups[said["optimizer"]], state, tensor)
-    views = Views()
     compressed = compression.by_parameter(said)
     for _, name, parameter, _ in state.parameters():
         parameter.grad = None
@@ -225,14 +224,10 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
             parameter.grad = gradient_of(
                 record.tensors, at, name, parameter, state.mapped, compressed
             )
-            views.add(name, parameter, state.mapped)
     for index, values in call.sets.items():
         install(state.optimizer.param_groups[index], values)
         state.prune(index, values)
     spread_hyperparameters(state.optimizer)
-    for row in said.get("clips", ()):  # of these there was no gradient before now
-        raw = [view for name in row["names"] if name in compressed for view in views.of(name)]
-        clipping.scale_in_place(raw, record.tensors[row["coefficient"]], row["foreach"])
     gradients = [(parameter, parameter.grad) for _, _, parameter, _ in state.parameters()]
     return replace(
         call,

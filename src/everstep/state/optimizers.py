@@ -114,23 +114,12 @@ class OptimizerState:
         """What of the memory of its parameters, and behind them of their state, this rank updates,
         in an order that is the same where the layout is. No state where its class says itself what
         that is, and may bring it back in another form."""
-        return [*self.parameters_here(), *self.state_here()]
+        here = {place: part for place, part in self._here().items() if part.numel()}
+        # As records have them: parts by their numbers in words.
+        places = sorted(here, key=lambda place: (bool(place[1]), *place[:2], str(place[2])))
+        return [here[place] for place in places if not (place[1] and self.has_own_methods)]
 
-    def parameters_here(self) -> list[torch.Tensor]:
-        """The first of these."""
-        return [part for (_, key, _), part in self._sorted_here() if not key and part.numel()]
-
-    def state_here(self) -> list[torch.Tensor]:
-        """The rest of them."""
-        if self.has_own_methods:
-            return []
-        return [part for (_, key, _), part in self._sorted_here() if key and part.numel()]
-
-    def _sorted_here(self) -> list[tuple[tuple[str, str, int], torch.Tensor]]:
-        """As records have them: parts by their numbers in words."""
-        return sorted(self.here().items(), key=lambda row: (*row[0][:2], str(row[0][2])))
-
-    def here(self) -> dict[tuple[str, str, int], torch.Tensor]:
+    def _here(self) -> dict[tuple[str, str, int], torch.Tensor]:
         """This rank's memory of what it updates, of boxes of other tensors those: by the name of a
         parameter, the key of its state ("" for itself), and the number of the part."""
         found: dict[tuple[str, str, int], torch.Tensor] = {}
