@@ -34,7 +34,7 @@ from everstep.options import (
     check_names,
     refuse_unknown,
 )
-from everstep.preemption import Ending, Preemption
+from everstep.preemption import Preemption
 from everstep.redo.derived import Derived, Rule
 from everstep.restore.restores import Restores
 from everstep.sharding.world import World, form_team
@@ -149,9 +149,9 @@ class Checkpointer:
         self._last_step: int | None = None
         self._has_gone_back = False
         self._is_closed = False
-        may_end_at_once = self._is_saved if self._world.is_alone else lambda: False
-        self._preemption = Preemption(may_end_at_once, lambda: self.wait("local", _CLOSE_S))
-        self._ending = Ending(self._world, self._preemption)
+        self._preemption = Preemption(
+            self._world, self._is_saved, lambda: self.wait("local", _CLOSE_S)
+        )
         self._preemption.install()
         _close_in_children(self)
         atexit.register(self._close_at_exit)
@@ -166,7 +166,7 @@ class Checkpointer:
         self._saves.calls += 1
         self._derive(step)
         self._note(step)
-        is_last = self._ending.comes_with(step)
+        is_last = self._preemption.comes_with(step)
         due = step % self._every == 0 or is_last
         strategy = self._captures.strategy
         if not due and not strategy.wants(step):
@@ -193,7 +193,7 @@ class Checkpointer:
         step = _checked(step)
         self._saves.calls += 1
         self._derive(step)
-        self._ending.comes_with(step)
+        self._preemption.comes_with(step)
         handle = self._save(step, tag, figures, asked=True)
         assert handle
         return handle
@@ -309,14 +309,13 @@ class Checkpointer:
         try:
             handle = self._saved_already(step, tag, metrics or {})
             if handle is None:
-                must_wait = self._ending.is_now
                 handle = self._captures.begin(
-                    step, tag, metrics or {}, asked=asked, must_wait=must_wait
+                    step, tag, metrics or {}, asked=asked, must_wait=self._preemption.is_last
                 )
                 self._begun = handle or self._begun
         finally:
             self.metrics.add_stall(time.perf_counter() - began)
-        if self._ending.is_now and self._preemption.ends_process:
+        if self._preemption.is_last and self._preemption.ends_process:
             self._preemption.end()
         return handle
 

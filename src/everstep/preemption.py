@@ -21,20 +21,24 @@ from everstep.sharding.world import World
 
 log = logging.getLogger("everstep")
 
-_WHAT = "the last step"
-
 
 class Preemption:
     """Handles SIGTERM for one Checkpointer, in the main thread of its process.
 
     Where the program had no handler of its own, the process ends by the same signal when all is
     durable: at once if the newest completed step is saved or on its way, else after the save at the
-    next step (of several ranks at the one that `Ending` finds). A handler of the program's own is
+    next step (of several ranks at the one on which they agree). A handler of the program's own is
     called as before, and decides when to end.
     """
 
-    def __init__(self, is_saved: Callable[[], bool], wait_local: Callable[[], None]) -> None:
-        self.requested = False
+    def __init__(
+        self, world: World, is_saved: Callable[[], bool], wait_local: Callable[[], None]
+    ) -> None:
+        self.is_last = False
+        """Whether the run ends after the step that it is at."""
+        self._is_requested = False
+        self._last: int | None = None
+        self._world = world
         self._is_saved = is_saved
         self._wait_local = wait_local
         self._previous: Any = None
@@ -59,31 +63,47 @@ class Preemption:
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, self._previous)
 
+    def comes_with(self, step: int) -> bool:
+        """Whether this step is the last one, or comes after it. All ranks call it for each step, in
+        the thread that trains."""
+        if not self._world.is_alone and self._is_agreed(step):
+            self._is_requested = self.is_last = True  # the others cannot go on without this rank
+        return self.is_last
+
     @property
     def ends_process(self) -> bool:
         """Whether the process has to end by the signal once all is durable."""
-        return self.requested and self._previous is signal.SIG_DFL
+        return self._is_requested and self._previous is signal.SIG_DFL
 
     def end(self, wait: bool = True) -> None:
         """End by the signal that came, when all is durable. Main thread; returns only if a handler
         lets it."""
         if wait:
             self._wait_quietly()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        _end_now()
+
+    def _is_agreed(self, step: int) -> bool:
+        if self._last is None:
+            asked = self._is_requested
+            try:
+                self._last = self._world.decide("the last step", step + 1 if asked else None)
+            except Unavailable as error:
+                if not asked:
+                    return False
+                log.warning("%s. This rank ends with step %s", error, step)
+                self._last = step
+        return self._last is not None and step >= self._last
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid or not self._is_installed:  # a forked worker, or closed
-            if callable(self._previous):
-                self._previous(number, frame)
-                return
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        self.requested = True
+        is_ours = os.getpid() == self._pid and self._is_installed  # no forked worker, nor closed
+        if is_ours:
+            self._is_requested = True
+            self.is_last |= self._world.is_alone
         if callable(self._previous):
             self._previous(number, frame)
-        elif self._is_saved():
+        elif not is_ours:
+            _end_now()
+        elif self._world.is_alone and self._is_saved():
             # No waiting here: the signal may have hit the main thread inside a lock that waiting
             # needs.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -100,39 +120,6 @@ class Preemption:
             log.exception("saving before the end by SIGTERM")
 
 
-class Ending:
-    """Whether a step is to be saved because the process, or all ranks, will end after it. For the
-    thread that trains."""
-
-    def __init__(self, world: World, preemption: Preemption) -> None:
-        self._world = world
-        self._preemption = preemption
-        self._last: int | None = None
-        self._has_come = False
-
-    @property
-    def is_now(self) -> bool:
-        """Whether this process ends after the step that it is at; alone, it may have been told just
-        now."""
-        return self._preemption.requested if self._world.is_alone else self._has_come
-
-    def comes_with(self, step: int) -> bool:
-        """Whether this step is the last one, or comes after it. All ranks call it for each step."""
-        if not self._world.is_alone:
-            self._has_come = self._is_agreed(step)
-        return self.is_now
-
-    def _is_agreed(self, step: int) -> bool:
-        if self._last is None:
-            asked = self._preemption.requested
-            try:
-                self._last = self._world.decide(_WHAT, step + 1 if asked else None)
-            except Unavailable as error:
-                if not asked:
-                    return False
-                log.warning("%s. This rank ends with step %s", error, step)
-                self._last = step
-        if self._last is None or step < self._last:
-            return False
-        self._preemption.requested = True  # of one rank: the others cannot go on without it
-        return True
+def _end_now() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)

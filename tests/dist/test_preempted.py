@@ -31,7 +31,7 @@ def trains(store, folder, every, last=10**6, handler=False):
             job.train(step)
             saver.step(step)
             _note(folder, "returned", step)
-            if handler and saver._ending.is_now:
+            if handler and saver._preemption.is_last:
                 break
     return first, found, step if last > first else first
 
