@@ -62,10 +62,9 @@ def test_a_run_that_starts_again_chooses_again(store):
     assert kinds(store) == "brrr" * 3
 
 
-def test_what_it_writes_less_of(monkeypatch):
-    sizes = choice._Sizes(state=16_000_000, record=2_000_000)
-    assert sizes.weigh(1) == (
+def test_what_it_writes_less_of():
+    assert choice.weigh(16_000_000, 2_000_000, every=1) == (
         True,
         "log: MB a step: 2.5 in records and bases, or 16.0 in whole states",
     )
-    assert not sizes.weigh(4)[0]
+    assert not choice.weigh(16_000_000, 2_000_000, every=4)[0]

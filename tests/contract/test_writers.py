@@ -13,7 +13,7 @@ from runs import check_same, check_steps, checkpointer, freeze, restore, snapsho
 from torch import nn
 
 from everstep import Checkpointer, Conflict, EverstepError, Missing, Store, Unsupported
-from everstep.capture import in_flight
+from everstep.capture import copier
 from everstep.capture.copies import Batch
 from examples import slow
 
@@ -364,7 +364,7 @@ def outlasts_a_copy(store, slow_copy):
 @pytest.mark.parametrize("is_main", [True, False])
 def test_an_operation_that_outlasts_the_copy_is_seen(store, slow_copy, monkeypatch, is_main):
     slow_copy.set()
-    monkeypatch.setattr(in_flight, "OPERATION_S", 600.0)
+    monkeypatch.setattr(copier, "OPERATION_S", 600.0)
     if is_main:
         outlasts_a_copy(store, slow_copy)
     else:
@@ -382,7 +382,7 @@ def saves_without_updates(store):
 
 
 def test_who_waits_for_memory_is_in_no_operation(store, monkeypatch):
-    monkeypatch.setattr(in_flight, "OPERATION_S", 600.0)
+    monkeypatch.setattr(copier, "OPERATION_S", 600.0)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(saves_without_updates, store).result()
     assert Store(store).steps() == list(range(1, 7))
@@ -400,7 +400,7 @@ def commits_between_two_lines(store):
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_a_copy_is_committed_between_two_lines_of_the_trainer(store, monkeypatch, is_main):
-    monkeypatch.setattr(in_flight, "OPERATION_S", 600.0)
+    monkeypatch.setattr(copier, "OPERATION_S", 600.0)
     if is_main:
         commits_between_two_lines(store)
     else:

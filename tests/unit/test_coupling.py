@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from everstep.redo.coupling import why_coupled
+from everstep.redo.allowed import why_coupled
 from everstep.state.optimizers import OptimizerState
 
 

@@ -5,7 +5,7 @@ import torch
 
 from everstep import Shard
 from everstep.redo import compression
-from everstep.redo.gathered import gradient_of
+from everstep.redo.replay import gradient_of
 from everstep.sharding.mapped import Mapped
 
 Q, K = (4, 3), (2, 3)

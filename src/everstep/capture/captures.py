@@ -12,10 +12,9 @@ from typing import Any
 
 from everstep.capture.captured import Captured
 from everstep.capture.choice import Choice
-from everstep.capture.copier import Copier
+from everstep.capture.copier import Capture, Copier
 from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.hooks import Hook
-from everstep.capture.in_flight import Capture, row_of
 from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
 from everstep.capture.saves import STALLED, Saves
@@ -351,7 +350,7 @@ class Captures:
             return None
         slot = capture.slot
         self._descriptor_size = len(capture.descriptor)
-        slot.arena.announce(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
+        slot.arena.announce(slot.index, capture.row, capture.plan.table, capture.descriptor)
         self._client.submit(slot.key)
         return lambda count: self._client.tell_copied(capture.sequence, count)
 
@@ -363,7 +362,7 @@ class Captures:
             raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
         slot = capture.slot
         self._descriptor_size = len(capture.descriptor)
-        slot.arena.seal(slot.index, row_of(capture), capture.plan.table, capture.descriptor)
+        slot.arena.seal(slot.index, capture.row, capture.plan.table, capture.descriptor)
         capture.handle.advance("captured")
         self._client.submit(slot.key)
 

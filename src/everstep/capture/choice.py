@@ -7,8 +7,6 @@ steps before they are due, which is `full` where one step is enough.
 """
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -21,8 +19,7 @@ from everstep.capture.strategy import Full, Run, Strategy
 from everstep.capture.trust import Trust
 from everstep.capture.window import gradient_item
 from everstep.errors import Unsupported
-from everstep.redo.allowed import why_not_allowed
-from everstep.redo.coupling import why_coupled
+from everstep.redo.allowed import why_coupled, why_not_allowed
 from everstep.redo.derived import Derived
 from everstep.redo.recorder import Recorder
 from everstep.state.optimizers import OptimizerState
@@ -79,8 +76,7 @@ class Choice:
         if not self._is_open or not all(map(_has_updated, self._state.optimizers)):
             return
         self._is_open = False
-        sizes = _Sizes.of(self._state)
-        is_log, reason = sizes.weigh(self._every)
+        is_log, reason = weigh(*_sizes(self._state), self._every)
         if is_log:
             self._strategy.break_off()
             self._strategy = Log(self.run, self._base_every, self._derived)
@@ -121,44 +117,32 @@ class Choice:
         return why or self._derived.why_no_log()
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Bytes of a whole state and of a record, as global shapes have them."""
+def weigh(state_bytes: int, record_bytes: int, every: int) -> tuple[bool, str]:
+    """Whether a log has much fewer bytes, and the figures in words."""
+    log_bytes, full_bytes = record_bytes * (1 + 1 / STATES), state_bytes / every
+    is_log = log_bytes < CHEAPER * full_bytes
+    unit, name = (1e6, "MB") if full_bytes >= 1e6 else (1e3, "kB")
+    return is_log, (
+        f"{'log' if is_log else 'full'}: {name} a step: {log_bytes / unit:.1f} in records and "
+        f"bases, or {full_bytes / unit:.1f} in whole states"
+    )
 
-    state: int
-    record: int
 
-    @classmethod
-    def of(cls, state: State) -> "_Sizes":
-        """Of these parameters; a record's without what no optimizer owns, of which most runs change
-        little."""
-        record = 0
-        tensors = dict[int, torch.Tensor]()
-        for optimizer in state.optimizers:
-            for _, _, parameter, _ in optimizer.parameters():
-                record += parameter.numel() * gradient_item(parameter)
-                kept = optimizer.state.get(parameter, {}).values()
-                members = [parameter, *(each for each in kept if isinstance(each, torch.Tensor))]
-                tensors |= {id(each): each for each in members}
-        for module in state.modules.values():
-            tensors |= {id(each): each for each in (*module.parameters(), *module.buffers())}
-        return cls(_global_bytes(tensors.values()), record)
-
-    def weigh(self, every: int) -> tuple[bool, str]:
-        """Whether a log has fewer bytes, and the figures in words."""
-        log_bytes, full_bytes = self.record * (1 + 1 / STATES), self.state / every
-        is_log = log_bytes < CHEAPER * full_bytes
-        unit, name = (1e6, "MB") if full_bytes >= 1e6 else (1e3, "kB")
-        return is_log, (
-            f"{'log' if is_log else 'full'}: {name} a step: {log_bytes / unit:.1f} in records and "
-            f"bases, or {full_bytes / unit:.1f} in whole states"
-        )
+def _sizes(state: State) -> tuple[int, int]:
+    """Bytes of a whole state and of a record, as global shapes have them; without what no optimizer
+    owns of a record, of which most runs change little."""
+    record, tensors = 0, dict[int, torch.Tensor]()
+    for optimizer in state.optimizers:
+        for _, _, parameter, _ in optimizer.parameters():
+            record += parameter.numel() * gradient_item(parameter)
+            kept = optimizer.state.get(parameter, {}).values()
+            members = [parameter, *(each for each in kept if isinstance(each, torch.Tensor))]
+            tensors |= {id(each): each for each in members}
+    for module in state.modules.values():
+        tensors |= {id(each): each for each in (*module.parameters(), *module.buffers())}
+    return sum(each.numel() * each.element_size() for each in tensors.values()), record
 
 
 def _has_updated(optimizer: OptimizerState) -> bool:
     """Whether its moments exist."""
     return optimizer.has_stepped or bool(optimizer.state)
-
-
-def _global_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -29,7 +29,7 @@ from everstep.capture.strategy import Run
 from everstep.capture.unowned import Unowned
 from everstep.capture.window import Window, equal_groups, pieces_of, steps_of_base, why_undivided
 from everstep.handle import SaveHandle
-from everstep.redo.coupling import why_coupled
+from everstep.redo.allowed import why_coupled
 from everstep.redo.derived import Derived
 from everstep.sharding.leaves import Leaf
 from everstep.state.view import Collected, Walk

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 
-from everstep.capture.in_flight import Capture
+from everstep.capture.copier import Capture
 from everstep.capture.pool import Pool
 from everstep.capture.trust import Trust
 from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported, kind_of

@@ -18,14 +18,16 @@ from torch import nn
 from everstep.errors import Unsupported
 from everstep.sharding.layout import is_dtensor, part_of, spread_of
 from everstep.sharding.leaves import fills_memory
-from everstep.sharding.redundancy import inner_of, is_redundancy_free
+from everstep.sharding.redundancy import inner_of, is_redundancy_free, is_torchs
 from everstep.sharding.topology import goes_by_elements
 from everstep.state.optimizers import OptimizerState
+from everstep.state.overlaps import overlapping
 
 _NAMES = (
     "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam",
     "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
+_PLAIN = (torch.Tensor, nn.Parameter)
 _ALLOWED = {getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)}
 
 
@@ -96,6 +98,45 @@ def _unwrapped(step: Any) -> Any:
     """The function inside of what torch and schedulers put around it."""
     found = inspect.unwrap(step)
     return getattr(found, "__func__", found)
+
+
+def why_coupled(optimizers: list[OptimizerState]) -> str | None:
+    """Return why an update may depend on other parameters; None where a call of step() may be made
+    in several, each with the gradients of some: a replay steps those that a spread base has of an
+    earlier step. Known of torch's own optimizers, and not of a class that nobody knows."""
+    if not optimizers:
+        return "the state has no optimizer"
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        if problem := _coupling(optimizer.optimizer):
+            return f"{optimizer.name!r} {problem}"
+        for _, name, parameter, _ in optimizer.parameters():
+            if id(parameter) in seen:
+                return f"{name!r} has two optimizers"
+            if optimizer.mapped.split(parameter) is not None:
+                return f"{name!r} is boxes of other tensors"
+            seen.add(id(parameter))
+    parameters = (p for each in optimizers for _, _, p, _ in each.parameters())
+    if any(overlapping(enumerate(parameters))):  # the order of their updates may matter then
+        return "parameters share memory"
+    return None
+
+
+def _coupling(optimizer: torch.optim.Optimizer) -> str | None:
+    """What lets an update of a parameter depend on others."""
+    kind = type(optimizer)
+    if is_redundancy_free(optimizer):
+        return "is a ZeroRedundancyOptimizer, which updates for other ranks"
+    if not is_torchs(kind) or kind is torch.optim.LBFGS:
+        return f"is a {kind.__qualname__}, which may couple parameters"
+    for group in optimizer.param_groups:
+        # By which torch chooses between for-loop and foreach, for all of a group together.
+        if len({(type(p) in _PLAIN, p.device.type) for p in group["params"]}) > 1:
+            return "has parameters of several kinds, or on several devices"
+        # Its default eps is that of the first parameter's dtype, for all that follow.
+        if kind is torch.optim.Adafactor and len({p.dtype for p in group["params"]}) > 1:
+            return "is an Adafactor with parameters of several dtypes"
+    return None
 
 
 def check_gradient(name: str, gradient: torch.Tensor) -> None:

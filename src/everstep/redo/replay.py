@@ -17,12 +17,14 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from everstep.errors import Corrupt, EverstepError, Mismatch
+from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.global_tensors import GlobalTensor
 from everstep.format.tables import raw_name
 from everstep.redo import clipping, compression, rolling_digest
 from everstep.redo.ambient import autocast_as, autocast_of
-from everstep.redo.gathered import gradient_of
+from everstep.sharding.layout import is_dtensor, local_of, shards_like, wrapped_like
+from everstep.sharding.mapped import Mapped
 from everstep.sharding.redundancy import (
     class_of,
     is_here,
@@ -234,6 +236,51 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
         args=[_closure(value, gradients) for value in call.args],
         kwargs={key: _closure(value, gradients) for key, value in call.kwargs.items()},
     )
+
+
+def gradient_of(
+    tensors: Mapping[str, torch.Tensor],
+    at: str,
+    name: str,
+    parameter: torch.Tensor,
+    mapped: Mapped,
+    compressed: Mapping[str, Mapping[str, Any]],
+) -> torch.Tensor | None:
+    """What a call consumed of this parameter, which is called `name` here; None where it had no
+    gradient. `compressed`: of `compression.by_parameter`. Raises KeyError where one is missing."""
+    pieces = mapped.split(parameter)
+    if pieces is None:
+        shape, device = tuple(parameter.shape), parameter.device
+        local = compression.gradient_of(tensors, at, name, shape, device, compressed)
+        if local is not None and name in compressed and not compression.has_shape(compressed[name]):
+            local = _part_of(parameter, local)
+        return None if local is None else wrapped_like(parameter, local)
+    own = local_of(parameter)
+    shapes = {piece.name: piece.shape for piece in pieces if piece.box.count}
+    parts = {
+        each: compression.gradient_of(tensors, at, each, shape, own.device, compressed)
+        for each, shape in shapes.items()
+    }
+    if all(part is None for part in parts.values()):
+        return None
+    found = {each: part for each, part in parts.items() if part is not None}
+    dtype = next(iter(found.values())).dtype
+    local = torch.zeros_like(own, dtype=dtype, requires_grad=False)
+    for piece in pieces:
+        if piece.box.count:
+            inside = piece.box.slices_in(Box.whole(piece.shape))
+            piece.of(local).copy_(found[piece.name][inside])
+    return wrapped_like(parameter, local)
+
+
+def _part_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient that was read whole."""
+    if not is_dtensor(parameter):
+        return whole
+    local = torch.empty_like(local_of(parameter), dtype=whole.dtype, requires_grad=False)
+    for box, memory in shards_like(parameter, local)[1]:
+        memory.copy_(whole[box.slices_in(Box.whole(tuple(whole.shape)))])
+    return local
 
 
 def check(
