@@ -14,7 +14,7 @@ Sources: torch.distributed.algorithms.ddp_comm_hooks; Stich et al., Sparsified S
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -195,18 +195,15 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 class _Bucket:
     """What DistributedDataParallel sends at once: gradients, one behind the other in `buffer`."""
 
-    def __init__(self, source: Any, numbers: Mapping[int, int]) -> None:
-        """`source`: torch's GradBucket. `numbers`: of the model's parameters, by id()."""
+    def __init__(self, source: Any, names: Mapping[int, str]) -> None:
+        """`source`: torch's GradBucket. `names`: of the model's parameters, by id()."""
         self.buffer: Tensor = source.buffer()
         self._parameters: list[Tensor] = source.parameters()
-        ends = accumulate((parameter.numel() for parameter in self._parameters), initial=0)
-        bounds = list(pairwise(ends))
-        self.starts = [start for start, _ in bounds]
-        self.pieces = [
-            (numbers[id(parameter)], self.buffer[start:end])
-            for parameter, (start, end) in zip(self._parameters, bounds, strict=True)
-        ]
-        """Each parameter's number and gradient: flat, in the order of memory, a view."""
+        sizes = [parameter.numel() for parameter in self._parameters]
+        self.starts = list(accumulate(sizes[:-1], initial=0))
+        self.pieces = self.buffer.split(sizes)
+        """The gradients: flat, in the order of memory, views."""
+        self.names = [names[id(parameter)] for parameter in self._parameters]
         self._is_recorded = clipping.is_recording()
 
     def layout_of(self, position: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -220,7 +217,7 @@ class _Bucket:
     ) -> None:
         """That gradient was made of this; of no use to a record where it is not smaller."""
         size = tensor.nbytes + (0 if indices is None else indices.nbytes)
-        if self._is_recorded and size < self.pieces[position][1].nbytes:
+        if self._is_recorded and size < self.pieces[position].nbytes:
             form = kind, tensor, indices, self.buffer.dtype, *self.layout_of(position)
             clipping.note(self._parameters[position], CompressedGradient(*form))
 
@@ -231,7 +228,7 @@ class _Cast:
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self._group = group
         self._dtype = dtype
-        self.residuals: dict[int, Tensor] = {}
+        self.residuals: dict[str, Tensor] = {}
         """There are none."""
 
     def reduce(self, bucket: _Bucket) -> Future:
@@ -269,15 +266,15 @@ class _TopK:
         self._density = density
         self._has_feedback = error_feedback
         self._dtype = residual_dtype
-        self.residuals: dict[int, Tensor] = {}
-        """What was not sent yet, flat, by number of the parameter. Never written to."""
+        self.residuals: dict[str, Tensor] = {}
+        """What was not sent yet, flat, by name of the parameter. Never written to."""
 
     def reduce(self, bucket: _Bucket) -> Future:
         """The mean of what all ranks send."""
         values, places = [], []
-        for number, flat in bucket.pieces:
-            if number in self.residuals:
-                flat.add_(self.residuals[number])
+        for name, flat in zip(bucket.names, bucket.pieces, strict=True):
+            if name in self.residuals:
+                flat.add_(self.residuals[name])
             count = min(flat.numel(), max(1, round(self._density * flat.numel())))
             chosen = torch.topk(flat.abs(), count, sorted=False).indices
             values.append(flat[chosen])
@@ -286,7 +283,7 @@ class _TopK:
                 # Not finite: a GradScaler skips this step, and it must not stay for ever.
                 rest = torch.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
                 rest[chosen] = 0
-                self.residuals[number] = rest if self._dtype is None else rest.to(self._dtype)
+                self.residuals[name] = rest if self._dtype is None else rest.to(self._dtype)
         counts = [len(chosen) for chosen in values]
         is_small = bucket.buffer.numel() <= _INT32_MAX
         sent = [torch.cat(values), torch.cat(places).to(torch.int32 if is_small else torch.int64)]
@@ -297,7 +294,7 @@ class _TopK:
             done.value()  # raises where it failed
             parts = (part.split(counts, dim=1) for part in _unpack(rows, row.numel(), sent))
             for position, (found, at) in enumerate(zip(*parts, strict=True)):
-                _scatter(found, at, bucket.pieces[position][1])
+                _scatter(found, at, bucket.pieces[position])
                 bucket.note(position, "sparse", found, at)
             return bucket.buffer
 
@@ -318,15 +315,15 @@ class Compression:
     ) -> None:
         self._kind = kind
         self._compressor = compressor
-        named = list(model.module.named_parameters())
-        self._names = [canonical(name) for name, _ in named]
-        self._parameters: list[Tensor] = [parameter for _, parameter in named]
-        self._numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._parameters: dict[str, Tensor] = {
+            canonical(name): parameter for name, parameter in model.module.named_parameters()
+        }
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on; tensors by name of the parameter, not copied."""
         found = self._compressor.residuals
-        residuals = {self._names[number]: found[number] for number in sorted(found)}
+        residuals = {name: found[name] for name in self._parameters if name in found}
         tensors = {"residual": residuals} if isinstance(self._compressor, _TopK) else {}
         return {"kind": self._kind, "numbers": {}, "tensors": tensors}
 
@@ -337,23 +334,20 @@ class Compression:
                 f"restoring a compression: the checkpoint's is {state_dict['kind']!r}, the model's "
                 f"is {self._kind!r}. Compress as it was, or leave it out with only=[...]"
             )
-        numbers = {name: number for number, name in enumerate(self._names)}
         residuals = {}
         for name, residual in state_dict["tensors"].get("residual", {}).items():
-            if name not in numbers:
-                raise Mismatch(f"restoring a compression: the model has no parameter {name!r}")
-            parameter = self._parameters[numbers[name]]
-            if residual.numel() != parameter.numel():
+            parameter = self._parameters.get(name)
+            if parameter is None or residual.numel() != parameter.numel():
                 raise Mismatch(
-                    f"restoring a compression: the residual of {name!r} has {residual.numel()} "
-                    f"elements in the checkpoint, {parameter.numel()} in the model"
+                    f"restoring a compression: the checkpoint has a residual of {name!r}, of "
+                    f"{residual.numel()} elements, and the model no such parameter"
                 )
-            residuals[numbers[name]] = residual.detach().to(parameter.device, copy=True)
+            residuals[name] = residual.detach().to(parameter.device, copy=True)
         self._compressor.residuals = residuals
 
     def reduce(self, source: Any) -> Future:
         """Send one bucket, torch's; the hook."""
-        return self._compressor.reduce(_Bucket(source, self._numbers))
+        return self._compressor.reduce(_Bucket(source, self._names))
 
 
 def compress(model: DistributedDataParallel, kind: str, **options: Any) -> Compression:
@@ -399,18 +393,12 @@ def _hook(
 
 def _pack(tensors: list[Tensor]) -> Tensor:
     """Bytes of these, each aligned."""
-    parts = []
-    for tensor in tensors:
-        raw = tensor.view(torch.uint8)
-        parts += [raw, raw.new_zeros(-len(raw) % _WORD)]
-    return torch.cat(parts)
+    raw = (tensor.view(torch.uint8) for tensor in tensors)
+    return torch.cat([torch.nn.functional.pad(each, (0, -len(each) % _WORD)) for each in raw])
 
 
 def _unpack(rows: Tensor, size: int, like: list[Tensor]) -> list[Tensor]:
     """What `_pack` made of tensors like these, of all ranks: [ranks, ...]."""
-    found, start = [], 0
-    table = rows.view(-1, size)
-    for tensor in like:
-        found.append(table[:, start : start + tensor.nbytes].view(tensor.dtype))
-        start += tensor.nbytes + -tensor.nbytes % _WORD
-    return found
+    parts = rows.view(-1, size).split([each.nbytes + -each.nbytes % _WORD for each in like], dim=1)
+    pairs = zip(parts, like, strict=True)
+    return [part[:, : each.nbytes].view(each.dtype) for part, each in pairs]
