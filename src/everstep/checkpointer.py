@@ -14,6 +14,7 @@ import os
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Never, SupportsIndex
@@ -22,6 +23,7 @@ from everstep.capture.captures import Captures, check_room
 from everstep.capture.choice import Choice
 from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.saves import Saves, Skipped
+from everstep.capture.strategy import Request
 from everstep.errors import EverstepError
 from everstep.handle import Metrics, SaveHandle, check_level
 from everstep.keeper.client import Client
@@ -172,7 +174,7 @@ class Checkpointer:
         if not due and not strategy.wants(step):
             self._captures.pass_by(step)
             return None
-        handle = self._save(step, asked=is_last)
+        handle = self._save(Request(step, is_asked=is_last))
         return handle if due else None
 
     def save(
@@ -194,7 +196,7 @@ class Checkpointer:
         self._saves.calls += 1
         self._derive(step)
         self._preemption.comes_with(step)
-        handle = self._save(step, tag, figures, asked=True)
+        handle = self._save(Request(step, True, tag, figures))
         assert handle
         return handle
 
@@ -292,26 +294,17 @@ class Checkpointer:
             self._captures.hold_derived()
             self._derived.run(step)
 
-    def _save(
-        self,
-        step: int,
-        tag: str | None = None,
-        metrics: dict[str, Any] | None = None,
-        *,
-        asked: bool,
-    ) -> SaveHandle | None:
-        """`asked`: by the user, or by the system; else by a step that is due, or recorded. None
-        where there was nothing to be captured."""
+    def _save(self, request: Request) -> SaveHandle | None:
+        """None where there was nothing to be captured."""
         began = time.perf_counter()
         self._check_open()
-        self._tell_left_behind(step)
-        self._note(step)
+        self._tell_left_behind(request.step)
+        self._note(request.step)
         try:
-            handle = self._saved_already(step, tag, metrics or {})
+            handle = self._saved_already(request)
             if handle is None:
-                handle = self._captures.begin(
-                    step, tag, metrics or {}, asked=asked, must_wait=self._preemption.is_last
-                )
+                must_wait = self._preemption.is_last
+                handle = self._captures.begin(replace(request, must_wait=must_wait))
                 self._begun = handle or self._begun
         finally:
             self.metrics.add_stall(time.perf_counter() - began)
@@ -319,12 +312,11 @@ class Checkpointer:
             self._preemption.end()
         return handle
 
-    def _saved_already(
-        self, step: int, tag: str | None, metrics: dict[str, Any]
-    ) -> SaveHandle | None:
+    def _saved_already(self, request: Request) -> SaveHandle | None:
         """The save of just this state, where a log or a window has made one; it gets the tag."""
+        step, tag = request.step, request.tag
         strategy, begun = self._captures.strategy, self._begun
-        if metrics and begun and begun.step == step and begun.error is None:
+        if request.metrics and begun and begun.step == step and begun.error is None:
             log.warning(
                 "step %s is saved already, and what was saved stays as it is: these metrics are "
                 "not kept. Give them to save(step, metrics=...) in place of step(step)",

@@ -18,7 +18,7 @@ from everstep.capture.hooks import Hook
 from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
 from everstep.capture.saves import STALLED, Saves
-from everstep.capture.strategy import Full, Strategy
+from everstep.capture.strategy import Full, Request, Strategy
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
@@ -105,24 +105,16 @@ class Captures:
         self._metrics.user_seconds = self._state.user_seconds
         return collected
 
-    def begin(
-        self,
-        step: int,
-        tag: str | None,
-        metrics: dict[str, Any],
-        *,
-        asked: bool,
-        must_wait: bool,
-    ) -> SaveHandle | None:
+    def begin(self, request: Request) -> SaveHandle | None:
         """Capture what the strategy wants of the state as it is now; None where this commits
-        nothing. Returns when all that must be copied at once is copied. `asked`: by the user.
-        `must_wait`: for memory, where the user has not said so.
+        nothing. Returns when all that must be copied at once is copied.
 
         Raises Unsupported; what is Unavailable is on the handle.
         """
+        step = request.step
         handle = self._saves.new(step)
         try:
-            commits = self._begin(handle, tag, metrics, asked=asked, must_wait=must_wait)
+            commits = self._begin(handle, request)
         except BaseException as error:
             known: EverstepError = Unavailable(_interrupted(step, error))
             if isinstance(error, EverstepError):
@@ -173,15 +165,7 @@ class Captures:
         """In a forked child, where the threads do not exist."""
         self._copier.abandon_in_child()
 
-    def _begin(
-        self,
-        handle: SaveHandle,
-        tag: str | None,
-        metrics: dict[str, Any],
-        *,
-        asked: bool,
-        must_wait: bool,
-    ) -> bool:
+    def _begin(self, handle: SaveHandle, request: Request) -> bool:
         """Whether this commits something. See begin."""
         began = time.perf_counter()
         collected = self.collect()
@@ -191,15 +175,15 @@ class Captures:
         self._losses = self._client.losses
         if is_lost or not self._trust.may_follow(self._whole_call):
             self.strategy.break_off()
-        captured = self._choose(handle, collected, asked=asked, tagged=tag is not None)
+        captured = self._choose(handle, request, collected)
         if captured is None:
             if not self._state.world.is_alone:  # nobody waits for what has come to nothing here
                 self._leave_out(handle.step, handle.call, "its window has ended")
             return False
         try:
             is_awaited = captured.continues or captured.is_awaited
-            is_awaited |= self._trust.joins_at(handle.call)
-            self._capture(handle, captured, tag, metrics, self._waits or must_wait or is_awaited)
+            is_awaited |= self._trust.joins_at(handle.call) or request.must_wait
+            self._capture(handle, request, captured, waits=self._waits or is_awaited)
         except BaseException:
             self.strategy.break_off()  # what was taken for the record is gone
             raise
@@ -207,30 +191,24 @@ class Captures:
         return captured.commits
 
     def _choose(
-        self, handle: SaveHandle, collected: Collected, *, asked: bool, tagged: bool
+        self, handle: SaveHandle, request: Request, collected: Collected
     ) -> Captured | None:
         """What the strategy wants; where it cannot go on, what it wants without what was before."""
-        step = handle.step
         self._choice.settle()
         strategy = self.strategy
         try:
-            return strategy.choose(step, collected, asked=asked, tagged=tagged)
+            return strategy.choose(request, collected)
         except Unsupported as error:
             is_new = not isinstance(error, Overwritten)
-            self._trust.surprise(handle.call, step, str(error), counts=is_new)
+            self._trust.surprise(handle.call, request.step, str(error), counts=is_new)
         except BaseException:
             strategy.break_off()  # what was taken for the record is gone
             raise
         strategy.break_off()
-        return strategy.choose(step, collected, asked=asked, tagged=tagged)
+        return strategy.choose(request, collected)
 
     def _capture(
-        self,
-        handle: SaveHandle,
-        captured: Captured,
-        tag: str | None,
-        metrics: dict[str, Any],
-        waits: bool,
+        self, handle: SaveHandle, request: Request, captured: Captured, *, waits: bool
     ) -> None:
         collected = captured.collected
         plan = self._planner(captured).plan(collected)
@@ -245,8 +223,7 @@ class Captures:
             self.strategy.break_off()
             return
         sequence = self.pool.next_sequence()
-        said = self._describe(captured, tag, metrics)
-        said["call"] = handle.call
+        said = self._describe(captured, request) | {"call": handle.call}
         try:
             capture = self._copier.begin(
                 handle, sequence, collected, plan, slot, said, captured.slices
@@ -292,9 +269,7 @@ class Captures:
         kind = captured.record is not None, len(captured.share["steps"]) if captured.share else 0
         return self._planners.setdefault(kind, Planner())
 
-    def _describe(
-        self, captured: Captured, tag: str | None, metrics: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _describe(self, captured: Captured, request: Request) -> dict[str, Any]:
         # Threads and the like may have been set anew.
         now = topology(self._state.world.size, self._state.layout())
         now["optimizers"] = self._state.classes()
@@ -315,8 +290,8 @@ class Captures:
                 **self.strategy.describe(),
                 **({"auto": {"reason": self._choice.reason}} if self._choice.reason else {}),
             },
-            "metrics": metrics,
-            "tag": tag,
+            "metrics": request.metrics,
+            "tag": request.tag,
             PLACE: list(self._client.place),
             "record": captured.record,
             "share": captured.share,

@@ -25,7 +25,7 @@ from everstep.capture.captured import (
     size_of,
     unowned,
 )
-from everstep.capture.strategy import Run
+from everstep.capture.strategy import Request, Run
 from everstep.capture.unowned import Unowned
 from everstep.capture.window import Window, equal_groups, pieces_of, steps_of_base, why_undivided
 from everstep.handle import SaveHandle
@@ -73,18 +73,17 @@ class Log:
         del step
         return True
 
-    def choose(
-        self, step: int, collected: Collected, *, asked: bool, tagged: bool
-    ) -> Captured | None:
+    def choose(self, request: Request, collected: Collected) -> Captured | None:
         """See Strategy."""
-        del asked
+        step = request.step
         if problem := self._derived.watch(collected, step):
             self._run.recorder.refuse(problem)
         if self._goes_on(step, collected):
             self._decide(collected.walk)
         else:
             self.break_off()
-        if self._chain is None or tagged or (self._window is None and self._is_base_due(step)):
+        is_due = self._window is None and self._is_base_due(step)
+        if self._chain is None or request.tag or is_due:
             is_awaited = self._last is not None and self.base_every > 1
             return Captured(collected, is_awaited=is_awaited)
         return self._record(step, collected)

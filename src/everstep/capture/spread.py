@@ -25,7 +25,7 @@ from everstep.capture.captured import (
     part_of,
     unowned,
 )
-from everstep.capture.strategy import Run
+from everstep.capture.strategy import Request, Run
 from everstep.capture.window import (
     Figures,
     Piece,
@@ -88,10 +88,9 @@ class Spread:
         """See Strategy."""
         return self._last.current(step, collect) if self._last and not self._window else None
 
-    def choose(
-        self, step: int, collected: Collected, *, asked: bool, tagged: bool
-    ) -> Captured | None:
+    def choose(self, request: Request, collected: Collected) -> Captured | None:
         """See Strategy."""
+        step = request.step
         is_due = step == self._note_due(step)
         if self._walk is not collected.walk:
             self._walk = collected.walk
@@ -101,7 +100,7 @@ class Spread:
         if is_due:
             number = step // self._every + _AHEAD
             self._run.ranks.tell("window", number, self._run.figures(self._walk, self._pieces))
-        if asked or tagged or (self._window is None and is_due):
+        if request.is_asked or request.tag or (self._window is None and is_due):
             self._forget()
             return Captured(collected)
         if not is_due and not self.wants(step):

@@ -7,7 +7,7 @@ cannot go on it raises Unsupported, and a whole state is captured in place of wh
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from everstep.capture.captured import Captured
@@ -19,6 +19,19 @@ from everstep.handle import SaveHandle
 from everstep.redo.recorder import Recorder
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call of save(), or of step() where something is due or recorded. `is_asked`: by the user,
+    or by the system; not by what is due. `must_wait`: for memory, where the user has not said so.
+    """
+
+    step: int
+    is_asked: bool
+    tag: str | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    must_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +58,9 @@ class Strategy(Protocol):
     def wants(self, step: int) -> bool:
         """Whether something of this step, which is not due, is captured all the same."""
 
-    def choose(
-        self, step: int, collected: Collected, *, asked: bool, tagged: bool
-    ) -> Captured | None:
-        """Return what is captured for `step`; None: nothing. `asked`: by save(), not by step().
-        `tagged`: what has a name is a whole state. Raises Unsupported where the chain of what was
-        captured before cannot go on."""
+    def choose(self, request: Request, collected: Collected) -> Captured | None:
+        """Return what is captured for it; None: nothing. What has a tag is a whole state. Raises
+        Unsupported where the chain of what was captured before cannot go on."""
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """This is being captured: what was chosen, or a whole state in its place."""
@@ -78,11 +88,9 @@ class Full:
         del step
         return False
 
-    def choose(
-        self, step: int, collected: Collected, *, asked: bool, tagged: bool
-    ) -> Captured | None:
+    def choose(self, request: Request, collected: Collected) -> Captured | None:
         """See Strategy."""
-        del step, asked, tagged
+        del request
         return Captured(collected)
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
