@@ -21,7 +21,6 @@ from typing import Any, Literal, Never, SupportsIndex
 
 from everstep.capture.captures import Captures, check_room
 from everstep.capture.choice import Choice
-from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.saves import Saves, Skipped
 from everstep.capture.strategy import Request
 from everstep.errors import EverstepError
@@ -118,13 +117,12 @@ class Checkpointer:
         )
         how = options.strategy if isinstance(options.strategy, Log) else Log()
         self._derived = Derived(derive or {}, self._state, is_full=how.verify == "full")
-        pace = CopySpeed()
         self._disk = Disk(Path(store).absolute())
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._derived.parts)
         team = form_team(self._world, self._disk.root, alike)
         self._world.local = team.ranks if team else (self._world.rank,)
-        choice = Choice(options, self._state, pace, self._derived)
+        choice = Choice(options, self._state, self._derived)
         check_room(self._state)
         open_store(self._disk)
         self._saves = Saves(self.metrics, choice.run.trust)
@@ -136,7 +134,7 @@ class Checkpointer:
             team=team,
         )
         self._captures = Captures(
-            self._state, choice, pace, options, self._client, self._saves, self.metrics
+            self._state, choice, options, self._client, self._saves, self.metrics
         )
         self._restores = Restores(
             self._state,
@@ -261,7 +259,7 @@ class Checkpointer:
             self._saves.close()
             self._client.close()
             if not self._saves.pending:  # else something is still being copied
-                self._captures.release()
+                self._captures.pool.close()
             if self._saves.newest and isinstance(self._saves.newest.error, Skipped):
                 log.warning("closing: the newest is not saved: %s", self._saves.newest.error)
             elif self.metrics.skips:

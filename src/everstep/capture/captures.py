@@ -13,7 +13,6 @@ from typing import Any
 from everstep.capture.captured import Captured
 from everstep.capture.choice import Choice
 from everstep.capture.copier import Capture, Copier
-from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.hooks import Hook
 from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
@@ -22,7 +21,7 @@ from everstep.capture.strategy import Full, Request, Strategy
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
-from everstep.keeper.arena import SlotState, check_file_size, file_size_limit
+from everstep.keeper.arena import check_file_size, file_size_limit
 from everstep.keeper.client import Client
 from everstep.keeper.ranks.node_save import PLACE
 from everstep.options import Options
@@ -50,13 +49,12 @@ class Captures:
         self,
         state: State,
         choice: Choice,
-        pace: CopySpeed,
         options: Options,
         client: Client,
         saves: Saves,
         metrics: Metrics,
     ) -> None:
-        """`choice`: of a strategy; it was made with `pace`. Puts hooks on the optimizers."""
+        """Puts hooks on the optimizers."""
         self._choice = choice
         self._trust = choice.run.trust
         self._recorder = choice.run.recorder
@@ -67,7 +65,7 @@ class Captures:
         self.epoch: int | None = None
         """Of what is saved from now on; None before the first save after a restore."""
         self._state = state
-        self._pace = pace
+        self._pace = choice.run.pace
         self._every = options.every
         self._waits = options.when_full == "wait"
         self._waited_s = 0.0
@@ -82,7 +80,7 @@ class Captures:
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
         self._unannounced: threading.Event | None = None
-        self._copier = Copier(self._announce, self._seal, self._on_failure, pace)
+        self._copier = Copier(self._announce, self._seal, self._on_failure, self._pace)
         self.pool.on_release = self._copier.devices.unpin
         recorder = None if isinstance(self.strategy, Full) else self._recorder
         self._hooks = [
@@ -116,6 +114,7 @@ class Captures:
         try:
             commits = self._begin(handle, request)
         except BaseException as error:
+            self.strategy.break_off()  # what was taken for a record is gone
             known: EverstepError = Unavailable(_interrupted(step, error))
             if isinstance(error, EverstepError):
                 known = error
@@ -146,20 +145,12 @@ class Captures:
         """Before rules bring parts forward: wait until those are digested."""
         self._copier.hold(DERIVED_OWNER)
 
-    def break_off(self) -> None:
-        """Nothing can follow what was captured last: the next is a whole state."""
-        self.strategy.break_off()
-
     def close(self) -> None:
         """Hold and note nothing any more; end the copying thread when it has nothing left."""
         for hook in self._hooks:
             hook.remove()
         self._recorder.stop()
         self._copier.close()
-
-    def release(self) -> None:
-        """Let go of the memory; nothing is being copied any more."""
-        self.pool.close()
 
     def abandon_in_child(self) -> None:
         """In a forked child, where the threads do not exist."""
@@ -180,13 +171,9 @@ class Captures:
             if not self._state.world.is_alone:  # nobody waits for what has come to nothing here
                 self._leave_out(handle.step, handle.call, "its window has ended")
             return False
-        try:
-            is_awaited = captured.continues or captured.is_awaited
-            is_awaited |= self._trust.joins_at(handle.call) or request.must_wait
-            self._capture(handle, request, captured, waits=self._waits or is_awaited)
-        except BaseException:
-            self.strategy.break_off()  # what was taken for the record is gone
-            raise
+        is_awaited = captured.continues or captured.is_awaited
+        is_awaited |= self._trust.joins_at(handle.call) or request.must_wait
+        self._capture(handle, request, captured, waits=self._waits or is_awaited)
         self._pace.note_call(time.perf_counter() - began)
         return captured.commits
 
@@ -201,20 +188,16 @@ class Captures:
         except Unsupported as error:
             is_new = not isinstance(error, Overwritten)
             self._trust.surprise(handle.call, request.step, str(error), counts=is_new)
-        except BaseException:
-            strategy.break_off()  # what was taken for the record is gone
-            raise
         strategy.break_off()
         return strategy.choose(request, collected)
 
     def _capture(
         self, handle: SaveHandle, request: Request, captured: Captured, *, waits: bool
     ) -> None:
-        collected = captured.collected
-        plan = self._planner(captured).plan(collected)
+        plan = self._planner(captured).plan(captured.collected)
         self._copier.settle()
-        if (lent := self.pool.lent) and not self._copier.was_given(lent):
-            self._copier.devices.synchronize()
+        if (lent := self.pool.lent) and not self._copier.was_given(lent):  # that call was cut off
+            self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
             self.pool.take_back(lent)
         slot = self._slot(handle.step, plan, waits)
         if slot is None:
@@ -224,14 +207,7 @@ class Captures:
             return
         sequence = self.pool.next_sequence()
         said = self._describe(captured, request) | {"call": handle.call}
-        try:
-            capture = self._copier.begin(
-                handle, sequence, collected, plan, slot, said, captured.slices
-            )
-        except BaseException:
-            self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
-            slot.arena.set_state(slot.index, SlotState.FREE)
-            raise
+        capture = self._copier.begin(handle, sequence, captured, plan, slot, said)
         try:
             self.strategy.begun(captured, handle)
             if not captured.continues:

@@ -35,9 +35,7 @@ class Choice:
     """What a user's options come to for a state, with what strategies share. For the thread that
     trains; all ranks make one."""
 
-    def __init__(
-        self, chosen: options.Options, state: State, pace: CopySpeed, derived: Derived
-    ) -> None:
+    def __init__(self, chosen: options.Options, state: State, derived: Derived) -> None:
         """Raises Unsupported, on all ranks, where a Log or Spread that the user asked for does not
         fit one of them."""
         how = chosen.strategy
@@ -51,7 +49,7 @@ class Choice:
             state.optimizers,
             Recorder(state.optimizers, of_log.verify == "full", ranks.rank, of_log.pre_clip),
             Trust(is_alone=state.world.is_alone),
-            pace,
+            CopySpeed(),
             ranks,
         )
         self._is_open = how is None

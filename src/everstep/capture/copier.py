@@ -14,14 +14,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from everstep.capture.captured import RECORD_OWNER
+from everstep.capture.captured import RECORD_OWNER, Captured
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
 from everstep.capture.copy_speed import CopySpeed, Span, mark
 from everstep.capture.plan import Plan
@@ -212,18 +212,17 @@ class Copier:
         self,
         handle: SaveHandle,
         sequence: int,
-        collected: Collected,
+        captured: Captured,
         plan: Plan,
         slot: Slot,
         description: dict[str, Any],
-        slices: Iterable[Slice] = (),
     ) -> Capture:
-        """Copy what must be copied at the call; the rest is for `go_on`, and so are the digests of
-        `slices`, which are among the leaves.
+        """Copy what must be copied at the call; the rest is for `go_on`, and so are digests.
 
         On CUDA the eager copies are enqueued on the current stream of each device, after the work
         that is there, before all that comes; the host does not wait.
         """
+        collected = captured.collected
         bound = dict(self._bind(collected.walk, plan))
         loose = _by_owner(collected.loose)
         eager = Batch.of(loose.pop(None, ()), plan)
@@ -236,7 +235,7 @@ class Copier:
             for owner, part in bound.items()
             if owner is not None
         }
-        for slice_ in slices:  # whose digests are written to while they wait to be copied
+        for slice_ in captured.slices:  # whose digests are written to while they wait to be copied
             owned.setdefault(slice_.owner, Owned(Batch(), None)).slices.append(slice_)
             owned[DIGEST_OWNER].fingerprint = None
         # Updates wait for what optimizers own; digests lie at the image's end, and take a while.

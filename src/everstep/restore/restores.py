@@ -197,7 +197,7 @@ class Restores:
         return [candidate for candidate in found if candidate.name in common]
 
     def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
-        self._captures.break_off()
+        self._captures.strategy.break_off()
         with Loader() as loader:
             manifest, differing = apply(
                 candidate, self._state, only, loader, must_be_exact, self._derived
