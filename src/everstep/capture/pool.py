@@ -144,10 +144,7 @@ class Pool:
         if self._current and _fits(self._current[1], image, documents // 2):
             return True
         with self._changed:
-            while self._retired and not self._release_retired():
-                self._take_back()
-                if not self._retired:
-                    break
+            while not self._release_retired(is_needed=True):
                 if not self._wait(since):
                     return False
                 self._await_keeper(since)
@@ -187,23 +184,14 @@ class Pool:
         with self._changed:
             self._release_retired()
 
-    def _release_retired(self) -> bool:
-        """Whether no retired arena is left."""
-        current = self._current
+    def _release_retired(self, *, is_needed: bool = False) -> bool:
+        """Whether no retired arena is left. `is_needed`: there are not to be three."""
+        has_successor = self._current and self._current[1].newest_complete() is not None
         for key, arena in list(self._retired):
-            has_successor = current and current[1].newest_complete() is not None
-            if has_successor and not _is_busy(arena):
+            if (has_successor or is_needed) and not _is_busy(arena):
                 self._retired.remove((key, arena))
                 self._release(key, arena)
         return not self._retired
-
-    def _take_back(self) -> None:
-        """Where nothing came of the arena in use, the one before it holds the good copy."""
-        if self._current and self._retired:
-            key, arena = self._current
-            if not _is_busy(arena) and arena.newest_complete() is None:
-                self._current = self._retired.pop()
-                self._release(key, arena)
 
     def _release(self, key: str, arena: Arena) -> None:
         self.on_release(arena)
