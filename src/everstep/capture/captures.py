@@ -217,7 +217,9 @@ class Captures:
             self._saves.begin(capture)
             self._copier.go_on(capture)
         except BaseException as error:
-            self._copier.give_up(capture, _interrupted(handle.step, error))
+            problem = _interrupted(handle.step, error)
+            self._saves.fail(handle, Unavailable(problem), is_told=True)
+            self._copier.give_up(capture, problem)
             raise
         self.pool.lent = None
 
