@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -223,13 +223,8 @@ class Copier:
         that is there, before all that comes; the host does not wait.
         """
         collected = captured.collected
-        bound = dict(self._bind(collected.walk, plan))
-        loose = _by_owner(collected.loose)
-        eager = Batch.of(loose.pop(None, ()), plan)
-        for owner, leaves in loose.items():
-            known = bound.get(owner)
-            leaves = (*(known.leaves if known else ()), *leaves)
-            bound[owner] = _Bound.of(leaves, known.sharded if known else (), plan)
+        bound = self._bind(collected.walk, plan)
+        eager = Batch.of(collected.loose, plan)
         owned = {
             owner: Owned(part.batch, part.fingerprint.again(handle.step))
             for owner, part in bound.items()
@@ -361,7 +356,9 @@ class Copier:
         if self._bound is None or self._bound[0] is not walk or self._bound[1] is not plan:
             sharded = _by_owner(walk.sharded)
             parts = {
-                owner: _Bound.of(leaves, sharded.get(owner, ()), plan)
+                owner: _Bound(
+                    Batch.of(leaves, plan), Fingerprint((*leaves, *sharded.get(owner, ())))
+                )
                 for owner, leaves in _by_owner(walk.leaves).items()
             }
             if RECORD_OWNER in parts:  # they do not come again, and are not to be held
@@ -475,20 +472,11 @@ class Copier:
         return landings
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """Some leaves, and how they are copied."""
+class _Bound(NamedTuple):
+    """How some leaves are copied."""
 
-    leaves: tuple[Leaf, ...]
-    sharded: tuple[Leaf, ...]
-    """See Walk."""
     batch: Batch
     fingerprint: Fingerprint
-
-    @classmethod
-    def of(cls, leaves: tuple[Leaf, ...], sharded: tuple[Leaf, ...], plan: Plan) -> "_Bound":
-        fingerprint = Fingerprint((*leaves, *sharded))
-        return cls(leaves, sharded, Batch.of(leaves, plan), fingerprint)
 
 
 def _by_owner(leaves: tuple[Leaf, ...]) -> dict[int | None, tuple[Leaf, ...]]:

@@ -110,9 +110,9 @@ class Hook:
             # Torn: it wrote before it called the closure (SAM does). Once is enough.
             self._writes_early |= not self._hold()
             if rest:
-                self._note([_ClosureOf(loss), *rest[1:]], kwargs)
+                self._note([_closure_of(loss), *rest[1:]], kwargs)
             else:
-                self._note(rest, {**kwargs, "closure": _ClosureOf(loss)})
+                self._note(rest, {**kwargs, "closure": _closure_of(loss)})
             return loss
 
         if rest:
@@ -134,7 +134,7 @@ class Hook:
                 )
             if self._is_compiled:  # its last bits are others than those of the plain update
                 self._recorder.refuse(f"the step() of {self._state.name!r} is compiled")
-            self._recorder.before_step(self._state, *_arguments(args, kwargs))
+            self._recorder.before_step(self._state, args, kwargs)
             self._count(began)
 
     def _count(self, began: float) -> None:
@@ -153,20 +153,6 @@ def _are_at_begin(ids: Iterable[int], own: int) -> bool:
     return next((found for found in ids if found == own or found not in _ours), None) == own
 
 
-class _ClosureOf:
+def _closure_of(loss: Any) -> dict[str, Any]:
     """Stands for a closure that was called: what it returned."""
-
-    def __init__(self, loss: Any) -> None:
-        self.loss = loss
-
-
-def _arguments(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Of step(): values as they are, closures as {"closure": loss}."""
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, _ClosureOf):
-            return value
-        loss = value.loss
-        return {"closure": loss.detach() if hasattr(loss, "detach") else loss}
-
-    return [plain(value) for value in args], {key: plain(value) for key, value in kwargs.items()}
+    return {"closure": loss.detach() if hasattr(loss, "detach") else loss}

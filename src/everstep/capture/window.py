@@ -128,25 +128,11 @@ def gradient_item(parameter: torch.Tensor) -> int:
 
 
 def why_undivided(optimizers: list[OptimizerState]) -> str | None:
-    """Why not now. Numbers in an optimizer's state are stored once, with the last piece; and a
-    tensor that parameters share would be of one step, and they of others."""
+    """Why not now: numbers in an optimizer's state are stored once, with the last piece."""
     for optimizer in optimizers:
         if optimizer.keeps_numbers:
             return f"{optimizer.name!r} keeps numbers that are no tensors in its state"
-        if _shares_state(optimizer):
-            return f"{optimizer.name!r} keeps one tensor for several parameters in its state"
     return None
-
-
-def _shares_state(optimizer: OptimizerState) -> bool:
-    """Whether a tensor is kept for several parameters."""
-    tensors = [
-        id(value)
-        for _, _, parameter, _ in optimizer.parameters()
-        for value in optimizer.state.get(parameter, {}).values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return len(set(tensors)) < len(tensors)
 
 
 def equal_groups(pieces: Iterable[Piece], steps: int) -> list[list[str]]:

@@ -139,12 +139,6 @@ def _coupling(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def check_gradient(name: str, gradient: torch.Tensor) -> None:
-    """Raises Unsupported where it is sparse."""
-    if gradient.layout is not torch.strided:
-        raise Unsupported(f"the gradient of {name!r} is sparse, which no record holds")
-
-
 def check_graphs(optimizers: Iterable[OptimizerState]) -> None:
     """Raises Unsupported where updates may come from a CUDA graph."""
     for state in optimizers:
@@ -153,7 +147,9 @@ def check_graphs(optimizers: Iterable[OptimizerState]) -> None:
 
 
 def local_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient. Raises Unsupported where that is not here."""
+    """This rank's part of a gradient. Raises Unsupported where that is not here, or sparse."""
+    if gradient.layout is not torch.strided:
+        raise Unsupported(f"the gradient of {name!r} is sparse, which no record holds")
     if (part := part_of(gradient, parameter)) is None:
         raise Unsupported(f"the gradient of {name!r} is placed otherwise than the parameter")
     return part
@@ -167,16 +163,14 @@ def part_here(
     is_part = is_dtensor(gradient) and is_dtensor(parameter)
     if is_part and not goes_by_elements(kind) and spread_of(gradient) != spread_of(parameter):
         # torch replicates those of embeddings that are cut.
-        raise Unsupported(
-            f"the gradient of {name!r} is placed otherwise than the parameter, and what {kind} "
-            f"makes of it depends on that"
-        )
+        why = f"is placed otherwise than the parameter, and what {kind} makes of it depends on that"
+        raise Unsupported(f"the gradient of {name!r} {why}")
     gradient = local_gradient(name, parameter, gradient)
+    why = ""
     if not fills_memory(gradient):
-        raise Unsupported(
-            f"the gradient of {name!r} has gaps or overlaps in memory (an expanded tensor?), on "
-            f"which sums depend"
-        )
-    if type(gradient) is not torch.Tensor:
-        raise Unsupported(f"the gradient of {name!r} is a {type(gradient).__name__}")
+        why = "has gaps or overlaps in memory (an expanded tensor?), on which sums depend"
+    elif type(gradient) is not torch.Tensor:
+        why = f"is a {type(gradient).__name__}"
+    if why:
+        raise Unsupported(f"the gradient of {name!r} {why}")
     return gradient

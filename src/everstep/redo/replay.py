@@ -48,7 +48,7 @@ _DEPENDS = "An update depends on something that no record holds, or is not the s
 
 
 class OtherBytes(Corrupt):
-    """A replay came to other bytes than the run had after `step`."""
+    """A replay came to other bytes than the run had after `step`, or raised."""
 
     def __init__(self, step: int, part: str, seen_by: str, count: int = 1, why: str = "") -> None:
         """`count`: steps up to this one that nothing proves. `why`: what may be the cause."""
@@ -61,18 +61,6 @@ class OtherBytes(Corrupt):
             f"replaying step {step}: {part!r} came to other bytes than the run had after this "
             f"step ({seen_by}).{unproven} {why or _DEPENDS}. Restore a step before that, or its "
             f"base, and use strategy='full'"
-        )
-
-
-class Raised(OtherBytes):
-    """An optimizer raised at a replay, which it did not while training."""
-
-    def __init__(self, step: int, optimizer: str, error: Exception) -> None:
-        super().__init__(step, optimizer, "", why=repr(error))
-        self.args = (
-            f"replaying step {step}: {optimizer!r} raised {error!r}. Its update depends on "
-            f"something that no record holds, and that is not here. Restore a step before that, "
-            f"or its base, and use strategy='full'",
         )
 
 
@@ -156,7 +144,8 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
         except (EverstepError, MemoryError, *PASSING):
             raise
         except Exception as error:
-            raise Raised(record.step, state.name, error) from error
+            why = f"Its update raised {error!r}, and depends on something that is not here"
+            raise OtherBytes(record.step, state.name, "it raised", why=why) from error
     if comparison := record.comparison:
         known = rolling_digest.known_digests(record.tensors, comparison.rank)
         for name in known.keys() & optimizers.keys():  # the others are of derived parts
