@@ -90,7 +90,7 @@ class Log:
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """See Strategy."""
-        is_whole, walk = captured.record is None, captured.collected.walk
+        is_whole = captured.record is None
         if is_whole or captured.ends:
             if self._chain and self._is_base_due(handle.step):
                 self._run.trust.note_interval(handle.call)
@@ -103,8 +103,7 @@ class Log:
             self._unowned = Unowned(self._others(captured.collected), handle.step)
             self._base_step, self._base_call = handle.step, handle.call
         elif captured.share is None:
-            leaves = (*walk.leaves, *captured.collected.loose)
-            self._in_memory_bytes = sum(leaf.tensor.nbytes for leaf in leaves)
+            self._in_memory_bytes = self._in_memory_bytes or size_of(captured.collected)
             self._records.append(handle)
         assert self._chain
         self._decide(self._chain.walk)

@@ -53,11 +53,7 @@ def why_not_allowed(
         problem = f"is in a {state.wrapper}, which has state of its own" if state.wrapper else None
         if problem := problem or _why_not(state, {*_ALLOWED, *added}):
             return f"{state.name!r} {problem}"
-    owned: set[int] = set()
-    for name, parameter in ((n, p) for state in optimizers for _, n, p, _ in state.parameters()):
-        if id(parameter) in owned:
-            return f"{name!r} is a parameter of two optimizers"
-        owned.add(id(parameter))
+    owned = {id(p) for state in optimizers for _, _, p, _ in state.parameters()}
     for name, module in modules.items():
         for path, part in module.named_modules(prefix=name):
             is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse

@@ -117,6 +117,8 @@ class Recorder:
         owners = {each.name: each.index for each in optimizers}
         self._rolling = RollingDigests(owners, rank, is_full=is_full)
         self._bytes_max = 0
+        self._has_shared = False
+        """Whether optimizers have parameters in common."""
 
     def start(self) -> None:
         """Note what comes from now on, from the optimizers' tensors of now: none of them was
@@ -126,6 +128,7 @@ class Recorder:
         self._recording.set(True, pre_clip=self._pre_clip)
         parameters = [p for optimizer in self._optimizers for _, _, p, _ in optimizer.parameters()]
         self._bytes_max = _UPDATES_MAX * sum(parameter.nbytes for parameter in parameters)
+        self._has_shared = len(set(map(id, parameters))) < len(parameters)
         for optimizer in self._optimizers:
             self._fingerprints[optimizer.index] = Fingerprint(
                 optimizer.tensors(), self._turn, depth=self._depth, follows=True
@@ -208,9 +211,12 @@ class Recorder:
             self.refuse(f"an update of {optimizer.name!r} did not call its closure")
         else:
             self._close(call)
-        self._turn += 1
-        if known := self._fingerprints.get(optimizer.index):
-            self._fingerprints[optimizer.index] = known.again(self._turn, self._depth)
+        if self._has_shared:
+            self._at_base.clear()
+        for other in self._optimizers if self._has_shared else (optimizer,):
+            self._turn += 1
+            if known := self._fingerprints.get(other.index):
+                self._fingerprints[other.index] = known.again(self._turn, self._depth)
 
     def take(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors and the calls since the last `take`, which are forgotten here. Raises

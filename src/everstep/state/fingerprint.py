@@ -28,6 +28,7 @@ _STRIDE = 0x9E3779B1  # Fibonacci hashing: each turn looks elsewhere
 _peek = ctypes.string_at
 _version = attrgetter("_version")
 _tensor = attrgetter("tensor")
+_pointer = torch.Tensor.data_ptr
 
 
 class Fingerprint:
@@ -55,6 +56,7 @@ class Fingerprint:
         self._names = [name for name, _ in counted]
         self._counted = [tensor for _, tensor in counted]
         self._live = found if follows else []
+        self._is_sharded = any(is_dtensor(leaf.tensor) for leaf in self._live)
         self._addresses = self._addresses_now()
         self._read(turn)
         self._hash_all(depth)
@@ -104,7 +106,8 @@ class Fingerprint:
             self._samples.append((at, size, name, _peek(at, size)))
 
     def _addresses_now(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, map(local_of, map(_tensor, self._live))))
+        tensors = map(_tensor, self._live)
+        return list(map(_pointer, map(local_of, tensors) if self._is_sharded else tensors))
 
     def _hash_all(self, depth: str) -> None:
         self._digests: list[bytes] = []
