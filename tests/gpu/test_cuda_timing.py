@@ -58,7 +58,7 @@ def test_window_and_bandwidth_are_those_of_the_device(store):
     with everstep.Checkpointer(
         store, state, strategy=everstep.Spread(window=1), every=2
     ) as checkpointer:
-        pace = checkpointer._captures._pace
+        pace = checkpointer._captures._copier._pace
         for step in range(1, 9):
             data = torch.randn(64, 2048, device="cuda")
             state["model"](data).square().mean().backward()

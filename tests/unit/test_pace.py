@@ -4,13 +4,12 @@ import random
 
 import pytest
 
-from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.window import RECORDS_MAX, Figures, Piece, schedule, steps_of_base
 
 
-def figures(copy_steps: float, state: int, call_s: float = 0.0, rest: int = 0) -> Figures:
+def figures(copy_steps: float, state: int, rest: int = 0) -> Figures:
     """A run of steps of one second, whose state takes so many of them to copy."""
-    return Figures(rest, state / copy_steps, 1.0, call_s)
+    return Figures(rest, state / copy_steps, 1.0)
 
 
 def equal_pieces(count: int, size: int, share: float) -> list[Piece]:
@@ -36,9 +35,9 @@ def test_what_fits_into_one_step_is_full(copy_steps: float) -> None:
 
 
 def test_nothing_measured_is_full() -> None:
-    assert schedule(equal_pieces(8, 1000, 0.1), Figures(0, 0.0, 1.0, 0.0), 16).steps == 1
-    assert schedule(equal_pieces(8, 1000, 0.1), Figures(0, 1e3, 0.0, 0.0), 16).steps == 1
-    assert schedule([], Figures(0, 1e3, 1.0, 0.0), 16).steps == 1
+    assert schedule(equal_pieces(8, 1000, 0.1), Figures(0, 0.0, 1.0), 16).steps == 1
+    assert schedule(equal_pieces(8, 1000, 0.1), Figures(0, 1e3, 0.0), 16).steps == 1
+    assert schedule([], Figures(0, 1e3, 1.0), 16).steps == 1
 
 
 @pytest.mark.parametrize("copy_steps", [2, 4, 7])
@@ -60,7 +59,7 @@ def test_a_little_more_than_a_step_is_waited_for() -> None:
 def test_gradients_that_cost_more_than_they_save_make_it_full() -> None:
     pieces = equal_pieces(64, 1000, 4.0)  # gradients four times as large as the state
     assert schedule(pieces, figures(4, 64_000), 64).steps <= 2
-    assert schedule(equal_pieces(64, 1000, 1 / 7), figures(4, 64_000, call_s=10.0), 64).steps == 1
+    assert schedule(equal_pieces(64, 1000, 1 / 7), figures(4, 64_000), 64, call_s=20.0).steps == 1
 
 
 def test_it_is_never_slower_than_full_whatever_the_pieces() -> None:
@@ -77,9 +76,9 @@ def test_it_is_never_slower_than_full_whatever_the_pieces() -> None:
         rest = rng.choice([0, 10, 10**5])
         state = rest + sum(piece.size for piece in pieces)
         copy_steps, call_s = rng.choice([0.5, 1.5, 3.0, 7.0, 40.0]), rng.choice([0.0, 0.01])
-        p = figures(copy_steps, state, call_s, rest)
+        p = figures(copy_steps, state, rest)
         every = rng.choice([1, 2, 5, 16, 100])
-        chosen = schedule(pieces, p, every)
+        chosen = schedule(pieces, p, every, call_s)
         assert 1 <= chosen.steps <= every
         whole = simulate(pieces, (), p)
         assert chosen.stall_s == pytest.approx(simulate(pieces, chosen.groups, p))
@@ -96,22 +95,10 @@ def test_it_is_never_slower_than_full_whatever_the_pieces() -> None:
         assert recorded - last <= RECORDS_MAX * state
 
 
-def test_a_call_falls_at_once_and_rises_slowly() -> None:
-    p = CopySpeed()
-    for seconds in (0.4, 0.001):
-        p.note_call(seconds)
-    assert p.call_s == 0.001
-    p.note_wait(3.0)
-    p.note_call(3.001)
-    assert p.call_s == pytest.approx(0.001)
-    p.note_call(0.5)
-    assert 0.001 < p.call_s < 0.002
-
-
 @pytest.mark.parametrize(("copy_steps", "steps"), [(0.5, 1), (1, 1), (2, 3), (4, 5), (30, 10)])
 def test_a_base_of_a_log_is_spread_however_large_its_records_are(
     copy_steps: float, steps: int
 ) -> None:
     """They are there anyway."""
     pieces = equal_pieces(640, 100, 4.0)
-    assert steps_of_base(pieces, figures(copy_steps, 64_000, call_s=10.0), 10) == steps
+    assert steps_of_base(pieces, figures(copy_steps, 64_000), 10) == steps

@@ -65,7 +65,6 @@ class Captures:
         self.epoch: int | None = None
         """Of what is saved from now on; None before the first save after a restore."""
         self._state = state
-        self._pace = choice.run.pace
         self._every = options.every
         self._waits = options.when_full == "wait"
         self._waited_s = 0.0
@@ -80,7 +79,7 @@ class Captures:
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
         self._unannounced: threading.Event | None = None
-        self._copier = Copier(self._announce, self._seal, self._on_failure, self._pace)
+        self._copier = Copier(self._announce, self._seal, self._on_failure, choice.run.pace)
         self.pool.on_release = self._copier.devices.unpin
         recorder = None if isinstance(self.strategy, Full) else self._recorder
         self._hooks = [
@@ -158,7 +157,6 @@ class Captures:
 
     def _begin(self, handle: SaveHandle, request: Request) -> bool:
         """Whether this commits something. See begin."""
-        began = time.perf_counter()
         collected = self.collect()
         # What a keeper that is gone had of a window is gone with it; ranks hear of that by the
         # failure of a step.
@@ -174,7 +172,6 @@ class Captures:
         is_awaited = captured.continues or captured.is_awaited
         is_awaited |= self._trust.joins_at(handle.call) or request.must_wait
         self._capture(handle, request, captured, waits=self._waits or is_awaited)
-        self._pace.note_call(time.perf_counter() - began)
         return captured.commits
 
     def _choose(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 _NEW = 0.3
-_OUTLIER = 2.0
 _SIZE_MIN = 1 << 20
 _UNREAD_MAX = 64
 
@@ -62,9 +61,6 @@ class CopySpeed:
         """From the device (or the CPU's own memory) to the arena, beside training."""
         self.overlap_s = 0.0
         """Of a step, in which copies may run: from checkpointer.step() to the next update."""
-        self.call_s = 0.0
-        """Of the thread that trains, for a call that captures something, without its waits."""
-        self._waited_s = 0.0
         self._mark = mark
         self._clock = clock
         self._call: tuple[float, Mapping[torch.device, torch.cuda.Event]] | None = None
@@ -97,25 +93,11 @@ class CopySpeed:
         else:
             self._note_copy(size, seconds)
 
-    def note_wait(self, seconds: float) -> None:
-        """So much of the call under way was waiting for the copies before."""
-        self._waited_s = seconds
-
-    def note_call(self, seconds: float) -> None:
-        """A call took that long. The first one, which makes plans, and those that were interrupted
-        tell little: the mean falls at once, and rises slowly."""
-        seconds, self._waited_s = seconds - self._waited_s, 0.0
-        if not self.call_s or seconds * _OUTLIER < self.call_s:
-            self.call_s = seconds
-        else:
-            self.call_s = _mean(self.call_s, min(seconds, _OUTLIER * self.call_s))
-
     def describe(self) -> dict[str, Any]:
         """For `everstep show`."""
         return {
             "copy_bytes_per_s": round(self.bytes_per_s),
             "overlap_s": round(self.overlap_s, 6),
-            "call_s": round(self.call_s, 6),
         }
 
     def _note_copy(self, size: int, seconds: float) -> None:

@@ -49,7 +49,7 @@ class Run:
         ranks, pace = self.ranks.world.size, self.pace
         whole = ranks * sum(leaf.tensor.nbytes for leaf in walk.leaves)
         rest = max(0, whole - sum(piece.size for piece in pieces))
-        return Figures(rest, ranks * pace.bytes_per_s, pace.overlap_s, pace.call_s)
+        return Figures(rest, ranks * pace.bytes_per_s, pace.overlap_s)
 
 
 class Strategy(Protocol):

@@ -21,9 +21,9 @@ RECORDS_MAX = 1.0
 """Of the state's bytes, those of the gradients that a window may record."""
 GAIN_MIN = 0.1
 """Of a step's forward and backward: by so much a window must be better than a full copy."""
-CALLS = 2.0
-"""What a step of a window takes from training even where all is copied in time, in calls: the call
-itself, and about as much around the update."""
+CALL_S = 0.004
+"""What a step of a window takes from training even where all is copied in time, about: the call
+itself, and as much around the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,6 @@ class Figures(NamedTuple):
     rest: int
     bytes_per_s: float
     overlap_s: float
-    call_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +153,12 @@ def steps_of_base(pieces: Iterable[Piece], figures: Figures, most: int) -> int:
     """The steps over which a base of a log is spread. Its records are there anyway, so that neither
     gradients nor calls cost anything."""
     free = [replace(piece, gradient=0) for piece in pieces]
-    return schedule(free, figures._replace(call_s=0.0), most).steps
+    return schedule(free, figures, most, call_s=0.0).steps
 
 
-def schedule(pieces: Iterable[Piece], figures: Figures, every: int) -> Schedule:
+def schedule(
+    pieces: Iterable[Piece], figures: Figures, every: int, call_s: float = CALL_S
+) -> Schedule:
     """The window that costs training least, of at most `every` steps; of one while nothing is
     measured.
 
@@ -171,8 +172,8 @@ def schedule(pieces: Iterable[Piece], figures: Figures, every: int) -> Schedule:
     if not figures.bytes_per_s or not figures.overlap_s:
         return Schedule()
     ordered = _largest_first(pieces)
-    full = _fill(ordered, figures, 1, False)
-    found = [_fill(ordered, figures, every, overfull) for overfull in (False, True)]
+    full = _fill(ordered, figures, 1, call_s, False)
+    found = [_fill(ordered, figures, every, call_s, overfull) for overfull in (False, True)]
     best = min(found, key=lambda one: (one.cost_s, one.steps))
     return best if best.cost_s + GAIN_MIN * figures.overlap_s < full.cost_s else full
 
@@ -181,10 +182,12 @@ def _largest_first(pieces: Iterable[Piece]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: (-piece.size, piece.name))
 
 
-def _fill(left: Sequence[Piece], figures: Figures, every: int, overfull: bool) -> Schedule:
+def _fill(
+    left: Sequence[Piece], figures: Figures, every: int, call_s: float, overfull: bool
+) -> Schedule:
     """The best of the windows that are begun in this way. `overfull`: a step takes one piece more
     than fits, which is waited for; pieces may be larger than what fits."""
-    rest, bytes_per_s, overlap_s, call_s = figures
+    rest, bytes_per_s, overlap_s = figures
     remaining = rest + sum(piece.size for piece in left)
     state, room = remaining, FILL * bytes_per_s * overlap_s
     groups: list[tuple[str, ...]] = []
@@ -205,7 +208,7 @@ def _fill(left: Sequence[Piece], figures: Figures, every: int, overfull: bool) -
         remaining -= size
         groups.append(tuple(piece.name for piece in chosen))
         stall = late + late_with(remaining)
-        cost = stall + len(groups) * CALLS * call_s
+        cost = stall + len(groups) * call_s
         if cost < best.cost_s:
             best = Schedule(tuple(groups), stall, cost)
     return best
