@@ -17,7 +17,7 @@ from everstep.capture.hooks import Hook
 from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
 from everstep.capture.saves import STALLED, Saves
-from everstep.capture.strategy import Full, Request, Strategy
+from everstep.capture.strategy import Request, Strategy
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
@@ -81,9 +81,8 @@ class Captures:
         self._unannounced: threading.Event | None = None
         self._copier = Copier(self._announce, self._seal, self._on_failure, choice.run.pace)
         self.pool.on_release = self._copier.devices.unpin
-        recorder = None if isinstance(self.strategy, Full) else self._recorder
         self._hooks = [
-            Hook(optimizer, self._copier, recorder, metrics) for optimizer in state.optimizers
+            Hook(optimizer, self._copier, self._recorder, metrics) for optimizer in state.optimizers
         ]
 
     @property

@@ -15,7 +15,7 @@ from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.log import STATES, Log
 from everstep.capture.rank_agreement import RankAgreement
 from everstep.capture.spread import Spread
-from everstep.capture.strategy import Full, Run, Strategy
+from everstep.capture.strategy import Run, Strategy
 from everstep.capture.trust import Trust
 from everstep.capture.window import gradient_item
 from everstep.errors import Unsupported
@@ -52,7 +52,7 @@ class Choice:
             CopySpeed(),
             ranks,
         )
-        self._is_open = how is None
+        self._is_open, self._is_lost = how is None, False
         self.reason: str | None = None
         """Why "auto" has taken what it has; None where the user chose."""
         whys = state.world.gather("choosing a strategy", self._why_no_log(of_log))
@@ -63,9 +63,10 @@ class Choice:
     def strategy(self) -> Strategy:
         """By which it is decided what is captured: whole states, once trust is lost."""
         lost = self.run.trust.lost
-        if lost and not isinstance(self._strategy, Full):
+        if lost and not self._is_lost:
             self._strategy.break_off()
-            self._strategy, self._is_open = Full(lost), False
+            self._strategy = Spread(self.run, self._every, why_whole=lost)
+            self._is_lost, self._is_open = True, False
             self.reason = self.reason and f"full: {lost}"
         return self._strategy
 
@@ -84,7 +85,7 @@ class Choice:
     def _first(self, how: options.Full | options.Spread | options.Log | None) -> Strategy:
         why = self._why_no_log_here
         if isinstance(how, options.Full):
-            return Full()
+            return Spread(self.run, self._every, window=1)
         if isinstance(how, options.Log):
             if why:
                 raise Unsupported(f"strategy='log': {why}. Use strategy='full' or 'auto'")

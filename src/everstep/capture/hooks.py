@@ -32,10 +32,9 @@ class Hook:
         self,
         optimizer: OptimizerState,
         capture: Copier,
-        recorder: Recorder | None,
+        recorder: Recorder,
         metrics: Metrics,
     ) -> None:
-        """`recorder`: None where nothing is ever noted."""
         self._state = optimizer
         self._optimizer = optimizer.optimizer
         self._capture = capture
@@ -45,10 +44,8 @@ class Hook:
         self._is_outside = False
         self._is_compiled = False
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
-        self._after = (
-            self._optimizer.register_step_post_hook(self._after_step) if recorder else None
-        )
-        _ours.update(handle.id for handle in (self._before, self._after) if handle)
+        self._after = self._optimizer.register_step_post_hook(self._after_step)
+        _ours.update((self._before.id, self._after.id))
         self._leave_compiled()
 
     def put_in_order(self) -> None:
@@ -58,16 +55,15 @@ class Hook:
         after = self._optimizer._optimizer_step_post_hooks
         if not _are_at_begin(reversed(before), self._before.id):
             before[self._before.id] = before.pop(self._before.id)
-        if self._after and not _are_at_begin(after, self._after.id):
+        if not _are_at_begin(after, self._after.id):
             others = [key for key in after if key not in _ours]
             after.update({key: after.pop(key) for key in others})
 
     def remove(self) -> None:
         """Leave the optimizer alone."""
         for handle in (self._before, self._after):
-            if handle:
-                handle.remove()
-                _ours.discard(handle.id)
+            handle.remove()
+            _ours.discard(handle.id)
 
     def _leave_compiled(self) -> None:
         """Before the first save a hook does nothing, so that this comes in time; importing what
@@ -84,8 +80,7 @@ class Hook:
             return before(optimizer, args, kwargs)
 
         self._optimizer._optimizer_step_pre_hooks[self._before.id] = traced
-        if self._after:
-            self._optimizer._optimizer_step_post_hooks[self._after.id] = after
+        self._optimizer._optimizer_step_post_hooks[self._after.id] = after
 
     def _is_last(self) -> bool:
         return _are_at_begin(reversed(self._optimizer._optimizer_step_pre_hooks), self._before.id)
@@ -126,7 +121,7 @@ class Hook:
         return clean
 
     def _note(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        if self._recorder and self._recorder.is_on:
+        if self._recorder.is_on:
             began = time.perf_counter()
             if not self._is_last():
                 self._recorder.refuse(
@@ -143,7 +138,6 @@ class Hook:
         self._metrics.stall_seconds += seconds
 
     def _after_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self._recorder
         if not is_capturing() and self._recorder.is_on:
             self._recorder.after_step(self._state)
 

@@ -97,7 +97,7 @@ class Spread:
             self._pieces = pieces_of(self._run.optimizers, collected.walk)
             self._undivided = why_undivided(self._run.optimizers)
             self._schedule, self._chosen_for = Schedule(), None
-        if is_due:
+        if is_due and self._fixed is None and self._every > 1:
             number = step // self._every + _AHEAD
             self._run.ranks.tell("window", number, self._run.figures(self._walk, self._pieces))
         if request.is_asked or request.tag or (self._window is None and is_due):

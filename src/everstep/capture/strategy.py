@@ -1,5 +1,6 @@
-"""What a strategy is: it decides at each step what is captured. `full`, `spread` and `log` are the
-three that there are; another one is a class with these six methods, made in choice.py.
+"""What a strategy is: it decides at each step what is captured. There are `spread`, of which `full`
+is the one whose windows have one step, and `log`; another one is a class with these six methods,
+made in choice.py.
 
 A strategy knows nothing of slots, copies and keepers, and does not count what went wrong: where it
 cannot go on it raises Unsupported, and a whole state is captured in place of what it wanted
@@ -74,36 +75,3 @@ class Strategy(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return what `everstep show` prints of the choice."""
-
-
-class Full:
-    """The strategy `full`: whole states, at the steps that are due."""
-
-    def __init__(self, reason: str | None = None) -> None:
-        """`reason`: why not another one."""
-        self._reason = reason
-
-    def wants(self, step: int) -> bool:
-        """See Strategy."""
-        del step
-        return False
-
-    def choose(self, request: Request, collected: Collected) -> Captured | None:
-        """See Strategy."""
-        del request
-        return Captured(collected)
-
-    def begun(self, captured: Captured, handle: SaveHandle) -> None:
-        """See Strategy."""
-
-    def break_off(self) -> None:
-        """See Strategy."""
-
-    def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
-        """See Strategy."""
-        del step, collect
-        return None
-
-    def describe(self) -> dict[str, Any]:
-        """See Strategy."""
-        return {"strategy": "full"} | ({"reason": self._reason} if self._reason else {})
