@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from everstep.capture.captured import Captured
 from everstep.capture.choice import Choice
 from everstep.capture.copier import Capture, Copier
 from everstep.capture.hooks import Hook
 from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
 from everstep.capture.saves import STALLED, Saves
-from everstep.capture.strategy import Request, Strategy
+from everstep.capture.strategy import Captured, Request, Strategy
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle

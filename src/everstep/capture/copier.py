@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.captured import RECORD_OWNER, Captured
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
 from everstep.capture.copy_speed import CopySpeed, Span, mark
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
+from everstep.capture.strategy import RECORD_OWNER, Captured
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.document import seal
 from everstep.handle import SaveHandle

@@ -16,16 +16,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from everstep.capture.captured import (
+from everstep.capture.strategy import (
     RECORD_OWNER,
     Captured,
     Chain,
     Last,
+    Request,
+    Run,
     part_of,
     size_of,
     unowned,
 )
-from everstep.capture.strategy import Request, Run
 from everstep.capture.unowned import Unowned
 from everstep.capture.window import Window, equal_groups, pieces_of, steps_of_base, why_undivided
 from everstep.handle import SaveHandle

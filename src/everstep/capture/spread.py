@@ -17,15 +17,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from everstep.capture.captured import (
+from everstep.capture.strategy import (
     RECORD_OWNER,
     Captured,
     Chain,
     Last,
+    Request,
+    Run,
     part_of,
     unowned,
 )
-from everstep.capture.strategy import Request, Run
 from everstep.capture.window import (
     Figures,
     Piece,

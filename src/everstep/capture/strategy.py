@@ -7,19 +7,61 @@ cannot go on it raises Unsupported, and a whole state is captured in place of wh
 (trust.py).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from everstep.capture.captured import Captured
+import torch
+
 from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.rank_agreement import RankAgreement
 from everstep.capture.trust import Trust
 from everstep.capture.window import Figures, Piece
+from everstep.errors import Unsupported
+from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
 from everstep.redo.recorder import Recorder
+from everstep.redo.rolling_digest import Slice
+from everstep.sharding.layout import local_of
+from everstep.sharding.leaves import Leaf, bytes_of
+from everstep.state.fingerprint import Fingerprint
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
+
+RECORD_OWNER = -1
+"""No optimizer: its tensors are copied lazily, and no update is held for them."""
+
+_FREE_BYTES = 64 << 10
+"""Of tensors in objects: generators have some in each state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What is to be captured for a step: a whole state; or the record that leads to it; or a share
+    of a window (keeper/writer.py), which is some pieces and the record for those before."""
+
+    collected: Collected
+    record: dict[str, Any] | None = None
+    share: dict[str, Any] | None = None
+    slices: Sequence[Slice] = ()
+    """What is digested meanwhile; the digests are among its leaves."""
+    is_awaited: bool = False
+    """A whole state that is worth waiting for memory, because records go on from it."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether it goes on from what was captured before, which would be in vain without it."""
+        return self.record is not None or bool(self.share and self.share["calls"] is not None)
+
+    @property
+    def commits(self) -> bool:
+        """Whether it is a checkpoint, and not only a share of a later one."""
+        return self.record is not None or self.share is None or self.ends
+
+    @property
+    def ends(self) -> bool:
+        """Whether a window ends with it."""
+        return bool(self.share and self.share["ends"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +117,159 @@ class Strategy(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return what `everstep show` prints of the choice."""
+
+
+def part_of(
+    collected: Collected, leaves: Iterable[Leaf], loose: tuple[Leaf, ...], slices: Sequence[Slice]
+) -> Collected:
+    """Those leaves, and the digests, as a state of their own, and of those in objects these."""
+    all_leaves = (*leaves, *(leaf for each in slices for leaf in each.leaves))
+    names = {id(leaf.tensor): leaf.name for leaf in all_leaves}
+    kept = {leaf.name for leaf in (*all_leaves, *loose)}
+    aliases = {name: found for name, found in collected.aliases.items() if name in kept}
+    sharded = tuple(leaf for leaf in collected.walk.sharded if leaf.name in kept)
+    walk = Walk(all_leaves, names, {}, collected.walk.optimizers, sharded)
+    return replace(collected, walk=walk, loose=loose, aliases=aliases)
+
+
+class Last:
+    """What was captured last, to tell later whether the state is still just that."""
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        walk: Walk,
+        captured: Captured,
+        owned: Iterable[Leaf] = (),
+        *,
+        is_alone: bool,
+    ) -> None:
+        """`walk`: of the state that it is of. `owned`: what optimizers own, where no recorder
+        watches that. Of several ranks each has others of the tensors that none owns, and they would
+        not agree: there these are not looked at."""
+        collected = captured.collected
+        self.handle = handle
+        self._walk = walk
+        self._said = collected.objects, collected.hyperparameters
+        beside = _beside(collected) if is_alone else []
+        self._tensors = {leaf.entry: leaf.tensor for leaf in beside}
+        self._fingerprint = Fingerprint((*owned, *beside), follows=True)
+
+    def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
+        """See Strategy. May wait for a device."""
+        handle = self.handle
+        is_there = handle.step == step and handle.error is None
+        return handle if is_there and self._is_still(collect()) else None
+
+    def _is_still(self, collected: Collected) -> bool:
+        now = {leaf.entry: leaf.tensor for leaf in _beside(collected)}
+        return (
+            self._walk is collected.walk
+            and self._said == (collected.objects, collected.hyperparameters)
+            and not self._fingerprint.changed()
+            and all(
+                name in now and _are_equal(tensor, now[name])
+                for name, tensor in self._tensors.items()
+            )
+        )
+
+
+def _beside(collected: Collected) -> list[Leaf]:
+    return [*unowned(collected.walk.leaves), *collected.loose]
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether it is the same memory, or has the same bytes."""
+    if (one.dtype, one.shape, one.stride()) != (other.dtype, other.shape, other.stride()):
+        return False
+    return local_of(one).data_ptr() == local_of(other).data_ptr() or torch.equal(
+        bytes_of(one), bytes_of(other)
+    )
+
+
+class Chain:
+    """What records go on from: a whole state, or the begin of a window. The tensors that optimizers
+    own have to stay what and where they are. The others may be made anew at each step
+    (`self.mean = ...`): records hold them whole, or rules derive them."""
+
+    def __init__(self, collected: Collected, derived: Any = None) -> None:
+        """`derived`: what rules derive (Derived.shape)."""
+        self.walk = collected.walk
+        self._shape = _shape_of(collected.walk)
+        self._names = _owned_aliases(collected), derived
+        self._reserved = _reserved(collected.walk.leaves)
+
+    def goes_on(self, collected: Collected, derived: Any = None) -> bool:
+        """Whether it does with this state: not where optimizers have more or fewer tensors, as
+        after their first update, or where tensors have other names. Raises Unsupported where
+        somebody else moved them, which is a surprise."""
+        if collected.walk is not self.walk:
+            shape, before = _shape_of(collected.walk), self._shape
+            if shape == before:
+                self.walk = collected.walk
+            elif found := _moved(before, shape):
+                raise Unsupported(
+                    f"{', '.join(map(repr, found[:5]))} {'are' if len(found) > 1 else 'is'} "
+                    f"another tensor, or in other memory, than before (by `.data = ...` or "
+                    f"load_state_dict(), perhaps), which no record tells. Write into what is there"
+                )
+            elif not _grows(before, shape):
+                raise Unsupported("the state has other tensors than before")
+            else:
+                return False
+        if taken := (*self._reserved, *_reserved(collected.loose)):
+            raise Unsupported(f"{taken[0]!r} is a name that records use. Rename it")
+        return self._names == (_owned_aliases(collected), derived)
+
+
+def _shape_of(walk: Walk) -> tuple[Any, ...]:
+    """To be compared: which tensors, and where those of optimizers lie."""
+    leaves = [
+        (
+            leaf.spec,
+            leaf.strides,
+            leaf.tensor.device,
+            leaf.owner,
+            None if leaf.owner is None else (id(leaf.tensor), local_of(leaf.tensor).data_ptr()),
+        )
+        for leaf in walk.leaves
+    ]
+    return leaves, walk.aliases, walk.optimizers
+
+
+def _moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
+    """Of two such shapes: the names of what optimizers own in both, and is in other memory now."""
+    then = {spec: place for spec, *_, place in before[0] if place}
+    rows = ((spec, place) for spec, *_, place in now[0] if place)
+    return [spec.name for spec, (_, at) in rows if then.get(spec, (None, at))[1] != at]
+
+
+def _grows(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Of two shapes: whether all that differs is that optimizers have more, or less."""
+    rows = [[row for row in shape[0] if row[3] is None] for shape in (before, now)]
+    return rows[0] == rows[1] or before[2] != now[2]
+
+
+def _owned_aliases(collected: Collected) -> dict[str, list[str]]:
+    """More names of what optimizers own: a record has none of it, so that only a base can say."""
+    if not collected.aliases:
+        return {}
+    owned = {leaf.name for leaf in collected.walk.leaves if leaf.owner is not None}
+    return {name: found for name, found in collected.aliases.items() if name in owned}
+
+
+def _reserved(leaves: Iterable[Leaf]) -> list[str]:
+    """Names that a record could not tell from its own."""
+    return [leaf.name for leaf in leaves if not leaf.name or is_own(leaf.name)]
+
+
+def unowned(leaves: Iterable[Leaf]) -> list[Leaf]:
+    """What no optimizer owns."""
+    return [leaf for leaf in leaves if leaf.owner is None]
+
+
+def size_of(collected: Collected) -> int:
+    """Bytes of a whole state. Tensors met in objects (a state_dict(), a value) count where they are
+    many."""
+    loose = sum(leaf.tensor.nbytes for leaf in collected.loose)
+    return sum(leaf.tensor.nbytes for leaf in collected.walk.leaves) + max(0, loose - _FREE_BYTES)
