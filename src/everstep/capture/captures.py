@@ -107,9 +107,10 @@ class Captures:
         Raises Unsupported; what is Unavailable is on the handle.
         """
         step = request.step
-        handle = self._saves.new(step)
+        handle = SaveHandle(step, self._saves.calls)
         try:
-            commits = self._begin(handle, request)
+            if not self._begin(handle, request):
+                return None
         except BaseException as error:
             self.strategy.break_off()  # what was taken for a record is gone
             known: EverstepError = Unavailable(_interrupted(step, error))
@@ -119,11 +120,9 @@ class Captures:
             self._saves.fail(handle, known, is_told=is_raised)
             self._leave_out(step, handle.call, str(known))
             if is_raised:
+                self._saves.note(handle)
                 raise
-            return handle
-        if not commits:
-            self._saves.forget_newest()
-            return None
+        self._saves.note(handle)
         return handle
 
     def pass_by(self, step: int) -> None:

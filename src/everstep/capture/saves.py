@@ -46,7 +46,6 @@ class Saves:
     def __init__(self, metrics: Metrics, trust: Trust) -> None:
         """`trust` is told of each call that comes to nothing."""
         self.newest: SaveHandle | None = None
-        self._before: SaveHandle | None = None
         self.calls = 0
         """Of step() and save(). All count, whatever comes of them: by their numbers ranks know
         which of their saves belong together."""
@@ -63,16 +62,10 @@ class Saves:
         self._client, self._pool = client, pool
         threading.Thread(target=self._answer_all, name="everstep-answer", daemon=True).start()
 
-    def new(self, step: int) -> SaveHandle:
-        """A handle, which is the newest from now on."""
-        self._before, self.newest = self.newest, SaveHandle(step, self.calls)
+    def note(self, handle: SaveHandle) -> None:
+        """This is the newest from now on."""
+        self.newest = handle
         self._metrics.saves += 1
-        return self.newest
-
-    def forget_newest(self) -> None:
-        """It is no save: nothing was captured, or a share of a later checkpoint."""
-        self.newest = self._before
-        self._metrics.saves -= 1
 
     def close(self) -> None:
         """End the answering thread when it has nothing left."""
