@@ -40,9 +40,8 @@ def is_full(saver):
 
 
 def is_waiting(saver):
-    """Whether a save has begun that finds no slot free."""
-    newest, begun = saver._saves.newest, [each.handle for each in saver._saves._begun.values()]
-    return is_full(saver) and newest not in begun and newest.error is None
+    """Whether a call is under way that finds no slot free."""
+    return is_full(saver) and saver._saves.newest.call < saver._saves.calls
 
 
 @contextlib.contextmanager
