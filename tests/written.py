@@ -76,10 +76,9 @@ class Written:
         raw_part, table, (raw,) = self._part(number, [[box for pack in packs for box in pack]])
         image = bytearray(b"h" * HEADER_BYTES)
         digests, stored = list(raw_part.digests), [HEADER_BYTES] * len(raw_part.digests)
-        for chunk in raw_chunks(table):
-            extent = chunk.extent
+        for extent in raw_chunks(table):
             data = raw[extent.offset : extent.offset + extent.size]
-            kept = encode(memoryview(data), chunk.item_size) or data
+            kept = encode(memoryview(data), extent.item_size) or data
             digests[extent.digest] = xxhash.xxh3_128_hexdigest(kept)
             stored[extent.digest] = len(kept)
             image += kept

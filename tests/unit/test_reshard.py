@@ -143,8 +143,8 @@ class TestSmallChunks:
         if part.stored:
             at = HEADER_BYTES
             for chunk in raw_chunks(table):
-                length = part.stored[chunk.extent.digest]
-                if chunk.extent.digest == piece.digest + index:
+                length = part.stored[chunk.digest]
+                if chunk.digest == piece.digest + index:
                     break
                 at += length
         images[piece.pack][at + data.draw(st.integers(0, length - 1))] ^= 1

@@ -34,6 +34,11 @@ _AS_BYTES = {
 ITEM_SIZES: dict[str, int] = {name: size for name, (_, size) in _CARRIED.items()} | _AS_BYTES
 
 
+def plane_count(dtype: str) -> int:
+    """Into how many byte planes an item goes (codecs/planes.py); complex128 counts as two."""
+    return min(8, ITEM_SIZES[dtype])
+
+
 def carried_as(dtype: str, shape: tuple[int, ...], size: int) -> tuple[str, list[int]]:
     """The safetensors dtype and shape under which a tensor of `size` bytes is stored."""
     if dtype in _CARRIED:

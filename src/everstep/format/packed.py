@@ -15,64 +15,29 @@ from step to step, though the sizes change. Digests are of the stored bytes.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from everstep.format.dtypes import ITEM_SIZES
-from everstep.format.packs import PAGE_BYTES, chunk_count
+from everstep.format.packs import PAGE_BYTES
 from everstep.format.tables import Extent, Table, extents
 
 ENTRY = "__packed__"
 HEADER_BYTES = PAGE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A chunk of the raw layout: `extent`, of items of `item_size` bytes."""
-
-    extent: Extent
-    item_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a chunk lies in a packed part: `size` stored bytes at `offset`, encoded where they are
-    fewer than the raw ones."""
-
-    chunk: Chunk
-    offset: int
-    size: int
-
-
-def plane_count(dtype: str) -> int:
-    """Into how many byte planes an item goes; complex128 counts as two."""
-    return min(8, ITEM_SIZES[dtype])
-
-
-def raw_chunks(table: Table) -> list[Chunk]:
+def raw_chunks(table: Table) -> list[Extent]:
     """The chunks of a table's pieces, in the order in which a packed part has them; none where it
     cannot be packed: then it has several packs."""
-    if len(table.packs) != 1:
-        return []
-    item_sizes = {
-        piece.digest + number: plane_count(entry.spec.dtype)
-        for entry in table.tensors.values()
-        for piece in entry.pieces
-        for number in range(chunk_count(piece.size))
-    }
-    return [
-        Chunk(extent, item_sizes[extent.digest])
-        for extent in extents(table)
-        if extent.digest in item_sizes
-    ]
+    return [each for each in extents(table) if each.item_size] if len(table.packs) == 1 else []
 
 
-def places(table: Table, stored: Sequence[int]) -> Iterator[Place]:
-    """Where each chunk lies; `stored` by digest."""
+def stored_extents(table: Table, stored: Sequence[int]) -> Iterator[Extent]:
+    """What lies behind each digest of a packed part; `stored` by digest. A chunk is encoded where
+    it has fewer bytes than the raw one."""
+    yield Extent(0, 0, HEADER_BYTES, table.packs[0].digest, "the header")
     at = HEADER_BYTES
     for chunk in raw_chunks(table):
-        size = stored[chunk.extent.digest]
-        yield Place(chunk, at, size)
-        at += size
+        yield replace(chunk, offset=at, size=stored[chunk.digest])
+        at += stored[chunk.digest]
 
 
 def header(size: int) -> bytes:

@@ -22,7 +22,7 @@ from everstep.format.document import (
     seal,
     unseal,
 )
-from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.dtypes import ITEM_SIZES, plane_count
 from everstep.format.packs import Layout, Piece, Spec, chunks
 from everstep.format.tiling import find_overlap
 
@@ -119,13 +119,15 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The bytes behind one digest: `size` bytes at `offset` of a pack, and what they are."""
+    """The bytes behind one digest: `size` bytes at `offset` of a pack, and what they are; of
+    elements, `item_size` is the number of their byte planes."""
 
     pack: int
     offset: int
     size: int
     digest: int
     what: str
+    item_size: int = 0
 
 
 def encode_table(
@@ -222,10 +224,11 @@ def extents(table: Table) -> list[Extent]:
         for index, pack in enumerate(table.packs)
     ]
     for name, entry in table.tensors.items():
+        what, item_size = f"tensor {name!r}", plane_count(entry.spec.dtype)
         for piece in entry.pieces:
             found += [
                 Extent(
-                    piece.pack, piece.offset + start, size, piece.digest + index, f"tensor {name!r}"
+                    piece.pack, piece.offset + start, size, piece.digest + index, what, item_size
                 )
                 for index, (start, size) in enumerate(chunks(piece.size))
             ]

@@ -31,7 +31,7 @@ from everstep.errors import Corrupt
 from everstep.format.document import digest_of
 from everstep.format.manifest import Part
 from everstep.format.merge import Merged
-from everstep.format.packed import HEADER_BYTES, Chunk, header, raw_chunks
+from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents, is_gradient
 from everstep.keeper.job import Arrival
@@ -55,7 +55,7 @@ class Parsed:
     document: bytes
     table: Table
     extents: list[Extent]
-    chunks: list[Chunk]
+    chunks: list[Extent]
     gradients: int
     """Bytes of a record's gradients."""
 
@@ -299,7 +299,7 @@ class Packed:
 def pays(image: Image, entropy: bool) -> bool:
     """Whether this record should be packed; blocks until its first large chunk has arrived."""
     chunks = image.parsed.chunks if len(image.packs) == 1 else ()
-    chunk = next((chunk for chunk in chunks if chunk.extent.size >= SMALL_BYTES), None)
+    chunk = next((chunk for chunk in chunks if chunk.size >= SMALL_BYTES), None)
     if chunk is None:
         return False
     return planes.encode(_raw(image, chunk), chunk.item_size, entropy=entropy) is not None
@@ -330,7 +330,7 @@ def write_packed(
                 tail.append(data)
             if chunk:
                 task = pool.submit(_encode, image, chunk, entropy)
-                waiting.append((chunk.extent.digest, task))
+                waiting.append((chunk.digest, task))
         size = tail.finish()
         first = header(size - HEADER_BYTES)
         tail.put_first(first)
@@ -345,11 +345,11 @@ def write_packed(
     )
 
 
-def _raw(image: Image, chunk: Chunk) -> memoryview:
-    return image.view(chunk.extent.pack, chunk.extent.offset, chunk.extent.size)
+def _raw(image: Image, chunk: Extent) -> memoryview:
+    return image.view(chunk.pack, chunk.offset, chunk.size)
 
 
-def _encode(image: Image, chunk: Chunk, entropy: bool) -> tuple[bytes | memoryview, str]:
+def _encode(image: Image, chunk: Extent, entropy: bool) -> tuple[bytes | memoryview, str]:
     """The stored bytes of a chunk and their digest."""
     raw = _raw(image, chunk)
     encoded = None

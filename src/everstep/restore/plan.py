@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from everstep.format.boxes import Box, flat_boxes
-from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.dtypes import ITEM_SIZES, plane_count
 from everstep.format.manifest import Part
-from everstep.format.packed import places, plane_count
+from everstep.format.packed import stored_extents
 from everstep.format.packs import (
     ALIGNED_FROM_BYTES,
     CHUNK_BYTES,
@@ -56,7 +56,7 @@ def plan(
     packed = {}
     if part.stored is not None:
         assert table is not None
-        packed = {place.chunk.extent.digest: place for place in places(table, part.stored)}
+        packed = {each.digest: each for each in stored_extents(table, part.stored)}
     by_pack: dict[int, list[Target]] = {}
     for entry, boxes in wanted:
         for piece in entry.pieces:

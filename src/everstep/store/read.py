@@ -1,12 +1,11 @@
 """Reads whose every byte is checked against its digest."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
 from everstep.errors import Corrupt, Missing
 from everstep.format.document import digest_of
 from everstep.format.manifest import Part
-from everstep.format.packed import HEADER_BYTES, places
+from everstep.format.packed import stored_extents
 from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX, Piece, chunks
 from everstep.format.tables import Extent, FileLink, Table, extents
 from everstep.tiers.disk import Disk
@@ -61,7 +60,8 @@ def verify_part(disk: Disk, part: Part, table: Table) -> Iterator[tuple[int, Cor
     """
     buffer = memoryview(bytearray(CHUNK_BYTES))
     by_pack: list[list[Extent]] = [[] for _ in part.packs]
-    for extent in extents(table) if part.stored is None else _stored_extents(table, part.stored):
+    found = extents(table) if part.stored is None else stored_extents(table, part.stored)
+    for extent in found:
         by_pack[extent.pack].append(extent)
     for link, pack in zip(part.packs, by_pack, strict=True):
         try:
@@ -73,13 +73,6 @@ def verify_part(disk: Disk, part: Part, table: Table) -> Iterator[tuple[int, Cor
             yield from _verify_pack(reader, part, pack, buffer)
         finally:
             reader.close()
-
-
-def _stored_extents(table: Table, stored: Sequence[int]) -> Iterator[Extent]:
-    """Of a packed part: what lies behind each digest in its file."""
-    yield Extent(0, 0, HEADER_BYTES, table.packs[0].digest, "the header")
-    for place in places(table, stored):
-        yield replace(place.chunk.extent, offset=place.offset, size=place.size)
 
 
 def _verify_pack(
