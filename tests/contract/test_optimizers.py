@@ -16,7 +16,6 @@ from runs import (
 from torch import nn
 
 from everstep import Checkpointer, Mismatch, Unsupported
-from everstep.format.global_tensors import GlobalTensor
 from everstep.format.packs import Spec
 from everstep.format.tables import TensorEntry
 from everstep.state.optimizers import _counts_on_device, _device
@@ -210,7 +209,7 @@ def test_state_goes_where_its_parameter_is(parameter, state, is_counter, expecte
         "p": TensorEntry(Spec("p", "float32", (2,)), (), device=parameter),
         "o.p.s": TensorEntry(Spec("o.p.s", "float32", (2,)), (), device=state),
     }
-    saved = Saved({name: GlobalTensor((entry,)) for name, entry in tensors.items()}, {}, {}, {})
+    saved = Saved(tensors, {}, {}, {})
     assert _device(saved, "o.p.s", "p", torch.device("meta"), is_counter).type == expected
     assert _device(saved, "o.p.s", "p", torch.device("cpu"), is_counter).type == "cpu"
 

@@ -1,9 +1,10 @@
 """Where a restore takes each tensor from: a record need not have what has not changed."""
 
+from everstep.format.global_tensors import Described
 from everstep.format.manifest import Manifest, Part, Previous, Record
 from everstep.format.packs import Spec
 from everstep.format.tables import FileLink, Table, TensorEntry
-from everstep.restore.chain import Chain, Described
+from everstep.restore.chain import Chain
 
 OPTIMIZERS = {"optimizer": {"groups": {"model.w": 0}, "state": {"model.w": ["m"]}}}
 
@@ -35,13 +36,12 @@ def test_each_as_it_was_stored_last():
         ],
     )
     found = chain.saved(chain.optimized).tensors
-    taken = {name: whole.entries[0] for name, whole in found.items()}
     from_base = ("model.w", "optimizer.model.w.m", "model.frozen", "value.kept")
-    assert taken == {
+    assert found == {
         **{name: base.tensors[name] for name in from_base},
         "model.mean": first.tensors["model.mean"],
         "value.new": second.tensors["value.new"],
     }
-    assert all(taken[name] is base.tensors[name] for name in from_base)
-    assert taken["model.mean"] is first.tensors["model.mean"]
-    assert taken["value.new"] is second.tensors["value.new"]
+    assert all(found[name] is base.tensors[name] for name in from_base)
+    assert found["model.mean"] is first.tensors["model.mean"]
+    assert found["value.new"] is second.tensors["value.new"]

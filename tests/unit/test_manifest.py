@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from everstep import Corrupt, Unsupported
 from everstep.format.document import seal
-from everstep.format.global_tensors import check_whole
+from everstep.format.global_tensors import Described
 from everstep.format.manifest import (
     Manifest,
     Part,
@@ -147,7 +147,7 @@ def test_pieces_cover_their_tensor():
     table = decode_table(seal(value), "a table")
     name = value["tensors"][0]["name"]
     with pytest.raises(Corrupt, match=rf"{name}.*elements \[7:1099511627776\] are in no piece"):
-        check_whole(MANIFEST, [table], "a store")
+        Described(MANIFEST, [table]).check("a store")
 
 
 def test_pieces_do_not_overlap():

@@ -10,7 +10,6 @@ from torch import nn
 
 from everstep import Mismatch, Shard, Unsupported
 from everstep.format.boxes import Box
-from everstep.format.global_tensors import GlobalTensor
 from everstep.format.packs import Spec
 from everstep.format.tables import TensorEntry
 from everstep.sharding.mapped import Mapped
@@ -203,7 +202,7 @@ def _takes_back(tensors, found, start, end, steps=None):
 
 
 def whole(name, shape):
-    return GlobalTensor((TensorEntry(Spec(name, "float32", tuple(shape)), (), (), "cpu", None),))
+    return TensorEntry(Spec(name, "float32", tuple(shape)), (), (), "cpu", None)
 
 
 TWO = {"model.a": (2, 3), "model.b": (4,)}

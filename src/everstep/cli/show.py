@@ -18,7 +18,7 @@ from everstep.cli import text
 from everstep.cli.chains import Chains
 from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
-from everstep.format.global_tensors import tables_of_records, whole_tensors
+from everstep.format.global_tensors import Described, whole_tensors
 from everstep.format.manifest import Manifest, Part, Record
 from everstep.format.packs import Piece, chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
@@ -96,7 +96,7 @@ def _facts(path: str, reference: str | None) -> dict[str, Any]:
         "broken": broken,
         "whole": chains.whole(name),
         "unproven": catalog.read_unproven(disk).get(name),
-        "records": [_record_facts(*each) for each in tables_of_records(manifest, tables)],
+        "records": [_record_facts(*each) for each in Described(manifest, tables).records],
         "packs": [
             {"rank": part.rank, **pack.to_json()} for part, _ in by_part for pack in part.packs
         ],
@@ -147,7 +147,7 @@ def _call_facts(at: str, said: Facts, tables: Sequence[Table]) -> dict[str, Any]
         "optimizer": str(said["optimizer"]),
         "class": str(said["class"]),
         "gradients": len(gradients),
-        "gradient_bytes": sum(_size_of(e.pieces) for whole in gradients for e in whole.entries),
+        "gradient_bytes": sum(_size_of(whole.pieces) for whole in gradients),
         "clips": clips,
         "compressed": [
             {"form": str(found["form"]), "gradients": len(found["names"])}

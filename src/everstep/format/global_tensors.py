@@ -5,71 +5,83 @@ records) each has a version of its own, and the latest counts.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.errors import Corrupt
-from everstep.format.manifest import Manifest, Record
-from everstep.format.packs import Spec
-from everstep.format.tables import Table, TensorEntry
-from everstep.format.tiling import problem_of
+from everstep.format.manifest import Manifest, Part, Record
+from everstep.format.tables import Table, TensorEntry, is_own
+from everstep.format.tiling import find_flaw
+
+Version = Sequence[tuple[Part, Table]]
+"""Parts of one step: together they have all of each tensor that is in them."""
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalTensor:
-    """A tensor of a checkpoint: its entry in the table of each part that has pieces of it."""
+class Described:
+    """A manifest, and the table of each of its parts."""
 
-    entries: tuple[TensorEntry, ...]
-
-    @property
-    def spec(self) -> Spec:
-        """Name, dtype and global shape, which all entries have in common."""
-        return self.entries[0].spec
+    manifest: Manifest
+    tables: Sequence[Table]
 
     @property
-    def device(self) -> str:
-        """Where the first of its pieces was."""
-        return self.entries[0].device
+    def versions(self) -> list[Version]:
+        """Its parts by rising step."""
+        found: dict[int, list[tuple[Part, Table]]] = {}
+        for part, table in zip(self.manifest.all_parts, self.tables, strict=True):
+            found.setdefault(part.steps, []).append((part, table))
+        return [found[step] for step in sorted(found)]
 
     @property
-    def strides(self) -> tuple[int, ...] | None:
-        """How its elements lay in memory; None: row-major, or nobody had all of it."""
-        return self.entries[0].strides
+    def records(self) -> list[tuple[Record, tuple[Table, ...]]]:
+        """Each with the tables of its parts."""
+        found = {
+            id(part): table
+            for part, table in zip(self.manifest.all_parts, self.tables, strict=True)
+        }
+        return [
+            (record, tuple(found[id(part)] for part in record.parts))
+            for record in self.manifest.records
+        ]
 
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """Its other names, in whichever part they stand."""
-        if len(self.entries) == 1:
-            return self.entries[0].aliases
-        return tuple(dict.fromkeys(name for entry in self.entries for name in entry.aliases))
+    def problems(self, known: set[tuple[int, ...]] | None = None) -> Iterator[str]:
+        """What is wrong with its tensors: a hole, an overlap. `known`: the tables, by id(), which
+        were found to be whole together; is added to."""
+        for version in self.versions:
+            tables = [table for _, table in version]
+            if known is None or tuple(map(id, tables)) not in known:
+                yield from _problems_of(tables)
+            if known is not None:
+                known.add(tuple(map(id, tables)))
 
-
-def groups(manifest: Manifest, tables: Sequence[Table]) -> list[list[Table]]:
-    """Which of a checkpoint's tables (one for each part) belong together, by rising step."""
-    found: dict[int, list[Table]] = {}
-    for part, table in zip(manifest.all_parts, tables, strict=True):
-        found.setdefault(part.steps, []).append(table)
-    return [found[step] for step in sorted(found)]
-
-
-def tables_of_records(
-    manifest: Manifest, tables: Sequence[Table]
-) -> list[tuple[Record, tuple[Table, ...]]]:
-    """Each record of a checkpoint with the tables (of which there is one for each part) of its
-    parts."""
-    found = {id(part): table for part, table in zip(manifest.all_parts, tables, strict=True)}
-    return [
-        (record, tuple(found[id(part)] for part in record.parts)) for record in manifest.records
-    ]
+    def check(self, where: object, known: set[tuple[int, ...]] | None = None) -> None:
+        """Raises Corrupt where a tensor is not all there. `known`: see `problems`."""
+        for problem in self.problems(known):
+            raise Corrupt(f"reading step {self.manifest.step} of {where}: {problem}")
 
 
-def whole_tensors(tables: Sequence[Table]) -> dict[str, GlobalTensor]:
-    """The tensors of tables that belong together, by name."""
-    found: dict[str, list[TensorEntry]] = {}
+def whole_tensors(tables: Sequence[Table]) -> dict[str, TensorEntry]:
+    """The tensors of tables that belong together, by name: with the boxes that all of them have,
+    and all aliases. Which part a piece lies in, only that part's own table tells."""
+    found: dict[str, TensorEntry] = {}
     for table in tables:
         for name, entry in table.tensors.items():
-            found.setdefault(name, []).append(entry)
-    return {name: GlobalTensor(tuple(entries)) for name, entries in found.items()}
+            if (known := found.get(name)) is not None:
+                aliases = tuple(dict.fromkeys((*known.aliases, *entry.aliases)))
+                entry = replace(known, pieces=(*known.pieces, *entry.pieces), aliases=aliases)
+            found[name] = entry
+    return found
+
+
+def stored(versions: Sequence[Version]) -> dict[str, TensorEntry]:
+    """The state's tensors by all their names, as the last of the versions that has each has it."""
+    return {
+        each: whole
+        for version in versions
+        for name, whole in whole_tensors([table for _, table in version]).items()
+        if not is_own(name)
+        for each in (name, *whole.aliases)
+    }
 
 
 def optimizers_of(tables: Sequence[Table]) -> dict[str, Any]:
@@ -83,31 +95,15 @@ def optimizers_of(tables: Sequence[Table]) -> dict[str, Any]:
     return found
 
 
-def check_whole(
-    manifest: Manifest,
-    tables: Sequence[Table],
-    where: object,
-    known: set[tuple[int, ...]] | None = None,
-) -> None:
-    """Raises Corrupt where a tensor of a checkpoint is not all there. `known`: the tables, by id(),
-    which were found to be whole together; is added to."""
-    for group in groups(manifest, tables):
-        key = tuple(map(id, group))
-        if known is None or key not in known:
-            for problem in problems_of(group):
-                raise Corrupt(f"reading step {manifest.step} of {where}: {problem}")
-        if known is not None:
-            known.add(key)
-
-
-def problems_of(tables: Sequence[Table]) -> Iterator[str]:
-    """What is wrong with the tensors of tables that belong together: a hole, an overlap."""
+def _problems_of(tables: Sequence[Table]) -> Iterator[str]:
     for name, whole in whole_tensors(tables).items():
-        specs = {entry.spec for entry in whole.entries}
+        specs = {table.tensors[name].spec for table in tables if name in table.tensors}
         if len(specs) > 1:
             said = " and ".join(sorted(f"{spec.dtype}{list(spec.shape)}" for spec in specs))
             yield f"tensor {name!r}: its parts differ in what it is ({said})"
-            continue
-        boxes = [piece.box for entry in whole.entries for piece in entry.pieces]
-        if problem := problem_of(whole.spec.shape, boxes):
-            yield f"tensor {name!r}: {problem}"
+        elif flaw := find_flaw(whole.spec.shape, [piece.box for piece in whole.pieces]):
+            hole, overlap = (
+                f"elements {flaw.box} are in no piece",
+                f"two pieces overlap at {flaw.box}",
+            )
+            yield f"tensor {name!r}: {overlap if flaw.members else hole}"

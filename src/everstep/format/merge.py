@@ -24,7 +24,7 @@ from everstep.format import packs
 from everstep.format.boxes import Box
 from everstep.format.packs import Entries, Piece, chunk_count, entry_name
 from everstep.format.tables import PackShape, Table, TensorEntry, seal_table
-from everstep.format.tiling import Flaw, find_flaw, find_overlap
+from everstep.format.tiling import Flaw, find_flaw
 
 _LISTED_MAX = 8
 
@@ -49,16 +49,12 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """One part of many ranks. File number i is `headers[i]`, then `sections[i]`, all whole pages.
-
-    `holders`: by tensor, the number of the rank that wrote each of its pieces, in their order.
-    """
+    """One part of many ranks. File number i is `headers[i]`, then `sections[i]`: whole pages."""
 
     document: bytes
     table: Table
     headers: tuple[bytes, ...]
     sections: tuple[tuple[Section, ...], ...]
-    holders: dict[str, tuple[int, ...]]
 
 
 class _Placed(NamedTuple):
@@ -76,20 +72,19 @@ class _Pack:
     pieces: list[_Placed]
 
 
-def merge(ranks: Sequence[RankTable]) -> Merged:
+def merge(ranks: Sequence[RankTable], *, are_all: bool = True) -> Merged:
     """Merge the tables of ranks. Deterministic: the same tables in the same order, the same bytes.
 
-    Raises Mismatch where ranks disagree about a tensor or write the same elements, Unsupported
-    where names collide. Whether all elements are there is for `check_coverage` to say.
+    `are_all`: there are no others, on other nodes. Raises what `unite_tables` does, and Unsupported
+    where names collide.
     """
-    tensors = _unite([(f"rank {rank.rank}", rank.table) for rank in ranks])
+    tensors = unite_tables([(f"rank {each.rank}", each.table) for each in ranks], are_all=are_all)
     packs_by_rank = _packs(ranks)
-    _check_overlaps(tensors, ranks, packs_by_rank)
     files = list(_files(packs_by_rank))
     digests = _digests(packs_by_rank, len(files))
     headers: list[bytes] = []
     shapes: list[PackShape] = []
-    moved: dict[str, list[tuple[Piece, int]]] = {}
+    moved: dict[str, list[Piece]] = {}
     for number, file in enumerate(files):
         entries = Entries()
         placed = [(pack, found, at) for pack in file for found, at in _place(entries, pack)]
@@ -98,41 +93,15 @@ def merge(ranks: Sequence[RankTable]) -> Merged:
         for pack, (entry, piece), at in placed:
             digest = digests[pack.position, piece.digest]
             again = replace(piece, pack=number, offset=len(header) + at, digest=digest)
-            moved.setdefault(entry.spec.name, []).append((again, ranks[pack.position].rank))
+            moved.setdefault(entry.spec.name, []).append(again)
     found: dict[str, TensorEntry] = {}
-    holders: dict[str, tuple[int, ...]] = {}
-    for name, rows in sorted(moved.items()):
-        rows.sort(key=lambda row: (row[0].box.offsets, row[0].box.lengths))
-        found[name] = replace(tensors[name], pieces=tuple(piece for piece, _ in rows))
-        holders[name] = tuple(rank for _, rank in rows)
+    for name, pieces in sorted(moved.items()):
+        pieces.sort(key=lambda piece: (piece.box.offsets, piece.box.lengths))
+        found[name] = replace(tensors[name], pieces=tuple(pieces))
     optimizers = merge_optimizers([(r.rank, r.table.optimizers, r.sets) for r in ranks])
     table = Table(tuple(shapes), found, optimizers)
     sections = tuple(tuple(p.section for p in file if p.section.size) for file in files)
-    return Merged(seal_table(table), table, tuple(headers), sections, holders)
-
-
-def check_coverage(
-    tables: Sequence[Table],
-    holders: Sequence[Mapping[str, Sequence[int]]] = (),
-) -> None:
-    """Check that the pieces of all tables, the merged ones of all parts, cover each tensor exactly.
-
-    `holders`: those of each table (Merged.holders), for the message. Raises Mismatch, which names
-    the tensor, its boxes, and the elements that are missing or there twice.
-    """
-    for name, entry in _unite([(f"part {i}", table) for i, table in enumerate(tables)]).items():
-        rows = [
-            (piece.box, number, at)
-            for number, table in enumerate(tables)
-            if name in table.tensors
-            for at, piece in enumerate(table.tensors[name].pieces)
-        ]
-        if flaw := find_flaw(entry.spec.shape, [box for box, _, _ in rows]):
-            who = [
-                (box, f"rank {holders[number][name][at]}" if holders else f"part {number}")
-                for box, number, at in rows
-            ]
-            raise _flawed(entry, flaw, who)
+    return Merged(seal_table(table), table, tuple(headers), sections)
 
 
 Sets = Mapping[str, Sequence[Any]]
@@ -193,9 +162,23 @@ def merge_optimizers(
     return merged
 
 
-def _unite(tables: Sequence[tuple[str, Table]]) -> dict[str, TensorEntry]:
-    """What all tables say about each tensor; the pieces are those of the first that has it.
-    Each table comes with whose it is."""
+def unite_tables(tables: Sequence[tuple[str, Table]], *, are_all: bool) -> dict[str, TensorEntry]:
+    """What tables, each of which comes with whose it is, say together of each tensor; the pieces
+    are those of the first that has it.
+
+    Raises Mismatch where they disagree about a tensor, have the same elements, or, if these
+    `are_all`, not each element: with its name, the boxes, and the elements.
+    """
+    united = _agreed_on(tables)
+    for name, entry in united.items():
+        having = [(who, table.tensors[name]) for who, table in tables if name in table.tensors]
+        rows = [(piece.box, who) for who, own in having for piece in own.pieces]
+        if flaw := find_flaw(entry.spec.shape, [box for box, _ in rows], holes=are_all):
+            raise _flawed(entry, flaw, rows)
+    return united
+
+
+def _agreed_on(tables: Sequence[tuple[str, Table]]) -> dict[str, TensorEntry]:
     united: dict[str, TensorEntry] = {}
     first: dict[str, str] = {}
     tied: dict[str, str] = {}
@@ -267,19 +250,6 @@ def _packs(ranks: Sequence[RankTable]) -> list[_Pack]:
             pack.pieces.sort(key=lambda placed: (placed.piece.offset, placed.piece.size))
         found += own
     return found
-
-
-def _check_overlaps(
-    tensors: Mapping[str, TensorEntry], ranks: Sequence[RankTable], found: Sequence[_Pack]
-) -> None:
-    rows: dict[str, list[tuple[Box, str]]] = {}
-    for pack in found:
-        for entry, piece in pack.pieces:
-            who = f"rank {ranks[pack.position].rank}"
-            rows.setdefault(entry.spec.name, []).append((piece.box, who))
-    for name, own in rows.items():
-        if flaw := find_overlap(tensors[name].spec.shape, [box for box, _ in own]):
-            raise _flawed(tensors[name], flaw, own)
 
 
 def _digests(found: Sequence[_Pack], first: int) -> dict[tuple[int, int], int]:

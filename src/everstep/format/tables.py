@@ -24,7 +24,7 @@ from everstep.format.document import (
 )
 from everstep.format.dtypes import ITEM_SIZES, plane_count
 from everstep.format.packs import Layout, Piece, Spec, chunks
-from everstep.format.tiling import find_overlap
+from everstep.format.tiling import find_flaw
 
 _OWN = re.compile(r"@\d+[.!]")
 _GRADIENT = re.compile(r"@\d+!?\.")
@@ -298,7 +298,7 @@ def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
             )
     if not pieces:
         raise ValueError(f"tensor {spec.name!r} has no piece")
-    if flaw := find_overlap(spec.shape, [piece.box for piece in pieces]):
+    if flaw := find_flaw(spec.shape, [piece.box for piece in pieces], holes=False):
         raise ValueError(f"two pieces of tensor {spec.name!r} overlap at {flaw.box}")
     aliases = tuple(row.get("aliases", ()))
     return TensorEntry(spec, pieces, aliases, row["device"], _strides(row, spec))

@@ -23,39 +23,15 @@ class Flaw:
     members: tuple[int, ...] = ()
 
 
-def find_overlap(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
-    """Where two of the boxes, all inside of `shape`, hold the same elements; None: nowhere."""
-    if len(boxes) < 2 or _extent_of_row(shape, boxes) is not None:
+def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box], *, holes: bool = True) -> Flaw | None:
+    """Where the boxes, all inside of `shape`, overlap, or leave a hole (if that is one: `holes`);
+    None: nowhere."""
+    if len(boxes) < 2 and (not holes or [box.lengths for box in boxes] == [shape]):
         return None
-    return _search(((0,) * len(shape), shape), _items(boxes), False)
-
-
-def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
-    """Where the boxes, all inside of `shape`, leave a hole or overlap; None: they tile it."""
-    if len(boxes) == 1 and boxes[0].lengths == shape:
+    count = _extent_of_row(shape, boxes) if boxes else None
+    if count is not None and (not holes or count == prod(shape)):
         return None
-    if boxes and _extent_of_row(shape, boxes) == prod(shape):
-        return None
-    return _search(((0,) * len(shape), shape), _items(boxes), True)
-
-
-def problem_of(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Why these boxes are not each element of a tensor of that shape once; None where they are."""
-    whole = Box.whole(shape)
-    if len(boxes) == 1 and boxes[0] == whole:  # nearly all are
-        return None
-    for box in boxes:
-        if len(box.offsets) != len(shape) or any(
-            offset + length > size
-            for offset, length, size in zip(box.offsets, box.lengths, shape, strict=True)
-        ):
-            return f"a piece {box} lies outside of its shape {list(shape)}"
-    flaw = find_flaw(shape, boxes)
-    if flaw is None:
-        return None
-    if flaw.members:
-        return f"two pieces overlap at {flaw.box}"
-    return f"elements {flaw.box} are in no piece"
+    return _search(((0,) * len(shape), shape), _items(boxes), holes)
 
 
 def _items(boxes: Sequence[Box]) -> list[_Item]:

@@ -19,8 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from everstep.errors import Corrupt, EverstepError, Mismatch
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.format.global_tensors import GlobalTensor
-from everstep.format.tables import raw_name
+from everstep.format.tables import TensorEntry, raw_name
 from everstep.redo import clipping, compression, rolling_digest
 from everstep.redo.ambient import autocast_as, autocast_of
 from everstep.sharding.layout import is_dtensor, local_of, shards_like, wrapped_like
@@ -278,7 +277,7 @@ def check(
     said: Mapping[str, Any],
     groups: Mapping[str, int],
     state: OptimizerState,
-    tensors: Mapping[str, GlobalTensor],
+    tensors: Mapping[str, TensorEntry],
 ) -> None:
     """Raises Corrupt where documents say of a call (of prefix `at`) what none can have been: before
     anything of the state is changed. `tensors`: of its record. What an optimizer makes of values

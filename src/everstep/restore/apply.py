@@ -15,10 +15,11 @@ import torch
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
+from everstep.format.global_tensors import Described
 from everstep.format.manifest import Manifest
 from everstep.redo.derived import Derived, is_in
 from everstep.redo.replay import redo
-from everstep.restore.chain import Chain, Described, is_brought
+from everstep.restore.chain import Chain, is_brought
 from everstep.restore.choose import Candidate
 from everstep.restore.derived import Derivation
 from everstep.restore.fill import Shards, Wanted, fill, fill_from_live, is_same_memory
@@ -116,7 +117,7 @@ def _match(
     candidate: Candidate, base: Described, state: State, only: list[str] | None
 ) -> Placement:
     """Where the base goes, or these parts of it. Raises Mismatch."""
-    placement = state.place(Saved.of(base.manifest, base.tables))
+    placement = state.place(Saved.of(base))
     state.prepare(placement, only)
     step, root = candidate.name.step, candidate.disk.root
     state.world.together("fitting", lambda: placement.check(step, root))

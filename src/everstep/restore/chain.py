@@ -3,45 +3,18 @@
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from everstep.format.global_tensors import GlobalTensor, tables_of_records, whole_tensors
-from everstep.format.manifest import Manifest, Part, Record
-from everstep.format.tables import Table, is_own, owned_names
+from everstep.format.global_tensors import (
+    Described,
+    Version,
+    stored,
+)
+from everstep.format.manifest import Manifest, Record
+from everstep.format.tables import Table, TensorEntry, owned_names
 from everstep.redo.derived import is_in
 from everstep.redo.replay import Comparison
 from everstep.sharding.topology import ALONE, differences, layout_differences
 from everstep.state.objects import references
 from everstep.state.placement import Saved
-
-Version = Sequence[tuple[Part, Table]]
-"""Parts of one step: together they have all of each tensor that is in them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A manifest, and the table of each of its parts."""
-
-    manifest: Manifest
-    tables: list[Table]
-
-    @property
-    def records(self) -> list[tuple[Record, tuple[Table, ...]]]:
-        """Each with the tables of its parts."""
-        return tables_of_records(self.manifest, self.tables)
-
-    @property
-    def versions(self) -> list[Version]:
-        """Its parts by rising step."""
-        found: dict[int, list[tuple[Part, Table]]] = {}
-        for part, table in zip(self.manifest.all_parts, self.tables, strict=True):
-            found.setdefault(part.steps, []).append((part, table))
-        return [found[step] for step in sorted(found)]
-
-    def differences(self, layout: str) -> list[str]:
-        """What is other here than where it was recorded, of what a replay may depend on. `layout`:
-        of the ranks that replay."""
-        then = self.manifest.topology
-        calls = (call for record in self.manifest.records for call in record.calls)
-        return differences(then) + layout_differences(then, layout, calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +76,14 @@ class Chain:
         }
 
     def differences(self, layout: str) -> list[str]:
-        """What is other here than where the records were made."""
-        return sorted({text for each in self.replayed for text in each.differences(layout)})
+        """What is other here than where the records were made, of what a replay may depend on.
+        `layout`: of the ranks that replay."""
+        found: set[str] = set()
+        for described in self.replayed:
+            then = described.manifest.topology
+            calls = (call for record in described.manifest.records for call in record.calls)
+            found |= {*differences(then), *layout_differences(then, layout, calls)}
+        return sorted(found)
 
     def moved(self, kinds: Mapping[str, str] | None = None) -> list[str]:
         """That it is replayed on another kind of device than the run's, which comes to other last
@@ -136,12 +115,12 @@ class Chain:
         A record need not have what has not changed. But what only an object had is gone when the
         object has let go of it.
         """
-        rows: dict[str, tuple[GlobalTensor, Described]] = {}
+        rows: dict[str, tuple[TensorEntry, Described]] = {}
         for described in (self.base, *self.logs):
             rows |= {name: (whole, described) for name, whole in stored(described.versions).items()}
         last, known = _referred(self.last.manifest), dict[int, set[str]]()
 
-        def is_there(name: str, whole: GlobalTensor, described: Described) -> bool:
+        def is_there(name: str, whole: TensorEntry, described: Described) -> bool:
             if described is self.last or not names.isdisjoint((name, *whole.aliases)):
                 return True
             if id(described) not in known:
@@ -149,18 +128,7 @@ class Chain:
             return name in last or name not in known[id(described)]
 
         tensors = {name: row[0] for name, row in rows.items() if is_there(name, *row)}
-        return replace(Saved.of(self.last.manifest, self.last.tables), tensors=tensors)
-
-
-def stored(versions: Sequence[Version]) -> dict[str, GlobalTensor]:
-    """The state's tensors by all their names, as the last of the versions that has each has it."""
-    return {
-        each: whole
-        for version in versions
-        for name, whole in whole_tensors([table for _, table in version]).items()
-        if not is_own(name)
-        for each in (name, *whole.aliases)
-    }
+        return replace(Saved.of(self.last), tensors=tensors)
 
 
 def _referred(manifest: Manifest) -> set[str]:
@@ -169,6 +137,6 @@ def _referred(manifest: Manifest) -> set[str]:
     return set(references([manifest.objects, manifest.hyperparameters, *own]))
 
 
-def is_brought(whole: GlobalTensor, names: Iterable[str]) -> bool:
+def is_brought(whole: TensorEntry, names: Iterable[str]) -> bool:
     """Whether a stored tensor is one of these, under one of its names."""
     return not {whole.spec.name, *whole.aliases}.isdisjoint(names)

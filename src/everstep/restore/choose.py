@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.document import digest_of
-from everstep.format.global_tensors import check_whole
+from everstep.format.global_tensors import Described
 from everstep.format.manifest import Manifest, Part, check_table, decode_manifest
 from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
 from everstep.keeper.persist import UNCLAIMED
 from everstep.keeper.ranks.node_save import EndedSave, ended_saves
-from everstep.restore.chain import Chain, Described
+from everstep.restore.chain import Chain
 from everstep.restore.load import ImageSource, MemorySource, Source
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
@@ -72,8 +72,9 @@ class Candidate:
         """What it is rebuilt from: the state from memory, where it is held. Raises Missing,
         Corrupt."""
         if self.held:
-            check_whole(self.held.manifest, [self.held.table], "memory")
-            return Chain(Described(self.held.manifest, [self.held.table]), [])
+            held = Described(self.held.manifest, [self.held.table])
+            held.check("memory")
+            return Chain(held, [])
         self._manifests.clear()
         for manifest in catalog.followed(self.disk, self.name):
             self._manifests.insert(0, manifest)
@@ -92,9 +93,9 @@ class Candidate:
             with self._noting(manifest.all_parts):
                 for pack in (pack for part in manifest.all_parts for pack in part.packs):
                     check_size(self.disk, pack)  # memory is taken by it before a byte is read
-                tables = [table(part) for part in manifest.all_parts]
-                check_whole(manifest, tables, self.disk.root, checked)
-            return Described(manifest, tables)
+                found = Described(manifest, [table(part) for part in manifest.all_parts])
+                found.check(self.disk.root, checked)
+            return found
 
         base, *logs = map(described, self._manifests)
         return Chain(base, logs)

@@ -11,12 +11,13 @@ from dataclasses import replace
 import torch
 
 from everstep.errors import Corrupt, Mismatch
+from everstep.format.global_tensors import Described, Version, stored
 from everstep.format.manifest import Record
 from everstep.format.tables import Table
 from everstep.redo.derived import Derived
 from everstep.redo.replay import Comparison, Loaded
 from everstep.redo.rolling_digest import known_digests
-from everstep.restore.chain import Chain, Described, Version, stored
+from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
 from everstep.restore.fill import Shards, fill
 from everstep.restore.load import Loader
@@ -99,7 +100,7 @@ class Derivation:
             versions = [*self._base.versions, version]
         else:
             versions = [version]
-        saved = Saved.of(described.manifest, described.tables)
+        saved = Saved.of(described)
         placement = Placement(replace(saved, tensors=stored(versions)))
         later = {name for _, table in version for name in table.tensors}
         for name, whole in placement.saved.tensors.items():

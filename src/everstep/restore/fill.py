@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from everstep.format.boxes import Box
-from everstep.format.global_tensors import GlobalTensor
-from everstep.restore.chain import Version
+from everstep.format.global_tensors import Version
+from everstep.format.tables import TensorEntry
 from everstep.restore.choose import Candidate
 from everstep.restore.deliver import Staging, put
 from everstep.restore.load import Loader
 from everstep.state.placement import Destination
 
-Wanted = Mapping[str, tuple[GlobalTensor, list[Destination]]]
+Wanted = Mapping[str, tuple[TensorEntry, list[Destination]]]
 """Stored tensors by their first names, and where their boxes are to go."""
 
 Shards = Sequence[tuple[Box, torch.Tensor]]

@@ -30,7 +30,7 @@ def rebuilt(candidate: Candidate, chain: Chain, loader: Loader) -> dict[str, tor
     Unsupported for an optimizer that is not torch's own.
     """
     with torch.device("cpu"):
-        wanted = _places(Saved.of(chain.base.manifest, chain.base.tables))
+        wanted = _places(Saved.of(chain.base))
         tensors = {name: destination.tensor for name, (_, (destination,)) in wanted.items()}
         optimizers = _optimizers(candidate, chain, tensors)
         comparison = chain.comparison(ALONE, is_moved=bool(chain.moved()))
@@ -61,7 +61,7 @@ def _places(
 ) -> Wanted:
     """New tensors for these (None: all), whole."""
     return {
-        whole.spec.name: (whole, [Destination.whole(empty(whole.entries[0]))])
+        whole.spec.name: (whole, [Destination.whole(empty(whole))])
         for whole in {each.spec.name: each for each in saved.tensors.values()}.values()
         if (names is None or whole.spec.name in names) and not is_brought(whole, but)
     }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from everstep.errors import Mismatch
-from everstep.format.global_tensors import GlobalTensor, optimizers_of, whole_tensors
+from everstep.format.global_tensors import Described, optimizers_of, whole_tensors
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.redo import compression
@@ -24,7 +24,7 @@ from everstep.redo.replay import (
     of_rank,
 )
 from everstep.restore.buffer_pool import Slabs, dtype_of
-from everstep.restore.chain import Chain, Described
+from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
 from everstep.sharding.layout import is_dtensor, local_of, shards_like
@@ -45,7 +45,7 @@ class _United:
     """What the tables of a record's parts say together. `groups`: see Loaded."""
 
     tables: Sequence[Table]
-    tensors: Mapping[str, GlobalTensor]
+    tensors: Mapping[str, TensorEntry]
     groups: Mapping[str, Mapping[str, int]]
 
     @classmethod
@@ -209,7 +209,7 @@ class Records:
         owners: dict[str, torch.Tensor] = {}
         places: list[tuple[str, TensorEntry, torch.device]] = []
         for name, whole in self._needed(record, united, ahead):
-            entry, parameter = whole.entries[0], name.partition(".")[2]
+            entry, parameter = whole, name.partition(".")[2]
             owner, device = self._plain.get(parameter), self._devices.get(parameter)
             is_alike = owner is not None and entry.spec.shape == tuple(owner.shape)
             if owner is not None and is_alike and is_gradient(name) and name not in unlike:
@@ -228,7 +228,7 @@ class Records:
 
     def _needed(
         self, record: Record, united: _United, ahead: Set[str]
-    ) -> Iterator[tuple[str, GlobalTensor]]:
+    ) -> Iterator[tuple[str, TensorEntry]]:
         """The record's own tensors that this rank consumes something of."""
         size = max((len(call.get("ranks", ())) for call in record.calls), default=0)
         rank = self._world.rank
@@ -288,7 +288,7 @@ def _check_boxed(
     at: str,
     call: Mapping[str, Any],
     boxed: _Boxed,
-    tensors: Mapping[str, GlobalTensor],
+    tensors: Mapping[str, TensorEntry],
     ahead: Set[str],
 ) -> None:
     """A parameter has one gradient or none: all of its tensors were updated, or none of them."""

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import Mismatch, Unsupported
-from everstep.format.global_tensors import GlobalTensor
+from everstep.format.tables import TensorEntry
 from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Guard, Leaf, bytes_of, check_tensor
 from everstep.sharding.mapped import Mapped, StateOf, has_shape_of, memory_like
@@ -511,7 +511,7 @@ def _boxed_state(
 
 
 def _follows(
-    entries: Mapping[str, GlobalTensor], parameter: torch.Tensor, mapped: Mapped, key: str
+    entries: Mapping[str, TensorEntry], parameter: torch.Tensor, mapped: Mapped, key: str
 ) -> bool:
     """Whether these have an element for each of their parameters'."""
     shapes = {piece.name: piece.shape for piece in mapped.split(parameter) or ()}
@@ -523,7 +523,7 @@ def _boxes(
     placement: Placement,
     optimizer: str,
     key: str,
-    entries: Mapping[str, GlobalTensor],
+    entries: Mapping[str, TensorEntry],
     parameter: torch.Tensor,
     mapped: Mapped,
     live: Any,

@@ -10,9 +10,8 @@ import torch
 
 from everstep.errors import Mismatch
 from everstep.format.boxes import Box
-from everstep.format.global_tensors import GlobalTensor, groups, optimizers_of, whole_tensors
-from everstep.format.manifest import Manifest
-from everstep.format.tables import Table
+from everstep.format.global_tensors import Described, optimizers_of, stored
+from everstep.format.tables import TensorEntry
 from everstep.sharding.layout import is_dtensor, shards_of
 from everstep.sharding.leaves import dtype_name
 from everstep.sharding.mapped import Mapped
@@ -27,33 +26,27 @@ log = logging.getLogger("everstep")
 class Saved:
     """What a checkpoint holds, as the state sees it: tensors under all their names, and objects."""
 
-    tensors: Mapping[str, GlobalTensor]
+    tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, Any]
     hyperparameters: Mapping[str, Any]
     optimizers: Mapping[str, Any]
     ranks: Sequence[Mapping[str, Any]] = ()
     """Of several ranks: what each has for itself."""
-    step: int = 0
-    world_size: int = 1
 
     @classmethod
-    def of(cls, manifest: Manifest, tables: list[Table]) -> "Saved":
-        """Everything in a checkpoint, of all its parts. That each tensor is all there was checked
+    def of(cls, described: Described) -> "Saved":
+        """The state in a checkpoint, of all its parts. That each tensor is all there was checked
         when it was read (restore.choose)."""
-        tensors: dict[str, GlobalTensor] = {}
+        manifest = described.manifest
         optimizers: dict[str, Any] = {}
-        for group in groups(manifest, tables):
-            for name, whole in whole_tensors(group).items():
-                tensors.update(dict.fromkeys((name, *whole.aliases), whole))
-            optimizers.update(optimizers_of(group))
+        for version in described.versions:
+            optimizers.update(optimizers_of([table for _, table in version]))
         return cls(
-            tensors,
+            stored(described.versions),
             manifest.objects,
             manifest.hyperparameters,
             optimizers,
             manifest.ranks,
-            manifest.step,
-            max(1, len(manifest.ranks)),
         )
 
     def has(self, name: str) -> bool:
@@ -105,7 +98,7 @@ class Placement:
     saved: Saved
     shares: Mapping[str, Share] = field(default_factory=dict)
     """By part, what of several ranks this one has for itself."""
-    destinations: dict[str, tuple[GlobalTensor, list[Destination]]] = field(default_factory=dict)
+    destinations: dict[str, tuple[TensorEntry, list[Destination]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     default_share: Share = field(default_factory=lambda: Share(0, 1))
@@ -324,7 +317,7 @@ class Placement:
         self._absent = []
 
     def _is_alike(
-        self, entry: GlobalTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
+        self, entry: TensorEntry, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> bool:
         found = dtype_name(dtype)
         if entry.spec.shape != shape:
@@ -341,7 +334,7 @@ class Placement:
         return False
 
     def _add(
-        self, entry: GlobalTensor, tensor: torch.Tensor, shards: list[tuple[Box, torch.Tensor]]
+        self, entry: TensorEntry, tensor: torch.Tensor, shards: list[tuple[Box, torch.Tensor]]
     ) -> None:
         name = entry.spec.name
         _, names = self._sources.setdefault(id(tensor), (tensor, []))  # keeps it, and so its id

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
-from everstep.format.global_tensors import groups, problems_of
+from everstep.format.global_tensors import Described
 from everstep.format.manifest import Manifest
 from everstep.format.tables import Table
 from everstep.store import catalog, names, read, retain
@@ -220,5 +220,4 @@ class Store:
             except EverstepError as error:
                 yield 0, str(error)
         if len(tables) == len(manifest.all_parts):
-            for group in groups(manifest, tables):
-                yield from ((0, problem) for problem in problems_of(group))
+            yield from ((0, problem) for problem in Described(manifest, tables).problems())

@@ -7,7 +7,7 @@ import torch
 
 from everstep.errors import Missing
 from everstep.format.boxes import Box
-from everstep.format.global_tensors import check_whole, whole_tensors
+from everstep.format.global_tensors import Described, whole_tensors
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Piece
 from everstep.format.tables import Table, TensorEntry
@@ -36,7 +36,7 @@ def read_tensors(
             f"reading step {manifest.step} of {disk.root}: it has no tensors named {unknown}; "
             f"everstep show {disk.root} {manifest.step} lists the {len(known)} that it has"
         )
-    check_whole(manifest, tables, disk.root)
+    Described(manifest, tables).check(disk.root)
     wholes = whole_tensors(tables)
     for part, table in zip(manifest.parts, tables, strict=True):
         with ExitStack() as stack:

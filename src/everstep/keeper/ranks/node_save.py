@@ -12,7 +12,7 @@ from typing import Any
 from everstep.errors import Corrupt, EverstepError
 from everstep.format.document import digest_of, unseal
 from everstep.format.manifest import Manifest
-from everstep.format.merge import Merged, RankTable, check_coverage, merge
+from everstep.format.merge import Merged, RankTable, merge
 from everstep.keeper.arena import Arena, Row, SlotState
 from everstep.keeper.data import Image, Parsed, gathered, parse, whole
 from everstep.keeper.job import ALL, Job
@@ -167,10 +167,9 @@ def _merged(
         [
             RankTable(rank, table, dict(sets))
             for rank, table, sets in zip(place.ranks, tables, mapping, strict=True)
-        ]
+        ],
+        are_all=place.nodes == 1,
     )
-    if place.nodes == 1:  # else there is more of it
-        check_coverage([merged.table], [merged.holders])
     return merged, Parsed.of(merged.document, merged.table)
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from everstep.errors import EverstepError, Mismatch, Unavailable
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, check_table, encode_manifest
-from everstep.format.merge import check_coverage, merge_optimizers
+from everstep.format.merge import merge_optimizers, unite_tables
 from everstep.format.node_parts import NodePart, Said
 from everstep.format.tables import Table, decode_table, seal_table
 from everstep.keeper import wire
@@ -374,7 +374,7 @@ def _united(
         for node, (table, sets) in enumerate(zip(tables, mapping, strict=True))
     ]
     merge_optimizers(rows)
-    check_coverage(tables)
+    unite_tables([(f"part {node}", table) for node, table in enumerate(tables)], are_all=True)
     found = []
     for row, table, document in zip(rows, tables, documents, strict=True):
         optimizers = merge_optimizers([row])
