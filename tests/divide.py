@@ -14,9 +14,9 @@ from everstep.format.document import seal
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import decode_table, encode_table, extents
+from everstep.restore.deliver import as_items
 from everstep.store import commit
 from everstep.store.names import CheckpointName
-from everstep.store.tensors import as_items
 from everstep.tiers.disk import Disk
 from stores import image_of
 

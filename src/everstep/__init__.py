@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from everstep.options import Full, Log, Ranks, Spread
     from everstep.redo.clipping import clip_grad_norm_
     from everstep.redo.compression import compress
+    from everstep.restore.store import Store
     from everstep.sharding.mapped import Shard
     from everstep.store.retain import Keep
-    from everstep.store.store import Store
 
 __version__ = "0.1.0"
 __all__ = [
@@ -55,7 +55,7 @@ _HOMES = {
     "Shard": "everstep.sharding.mapped",
     "Spread": "everstep.options",
     "Keep": "everstep.store.retain",
-    "Store": "everstep.store.store",
+    "Store": "everstep.restore.store",
     "clip_grad_norm_": "everstep.redo.clipping",
     "compress": "everstep.redo.compression",
 }

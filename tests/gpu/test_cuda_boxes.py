@@ -8,8 +8,8 @@ from divide import divide
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Spec
+from everstep.restore.deliver import as_items
 from everstep.state.placement import Destination
-from everstep.store.tensors import as_items
 from written import Written
 
 

@@ -15,10 +15,9 @@ from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packed import HEADER_BYTES, raw_chunks
 from everstep.format.packs import PAGE_BYTES, Spec, chunks
-from everstep.restore.deliver import Delivery
+from everstep.restore.deliver import Delivery, as_items
 from everstep.restore.plan import plan
 from everstep.state.placement import Destination
-from everstep.store.tensors import as_items
 from written import Written
 
 DTYPES = [name for name in ITEM_SIZES if hasattr(torch, name)]

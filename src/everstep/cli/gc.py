@@ -6,8 +6,8 @@ import json
 from everstep.cli import text
 from everstep.cli.chains import Chains
 from everstep.cli.target import add_json, add_words, split_words
+from everstep.restore.store import Store
 from everstep.store import catalog
-from everstep.store.store import Store
 from everstep.tiers.disk import Disk
 
 

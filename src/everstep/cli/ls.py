@@ -21,10 +21,10 @@ from everstep.cli.chains import Chains
 from everstep.cli.target import add_json, add_words, split_words, tags_of
 from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
+from everstep.restore.store import Store
 from everstep.store import catalog, names
 from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
-from everstep.store.store import Store
 from everstep.tiers.disk import Disk
 
 _TITLES = ("STEP", "KIND", "TAGS", "SIZE", "WRITTEN", "AGE", "METRICS")

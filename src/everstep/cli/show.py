@@ -22,8 +22,8 @@ from everstep.format.global_tensors import Described, whole_tensors
 from everstep.format.manifest import Manifest, Part, Record
 from everstep.format.packs import Piece, chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
+from everstep.restore.store import Store
 from everstep.store import catalog
-from everstep.store.store import Store
 from everstep.tiers.disk import Disk
 
 Facts = Mapping[str, Any]

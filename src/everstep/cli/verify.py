@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from everstep.cli import text
 from everstep.cli.chains import Chains
 from everstep.cli.target import add_json, add_words, split_words
+from everstep.restore.store import Progress, Store, Verdict
 from everstep.store import catalog, names
-from everstep.store.store import Progress, Store, Verdict
 from everstep.tiers.disk import Disk
 
 

@@ -102,8 +102,6 @@ def _problems_of(tables: Sequence[Table]) -> Iterator[str]:
             said = " and ".join(sorted(f"{spec.dtype}{list(spec.shape)}" for spec in specs))
             yield f"tensor {name!r}: its parts differ in what it is ({said})"
         elif flaw := find_flaw(whole.spec.shape, [piece.box for piece in whole.pieces]):
-            hole, overlap = (
-                f"elements {flaw.box} are in no piece",
-                f"two pieces overlap at {flaw.box}",
-            )
-            yield f"tensor {name!r}: {overlap if flaw.members else hole}"
+            hole = f"elements {flaw.box} are in no piece"
+            problem = f"two pieces overlap at {flaw.box}" if flaw.members else hole
+            yield f"tensor {name!r}: {problem}"

@@ -74,6 +74,14 @@ class Slabs:
         return found
 
 
+def empty(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A new tensor as that one was, but for its elements."""
+    shape, dtype = entry.spec.shape, dtype_of(entry)
+    if entry.strides is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, entry.strides, dtype=dtype, device=device)
+
+
 def dtype_of(entry: TensorEntry) -> torch.dtype:
     """As torch names it."""
     found: torch.dtype = getattr(torch, entry.spec.dtype)

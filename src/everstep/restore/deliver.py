@@ -12,8 +12,10 @@ from everstep.format.boxes import Box
 from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.restore.plan import Target, blocks
 from everstep.state.placement import Destination
-from everstep.store.tensors import as_items
 
+_ITEMS = {
+    1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128,
+}  # fmt: skip
 _advise = ctypes.CDLL(None).madvise
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; the mmap module has no name for it
 
@@ -124,6 +126,12 @@ class Staging:
         for device in devices_of(tensor for tensor, _ in self._staged):
             # whoever uses them may do so on another stream
             torch.cuda.current_stream(device).synchronize()
+
+
+def as_items(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as numbers of the same size: torch cannot copy all dtypes, and numpy does not
+    know them all."""
+    return tensor.view(_ITEMS[tensor.itemsize])
 
 
 def _move(to: int, source: int, size: int) -> None:

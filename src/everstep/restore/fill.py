@@ -1,16 +1,21 @@
 """Stored tensors into their places: out of a checkpoint's packs, or of what a replay came to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from everstep.errors import Missing
 from everstep.format.boxes import Box
-from everstep.format.global_tensors import Version
+from everstep.format.global_tensors import Described, Version, stored
 from everstep.format.tables import TensorEntry
+from everstep.restore.buffer_pool import empty
 from everstep.restore.choose import Candidate
 from everstep.restore.deliver import Staging, put
 from everstep.restore.load import Loader
 from everstep.state.placement import Destination
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 
 Wanted = Mapping[str, tuple[TensorEntry, list[Destination]]]
 """Stored tensors by their first names, and where their boxes are to go."""
@@ -33,6 +38,30 @@ def fill(candidate: Candidate, versions: Sequence[Version], wanted: Wanted, load
                 with candidate.sources(part) as sources:
                     loader.load(part, sources, rows, table)
     staging.finish()
+
+
+def read_tensors(
+    disk: Disk, described: Described, names: Collection[str] | None
+) -> dict[str, torch.Tensor]:
+    """The named tensors of a whole state (None: all), by whichever of their names, each a new CPU
+    tensor that the caller owns. Raises Missing for names that are not there, Corrupt."""
+    if isinstance(names, str):
+        raise ValueError(f"names must be a list of names, not {names!r}")
+    step, known = described.manifest.step, stored(described.versions)
+    if unknown := sorted(set(names or ()) - known.keys()):
+        raise Missing(
+            f"reading step {step} of {disk.root}: it has no tensors named {unknown}; "
+            f"everstep show {disk.root} {step} lists the {len(known)} that it has"
+        )
+    described.check(disk.root)
+    chosen = {name: known[name] for name in (known if names is None else names)}
+    wholes = {whole.spec.name: whole for whole in chosen.values()}
+    made = {name: empty(replace(whole, strides=None)) for name, whole in wholes.items()}
+    wanted = {name: (wholes[name], [Destination.whole(to)]) for name, to in made.items()}
+    with Loader() as loader:
+        name = CheckpointName(step, described.manifest.epoch)
+        fill(Candidate(name, disk), described.versions, wanted, loader)
+    return {name: made[whole.spec.name] for name, whole in chosen.items()}
 
 
 def fill_from_live(live: Mapping[str, Shards], wanted: Wanted) -> None:

@@ -10,11 +10,12 @@ import torch
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.global_tensors import optimizers_of
 from everstep.redo.replay import redo
+from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain, is_brought
 from everstep.restore.choose import Candidate
 from everstep.restore.fill import Wanted, fill
 from everstep.restore.load import Loader
-from everstep.restore.records import Records, empty
+from everstep.restore.records import Records
 from everstep.sharding.topology import ALONE
 from everstep.sharding.world import World
 from everstep.state.objects import decode

@@ -23,7 +23,7 @@ from everstep.redo.replay import (
     gradient_key,
     of_rank,
 )
-from everstep.restore.buffer_pool import Slabs, dtype_of
+from everstep.restore.buffer_pool import Slabs, empty
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
@@ -330,11 +330,3 @@ def _used_here(loaded: Loaded) -> Loaded:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return loaded
-
-
-def empty(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A new tensor as that one was, but for its elements."""
-    shape, dtype = entry.spec.shape, dtype_of(entry)
-    if entry.strides is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty_strided(shape, entry.strides, dtype=dtype, device=device)

@@ -6,7 +6,7 @@ from everstep.errors import Corrupt, Missing
 from everstep.format.document import digest_of
 from everstep.format.manifest import Part
 from everstep.format.packed import stored_extents
-from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX, Piece, chunks
+from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX
 from everstep.format.tables import Extent, FileLink, Table, extents
 from everstep.tiers.disk import Disk
 from everstep.tiers.files import DiskReader, Reader
@@ -19,15 +19,6 @@ def check_chunk(view: memoryview, digest: str, where: str) -> None:
         raise Corrupt(
             f"reading {where}: {len(view)} bytes have digest {found}, the manifest says {digest}"
         )
-
-
-def read_piece(reader: Reader, part: Part, piece: Piece, view: memoryview, name: str) -> None:
-    """Fill `view` (exactly the piece's size) and verify it, chunk by chunk."""
-    for index, (start, size) in enumerate(chunks(piece.size)):
-        chunk = view[start : start + size]
-        reader.read_into(piece.offset + start, chunk)
-        where = f"{part.packs[piece.pack].path} at byte {piece.offset + start} (tensor {name!r})"
-        check_chunk(chunk, part.digests[piece.digest + index], where)
 
 
 def open_pack(disk: Disk, link: FileLink, direct: bool = False) -> DiskReader:

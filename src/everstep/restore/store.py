@@ -122,8 +122,7 @@ class Store:
         are not there, Corrupt; Unsupported for a step that is a log, which takes a model and an
         optimizer to be rebuilt.
         """
-        # torch, which the rest of the store does without
-        from everstep.store.tensors import read_tensors
+        from everstep.restore.fill import read_tensors  # torch, which the rest does without
 
         name = catalog.find(self._disk, step)
         manifest = catalog.read_manifest(self._disk, name)
@@ -133,7 +132,7 @@ class Store:
                 raise Unsupported(self._no_state(manifest))
             manifest = state
         try:
-            return read_tensors(self._disk, manifest, self.tables(manifest), names)
+            return read_tensors(self._disk, Described(manifest, self.tables(manifest)), names)
         except Corrupt as error:
             if catalog.is_there(self._disk, name):
                 raise
