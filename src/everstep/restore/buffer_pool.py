@@ -6,7 +6,6 @@ much at their first touch (docs/results.md).
 """
 
 import ctypes
-import math
 import mmap
 import sys
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
+from everstep.format.packs import round_up
 from everstep.format.tables import TensorEntry
 
 _ALIGN = 64
@@ -40,8 +40,7 @@ class Slabs:
         starts, end = [], 0
         for entry in chosen:
             starts.append(end)
-            size = math.prod(entry.spec.shape) * dtype_of(entry).itemsize
-            end += -(-size // _ALIGN) * _ALIGN
+            end += round_up(entry.spec.size, _ALIGN)
         with self._lock:
             slab = self._slab(end)
             return [_place(entry, slab, start) for entry, start in zip(chosen, starts, strict=True)]
@@ -76,21 +75,18 @@ class Slabs:
 
 def empty(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
     """A new tensor as that one was, but for its elements."""
-    shape, dtype = entry.spec.shape, dtype_of(entry)
-    if entry.strides is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty_strided(shape, entry.strides, dtype=dtype, device=device)
-
-
-def dtype_of(entry: TensorEntry) -> torch.dtype:
-    """As torch names it."""
-    found: torch.dtype = getattr(torch, entry.spec.dtype)
-    return found
+    return _shaped(torch.empty(entry.spec.size, dtype=torch.uint8, device=device), entry)
 
 
 def _place(entry: TensorEntry, slab: memoryview, start: int) -> torch.Tensor:
-    shape = entry.spec.shape
-    if not math.prod(shape):  # which frombuffer refuses
-        return torch.empty(shape, dtype=dtype_of(entry), device="cpu")
-    flat = torch.frombuffer(slab, dtype=dtype_of(entry), count=math.prod(shape), offset=start)
-    return flat.view(shape) if entry.strides is None else flat.as_strided(shape, entry.strides)
+    if not entry.spec.size:  # which frombuffer refuses
+        return empty(entry)
+    flat = torch.frombuffer(slab, dtype=torch.uint8, count=entry.spec.size, offset=start)
+    return _shaped(flat, entry)
+
+
+def _shaped(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """Bytes as the tensor's elements: torch warns where complex32 is asked for in new memory."""
+    found = flat.view(getattr(torch, entry.spec.dtype))
+    shape, strides = entry.spec.shape, entry.strides
+    return found.view(shape) if strides is None else found.as_strided(shape, strides)
