@@ -1,8 +1,10 @@
 """SIGTERM: the newest completed step is durable, and the process ends as it was told to."""
 
 import contextlib
+import os
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -116,3 +118,34 @@ def test_the_handler_goes_with_the_checkpointer(store):
     with checkpointer(store, {"x": 1}):
         assert signal.getsignal(signal.SIGTERM) != previous
     assert signal.getsignal(signal.SIGTERM) == previous
+
+
+def ends(store, strategy, how):
+    """12 steps, during the last of which the disk stands still."""
+    state = build(1)
+    saver = checkpointer(store, state, strategy=strategy)
+    for step in range(1, 13):
+        supervised(state)
+        if step == 10:
+            keeper = saver._client.keeper_pid
+            os.kill(keeper, signal.SIGSTOP)
+            threading.Timer(0.5, os.kill, (keeper, signal.SIGCONT)).start()
+        saver.step(step)
+    if how == "error":
+        with saver:
+            raise ArithmeticError("of the program")
+    elif how == "close":
+        saver.close()
+    elif how == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "full", "spread", "log"])
+@pytest.mark.parametrize("how", ["close", "exit", *slow("error", "sigterm")])
+def test_the_last_step_is_durable_however_it_ends(store, strategy, how):
+    wanted = {"error": 1, "sigterm": -signal.SIGTERM}.get(how, 0)
+    assert forked.run(ends, store, strategy, how).returncode == wanted
+    assert Store(store).latest() == 12
+    restore(store, fresh := build(2))
+    check_same(freeze(fresh), reference(12))

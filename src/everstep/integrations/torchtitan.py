@@ -62,13 +62,11 @@ class EverstepCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """As BaseCheckpointManager is made. Raises Unsupported, ValueError."""
         self.enable = config.enable
         self.save_future = None
-        """None for ever: everstep waits by itself where it has to."""
         if not config.enable:
             return
         _check(config, base_folder, model_parts)
         self._config = config
         self._folder = Path(base_folder, config.folder)
-        self._is_trained = False
         self._titans = partial(
             CheckpointManager,
             dataloader=None if dataloader is None else _Pickling(dataloader),
@@ -77,8 +75,7 @@ class EverstepCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             lr_schedulers=lr_schedulers,
             sd_adapter=sd_adapter,
         )
-        self._states = states
-        own = list(optimizers)
+        self._states, own = states, list(optimizers)
         parts = {
             MODEL: _bare(model_parts[0]),
             OPTIMIZER: own[0] if len(own) == 1 else own,  # and not the container: hooks go there
@@ -111,12 +108,11 @@ class EverstepCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if self._checkpointer.restore(None if step == -1 else step, only=only):
             return True
         path = config.initial_load_path
-        if path is not None and Path(path, "everstep.json").is_file():
-            model_only = config.initial_load_model_only
-            self._checkpointer.restore(from_store=path, only=[MODEL] if model_only else only)
-            return True
         if path is None and not config.initial_load_in_hf:
             return False
+        if path is not None and Path(path, "everstep.json").is_file():
+            only = [MODEL] if config.initial_load_model_only else only
+            return self._checkpointer.restore(from_store=path, only=only) > 0
         return bool(self._own_manager(self._folder, load_only=True).load())
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -148,7 +144,6 @@ class EverstepCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         names = [each.name for each in fields(BaseCheckpointManager.Config)]
         options = {name: getattr(self._config, name) for name in names}
         options |= {"folder": str(folder), "load_only": load_only, "keep_latest_k": 0}
-        options |= {"enable_first_step_checkpoint": False}
         return self._titans(CheckpointManager.Config(**options), states=dict(self._states))
 
 
@@ -164,8 +159,7 @@ def _check(config: Any, base_folder: str, model_parts: list[Any]) -> None:
         )
     if config.create_seed_checkpoint:
         raise Unsupported(
-            f"{where}: let torchtitan's own manager make the seed checkpoint (leave "
-            f"`checkpoint` as it was for that run), and name it by initial_load_path"
+            f"{where}: let torchtitan's manager make the seed, and name it by initial_load_path"
         )
 
 
