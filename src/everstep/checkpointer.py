@@ -120,8 +120,8 @@ class Checkpointer:
         self._disk = Disk(Path(store).absolute())
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._derived.parts)
-        team = form_team(self._world, self._disk.root, alike)
-        self._world.local = team.ranks if team else (self._world.rank,)
+        place = form_team(self._world, self._disk.root, alike)
+        self._world.local = place.ranks
         choice = Choice(options, self._state, self._derived)
         check_room(self._state)
         open_store(self._disk)
@@ -131,7 +131,7 @@ class Checkpointer:
             keep,
             self._saves.on_event,
             catch_up=how.catch_up,
-            team=team,
+            place=place,
         )
         self._captures = Captures(
             self._state, choice, options, self._client, self._saves, self.metrics

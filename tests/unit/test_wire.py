@@ -71,13 +71,11 @@ def test_too_many_descriptors_are_refused_and_closed(pair):
 
 
 def test_the_longest_failure_fits_into_a_message(pair):
-    from everstep.keeper.ranks.team import TEXT_MAX
-
     failed = {
         "type": "failed",
         "sequence": 1 << 60,
         "kind": "Unavailable",
-        "message": "😀" * TEXT_MAX,
+        "message": "😀" * wire.TEXT_MAX,
     }
     wire.send(pair[0], failed)
     assert wire.receive(pair[1])[0] == failed

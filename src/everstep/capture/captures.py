@@ -264,7 +264,7 @@ class Captures:
             },
             "metrics": request.metrics,
             "tag": request.tag,
-            PLACE: list(self._client.place),
+            PLACE: self._client.place.here,
             "record": captured.record,
             "share": captured.share,
         }

@@ -74,7 +74,7 @@ class Pool:
             arena.close()
         self._inherited = []
         for key, arena in arenas:
-            if place_of(arena) in (self._client.place, None):
+            if place_of(arena) in (self._client.place.here, None):
                 self._inherited.append((key, arena))
             else:
                 arena.close()
@@ -136,7 +136,7 @@ class Pool:
         (time.monotonic(); None: does not wait) may go on; False then. So there are never more than
         two, however fast a state grows. Raises Unavailable.
         """
-        local, here = self._client.place
+        local, here = self._client.place.here
         said = 3 * descriptor_size + 64 * plan.layout.digest_count
         documents = round_up(len(plan.table) + said * (1 if local else here))  # one has all ranks'
         documents += _DOCUMENT_SLACK_BYTES
@@ -220,7 +220,7 @@ class Pool:
         slot_bytes = round_up(image) + round_up(documents)
         budget = self._budget
         if budget is None:
-            half = available_memory() // 2 // max(1, self._client.place[1])  # all take some now
+            half = available_memory() // 2 // self._client.place.here[1]  # all take some now
             budget = max(SLOTS_MIN * slot_bytes, min(SLOTS * slot_bytes, half))
         self._chosen_budget = budget
         if budget < SLOTS_MIN * slot_bytes:

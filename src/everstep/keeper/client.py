@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from everstep.errors import KINDS, Corrupt, Unavailable
 from everstep.keeper import wire
@@ -42,18 +41,6 @@ _GAPS_MAX = 16
 _REASON_MAX = 500
 
 
-class TeamMate(NamedTuple):
-    """One rank among those of a run on this node: the run's attachment, which of them, of how
-    many; their numbers in the run, and which of its nodes this is, of how many."""
-
-    id: str
-    local: int
-    here: int
-    ranks: tuple[int, ...]
-    node: int = 0
-    nodes: int = 1
-
-
 _Reply = tuple[wire.Message, list[int]] | None
 """None: the connection has changed."""
 
@@ -75,16 +62,16 @@ class Client:
         on_event: Callable[[wire.Message], None],
         idle_s: float = IDLE_S,
         catch_up: int | None = None,
-        team: TeamMate | None = None,
+        place: wire.Place = wire.ALONE,
     ) -> None:
-        """Connects, which starts a keeper where none runs. `catch_up`: see Log. `team`: of several
-        ranks. Raises Unavailable."""
+        """Connects, which starts a keeper where none runs. `catch_up`: see Log. `place`: among the
+        ranks of a run. Raises Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event
         self._idle_s = idle_s
         self._catch_up = catch_up
-        self._team = team
+        self.place = place
         self._claims = 0
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
@@ -107,11 +94,6 @@ class Client:
         self._connection: socket.socket | None = self._attach()
         self._listener = threading.Thread(target=self._listen, name="everstep-client", daemon=True)
         self._listener.start()
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which of the ranks on this node it is, of how many."""
-        return (self._team.local, self._team.here) if self._team else (0, 1)
 
     def ensure(self) -> None:
         """Raises Unavailable where no keeper can be had now; does not block. It is sought
@@ -175,7 +157,7 @@ class Client:
     def leave_out(self, step: int, call: int, reason: str) -> None:
         """This rank has nothing of a step (in that call), which the others need not wait for
         then."""
-        if self._team:
+        if not self.place.is_alone:
             message = {"type": "gap", "step": step, "call": call, "reason": reason[:_REASON_MAX]}
             with self._lock:
                 self._gaps.append(message)  # a new keeper is told, too
@@ -427,7 +409,7 @@ class Client:
             "epoch": self._epoch,
             "parent": self._parent,
             "catch_up": self._catch_up,
-            "team": self._team and self._team._asdict(),
+            "place": None if self.place.is_alone else self.place._asdict(),
         }
         try:
             wire.send(connection, hello)

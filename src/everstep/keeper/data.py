@@ -34,7 +34,7 @@ from everstep.format.merge import Merged
 from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents, is_gradient
-from everstep.keeper.job import Arrival
+from everstep.keeper.job import Arrival, Job
 from everstep.keeper.writer import Writer
 from everstep.store import commit, names
 from everstep.store.commit import NewPack
@@ -124,29 +124,28 @@ class Image:
                 segment.wait(min(len(segment.view), end - start))
 
 
-def whole(view: memoryview, arrival: Arrival, document: bytes, what: str) -> Image:
+def whole(job: Job) -> Image:
     """The image of one slot, as its table says. Raises Corrupt."""
-    parsed = parse(document)
+    parsed = parse(job.table)
     sizes = [pack.size for pack in parsed.table.packs]
-    _check_size(view, sum(sizes), what)
+    view = job.image
+    _check_size(view, sum(sizes), job)
     packs = [
-        [Segment(view[start : start + size], arrival, start)]
+        [Segment(view[start : start + size], job.arrival, start)]
         for start, size in zip(pack_starts(sizes), sizes, strict=True)
     ]
     return Image(parsed, packs)
 
 
-def gathered(
-    views: Sequence[memoryview], arrivals: Sequence[Arrival], merged: Merged, parsed: Parsed
-) -> Image:
+def gathered(jobs: Sequence[Job], merged: Merged, parsed: Parsed) -> Image:
     """The images of several ranks' slots as one part. Raises Corrupt."""
     packs = []
     for first, sections in zip(merged.headers, merged.sections, strict=True):
         pack = [Segment(_aligned(first))]
         for rank, start, size in sections:
-            view = views[rank][start : start + size]
-            _check_size(view, size, f"the slot of local rank {rank}")
-            pack.append(Segment(view, arrivals[rank], start))
+            view = jobs[rank].image[start : start + size]
+            _check_size(view, size, jobs[rank])
+            pack.append(Segment(view, jobs[rank].arrival, start))
         packs.append(pack)
     return Image(parsed, packs)
 
@@ -157,9 +156,11 @@ def parse(document: bytes) -> Parsed:
     return Parsed.of(document, decode_table(document, "a piece table in the arena"))
 
 
-def _check_size(view: memoryview, size: int, what: str) -> None:
+def _check_size(view: memoryview, size: int, job: Job) -> None:
     if len(view) != size:
-        raise Corrupt(f"reading {what}: {len(view)} bytes, its table needs {size}")
+        raise Corrupt(
+            f"reading slot {job.slot} of the arena: {len(view)} bytes, its table needs {size}"
+        )
 
 
 @lru_cache(maxsize=4)

@@ -2,17 +2,17 @@
 
 from typing import Any
 
-import xxhash
-
 from everstep.errors import Conflict, EverstepError
 from everstep.format.manifest import Manifest
 from everstep.format.tables import decode_table
-from everstep.keeper.data import whole
 from everstep.keeper.job import Job
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+
+CALL = "call"
+"""Stands in what is said of the capture of several ranks: which of a run's calls saved it."""
 
 
 def check_same(
@@ -59,24 +59,13 @@ def _said(manifest: Manifest) -> tuple[Any, ...]:
 
 
 def was_committed(writer: Writer, job: Job) -> Outcome | None:
-    """Whether a step of several ranks is on the disk with all that this rank has of it, so that
-    nobody need hand it in again; None where it is not."""
-    row = job.arena.row(job.slot)
-    if row is None or not job.arrival.complete or writer.epoch is None:
-        return None
-    name = CheckpointName(row.step, writer.epoch)
+    """Whether a former keeper has committed what this rank handed in, with that of others: a step
+    of this epoch from the same call. None where it has not."""
     try:
-        if writer.disk.size(names.manifest_path(name)) is None:
+        name = CheckpointName(job.row.step, writer.epoch or 0)
+        if not job.arrival.complete or not writer.disk.holds(names.manifest_path(name)):
             return None
-        parts = catalog.read_manifest(writer.disk, name).all_parts
-        view, table = job.arena.image(job.slot)[: row.image_size], job.arena.table(job.slot, row)
-        image = whole(view, job.arrival, bytes(table), f"slot {job.slot} of the arena")
+        found = catalog.read_manifest(writer.disk, name)
     except EverstepError:
         return None
-    there = {digest for part in parts for digest in part.digests}
-    headers = {pack.digest for pack in image.parsed.table.packs}  # merged ones are others
-    for each in image.parsed.extents:
-        found = image.view(each.pack, each.offset, each.size)
-        if each.digest not in headers and xxhash.xxh3_128_hexdigest(found) not in there:
-            return None
-    return Outcome(name, 0, 0.0)
+    return Outcome(name, 0, 0.0) if found.capture.get(CALL) == job.call else None

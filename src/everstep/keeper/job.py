@@ -2,9 +2,11 @@
 
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
-from everstep.errors import Unsupported
-from everstep.keeper.arena import Arena
+from everstep.errors import Corrupt, EverstepError, Unsupported
+from everstep.format.document import unseal
+from everstep.keeper.arena import Arena, Row, SlotState
 
 ALL = 1 << 62
 
@@ -55,7 +57,7 @@ class Arrival:
             self._changed.wait_for(lambda: self.over)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """One slot on its way. The trainer's `answer` comes last; its death is one too."""
 
@@ -68,12 +70,56 @@ class Job:
     problem: str | None = None
 
     @property
-    def size(self) -> int:
-        """Bytes of its image; 0 where its row is not whole."""
+    def state(self) -> SlotState:
+        """The slot's."""
+        return self.arena.state(self.slot)
+
+    @property
+    def row(self) -> Row:
+        """The slot's. Raises Corrupt."""
+        if row := self.arena.row(self.slot):
+            return row
+        raise Corrupt(f"reading slot {self.slot} of the arena: its row is not whole")
+
+    @property
+    def step(self) -> int:
+        """The step. One whose row is not whole counts as older than all: it fails alone."""
         row = self.arena.row(self.slot)
-        return row.image_size if row else 0
+        return row.step if row else -1
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What the trainer says of the step. Raises Corrupt."""
+        return unseal(self.arena.descriptor(self.slot, self.row), "a descriptor in the arena")
+
+    @property
+    def call(self) -> int:
+        """Which of the trainer's calls that save it is of; 0 where that cannot be read."""
+        try:
+            return int(self.said.get("call", 0))
+        except EverstepError:
+            return 0
+
+    @property
+    def table(self) -> bytes:
+        """The piece table. Raises Corrupt."""
+        return bytes(self.arena.table(self.slot, self.row))
+
+    @property
+    def image(self) -> memoryview:
+        """The packs. Raises Corrupt."""
+        return self.arena.image(self.slot)[: self.row.image_size]
 
     def answer(self, problem: str | None) -> None:
         """What the trainer says of the copy, from any thread: None, or how it was torn."""
         self.problem = problem
         self.answered.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A step that a rank has left out."""
+
+    step: int
+    call: int
+    reason: str

@@ -11,7 +11,7 @@ from everstep.errors import EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
 from everstep.keeper.data import Data
-from everstep.keeper.existing import check_same
+from everstep.keeper.existing import CALL, check_same
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import GivenUp, OwnPart
 from everstep.keeper.writer import Outcome, Share, Writer
@@ -133,10 +133,11 @@ class Save:
     def hear(self) -> None:
         """Wait for the trainer's word on the copy, or its death. Also after a failure: memory must
         not offer a torn copy."""
-        if self.job.written:
-            self.job.wait_for_answers()
-            if self.job.problem:
-                self._error = Unsupported(self.job.problem)
+        asked = [job for job in self.job.jobs if job.written]
+        for job in asked:
+            job.answered.wait()
+        if problem := next((job.problem for job in asked if job.problem), None):
+            self._error = Unsupported(problem)
 
     def tell(self) -> None:
         """All that this node has of it is durable: where another one commits it, tell."""
@@ -180,7 +181,8 @@ class Save:
                 document = encode_manifest(self._manifest)
                 job.put_manifest(document)
                 self.digest = None if self._exists else digest_of(document)
-        job.note_written()
+        for each in job.jobs:
+            each.written = True
         announce_written(job)
 
     def _write_data(self) -> None:
@@ -203,6 +205,8 @@ class Save:
         capture = said["capture"]
         if writer.epoch is None:
             capture = {**capture, UNCLAIMED: True}
+        if not self.job.place.is_alone:
+            capture = {**capture, CALL: self.job.call}
         writer.run = writer.run or commit.open_store(writer.disk)
         record = said.get("record")
         return Manifest(

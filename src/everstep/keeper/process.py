@@ -18,6 +18,7 @@ import sys
 import time
 
 from everstep.keeper import wire
+from everstep.keeper.arena import SlotState
 from everstep.keeper.home import Home
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
@@ -100,7 +101,7 @@ class Keeper:
             self._look_after_home()
 
     def _is_over(self) -> bool:
-        if any(not session.orphan or not session.idle for session in self._sessions):
+        if any(not session.orphan or not session.team.idle for session in self._sessions):
             self._last_use = time.monotonic()
             return False
         patience = self._idle_s if self._sessions else min(LINGER_S, self._idle_s)
@@ -155,9 +156,10 @@ class Keeper:
             raise ValueError(f"protocol {hello['protocol']!r}")
         session = self._find(pid, hello.get("token"))
         if session is None:
-            team = self._team_of(hello)
+            place = wire.Place.of(hello.get("place"))
+            team = self._team_of(place, hello)
             try:
-                session = Session(connection, hello, team)
+                session = Session(connection, hello, place, team)
             except BaseException:
                 if team.is_empty:
                     team.close()
@@ -175,13 +177,12 @@ class Keeper:
         self._was_used = True
         session.tell({"type": "attached", "id": -1, "pid": os.getpid()})
 
-    def _team_of(self, hello: wire.Message) -> Team:
+    def _team_of(self, place: wire.Place, hello: wire.Message) -> Team:
         """The one whose other ranks are here already, or a new one."""
-        said = hello.get("team")
         for session in self._sessions:
-            if said and session.team.id == said["id"]:
+            if not place.is_alone and session.team.place.id == place.id:
                 return session.team
-        return Team(self._disk, hello, self._wake)
+        return Team(self._disk, place, hello, self._wake)
 
     def _find(self, pid: int, token: object) -> Session | None:
         for session in self._sessions:
@@ -228,25 +229,23 @@ class Keeper:
 
     def _handle(self, session: Session, message: wire.Message, fds: list[int]) -> None:
         """`fds`: those that are left in it are closed by the caller."""
-        if session.team.is_overloaded or type(message.get("id", 0)) is not int:
-            raise ValueError("too many messages, or an id that is none")
-        match message["type"]:
-            case "arena":
-                self._take_arena(session, message["arena"], fds)
-            case "job" | "copied" | "confirm" | "claim" | "gap" | "release":
-                session.hear(message)
-            case "settle":
-                self._settle(session, message["id"])
-            case "adopt":
-                self._adopt(session, message)
-            case "detach":
+        if session.team.is_overloaded:
+            raise ValueError("too many messages")
+        match message:
+            case {"type": "arena", "arena": str(key)}:
+                self._take_arena(session, key, fds)
+            case {"type": "settle", "id": int(number)}:
+                self._settle(session, number)
+            case {"type": "adopt", "arena": str(key), "id": int(number)}:
+                self._adopt(session, key, number)
+            case {"type": "detach"}:
                 session.detached = True
                 self._abandon(session)
-            case kind:
-                raise ValueError(f"unknown message {kind!r}")
+            case _:
+                session.hear(message)
 
-    def _take_arena(self, session: Session, key: object, fds: list[int]) -> None:
-        if not isinstance(key, str) or len(key) > KEY_LENGTH_MAX or len(fds) != 1:
+    def _take_arena(self, session: Session, key: str, fds: list[int]) -> None:
+        if len(key) > KEY_LENGTH_MAX or len(fds) != 1:
             raise ValueError("an arena needs a short key and one descriptor")
         identity = os.fstat(fds[0]).st_dev, os.fstat(fds[0]).st_ino
         for other in self._sessions:
@@ -274,7 +273,7 @@ class Keeper:
         waited = time.monotonic() - self._settling[0][2]
         orphans = [session for session in self._sessions if session.orphan]
         for orphan in orphans:
-            if orphan.team.has_tasks or not (orphan.idle or waited > HALF_STEP_S):
+            if orphan.team.has_tasks or not (orphan.team.idle or waited > HALF_STEP_S):
                 return
         self._tidy()
         orphans = [session for session in self._sessions if session.orphan]
@@ -285,15 +284,15 @@ class Keeper:
             session.tell(settled, [arena.fd for _, arena in held])
         self._settling.clear()
 
-    def _adopt(self, session: Session, message: wire.Message) -> None:
+    def _adopt(self, session: Session, key: str, number: int) -> None:
         """Let a trainer go on in the arena of one that is dead: nobody else writes to it."""
-        key = message["arena"]
         adopted = key in session.arenas
         for other in self._sessions:
-            if not adopted and other.orphan and other.idle and other.dead and key in other.arenas:
+            is_left = other.orphan and other.team.idle and other.dead
+            if not adopted and is_left and key in other.arenas:
                 session.arenas[key] = other.arenas.pop(key)
                 adopted = True
-        session.tell({"type": "adopted", "id": message["id"], "ok": adopted})
+        session.tell({"type": "adopted", "id": number, "ok": adopted})
 
     # ---- ends ------------------------------------------------------------------------------
 
@@ -337,7 +336,7 @@ class Keeper:
 
     def _tidy(self) -> None:
         """Drop orphans that nobody will ask for: all but those of the run with the newest state."""
-        orphans = [session for session in self._sessions if session.orphan and session.idle]
+        orphans = [session for session in self._sessions if session.orphan and session.team.idle]
         for orphan in orphans:
             orphan.keep_newest()
         useful = [orphan for orphan in orphans if not self._is_useless(orphan)]
@@ -359,10 +358,11 @@ class Keeper:
     def _is_useless(self, orphan: Session) -> bool:
         """Whether it holds nothing, left in peace, or has a successor that has committed."""
         succeeded = any(
-            not session.orphan and session.committed and _epoch(session) > _epoch(orphan)
+            not session.orphan and session.team.committed and _epoch(session) > _epoch(orphan)
             for session in self._sessions
         )
-        in_peace = orphan.detached and not orphan.holds_uncommitted()
+        newest = orphan.newest()
+        in_peace = orphan.detached and not (newest and newest[2] is SlotState.FAILED)
         return not orphan.arenas or in_peace or succeeded
 
     def _tell_progress(self) -> None:
@@ -396,12 +396,12 @@ class Keeper:
 
 def _worth(session: Session) -> tuple[bool, int, int]:
     newest = session.newest()
-    epoch = sys.maxsize if session.writer.unclaimed else _epoch(session)
+    epoch = sys.maxsize if session.team.writer.unclaimed else _epoch(session)
     return newest is not None, epoch, newest[0] if newest else 0
 
 
 def _epoch(session: Session) -> int:
-    return session.writer.epoch or 0
+    return session.team.writer.epoch or 0
 
 
 def _close(fds: list[int]) -> None:

@@ -22,12 +22,13 @@ import socket
 import threading
 import time
 
-from everstep.errors import Conflict, EverstepError, kind_of
+from everstep.errors import Conflict
 from everstep.keeper import wire
 from everstep.keeper.arena import SUBMITTED, Arena, SlotState
-from everstep.keeper.job import ALL, Job
-from everstep.keeper.ranks.team import TEXT_MAX, Gap, Team
-from everstep.keeper.writer import Outcome, Writer
+from everstep.keeper.job import ALL, Gap, Job
+from everstep.keeper.ranks.team import Team
+from everstep.keeper.wire import TEXT_MAX
+from everstep.keeper.writer import Outcome
 
 log = logging.getLogger("everstep.keeper")
 
@@ -41,11 +42,12 @@ class Session:
     Main thread, but for what says otherwise.
     """
 
-    def __init__(self, connection: socket.socket, hello: wire.Message, team: Team) -> None:
+    def __init__(
+        self, connection: socket.socket, hello: wire.Message, place: wire.Place, team: Team
+    ) -> None:
         """Raises OSError where the trainer is gone, and ValueError, KeyError or TypeError for a
         greeting that is none."""
-        said = hello.get("team") or {"local": 0, "here": 1}
-        self.local = wire.number(said["local"])
+        self.local = place.local
         self.token = hello.get("token")
         self.pid = wire.check_peer(connection)
         self.pidfd = wire.open_peer(connection, self.pid)
@@ -56,25 +58,14 @@ class Session:
         self.detached = False
         self.dead = False
         self.silent_since: float | None = None
-        self.committed = 0
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         try:
-            team.join(self.local, self, hello)
+            team.join(place, self, hello)
         except (ValueError, KeyError, TypeError):
             os.close(self.pidfd)
             raise
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is queued or running."""
-        return self.team.idle
-
-    @property
-    def writer(self) -> Writer:
-        """Who writes for it."""
-        return self.team.writer
 
     def has_died(self) -> bool:
         """Whether the trainer's process is gone, heard of or not."""
@@ -95,23 +86,33 @@ class Session:
                         self.connection.shutdown(socket.SHUT_RDWR)  # the main thread sees the end
 
     def hear(self, message: wire.Message) -> None:
-        """Take a message that concerns this session alone. Raises KeyError, TypeError."""
-        match message["type"]:
-            case "job":
-                if arena := self.arenas.get(message["arena"]):
+        """Take a message that concerns this session alone. Raises ValueError for what is none."""
+        match message:
+            case {"type": "job", "arena": str(key)}:
+                if arena := self.arenas.get(key):
                     self.scan(arena)
-            case "copied":
-                if job := self._jobs.get(message["sequence"]):
-                    job.arrival.advance(wire.number(message["bytes"]))
-            case "confirm":
-                self.answer(message["sequence"], message["problem"])
-            case "claim":
+            case {"sequence": int(sequence)}:
+                if job := self._jobs.get(sequence):
+                    self._hear_of(job, message)
+            case {"type": "claim", "id": int()}:
                 self.team.claim(message, self.local, self)
-            case "gap":
-                step, call = wire.number(message["step"]), wire.number(message["call"])
-                self.team.offer(self.local, Gap(step, call, str(message["reason"])[:TEXT_MAX]))
-            case "release":
-                self.release(message["arena"])
+            case {"type": "gap", "step": int(step), "call": int(call), "reason": str(reason)}:
+                gap = Gap(wire.number(step), wire.number(call), reason[:TEXT_MAX])
+                self.team.offer(self.local, gap)
+            case {"type": "release", "arena": str(key)}:  # closed when its jobs are done
+                if arena := self.arenas.pop(key, None):
+                    self.team.put(arena.close)
+            case _:
+                raise ValueError("no message that a trainer sends")
+
+    def _hear_of(self, job: Job, message: wire.Message) -> None:
+        match message:
+            case {"type": "copied", "bytes": int(count)}:
+                job.arrival.advance(wire.number(count))
+            case {"type": "confirm", "problem": str() | None as problem}:
+                job.answer(problem and problem[:TEXT_MAX])
+            case _:
+                raise ValueError("no message about a job")
 
     # ---- arenas ----------------------------------------------------------------------------
 
@@ -131,11 +132,11 @@ class Session:
                 raise ValueError(f"an arena of {found.st_size} bytes, after {len(self.arenas)}")
             arena = self.arenas[key] = Arena(fd)
         self._report(arena)
-        self.scan(arena)
+        self.scan(arena, is_found=True)
 
-    def scan(self, arena: Arena) -> None:
+    def scan(self, arena: Arena, *, is_found: bool = False) -> None:
         """Take every slot of the arena that was announced or sealed, and has no job yet; and see
-        what has become of those that have one."""
+        what has become of those that have one. `is_found`: a former keeper may have had them."""
         for sequence, slot in arena.submitted():
             with self._lock:
                 state = arena.state(slot)  # the trainer may have sealed it meanwhile
@@ -157,34 +158,17 @@ class Session:
                 who = f"process {self.pid} died" if self.dead else f"process {self.pid} stopped"
                 job.arrival.give_up(f"{who} while its state was copied (job {sequence})")
             if is_new:
-                self.team.offer(self.local, job)
+                offer = self.team.offer_found if is_found else self.team.offer
+                offer(self.local, job)
 
-    def answer(self, sequence: int, problem: str | None) -> None:
-        """The trainer's word on a copy."""
-        if job := self._jobs.get(sequence):
-            job.answer(problem if problem is None else str(problem)[:TEXT_MAX])
-
-    def release(self, key: str) -> None:
-        """Close an arena when its jobs are done."""
-        if arena := self.arenas.pop(key, None):
-            self.team.put(arena.close)
-
-    def newest(self) -> tuple[int, str] | None:
-        """Sequence and arena of the newest complete state."""
+    def newest(self) -> tuple[int, str, SlotState] | None:
+        """Sequence and arena of the newest complete state, and that of its slot."""
         found = []
         for key, arena in self.arenas.items():
             slot = arena.newest_complete()
             if slot is not None and (row := arena.row(slot)):
-                found.append((row.sequence, key))
+                found.append((row.sequence, key, arena.state(slot)))
         return max(found, default=None)
-
-    def holds_uncommitted(self) -> bool:
-        """Whether its newest state is whole in memory and nowhere else."""
-        if found := self.newest():
-            arena = self.arenas[found[1]]
-            slot = arena.newest_complete()
-            return slot is not None and arena.state(slot) is SlotState.FAILED
-        return False
 
     def keep_newest(self) -> None:
         """Close all arenas but the one with the newest state; the session must be idle."""
@@ -265,17 +249,15 @@ class Session:
     def fail(self, job: Job, error: Exception) -> None:
         """Nothing came of a job."""
         job.arrival.wait_until_over()  # until then the trainer writes to the slot
-        kind = kind_of(error)
-        text = str(error) if isinstance(error, EverstepError) else f"the keeper failed: {error!r}"
+        said = wire.failure(error)
         level = logging.ERROR if job.arrival.complete else logging.INFO  # the trainer knows why
-        log.log(level, "job %s of trainer %s: %s: %s", job.sequence, self.pid, kind, text)
+        log.log(level, "job %s of trainer %s: %s", job.sequence, self.pid, said)
         # A torn copy is worth nothing, and one that conflicts must not be taken for the checkpoint
         # of its name. Any other state that was not committed is whole in memory.
         is_torn = job.problem is not None or not job.arrival.complete
         is_worthless = is_torn or isinstance(error, Conflict)
         self._finish(job, SlotState.FREE if is_worthless else SlotState.FAILED)
-        message = {"type": "failed", "sequence": job.sequence, "kind": kind}
-        self.tell(message | {"message": text[:TEXT_MAX]})
+        self.tell({"type": "failed", "sequence": job.sequence, **said})
 
     def done(self, job: Job, outcome: Outcome) -> None:
         """A job is committed."""
@@ -288,8 +270,6 @@ class Session:
             "squeezed": outcome.squeezed,
         }
         self.tell(message | {"bytes": outcome.bytes, "seconds": outcome.seconds})
-        if not outcome.is_part:
-            self.committed += 1
 
     def _finish(self, job: Job, state: SlotState) -> None:
         with self._lock:

@@ -9,16 +9,73 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from everstep.errors import EverstepError, kind_of
 
 PROTOCOL = 1
 MESSAGE_BYTES_MAX = 64 << 10
 DESCRIPTORS_MAX = 240
 """Of one message; Linux takes 253. A node's ranks leave one arena each."""
 
+TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
+LOCAL_RANKS_MAX = 128
+NODES_MAX = 1 << 20
+_ID_LENGTH_MAX = 64
 _SO_PEERPIDFD = 77
 
 Message = dict[str, Any]
+
+
+class Place(NamedTuple):
+    """Where a rank is: its run's attachment (`id`; None: a run of one process), the numbers of the
+    ranks of its node, by local number, which of the run's nodes that is (0 is that of rank 0, which
+    commits), of how many; and its own local number."""
+
+    id: str | None = None
+    ranks: tuple[int, ...] = (0,)
+    node: int = 0
+    nodes: int = 1
+    local: int = 0
+
+    @classmethod
+    def of(cls, said: Message | None) -> "Place":
+        """From a greeting; of one process where it has none. Raises ValueError, KeyError,
+        TypeError."""
+        if said is None:
+            return cls()
+        local, node, nodes = (number(said[key]) for key in ("local", "node", "nodes"))
+        ranks = tuple(map(number, said["ranks"]))
+        if not local < len(ranks) <= LOCAL_RANKS_MAX or len(set(ranks)) < len(ranks):
+            raise ValueError(f"local rank {local} of ranks {ranks}")
+        if not node < nodes <= NODES_MAX or (node == 0) != (0 in ranks):
+            raise ValueError(f"node {node} of {nodes} with ranks {ranks}")
+        if type(said["id"]) is not str or not 0 < len(said["id"]) <= _ID_LENGTH_MAX:
+            raise ValueError(f"a team called {said['id']!r}")
+        return cls(said["id"], ranks, node, nodes, local)
+
+    @property
+    def here(self) -> tuple[int, int]:
+        """Its local number, and how many ranks this node has."""
+        return self.local, len(self.ranks)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the run is one process."""
+        return self.id is None
+
+    @property
+    def commits(self) -> bool:
+        """Whether manifests are this node's to create."""
+        return self.node == 0
+
+    def named(self, number: int) -> str:
+        """Of whom a document in the store is: an epoch of claim `number` of this run, or a part
+        document of the save of call `number`."""
+        return f"{self.id}.{number}"
+
+
+ALONE = Place()
 
 
 def connect(path: Path) -> socket.socket:
@@ -96,6 +153,12 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
             os.close(fd)
         raise ValueError(str(error)) from error
     return message, list(fds)
+
+
+def failure(error: Exception) -> Message:
+    """What a message says of an error."""
+    text = str(error) if isinstance(error, EverstepError) else f"the keeper failed: {error!r}"
+    return {"kind": kind_of(error), "message": text[:TEXT_MAX]}
 
 
 def number(value: object) -> int:

@@ -13,7 +13,7 @@ from everstep.format.manifest import Manifest, Part, check_table, decode_manifes
 from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
 from everstep.keeper.persist import UNCLAIMED
-from everstep.keeper.ranks.node_save import EndedSave, ended_saves
+from everstep.keeper.ranks.node_save import NodeSave, ended_saves
 from everstep.restore.chain import Chain
 from everstep.restore.load import ImageSource, MemorySource, Source
 from everstep.store import catalog
@@ -194,17 +194,18 @@ def find_held(
     """What the arenas of dead trainers hold whole, with a manifest: of several ranks, what is there
     of all of them."""
     found: dict[CheckpointName, Held] = {}
-    for state in map(_held, ended_saves(arenas)):
+    for document, save in ended_saves(arenas):
+        state = _held(document, save)
         if state and is_wanted(state):
             found[state.name] = state
     return found
 
 
-def _held(save: EndedSave) -> Held | None:
+def _held(document: bytes, save: NodeSave) -> Held | None:
     """None where it is not whole, or has no manifest: then the disk serves."""
     where = f"slot {save.jobs[0].slot} of the arena"
     try:
-        manifest = decode_manifest(save.document, where)
+        manifest = decode_manifest(document, where)
         image = save.image()
         part = manifest.parts[0]
         check_table(image.parsed.table, part, where)

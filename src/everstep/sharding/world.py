@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from everstep.errors import KINDS, EverstepError, Unavailable, kind_of
-from everstep.keeper.client import TeamMate
 from everstep.keeper.home import node
+from everstep.keeper.wire import ALONE, Place
 
 log = logging.getLogger("everstep")
 
@@ -201,15 +201,15 @@ class World:
             pause = min(2 * pause, _PAUSE_S_MAX)
 
 
-def form_team(world: World, store: Path, alike: Mapping[str, Any]) -> TeamMate | None:
-    """This rank's place among those of its node; None for a run of one process. All ranks call it.
+def form_team(world: World, store: Path, alike: Mapping[str, Any]) -> Place:
+    """This rank's place among those of its node, and of the run. All ranks call it.
 
     `alike`: what else all ranks have to say alike, as JSON: lists of names, and single settings.
     Raises ValueError where ranks save to different stores, or differ in that; Unavailable where
     one does not come.
     """
     if world.is_alone:
-        return None
+        return ALONE
     here = f"{socket.gethostname()} {_boot()} {node()}"
     mine = [
         secrets.token_hex(8),
@@ -228,7 +228,7 @@ def form_team(world: World, store: Path, alike: Mapping[str, Any]) -> TeamMate |
     nodes = list(dict.fromkeys(each[1] for each in said))
     local = tuple(rank for rank, each in enumerate(said) if each[1] == here)
     own = local.index(world.rank)
-    return TeamMate(said[0][0], own, len(local), local, nodes.index(here), len(nodes))
+    return Place(said[0][0], local, nodes.index(here), len(nodes), own)
 
 
 def _check_alike(what: str, said: Sequence[Any]) -> None:

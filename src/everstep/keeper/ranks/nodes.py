@@ -16,7 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,9 +26,9 @@ from everstep.format.manifest import Manifest, Part, check_table, encode_manifes
 from everstep.format.merge import merge_optimizers, unite_tables
 from everstep.format.node_parts import NodePart, Said
 from everstep.format.tables import Table, decode_table, seal_table
-from everstep.keeper import wire
 from everstep.keeper.existing import check_same
 from everstep.keeper.ranks.descriptions import check_held, merge_numbered, objects_of
+from everstep.keeper.wire import Place
 from everstep.keeper.writer import Writer
 from everstep.store import catalog, commit, names, parts
 from everstep.store.names import CheckpointName
@@ -40,9 +40,6 @@ PARTS_S = float(os.environ.get("EVERSTEP_PARTS_S", 300.0))
 ORPHANS_S = min(30.0, PARTS_S)
 """How long it does where no trainer of its own lives: who starts again waits for that."""
 
-LOCAL_RANKS_MAX = 128
-NODES_MAX = 1 << 20
-_ID_LENGTH_MAX = 64
 _UNTOLD_MAX = 64
 _REASON_MAX = 2000
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.002, 0.2
@@ -51,51 +48,6 @@ _LOOK_S = 1.0
 T = TypeVar("T")
 
 log = logging.getLogger("everstep.keeper")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One run's attachment (`id`; None: of one process), the numbers of its ranks on this node, by
-    local number, and which of its nodes this is: 0 is that of rank 0, which commits."""
-
-    id: str | None = None
-    ranks: tuple[int, ...] = (0,)
-    node: int = 0
-    nodes: int = 1
-
-    @classmethod
-    def of(cls, said: Any) -> "Place":
-        """From a greeting; of one process where it has none. Raises ValueError, KeyError,
-        TypeError."""
-        if said is None:
-            return cls()
-        here, node, nodes = (wire.number(said[key]) for key in ("here", "node", "nodes"))
-        ranks = tuple(map(wire.number, said["ranks"]))
-        if not 1 <= here <= LOCAL_RANKS_MAX or len(set(ranks)) != here:
-            raise ValueError(f"a team of {here}, ranks {ranks}")
-        if not node < nodes <= NODES_MAX or (node == 0) != (0 in ranks):
-            raise ValueError(f"node {node} of {nodes} with ranks {ranks}")
-        if type(said["id"]) is not str or not 0 < len(said["id"]) <= _ID_LENGTH_MAX:
-            raise ValueError(f"a team called {said['id']!r}")
-        return cls(said["id"], ranks, node, nodes)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the run is one process."""
-        return self.id is None
-
-    @property
-    def commits(self) -> bool:
-        """Whether manifests are this node's to create."""
-        return self.node == 0
-
-    def named(self, number: int) -> str:
-        """Of whom a document in the store is: an epoch of claim `number` of this run, or a part
-        document of the save of call `number`."""
-        return f"{self.id}.{number}"
-
-
-ALONE = Place()
 
 
 class GivenUp(Unavailable):
@@ -348,10 +300,7 @@ def unite(disk: Disk, step: int, every: Sequence[NodePart], own: bytes) -> Unite
             )
     said = [{"hyperparameters": each.hyperparameters, "record": each.record} for each in every]
     hyperparameters, calls, mapping = merge_numbered(said, [sorted(e.ranks or ()) for e in every])
-    numbers = tuple(
-        tuple((name, tuple(indices)) for name, indices in sorted(each.items())) for each in mapping
-    )
-    tables, renumbered = _united(tuple(documents), numbers)
+    tables, renumbered = _united(tuple(documents), hashable(mapping))
     done = []
     for found, table, document in zip(every, tables, renumbered, strict=True):
         assert found.part
@@ -360,6 +309,11 @@ def unite(disk: Disk, step: int, every: Sequence[NodePart], own: bytes) -> Unite
         done.append(part)
     ranks = {rank: said for found in every for rank, said in (found.ranks or {}).items()}
     return United(tuple(done), renumbered, hyperparameters, tuple(calls), ranks)
+
+
+def hashable(mapping: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Any, ...]:
+    """How each numbers its hyperparameter sets in the united ones, as a key of a cache."""
+    return tuple(tuple((name, tuple(own)) for name, own in sorted(e.items())) for e in mapping)
 
 
 @lru_cache(maxsize=4)
