@@ -160,6 +160,12 @@ def shares_of(
 
 def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:
     name, value = place.name, place.value
+    if _is_prepared(value):
+        raise Unsupported(
+            f"capturing {name!r}: a loader that Accelerate has prepared does not know its epoch, "
+            f"and would resume with other data. Give all that the Accelerator has prepared: from "
+            f"everstep.integrations.accelerate import state_of, and state_of(accelerator)"
+        )
     if isinstance(value, nn.Module):
         yield ModuleState(name, value)
     elif isinstance(value, Optimizer):
@@ -215,6 +221,11 @@ def _is_lightnings(optimizer: Optimizer) -> bool:
     """Whether it is a wrapper of Lightning's or Fabric's."""
     packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
     return not packages.isdisjoint(_LIGHTNINGS) and hasattr(optimizer, "optimizer")
+
+
+def _is_prepared(value: object) -> bool:
+    """Whether it is a loader of Accelerate's, which says that it is of the class that it wraps."""
+    return type(value).__module__ == "accelerate.data_loader" and hasattr(value, "base_dataloader")
 
 
 def _is_live(value: Any) -> bool:
