@@ -111,6 +111,7 @@ def entries_of(places: Iterable[Place]) -> Iterator[Entry]:
     indices = count()
     for place in places:
         if place.parts is None:
+            _refuse_prepared(place)
             yield from _entry(place, indices)
 
 
@@ -160,12 +161,6 @@ def shares_of(
 
 def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:
     name, value = place.name, place.value
-    if _is_prepared(value):
-        raise Unsupported(
-            f"capturing {name!r}: a loader that Accelerate has prepared does not know its epoch, "
-            f"and would resume with other data. Give all that the Accelerator has prepared: from "
-            f"everstep.integrations.accelerate import state_of, and state_of(accelerator)"
-        )
     if isinstance(value, nn.Module):
         yield ModuleState(name, value)
     elif isinstance(value, Optimizer):
@@ -223,9 +218,16 @@ def _is_lightnings(optimizer: Optimizer) -> bool:
     return not packages.isdisjoint(_LIGHTNINGS) and hasattr(optimizer, "optimizer")
 
 
-def _is_prepared(value: object) -> bool:
-    """Whether it is a loader of Accelerate's, which says that it is of the class that it wraps."""
-    return type(value).__module__ == "accelerate.data_loader" and hasattr(value, "base_dataloader")
+def _refuse_prepared(place: Place) -> None:
+    """Raises Unsupported for a loader of Accelerate's, which says that it is of the class that it
+    wraps."""
+    kind = type(place.value)
+    if kind.__module__ == "accelerate.data_loader" and hasattr(place.value, "base_dataloader"):
+        raise Unsupported(
+            f"capturing {place.name!r}: a loader that Accelerate has prepared does not know its "
+            f"epoch, and would resume with other data. Give all that the Accelerator has prepared: "
+            f"from everstep.integrations.accelerate import state_of, and state_of(accelerator)"
+        )
 
 
 def _is_live(value: Any) -> bool:
