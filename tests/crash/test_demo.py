@@ -68,6 +68,11 @@ def strategy_of(demo: Path) -> Strategy:
     return strategy
 
 
+def takes_log(demo: Path) -> bool:
+    """ "auto" takes one, too: AdamW's records are much smaller than its state."""
+    return strategy_of(demo) in ("auto", "log")
+
+
 def test_kills_lose_what_was_said_and_all_is_equal(demo: Path) -> None:
     report = json.loads((demo / "report.json").read_text())
     assert report["ok"]
@@ -93,7 +98,7 @@ def test_a_log_is_told_by_bases_and_records(demo: Path) -> None:
         assert set(report["bytes"]) == {"state"}
         return
     assert all(kill["base"] + kill["records"] == kill["restored"] for kill in known)
-    if strategy_of(demo) == "log":
+    if takes_log(demo):
         assert set(report["bytes"]) == {"record", "state"}
         assert report["bytes"]["record"] < 0.5 * report["bytes"]["state"]
     else:
@@ -105,10 +110,9 @@ def test_the_tables_say_which_strategy_ran(demo: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     show(tampered(demo), console)
     text = console.export_text()
-    strategy = strategy_of(demo)
-    assert f"strategy {strategy}" in text
-    assert ("bytes of a record" in text) == (strategy == "log")
-    assert ("+ records" in text) == (strategy == "log")
+    assert f"strategy {strategy_of(demo)}" in text
+    assert ("bytes of a record" in text) == takes_log(demo)
+    assert ("+ records" in text) == takes_log(demo)
 
 
 def test_picture_is_written(demo: Path) -> None:

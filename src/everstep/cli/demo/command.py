@@ -10,15 +10,18 @@ import json
 import os
 import random
 import shutil
+import sys
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from everstep.cli.demo.events import Event, Settings, Strategy, read_events
 from everstep.cli.demo.kills import Trainer, draw_aims
-from everstep.cli.demo.report import Report, make_report
+from everstep.cli.demo.report import make_report
 from everstep.cli.demo.table import show
 
 THREADS_MAX = 8
@@ -64,16 +67,16 @@ def run(args: argparse.Namespace) -> int:
     if args.every is not None and not 1 <= args.every <= args.steps:
         raise ValueError("everstep demo: --every must be at least 1, and no more than --steps")
     killed = _settings(args, _prepare(args.store))
-    reference = killed.with_role("reference")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_COLUMNS)
+    reference = replace(killed, role="reference")
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_COLUMNS)
     title = (
         f"Training with strategy {killed.strategy}, to be killed {args.kills} times "
         f"(seed {killed.seed}; store {killed.store})"
     )
     console.print(title, soft_wrap=True)
-    with _progress(console) as progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    is_plain = not console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=is_plain) as progress:
         run_killed(killed, args.kills, progress)
         run_reference(reference, progress)
     return _report(args, killed, reference, console)
@@ -91,9 +94,7 @@ def run_killed(settings: Settings, kills: int, progress: Progress) -> None:
             what = f"training, killed {count} of {kills} times, went on from step {event['step']}"
             progress.update(task, description=what, completed=event["step"])
 
-    trainer = Trainer(settings, follow)
-    try:
-        trainer.start()
+    with closing(Trainer(settings, follow)) as trainer:
         for aim in draw_aims(settings.steps, kills, settings.seed):
             if not trainer.kill_at(aim):
                 break
@@ -101,8 +102,6 @@ def run_killed(settings: Settings, kills: int, progress: Progress) -> None:
             progress.update(task, description=f"killed {count} of {kills} times, starting again")
             trainer.start()
         trainer.finish()
-    finally:
-        trainer.close()
 
 
 def run_reference(settings: Settings, progress: Progress) -> None:
@@ -113,12 +112,8 @@ def run_reference(settings: Settings, progress: Progress) -> None:
         if event["event"] == "trained":
             progress.advance(task)
 
-    trainer = Trainer(settings, follow)
-    try:
-        trainer.start()
+    with closing(Trainer(settings, follow)) as trainer:
         trainer.finish()
-    finally:
-        trainer.close()
 
 
 def _settings(args: argparse.Namespace, directory: Path) -> Settings:
@@ -142,26 +137,19 @@ def _report(
     report = make_report(killed, *logs, kills_planned=args.kills)
     show(report, console)
     picture = args.picture or Path(killed.directory) / "timeline.png"
-    if problem := _draw(report, logs, picture):
-        console.print(problem)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        from everstep.cli.demo.picture import draw
+    except ImportError:
+        console.print("No picture: that needs matplotlib (pip install everstep[demo]).")
     else:
+        draw(report, *logs, picture)
         console.print(f"Timeline: {picture}", soft_wrap=True)
     console.print(f"Checkpoints: everstep ls {killed.store}", soft_wrap=True)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     return 0 if report.ok else 1
-
-
-def _draw(report: Report, logs: tuple[list[Event], list[Event]], picture: Path) -> str | None:
-    """Write the picture. Returns why there is none: matplotlib is an extra."""
-    try:
-        from everstep.cli.demo.picture import draw
-    except ImportError:
-        return "No picture: that needs matplotlib (pip install everstep[demo])."
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    draw(report, *logs, picture)
-    return None
 
 
 def _prepare(directory: Path) -> Path:
@@ -176,14 +164,3 @@ def _prepare(directory: Path) -> Path:
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f} of {task.total:.0f} steps"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )

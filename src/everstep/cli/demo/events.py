@@ -13,7 +13,7 @@ after its last step.
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,14 +44,6 @@ class Settings:
     def events(self) -> Path:
         """The log of this role."""
         return Path(self.directory) / f"{self.role}.jsonl"
-
-    def with_role(self, role: Role) -> "Settings":
-        """The same, for the other run."""
-        return replace(self, role=role)
-
-    def to_json(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
 
 
 class EventLog:
@@ -85,7 +77,7 @@ class Tail:
             data = file.read()
         end = data.rfind(b"\n") + 1
         self._offset += end
-        return [event for line in data[:end].splitlines() if (event := _parse(line))]
+        return [event for line in data[:end].splitlines() for event in _parse(line)]
 
 
 def read_events(path: Path) -> list[Event]:
@@ -94,10 +86,9 @@ def read_events(path: Path) -> list[Event]:
     return [{**event, "at": event["at"] - events[0]["at"]} for event in events]
 
 
-def _parse(line: bytes) -> Event | None:
-    """None for an empty line, and for one that was cut short."""
+def _parse(line: bytes) -> list[Event]:
+    """None in an empty line, nor in one that was cut short."""
     try:
-        event: Event = json.loads(line)
+        return [json.loads(line)]
     except ValueError:
-        return None
-    return event
+        return []

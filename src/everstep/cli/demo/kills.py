@@ -1,12 +1,12 @@
 """The demo's trainer as its parent sees it, and the moments at which it is killed."""
 
+import json
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -16,6 +16,10 @@ from everstep.errors import EverstepError
 POLL_S = 0.002
 SILENCE_S_MAX = 180.0
 _OUTPUT_CHARACTERS = 500
+_STARTING = "imported"
+_MOMENTS = (("returned", 1.0), ("backward", 0.2), (_STARTING, 1.0), ("returned", 0.1))
+"""After this event, within that part of a step's usual time: anywhere in a step, around an update,
+while the trainer starts again, and right after step() returned."""
 
 
 class DemoError(EverstepError):
@@ -23,47 +27,28 @@ class DemoError(EverstepError):
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """A kind of moment: after `first`, within `share` of the usual time from there to `second`."""
-
-    name: str
-    first: str
-    second: str
-    share: float = 1.0
-
-
-ANYWHERE = Moment("anywhere in a step", "returned", "returned")
-SAVE = Moment("right after step() returned", "returned", "returned", 0.1)
-UPDATE = Moment("around the update", "backward", "returned")
-RESTART = Moment("while it starts again", "imported", "restored")
-MOMENTS = (ANYWHERE, SAVE, UPDATE, RESTART)
-
-
-@dataclass(frozen=True, slots=True)
 class Aim:
-    """A kill to come: at `part` (0 to 1) of the moment, at `step` or, for a restart, the next."""
+    """A kill to come: `wait` of a step's usual time after this event of `step`, or of a start."""
 
-    moment: Moment
+    event: str
     step: int
-    part: float
+    wait: float
 
 
 def draw_aims(steps: int, kills: int, seed: int) -> list[Aim]:
     """Moments of all kinds, spread over the run: a random step in each of `kills` equal stretches.
 
-    The kill of a restart comes right after another kill. None is aimed at the first step, or at the
-    last two, in which the run may be over before the kill has come.
+    None is aimed at the first step, or at the last two, in which the run may be over before the
+    kill has come.
     """
     rng = random.Random(seed)
-    moments = [MOMENTS[index % len(MOMENTS)] for index in range(kills)]
-    rng.shuffle(moments)
-    if moments and moments[0] is RESTART:
-        moments.append(moments.pop(0))
-    if moments and moments[0] is RESTART:
-        moments[0] = ANYWHERE
     stretch = max(0, steps - 3) / max(1, kills)
-    steps_of = [2 + int((index + rng.random()) * stretch) for index in range(kills)]
-    return [Aim(*pair, rng.random()) for pair in zip(moments, steps_of, strict=True)]
+    aims = []
+    for index in range(kills):
+        event, share = _MOMENTS[index % len(_MOMENTS)]
+        step = 2 + int((index + rng.random()) * stretch)
+        aims.append(Aim(event, step, share * rng.random()))
+    return aims
 
 
 class Trainer:
@@ -75,29 +60,29 @@ class Trainer:
         self._log = EventLog(settings.events)
         self._tail = Tail(settings.events)
         self._output = Path(settings.directory) / f"{settings.role}.log"
-        self._seconds: dict[tuple[str, str], list[float]] = {
-            (moment.first, moment.second): [] for moment in MOMENTS
-        }
-        self._last: dict[str, float] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._begun = 0.0
+        self._seconds = [0.1]
+        """Of each step so far; the first is a guess."""
+        self._process = self.start()
 
-    def start(self) -> None:
-        """Start the process. What it prints goes to a file."""
-        command = [sys.executable, "-m", "everstep.cli.demo.trainer", self._settings.to_json()]
-        self._last.clear()
+    def start(self) -> "subprocess.Popen[bytes]":
+        """Start the process (again). What it prints goes to a file."""
+        words = json.dumps(asdict(self._settings))
+        command = [sys.executable, "-m", "everstep.cli.demo.trainer", words]
         self._log.write("spawn")
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
+        return self._process
 
     def kill_at(self, aim: Aim) -> bool:
         """Listen up to the aim and kill. False where the run was over before."""
         for event in self._listen():
-            restart = aim.moment is RESTART
-            if event["event"] == aim.moment.first and (restart or event["step"] >= aim.step):
-                time.sleep(aim.part * aim.moment.share * self._usual_s(aim.moment))
-                return self._kill(aim)
+            is_due = aim.event == _STARTING or event.get("step", 0) >= aim.step
+            if event["event"] == aim.event and is_due:
+                time.sleep(aim.wait * median(self._seconds))
+                return self._kill()
         return False
 
     def finish(self) -> None:
@@ -107,17 +92,15 @@ class Trainer:
 
     def close(self) -> None:
         """End the process where it still runs."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
         self._log.close()
 
-    def _kill(self, aim: Aim) -> bool:
-        assert self._process is not None
+    def _kill(self) -> bool:
         if self._process.poll() is not None:
             return False
-        self._process.send_signal(signal.SIGKILL)
-        self._log.write("kill", moment=aim.moment.name)
+        self._process.kill()
+        self._log.write("kill")
         self._process.wait()
         for event in self._tail.read():
             self._note(event)
@@ -125,7 +108,6 @@ class Trainer:
 
     def _listen(self) -> Iterator[Event]:
         """Events as they come, until the process has ended well."""
-        assert self._process is not None
         heard = time.monotonic()
         while True:
             status = self._process.poll()
@@ -133,8 +115,9 @@ class Trainer:
             for event in events:
                 self._note(event)
             yield from events
-            if status is not None:
-                self._check(status)
+            if status:
+                raise DemoError(f"the trainer ended by itself with {status}: {self._said()}")
+            if status == 0:
                 return
             if events:
                 heard = time.monotonic()
@@ -143,19 +126,11 @@ class Trainer:
             time.sleep(POLL_S)
 
     def _note(self, event: Event) -> None:
-        for (first, second), seconds in self._seconds.items():
-            if event["event"] == second and first in self._last:
-                seconds.append(event["at"] - self._last[first])
-        self._last[event["event"]] = event["at"]
+        if event["event"] == "begin":
+            self._begun = event["at"]
+        elif event["event"] == "returned":
+            self._seconds.append(event["at"] - self._begun)
         self._on_event(event)
-
-    def _usual_s(self, moment: Moment) -> float:
-        seconds = self._seconds[moment.first, moment.second]
-        return median(seconds) if seconds else 0.1
-
-    def _check(self, status: int) -> None:
-        if status:
-            raise DemoError(f"the trainer ended by itself with status {status}: {self._said()}")
 
     def _said(self) -> str:
         lines = self._output.read_text(errors="replace").split("\n")

@@ -64,9 +64,9 @@ class Attempt:
         """All events of this name."""
         return [event for event in self.events if event["event"] == name]
 
-    def times(self, name: str) -> dict[int, float]:
-        """When the event of this name came, by step."""
-        return {event["step"]: event["at"] for event in self.all(name)}
+    def by_step(self, name: str) -> dict[int, Event]:
+        """The events of this name by their step."""
+        return {event["step"]: event for event in self.all(name)}
 
     @property
     def reached(self) -> int | None:
@@ -76,20 +76,21 @@ class Attempt:
 
     def steps(self, last: str = "returned") -> list[Step]:
         """All that were begun; `last`: the event that ends a step."""
-        ends = self.times(last)
-        begins = self.times("begin").items()
-        return [Step(step, at, ends.get(step, self.end), step in ends) for step, at in begins]
+        ends, now = self.by_step(last), {"at": self.end}
+        return [
+            Step(step, event["at"], ends.get(step, now)["at"], step in ends)
+            for step, event in self.by_step("begin").items()
+        ]
 
     def saves(self) -> list[Save]:
         """All that were begun. One whose end nobody saw is taken for what the last one was."""
-        copied, durable = self.times("captured"), {e["step"]: e for e in self.all("local")}
+        copied, durable, now = self.by_step("captured"), self.by_step("local"), {"at": self.end}
         found, kind = [], "state"
-        for event in self.all("returned"):
+        for step, event in self.by_step("returned").items():
             if event["due"]:
-                step = event["step"]
-                end = durable.get(step, {"at": self.end})
+                copy, end = copied.get(step, now), durable.get(step, now)
                 kind, size = end.get("kind", kind), end.get("bytes", 0)
-                times = event["at"], copied.get(step, self.end), end["at"]
+                times = event["at"], copy["at"], end["at"]
                 found.append(Save(step, *times, step in durable, kind, size))
         return found
 
@@ -182,30 +183,33 @@ def make_report(
     """Reads the logs of both runs."""
     attempts = split_attempts(killed)
     kills = describe_kills(attempts)
-    again, loss_problems = compare_losses(settings.steps, killed, reference)
+    again, problems = compare_losses(settings.steps, killed, reference)
     compared = next((event for event in reference if event["event"] == "compared"), None)
+    if compared is None:
+        problems.append("the final states were not compared")
+    state = {key: each for key, each in (compared or {}).items() if key not in ("event", "at")}
+    problems += [f"final state: {difference}" for difference in state.get("differences", ())]
     steps = [step for attempt in attempts for step in attempt.steps()]
     plain = [step for attempt in split_attempts(reference) for step in attempt.steps("trained")]
     saves = [save for attempt in attempts for save in attempt.saves() if save.done]
-    kinds = sorted({save.kind for save in saves if save.bytes})
-    parameters = [event["parameters"] for event in killed if event["event"] == "built"]
+    sizes = {
+        kind: [save.bytes for save in saves if save.bytes and save.kind == kind]
+        for kind in sorted({save.kind for save in saves if save.bytes})
+    }
     return Report(
         settings=settings,
-        parameters=parameters[0] if parameters else 0,
+        parameters=next((e["parameters"] for e in killed if e["event"] == "built"), 0),
         kills_planned=kills_planned,
         kills=kills,
-        problems=(*_kill_problems(kills, settings.every), *loss_problems, *_unlike(compared)),
+        problems=(*_kill_problems(kills, settings.every), *problems),
         losses_compared=sum(event["event"] == "trained" for event in killed),
         losses_again=again,
-        state={key: each for key, each in (compared or {}).items() if key not in ("event", "at")},
+        state=state,
         seconds=killed[-1]["at"],
         step_s=median_of(step.end - step.begin for step in steps if step.done),
         plain_step_s=median_of(step.end - step.begin for step in plain if step.done),
         durable_s=median_of(save.durable - save.begin for save in saves),
-        bytes={
-            kind: mean(save.bytes for save in saves if save.bytes and save.kind == kind)
-            for kind in kinds
-        },
+        bytes={kind: mean(found) for kind, found in sizes.items()},
     )
 
 
@@ -240,12 +244,12 @@ def describe_kills(attempts: Sequence[Attempt]) -> tuple[Kill, ...]:
 
 def _describe(attempt: Attempt, following: Attempt, reached: int) -> Kill:
     trace = [event for event in attempt.events if event["event"] in _PHASES]
-    steps = [event["step"] for event in trace if "step" in event]
+    again = following.first("begin")
     imported, built = following.first("imported"), following.first("built")
-    restored, again = following.first("restored") or {}, following.first("begin")
+    restored = following.first("restored") or {}
     return Kill(
         at_s=attempt.end,
-        step=steps[-1] if attempt.first("begin") else None,
+        step=trace[-1].get("step") if trace else None,
         phase=_PHASES[trace[-1]["event"]] if trace else "starting python",
         saving=tuple(save.step for save in attempt.saves() if not save.done),
         returned=reached,
@@ -263,20 +267,17 @@ def compare_losses(
 ) -> tuple[int, list[str]]:
     """How many losses were computed again after a kill, and each that differs or is missing."""
     expected = {event["step"]: event["loss"] for event in reference if event["event"] == "trained"}
-    found: dict[int, list[str]] = {}
-    for event in killed:
-        if event["event"] == "trained":
-            found.setdefault(event["step"], []).append(event["loss"])
+    trained = [event for event in killed if event["event"] == "trained"]
     problems = []
-    for step in range(1, steps + 1):
-        if step not in expected or step not in found:
-            which = "uninterrupted" if step not in expected else "killed"
-            problems.append(f"step {step}: the {which} run has no loss")
-        for loss in found.get(step, []):
-            if loss != expected.get(step, loss):
-                was, now = float.fromhex(expected[step]), float.fromhex(loss)
-                problems.append(f"step {step}: loss {now!r}, {was!r} without interruption")
-    return sum(len(losses) - 1 for losses in found.values()), problems
+    for which, known in (("uninterrupted", expected), ("killed", {e["step"] for e in trained})):
+        missing = [step for step in range(1, steps + 1) if step not in known]
+        problems += [f"step {step}: the {which} run has no loss" for step in missing]
+    for event in trained:
+        step, loss = event["step"], event["loss"]
+        if loss != expected.get(step, loss):
+            was, now = float.fromhex(expected[step]), float.fromhex(loss)
+            problems.append(f"step {step}: loss {now!r}, {was!r} without interruption")
+    return len(trained) - len({event["step"] for event in trained}), problems
 
 
 def _kill_problems(kills: Sequence[Kill], every: int) -> list[str]:
@@ -286,9 +287,3 @@ def _kill_problems(kills: Sequence[Kill], every: int) -> list[str]:
         for number, kill in enumerate(kills, 1)
         if kill.lost is not None and kill.lost > lost_max(every, kill.returned)
     ]
-
-
-def _unlike(compared: Event | None) -> list[str]:
-    if compared is None:
-        return ["the final states were not compared"]
-    return [f"final state: {difference}" for difference in compared["differences"]]

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from everstep.cli import text
-from everstep.cli.demo.report import Kill, Report, lost_max, median_of
+from everstep.cli.demo.report import Kill, Report, median_of
 
 _MEGA = 1e6
 
@@ -18,28 +18,25 @@ def show(report: Report, console: Console) -> None:
     console.print(_cost_table(report))
     for line in verdict(report):
         console.print(line)
+    if len(report.kills) < report.kills_planned:
+        few = f"Only {len(report.kills)} of {report.kills_planned} kills came before the end."
+        console.print(few, style="yellow")
 
 
 def verdict(report: Report) -> list[Text]:
     """One line per comparison, and one per problem."""
-    lines = []
-    if report.ok:
-        good = [
-            f"{len(report.kills)} kills, {_promise(report.settings.every)}: "
-            f"{sum(kill.lost or 0 for kill in report.kills)} lost in all",
-            f"{report.losses_compared} losses of {report.settings.steps} steps "
-            f"({report.losses_again} computed again after kills) equal bit for bit",
-            f"final state equal: {report.state['tensors']} tensors of "
-            f"{report.state['bytes'] / _MEGA:.1f} MB and {report.state['values']} other values",
-        ]
-        lines += [Text(f"✓ {text}", style="green") for text in good]
-    lines += [Text(f"✗ {problem}", style="bold red") for problem in report.problems]
     if not report.ok:
-        lines.append(Text("The comparison FAILED.", style="bold red"))
-    if len(report.kills) < report.kills_planned:
-        text = f"Only {len(report.kills)} of {report.kills_planned} kills came before the end."
-        lines.append(Text(text, style="yellow"))
-    return lines
+        lines = [f"✗ {problem}" for problem in report.problems]
+        return [Text(line, style="bold red") for line in (*lines, "The comparison FAILED.")]
+    good = [
+        f"{len(report.kills)} kills, {_promise(report.settings.every)}: "
+        f"{sum(kill.lost or 0 for kill in report.kills)} lost in all",
+        f"{report.losses_compared} losses of {report.settings.steps} steps "
+        f"({report.losses_again} computed again after kills) equal bit for bit",
+        f"final state equal: {report.state['tensors']} tensors of "
+        f"{report.state['bytes'] / _MEGA:.1f} MB and {report.state['values']} other values",
+    ]
+    return [Text(f"✓ {line}", style="green") for line in good]
 
 
 def _promise(every: int) -> str:
@@ -55,27 +52,17 @@ def _promise(every: int) -> str:
 def _kill_table(report: Report) -> Table:
     title = f"Kills by SIGKILL (strategy {report.settings.strategy}, seed {report.settings.seed})"
     table = Table(title=title, title_justify="left")
-    for name in ("kill", "at", "in step"):
-        table.add_column(name, justify="right")
-    table.add_column("hit in")
     restored = "restored = base + records" if report.is_log else "restored"
-    for name in ("saves in flight", "step() returned", restored, "lost"):
-        table.add_column(name, justify="right")
-    table.add_column("training again after", justify="right", no_wrap=True)
+    names = "kill", "at", "in step", "hit in", "saves in flight", "step() returned", restored
+    for name in (*names, "lost", "trains again after", "its restore"):
+        table.add_column(name, justify="left" if name == "hit in" else "right")
     for number, kill in enumerate(report.kills, 1):
-        table.add_row(str(number), *_kill_cells(kill, report.is_log, report.settings.every))
+        table.add_row(str(number), *_kill_cells(kill, report.is_log))
     return table
 
 
-def _kill_cells(kill: Kill, is_log: bool, every: int) -> list[Text | str]:
-    lost: Text | str = "–"
-    if kill.lost is not None:
-        is_kept = kill.lost <= lost_max(every, kill.returned)
-        lost = Text(str(kill.lost), style="green" if is_kept else "bold red")
+def _kill_cells(kill: Kill, is_log: bool) -> list[str]:
     replay = f" = {kill.base} + {kill.records}" if is_log and kill.records is not None else ""
-    again = "killed before"
-    if kill.again_s is not None and kill.restore_s is not None:
-        again = f"{text.seconds(kill.again_s)}, restore {text.seconds(kill.restore_s)}"
     return [
         text.seconds(kill.at_s),
         "–" if kill.step is None else str(kill.step),
@@ -83,8 +70,9 @@ def _kill_cells(kill: Kill, is_log: bool, every: int) -> list[Text | str]:
         ", ".join(map(str, kill.saving)) or "none",
         str(kill.returned),
         "–" if kill.restored is None else f"{kill.restored}{replay}",
-        lost,
-        again,
+        "–" if kill.lost is None else str(kill.lost),
+        "killed before" if kill.again_s is None else text.seconds(kill.again_s),
+        "–" if kill.restore_s is None else text.seconds(kill.restore_s),
     ]
 
 
@@ -99,9 +87,7 @@ def _cost_table(report: Report) -> Table:
         "durable after step()": report.durable_s,
         "process start to training again": median_of(k.again_s for k in kills if k.again_s),
         "  of that importing torch": median_of(k.imports_s for k in kills if k.imports_s),
-        "  of that everstep's restore, verified": median_of(
-            kill.restore_s for kill in kills if kill.restore_s
-        ),
+        "  of that everstep's restore": median_of(k.restore_s for k in kills if k.restore_s),
     }
     for name, seconds in times.items():
         if seconds is not None:
