@@ -154,7 +154,7 @@ def _publish(disk: Disk, name: CheckpointName, run: str, **more: Any) -> None:
 def _part(disk: Disk, name: CheckpointName, specs: tuple[Spec, ...], table: bytes) -> Part:
     layout = lay_out(specs)
     image = stores.image_of(layout, {spec.name: bytes([name.step]) * spec.size for spec in specs})
-    links = commit.write_packs(disk, name, [memoryview(image)])
+    links = stores.write_packs(disk, name, [memoryview(image)])
     link = commit.write_table(disk, table)
     found = extents(decode_table(table, "the test's table"))
     return Part(0, link, links, _digests(image, found), name.step)

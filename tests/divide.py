@@ -18,7 +18,7 @@ from everstep.restore.deliver import as_items
 from everstep.store import commit
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
-from stores import image_of
+from stores import image_of, write_packs
 
 PARTS = 3
 
@@ -73,7 +73,7 @@ def divide(path: Path, step: int, into: int, seed: int = 0, lose: str | None = N
     parts, documents = [], []
     for rank, names in enumerate(chosen):
         document, packs, digests = _part(table, names, tensors)
-        links = commit.write_packs(disk, name, packs)
+        links = write_packs(disk, name, packs)
         parts.append(Part(rank, commit.table_link(document), links, digests, into))
         documents.append(document)
     divided = replace(manifest, step=into, parts=tuple(parts), tag=None)

@@ -54,6 +54,14 @@ def content(spec: Spec, step: int) -> bytes:
     return random.Random(f"{spec.name} {step}").randbytes(spec.size)
 
 
+def write_packs(disk: Disk, name: CheckpointName, packs: Sequence[memoryview]) -> tuple:
+    """Durably, each to a file of its own; the links to them."""
+    written = commit.begin_packs(disk, name, [[pack] for pack in packs])
+    commit.sync_packs(disk, written)
+    disk.sync_entries([pack.link.path for pack in written])
+    return tuple(pack.link for pack in written)
+
+
 def image_of(layout: Layout, contents: Mapping[str, bytes]) -> bytearray:
     """The packs of a layout, one after another, filled."""
     image = bytearray(layout.size)

@@ -21,7 +21,7 @@ class Counted(MemorySource):
     __slots__ = ("reads",)
 
     def __init__(self, image):
-        super().__init__(memoryview(image))
+        super().__init__([memoryview(image)])
         object.__setattr__(self, "reads", [])
 
     def read_into(self, offset, view):

@@ -22,7 +22,7 @@ def test_memory_that_changes_after_the_check(monkeypatch):
     digests = [""] * layout.digest_count
     digests[layout.pieces[0].digest] = xxhash.xxh3_128_hexdigest(expected)
     part = Part(0, FileLink("table", 0), (FileLink("pack", layout.size),), tuple(digests), 1)
-    source = MemorySource(memoryview(image))
+    source = MemorySource([memoryview(image)])
     check_chunk = load_module.check_chunk
 
     def check_and_overwrite(view, digest, where):

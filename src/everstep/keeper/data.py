@@ -18,7 +18,7 @@ import mmap
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -106,17 +106,6 @@ class Image:
         segment.wait(start + size)
         return segment.view[start : start + size]
 
-    def views(self, pack: int, offset: int, size: int) -> Iterator[memoryview]:
-        """Bytes of a pack that may lie in several segments, in their order; fewer past its end. For
-        an image that has arrived."""
-        at = max(0, bisect_right(self._starts[pack], offset) - 1)
-        for segment, start in zip(self.packs[pack][at:], self._starts[pack][at:], strict=False):
-            if size > 0:
-                first = offset - start
-                view = segment.view[first : first + size]
-                yield view
-                offset, size = offset + len(view), size - len(view)
-
     def wait(self, pack: int, end: int) -> None:
         """Block until the first `end` bytes of a pack are there. Raises Unsupported."""
         for segment, start in zip(self.packs[pack], self._starts[pack], strict=True):
@@ -189,9 +178,9 @@ class Data:
         if not self._packs_it:
             self._shares = self._begin_digests()
 
-    def write(self, name: CheckpointName) -> None:
+    def write(self, name: CheckpointName, token: str | None = None) -> None:
         """Write the files of a checkpoint; they are durable after `sync`, and when the entries of
-        `links` are."""
+        `links` are. `token`: see commit.begin_packs."""
         writer, began = self._writer, time.monotonic()
         if self._packs_it:
             self._packed = write_packed(
@@ -200,7 +189,7 @@ class Data:
             self._written, self._seconds = [self._packed.pack], self._packed.seconds
         else:
             packs = [[segment.view for segment in pack] for pack in self._image.packs]
-            self._written = commit.begin_packs(writer.disk, name, packs, self._await)
+            self._written = commit.begin_packs(writer.disk, name, packs, self._await, token)
             self._seconds = time.monotonic() - began - self._waited
 
     def sync(self) -> None:

@@ -15,7 +15,7 @@ from everstep.keeper.arena import Arena
 from everstep.keeper.persist import UNCLAIMED
 from everstep.keeper.ranks.node_save import NodeSave, ended_saves
 from everstep.restore.chain import Chain
-from everstep.restore.load import ImageSource, MemorySource, Source
+from everstep.restore.load import MemorySource, Source
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.read import check_size, open_pack
@@ -213,10 +213,7 @@ def _held(document: bytes, save: NodeSave) -> Held | None:
             return None
     except (EverstepError, IndexError):
         return None
-    if len(save.jobs) > 1:
-        packs: list[Source] = [ImageSource(image, pack) for pack in range(len(image.packs))]
-    else:
-        packs = [MemorySource(segment.view) for (segment,) in image.packs]
+    packs = [MemorySource([segment.view for segment in pack]) for pack in image.packs]
     return Held(manifest, image.parsed.table, packs, save.is_committed)
 
 

@@ -23,7 +23,6 @@ from everstep.errors import Corrupt, EverstepError
 from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
-from everstep.keeper.data import Image
 from everstep.restore.deliver import Delivery, address, devices_of
 from everstep.restore.plan import Span, Target, plan
 from everstep.state.placement import Destination
@@ -48,34 +47,20 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemorySource:
-    """A pack in memory: a part of an arena's image."""
+    """A pack in memory, in one stretch after another: in one arena, or in those of several
+    ranks."""
 
-    image: memoryview
+    stretches: Sequence[memoryview]
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """A copy within memory; raises Corrupt past the end."""
-        part = self.image[offset : offset + len(view)]
-        if len(part) != len(view):
+        for stretch in self.stretches:
+            part = stretch[offset : offset + len(view)]
+            if len(part):  # memmove releases the GIL, an assignment would not
+                ctypes.memmove(address(view), address(part), len(part))
+            view, offset = view[len(part) :], max(0, offset - len(stretch))
+        if len(view):
             raise Corrupt("reading from memory: the image is shorter than the manifest says")
-        if len(view):  # memmove releases the GIL, an assignment would not
-            ctypes.memmove(address(view), address(part), len(view))
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSource:
-    """A pack in the memory of several ranks."""
-
-    image: Image
-    pack: int
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """A copy within memory; raises Corrupt past the end."""
-        at = 0
-        for found in self.image.views(self.pack, offset, len(view)):
-            MemorySource(found).read_into(0, view[at : at + len(found)])
-            at += len(found)
-        if at != len(view):
-            raise Corrupt("reading from memory: the images are shorter than the manifest says")
 
 
 class Loader:

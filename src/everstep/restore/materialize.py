@@ -9,17 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import xxhash
 
 from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.global_tensors import optimizers_of
-from everstep.format.manifest import Manifest, Part
-from everstep.format.packs import Layout, Spec, lay_out, pack_starts
-from everstep.format.tables import decode_table, encode_table, extents
+from everstep.format.manifest import Manifest
+from everstep.format.packs import Layout, lay_out, pack_starts
+from everstep.format.tables import encode_table
+from everstep.keeper.data import Data, Image, Segment, parse
+from everstep.keeper.writer import Writer
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
+from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.sharding.topology import ALONE, adopted
 from everstep.store import catalog, claims, commit, retain
 from everstep.store.names import CheckpointName, manifest_path
@@ -88,52 +90,47 @@ def _write(
     manifest; `token`: of the claim on it; `differing`: why the state is not exact."""
     _, of_last = chain.records[-1]
     saved = chain.saved(chain.optimized).tensors.values()
-    entries = {whole.spec.name: whole for whole in saved}
-    layout = lay_out(
-        [
-            Spec(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for key, tensor in tensors.items()
-        ]
-    )
+    entries = {entry.spec.name: entry for entry in saved}
+    layout = lay_out([Leaf(key, tensor).spec for key, tensor in tensors.items()])
     on = {key: entries[key].device if key in entries else "cpu" for key in tensors}
     aliases = {
         key: entries[key].aliases for key in tensors if key in entries and entries[key].aliases
     }
     strides = {key: entry.strides for key, entry in entries.items() if entry.strides is not None}
     table = encode_table(layout, aliases, on, optimizers_of(of_last), strides)
-    image = _image(layout, tensors)
-    starts = pack_starts(pack.size for pack in layout.packs)
+    view, starts = _image(layout, tensors), pack_starts(pack.size for pack in layout.packs)
     packs = [
-        image[start : start + pack.size] for start, pack in zip(starts, layout.packs, strict=True)
+        [Segment(view[start : start + pack.size])]
+        for start, pack in zip(starts, layout.packs, strict=True)
     ]
     if disk.size(manifest_path(name)) is None:  # a store that is gone is not made anew
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
-    links = commit.write_packs(disk, name, packs, token=token)
-    part = Part(0, commit.table_link(table), links, _digests(table, packs), name.step)
-    exact = not differing
-    here = commit.find_state(disk, name)
-    if here and here.exact and not exact:  # what the log goes on from may be gone
-        commit.discard_packs(disk, name, links)
-        raise Conflict(
-            f"materialising {name} of {disk.root}: an exact base stands there, which a state that "
-            f"would not be exact (other build or machine, or a GPU) must not replace. Materialise "
-            f"a later step"
-        )
-    last = chain.last.manifest
-    manifest = replace(
-        last,
-        parts=(part,),
-        records=(),
-        previous=None,
-        exact=exact,
-        topology=last.topology | ({} if exact else {"replayed": {"differs": differing}}),
-        created=commit.now(),
-        tag=None,
-    )
+    data = Data(Writer(disk, None), Image(parse(table), packs), is_record=False)
+    exact, last = not differing, chain.last.manifest
     try:
+        data.write(name, token)
+        data.sync()
+        disk.sync_entries([link.path for link in data.links])
+        here = commit.find_state(disk, name)
+        if here and here.exact and not exact:  # what the log goes on from may be gone
+            raise Conflict(
+                f"materialising {name} of {disk.root}: an exact base stands there, which a state "
+                f"that would not be exact (other build or machine, or a GPU) must not replace. "
+                f"Materialise a later step"
+            )
+        manifest = replace(
+            last,
+            parts=(data.part(name.step),),
+            records=(),
+            previous=None,
+            exact=exact,
+            topology=last.topology | ({} if exact else {"replayed": {"differs": differing}}),
+            created=commit.now(),
+            tag=None,
+        )
         replaced = commit.publish_state(disk, manifest, table, log_digest, token)
     except BaseException:
-        commit.discard_packs(disk, name, links)
+        data.discard(name)
         raise
     if replaced:
         retain.drop_base(disk, replaced)
@@ -148,18 +145,6 @@ def _image(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> memoryview:
         image[start : start + len(pack.header)] = header
     for spec, piece in zip(layout.specs, layout.pieces, strict=True):
         at = starts[piece.pack] + piece.offset
-        if piece.size:
-            flat = tensors[spec.name].detach().contiguous().view(-1).view(torch.uint8)
-            image[at : at + piece.size] = flat
+        image[at : at + piece.size] = bytes_of(tensors[spec.name])
     found: memoryview = image.numpy().data
     return found
-
-
-def _digests(table: bytes, packs: list[memoryview]) -> tuple[str, ...]:
-    found = {
-        extent.digest: xxhash.xxh3_128_hexdigest(
-            packs[extent.pack][extent.offset : extent.offset + extent.size]
-        )
-        for extent in extents(decode_table(table, "a new piece table"))
-    }
-    return tuple(found[index] for index in range(len(found)))

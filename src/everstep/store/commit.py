@@ -92,20 +92,6 @@ class NewPack:
     file: NewFile
 
 
-def write_packs(
-    disk: Disk, name: CheckpointName, packs: Sequence[memoryview], token: str | None = None
-) -> tuple[FileLink, ...]:
-    """Write each pack to a new file; returns when all are durable."""
-    written = begin_packs(disk, name, [[pack] for pack in packs], token=token)
-    try:
-        sync_packs(disk, written)
-        disk.sync_entries([pack.link.path for pack in written])
-    except BaseException:
-        discard_packs(disk, name, [pack.link for pack in written])
-        raise
-    return tuple(pack.link for pack in written)
-
-
 def begin_packs(
     disk: Disk,
     name: CheckpointName,

@@ -8,7 +8,7 @@ leaves unreachable files, which gc sweeps, and never a manifest without its data
 import contextlib
 import time
 from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
@@ -61,26 +61,29 @@ def superfluous(disk: Disk, keep: Keep) -> list[CheckpointName]:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """The whole state that was made of a log step: its data files, and whether it stands for the
-    log (it is exact, or the user said so), so that nothing before it is needed."""
-
-    files: frozenset[str]
-    ends_chain: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Needs:
-    """What a checkpoint needs: its data files, and the checkpoint that its log goes on from.
-    `takes_replay`: a whole state may be made of it at any time; `state`: where it was."""
+    """What a manifest needs: its data files, and the checkpoint that its log goes on from.
+    `takes_replay`: a whole state may be made of it at any time; `ends_chain`: see Manifest."""
 
     files: frozenset[str]
     previous: CheckpointName | None
     takes_replay: bool
-    state: State | None = None
+    ends_chain: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Needs":
+        """As the manifest says."""
+        behind = manifest.previous
+        return cls(
+            frozenset(link.path for link in manifest.files),
+            CheckpointName(behind.step, behind.epoch) if behind else None,
+            bool(manifest.records),
+            manifest.ends_chain,
+        )
 
 
-NeedsCache = dict[CheckpointName, Needs]
+NeedsCache = dict[str, Needs]
+"""By the path of a manifest, or of the state that was made of a log step."""
 
 
 def apply(disk: Disk, keep: Keep, cache: NeedsCache | None = None) -> int:
@@ -147,18 +150,15 @@ def _free(
 ) -> list[CheckpointName]:
     """Those that no checkpoint outside of `doomed` goes on from; nor a claimed one, whose process
     may have begun to read before a state was made of what lies between."""
-    held = set()
-    for name in set(catalog.committed(disk)) - set(doomed):
-        behind = _previous(disk, name, cache)
-        while behind and behind not in held:
-            held.add(behind)
-            behind = _previous(disk, behind, cache)
-    for name in claimed:
-        here: CheckpointName | None = name
-        while here:
-            held.add(here)
-            here = _previous(disk, here, cache, also_of_whole=True)
-    return [name for name in doomed if name not in held]
+    committed = catalog.committed(disk)
+    read: set[CheckpointName | None] = set(claimed)
+    stays: set[CheckpointName | None] = {name for name in committed if name not in doomed}
+    for name in sorted(committed, reverse=True):  # a log before what it goes on from
+        if name in read:
+            read.add(_previous(disk, name, cache, also_of_whole=True))
+        elif name in stays:
+            stays.add(_previous(disk, name, cache))
+    return [name for name in doomed if name not in read | stays]
 
 
 def _previous(
@@ -184,7 +184,10 @@ def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
     needed = _reachable(
         disk, [name for name in catalog.committed(disk) if name not in doomed], cache
     )
-    files = {path for name in doomed for path in _files(disk, name, cache)}
+    files: set[str] = set()
+    for name in doomed:
+        with contextlib.suppress(EverstepError):  # where none can tell any more, gc frees them
+            files |= _files(disk, name, cache)
     for tag, name in catalog.read_tags(disk).items():
         if name in doomed:
             disk.delete(names.tag_path(tag))
@@ -193,7 +196,8 @@ def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
         disk.delete(names.manifest_path(name))
         if disk.size(names.state_path(name)) is not None:  # last: the log may need it
             disk.delete(names.state_path(name))
-        cache.pop(name, None)
+        cache.pop(names.manifest_path(name), None)
+        cache.pop(names.state_path(name), None)
     return _delete_packs(disk, files - needed)
 
 
@@ -203,7 +207,7 @@ def _delete_states(disk: Disk, of: Sequence[CheckpointName], cache: NeedsCache) 
     for name in of:
         state = _state(disk, name, cache)
         disk.delete(names.state_path(name))
-        cache.pop(name, None)
+        cache.pop(names.state_path(name), None)
         if state:
             freed += _delete_packs(disk, state.files - _needs(disk, name, cache).files)
     return freed
@@ -308,38 +312,29 @@ def _idle(disk: Disk, directory: str) -> list[str]:
 
 
 def _files(disk: Disk, name: CheckpointName, cache: NeedsCache) -> frozenset[str]:
-    """What a doomed checkpoint needed; nothing where none can tell any more (gc frees it then)."""
-    try:
-        state = _state(disk, name, cache)
-        return _needs(disk, name, cache).files | (state.files if state else frozenset())
-    except EverstepError:
-        return frozenset()
+    """What a checkpoint needs, with the state that was made of it."""
+    state = _state(disk, name, cache)
+    return _needs(disk, name, cache).files | (state.files if state else frozenset())
 
 
 def _needs(disk: Disk, name: CheckpointName, cache: NeedsCache) -> Needs:
-    if name not in cache:
-        manifest = catalog.read_manifest(disk, name)
-        behind = manifest.previous
-        cache[name] = Needs(
-            frozenset(link.path for link in manifest.files),
-            CheckpointName(behind.step, behind.epoch) if behind else None,
-            bool(manifest.records),
-        )
-    return cache[name]
+    path = names.manifest_path(name)
+    if path not in cache:
+        cache[path] = Needs.of(catalog.read_manifest(disk, name))
+    return cache[path]
 
 
-def _state(disk: Disk, name: CheckpointName, cache: NeedsCache) -> State | None:
+def _state(disk: Disk, name: CheckpointName, cache: NeedsCache) -> Needs | None:
     """The state that was made of a log step, which may come at any time, and then stays."""
-    needs = _needs(disk, name, cache)
-    if needs.state or not needs.takes_replay or disk.size(names.state_path(name)) is None:
-        return needs.state
-    manifest = commit.find_state(disk, name)
-    if manifest is None:
+    path = names.state_path(name)
+    if path in cache or not _needs(disk, name, cache).takes_replay or disk.size(path) is None:
+        return cache.get(path)
+    if (manifest := commit.find_state(disk, name)) is None:
         return None
-    state = State(frozenset(link.path for link in manifest.files), manifest.ends_chain)
-    if not manifest.is_spread:  # else another may take its place
-        cache[name] = replace(needs, state=state)
-    return state
+    needs = Needs.of(manifest)
+    if not needs.takes_replay:  # else another may take its place
+        cache[path] = needs
+    return needs
 
 
 def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: NeedsCache) -> set[str]:
@@ -350,8 +345,7 @@ def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: NeedsCa
     needed: set[str] = set()
     for name in checkpoints:
         try:
-            needed |= _needs(disk, name, cache).files
-            needed |= state.files if (state := _state(disk, name, cache)) else frozenset()
+            needed |= _files(disk, name, cache)
         except Corrupt as error:
             raise Corrupt(
                 f"{error}. Nothing more is deleted while it is unknown which files this checkpoint "
