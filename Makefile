@@ -1,4 +1,6 @@
 # make demo | test | test-slow | check | bench | clean (make bench ARGS="--help"). Each makes the environment first, in .venv.
+# make gpu, on a machine with a GPU, needs none: it takes the torch that is there, and what else is missing from the wheels
+# that `make gpu-wheels` has collected in build/gpu-wheels on a machine with a network.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -10,7 +12,23 @@ LIMITS := $(if $(SITE),,-c constraints.txt)
 # Tests start some thousand keepers: none of them is to compile everstep anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-gpu check lint format bench clean env
+# The Python of the machine with a GPU, and what everstep and its tests need beside torch and numpy.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := build/gpu-wheels
+GPU_SITE   := build/gpu-site
+GPU_NEEDS  := xxhash zstandard rich markdown-it-py mdurl pygments safetensors psutil pytest pluggy iniconfig packaging \
+              pytest-timeout pytest-xdist execnet hypothesis sortedcontainers torch_checkpointing
+GLIBCS     := 2_17 2_28 2_34
+define MISSING
+import sys, importlib.metadata as m
+def is_missing(name):
+    try: m.version(name)
+    except m.PackageNotFoundError: return True
+print(*filter(is_missing, sys.argv[1:]))
+endef
+export MISSING
+
+.PHONY: demo test test-slow test-gpu gpu gpu-wheels check lint format bench clean env
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -29,6 +47,17 @@ test-slow: env
 
 test-gpu: env
 	$(BIN)/pytest tests/gpu -m "gpu" -v
+
+gpu:
+	missing=$$($(PYTHON) -c "$$MISSING" $(GPU_NEEDS)) && if [ -n "$$missing" ]; then $(PYTHON) -m pip install --quiet \
+	    --disable-pip-version-check --no-index --no-deps --upgrade --target $(GPU_SITE) --find-links $(GPU_WHEELS) $$missing; fi
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/$(GPU_SITE):$$PYTHONPATH timeout -k 10 560 $(PYTHON) -m benchmarks.gpu $(ARGS)
+
+gpu-wheels:
+	rm -rf $(GPU_WHEELS)
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: -c constraints.txt \
+	    --implementation cp --python-version $(GPU_PYTHON) $(GLIBCS:%=--platform manylinux_%_x86_64) \
+	    --platform manylinux2014_x86_64 -d $(GPU_WHEELS) $(GPU_NEEDS)
 
 check: test
 

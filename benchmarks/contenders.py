@@ -129,9 +129,16 @@ class Everstep(Directory):
     """
 
     def __init__(
-        self, run: Run, root: Path, every: int, strategy: str, base_every: int = NO_BASE
+        self,
+        run: Run,
+        root: Path,
+        every: int,
+        strategy: str,
+        base_every: int = NO_BASE,
+        when_full: str = "wait",
     ) -> None:
         super().__init__(run, root, every)
+        self._when_full = when_full
         if strategy == "log":
             run.clip = everstep.clip_grad_norm_
         self._strategy = strategy
@@ -141,7 +148,13 @@ class Everstep(Directory):
 
     def open(self) -> int:
         self._checkpointer = checkpointer_of(
-            self.run, self.root, self.every, self._strategy, self._base_every, keep=2
+            self.run,
+            self.root,
+            self.every,
+            self._strategy,
+            self._base_every,
+            keep=2,
+            when_full=self._when_full,
         )
         return self._checkpointer.restore()
 
@@ -186,6 +199,7 @@ def checkpointer_of(
     strategy: str,
     base_every: int = NO_BASE,
     keep: int | None = None,
+    when_full: str = "wait",
 ) -> everstep.Checkpointer:
     """A Checkpointer of the everstep that is imported, which may be one of before options were
     classes: `--against` measures old code beside new."""
@@ -198,7 +212,7 @@ def checkpointer_of(
         options["base_every"] = base_every
     elif strategy != "auto" and hasattr(everstep, strategy.title()):
         options["strategy"] = getattr(everstep, strategy.title())()
-    options["when_full" if "when_full" in known else "under_pressure"] = "wait"
+    options["when_full" if "when_full" in known else "under_pressure"] = when_full
     if by_rank:
         is_new = "ranks" in known
         options |= {"ranks": everstep.Ranks(by_rank=by_rank)} if is_new else {"by_rank": by_rank}
@@ -263,17 +277,20 @@ class DcpAsync(Dcp):
 
     Its staging buffers are kept and filled by another thread, which is faster than its default (a
     blocking copy into fresh memory): the update waits for the staging, a save for the last upload.
+    On a GPU they are pinned. Its copies run on a stream that does not wait for the one that trains:
+    that one has to be done.
     """
 
     def __init__(self, run: Run, root: Path, every: int) -> None:
         super().__init__(run, root, every)
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+        self._is_cuda = next(run.model.parameters()).is_cuda
         options = StagingOptions(
-            use_pinned_memory=False,
+            use_pinned_memory=self._is_cuda,
             use_shared_memory=False,
             use_async_staging=True,
-            use_non_blocking_copy=False,
+            use_non_blocking_copy=self._is_cuda,
         )
         self._stager = DefaultStager(options)
         # Of ranks, the thread that saves has collectives of its own: in a group of its own, then.
@@ -287,6 +304,8 @@ class DcpAsync(Dcp):
             return None
         if self._upload:
             self._upload.result()
+        if self._is_cuda:
+            torch.cuda.current_stream().synchronize()
         response = self._dcp.async_save(
             snapshot(self.run),
             storage_writer=self._dcp.FileSystemWriter(self.path(step)),
@@ -406,6 +425,7 @@ def snapshot(run: Run) -> dict[str, Any]:
         "loader": run.loader.state_dict(),
         "note": run.note,
         "rng": torch.get_rng_state(),
+        **({"cuda": torch.cuda.get_rng_state()} if run.device.type == "cuda" else {}),
     }
 
 
@@ -418,6 +438,8 @@ def place(run: Run, state: dict[str, Any], *, model_is_in_place: bool) -> None:
     run.loader.load_state_dict(state["loader"])
     run.note.update(state["note"])
     torch.set_rng_state(state["rng"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
