@@ -28,44 +28,24 @@ class Delivery:
     box: Box
     items: torch.Tensor
     is_on_device: bool
-    is_dense: bool
 
     @classmethod
     def to(cls, destination: Destination) -> "Delivery":
         """Into a destination that is `direct`."""
         items = as_items(destination.tensor.detach())
-        return cls(destination.box, items, items.is_cuda, items.is_contiguous())
+        return cls(destination.box, items, items.is_cuda)
 
     def put(self, target: Target, chunk: memoryview) -> None:
         """Copy what the chunk's raw bytes have of the box. A device may go on copying from them
         after this: who calls waits for its stream."""
-        if not len(chunk):
+        if not len(chunk) or target.box.intersect(self.box) is None:
             return
         with torch.inference_mode(self.items.is_inference()):
-            self._put(target, chunk)
-
-    def _put(self, target: Target, chunk: memoryview) -> None:
-        if self.is_dense and target.box == self.box:
-            self._put_range(target, chunk)
-            return
-        if target.box.intersect(self.box) is None:
-            return
-        for at, block in blocks(target, self.items.itemsize):
-            if common := block.intersect(self.box):
-                there, here = common.slices_in(block), common.slices_in(self.box)
-                if self.is_on_device:
-                    self._send(chunk, at, block, there, here)
-                else:
-                    self._copy(chunk, at, block, there, here)
-
-    def _put_range(self, target: Target, chunk: memoryview) -> None:
-        if not self.is_on_device:
-            _move(self.items.data_ptr() + target.start, address(chunk), target.raw)
-            return
-        flat = self.items.as_strided((self.items.numel(),), (1,))  # one item has any stride
-        flat = flat.view(torch.uint8)
-        staged = torch.frombuffer(chunk, dtype=torch.uint8)
-        flat[target.start : target.start + target.raw].copy_(staged, non_blocking=True)
+            for at, block in blocks(target, self.items.itemsize):
+                if common := block.intersect(self.box):
+                    there, here = common.slices_in(block), common.slices_in(self.box)
+                    copy = self._send if self.is_on_device else self._copy
+                    copy(chunk, at, block, there, here)
 
     def _copy(
         self,

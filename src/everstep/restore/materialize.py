@@ -13,7 +13,7 @@ import torch
 from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.global_tensors import optimizers_of
 from everstep.format.manifest import Manifest
-from everstep.format.packs import Layout, lay_out, pack_starts
+from everstep.format.packs import Layout, lay_out
 from everstep.format.tables import encode_table
 from everstep.keeper.data import Data, Image, Segment, parse
 from everstep.keeper.writer import Writer
@@ -98,14 +98,10 @@ def _write(
     }
     strides = {key: entry.strides for key, entry in entries.items() if entry.strides is not None}
     table = encode_table(layout, aliases, on, optimizers_of(of_last), strides)
-    view, starts = _image(layout, tensors), pack_starts(pack.size for pack in layout.packs)
-    packs = [
-        [Segment(view[start : start + pack.size])]
-        for start, pack in zip(starts, layout.packs, strict=True)
-    ]
     if disk.size(manifest_path(name)) is None:  # a store that is gone is not made anew
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
-    data = Data(Writer(disk, None), Image(parse(table), packs), is_record=False)
+    image = Image(parse(table), _packs(layout, tensors))
+    data = Data(Writer(disk, None), image, is_record=False)
     exact, last = not differing, chain.last.manifest
     try:
         data.write(name, token)
@@ -137,14 +133,12 @@ def _write(
     return manifest
 
 
-def _image(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> memoryview:
-    image = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
-    starts = pack_starts(pack.size for pack in layout.packs)
-    for start, pack in zip(starts, layout.packs, strict=True):
+def _packs(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> list[list[Segment]]:
+    packs = [torch.zeros(pack.size, dtype=torch.uint8, device="cpu") for pack in layout.packs]
+    for memory, pack in zip(packs, layout.packs, strict=True):
         header = torch.frombuffer(bytearray(pack.header), dtype=torch.uint8)
-        image[start : start + len(pack.header)] = header
+        memory[: len(pack.header)] = header
     for spec, piece in zip(layout.specs, layout.pieces, strict=True):
-        at = starts[piece.pack] + piece.offset
-        image[at : at + piece.size] = bytes_of(tensors[spec.name])
-    found: memoryview = image.numpy().data
-    return found
+        memory = packs[piece.pack]
+        memory[piece.offset : piece.offset + piece.size] = bytes_of(tensors[spec.name])
+    return [[Segment(memory.numpy().data)] for memory in packs]

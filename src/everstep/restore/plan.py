@@ -16,7 +16,6 @@ from everstep.format.packs import (
     ALIGNED_FROM_BYTES,
     CHUNK_BYTES,
     PAGE_BYTES,
-    Piece,
     chunks,
     round_up,
 )
@@ -59,18 +58,18 @@ def plan(
         packed = {each.digest: each for each in stored_extents(table, part.stored)}
     by_pack: dict[int, list[Target]] = {}
     for entry, boxes in wanted:
+        name, dtype = entry.spec.name, entry.spec.dtype
         for piece in entry.pieces:
-            meets = [meet for box in boxes if (meet := piece.box.intersect(box))]
-            if not meets:
+            if not any(piece.box.intersect(box) for box in boxes):
                 continue
-            name, item_size = entry.spec.name, plane_count(entry.spec.dtype)
-            targets = by_pack.setdefault(piece.pack, [])
-            for index, start, raw in _needed(piece, meets, ITEM_SIZES[entry.spec.dtype]):
+            for index, (start, raw) in enumerate(chunks(piece.size)):
                 digest = piece.digest + index
                 at, size = piece.offset + start, raw
                 if packed:
                     at, size = packed[digest].offset, packed[digest].size
-                targets.append(Target(name, piece.box, start, at, size, digest, raw, item_size))
+                target = Target(name, piece.box, start, at, size, digest, raw, plane_count(dtype))
+                if _is_needed(target, boxes, ITEM_SIZES[dtype]):
+                    by_pack.setdefault(piece.pack, []).append(target)
     spans = []
     for pack, targets in sorted(by_pack.items()):
         targets.sort(key=lambda target: (target.offset, target.size))
@@ -87,20 +86,11 @@ def blocks(target: Target, item_size: int) -> Iterator[tuple[int, Box]]:
         at += box.count * item_size
 
 
-def _needed(piece: Piece, meets: Sequence[Box], item_size: int) -> Iterator[tuple[int, int, int]]:
-    """Index, start and size of the chunks that hold an element of `meets`, boxes in the piece."""
-    all_of_it = piece.box in meets
-    back = tuple(-offset for offset in piece.box.offsets)
-    inside = [meet.shifted(back) for meet in meets]
-    for index, (start, size) in enumerate(chunks(piece.size)):
-        if all_of_it or any(
-            box.intersect(meet)
-            for box in flat_boxes(
-                piece.box.lengths, start // item_size, (start + size) // item_size
-            )
-            for meet in inside
-        ):
-            yield index, start, size
+def _is_needed(target: Target, boxes: Sequence[Box], item_size: int) -> bool:
+    """Whether a chunk, of a piece that meets one of these boxes, holds an element of them."""
+    return target.box in boxes or any(
+        block.intersect(box) for _, block in blocks(target, item_size) for box in boxes
+    )
 
 
 def _groups(targets: list[Target]) -> list[list[Target]]:
