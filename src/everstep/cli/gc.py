@@ -5,7 +5,7 @@ import json
 
 from everstep.cli import text
 from everstep.cli.chains import Chains
-from everstep.cli.target import add_json, add_words, split_words
+from everstep.cli.target import add_target, split_words
 from everstep.restore.store import Store
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
@@ -13,8 +13,7 @@ from everstep.tiers.disk import Disk
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_words(parser)
-    add_json(parser)
+    add_target(parser)
 
 
 def run(args: argparse.Namespace) -> int:

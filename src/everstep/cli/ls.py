@@ -18,7 +18,7 @@ from typing import Any
 
 from everstep.cli import text
 from everstep.cli.chains import Chains
-from everstep.cli.target import add_json, add_words, split_words, tags_of
+from everstep.cli.target import add_target, split_words, tags_of
 from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
 from everstep.restore.store import Store
@@ -81,11 +81,10 @@ class Listing:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_words(parser)
+    add_target(parser)
     parser.add_argument(
         "-a", "--all", action="store_true", help="list all checkpoints, however many there are"
     )
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ import sys
 from importlib import import_module
 
 import everstep
-from everstep.cli.text import columns_of
 from everstep.errors import EverstepError, kind_of
 
 COMMANDS = {
@@ -56,9 +55,9 @@ def _dispatch(words: list[str]) -> int:
         _overview().parse_args(words or ["--help"])  # exits: help, version or an error
     name, *rest = words
     command = import_module(f"everstep.cli.{_HOMES.get(name, name)}")
-    parser = argparse.ArgumentParser(
-        prog=f"everstep {name}", description=_sentence(name), formatter_class=_formatter
-    )
+    text = COMMANDS[name]
+    about = f"{text[0].upper()}{text[1:]}."
+    parser = argparse.ArgumentParser(prog=f"everstep {name}", description=about)
     command.add_arguments(parser)
     args = parser.parse_intermixed_args(rest)
     try:
@@ -71,25 +70,14 @@ def _overview() -> argparse.ArgumentParser:
     """What `everstep --help` shows: every sub-command, and no options of theirs."""
     parser = argparse.ArgumentParser(
         prog="everstep",
-        formatter_class=_formatter,
         description="A checkpoint of every training step: look at stores and look after them.",
         epilog="everstep COMMAND --help tells more. Inside a store, STORE may be left out.",
     )
     parser.add_argument("--version", action="version", version=f"everstep {everstep.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
-        commands.add_parser(name, help=text, formatter_class=_formatter)
+        commands.add_parser(name, help=text)
     return parser
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    """argparse's own, told the width: to find it out it would import shutil, at 5 ms."""
-    return argparse.HelpFormatter(prog, width=min(100, columns_of(sys.stdout)) - 2)
-
-
-def _sentence(name: str) -> str:
-    text = COMMANDS[name]
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _silence_stdout() -> None:

@@ -6,15 +6,14 @@ import time
 
 from everstep.cli import text
 from everstep.cli.chains import replayed
-from everstep.cli.target import add_json, add_words, split_words
+from everstep.cli.target import add_target, split_words
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words and options of the command."""
-    add_words(parser, "+")
-    add_json(parser)
+    add_target(parser, "+")
 
 
 def run(args: argparse.Namespace) -> int:

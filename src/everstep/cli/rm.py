@@ -6,7 +6,7 @@ import sys
 
 from everstep.cli import text
 from everstep.cli.chains import Chains
-from everstep.cli.target import add_json, add_words, split_words, tags_of
+from everstep.cli.target import add_target, split_words, tags_of
 from everstep.errors import Conflict
 from everstep.store import catalog, retain
 from everstep.store.names import CheckpointName
@@ -15,14 +15,13 @@ from everstep.tiers.disk import Disk
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_words(parser, "+")
+    add_target(parser, "+")
     parser.add_argument(
         "-f", "--following", action="store_true", help="also the logs that go on from them"
     )
     parser.add_argument(
         "-y", "--yes", action="store_true", help="do not ask; without a terminal nobody is asked"
     )
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, "which step? As in: everstep rm runs/gpt 120")
     disk = Disk(path)
     doomed = sorted({catalog.find(disk, step) for step in steps})
-    if following := _following(disk, doomed):
+    cut_off = Chains(disk).cut_off(catalog.committed(disk), doomed.__contains__)
+    if following := [name for name in cut_off if name not in doomed]:
         if not args.following:
             raise Conflict(_advice(path, doomed, following))
         doomed = sorted({*doomed, *following})
@@ -45,12 +45,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"deleted {text.plural(len(doomed), 'checkpoint')}, {text.size(freed)} freed")
     return 0
-
-
-def _following(disk: Disk, doomed: list[CheckpointName]) -> list[CheckpointName]:
-    """The logs that would be without what they go on from."""
-    found = Chains(disk).cut_off(catalog.committed(disk), set(doomed).__contains__)
-    return [name for name in found if name not in doomed]
 
 
 def _advice(path: str, doomed: list[CheckpointName], following: list[CheckpointName]) -> str:

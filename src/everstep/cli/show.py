@@ -6,7 +6,6 @@ All that is known is gathered as data, which `--json` prints as it is, and else 
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from typing import Any
 
 from everstep.cli import text
 from everstep.cli.chains import Chains
-from everstep.cli.target import add_json, add_words, split_words, tags_of
+from everstep.cli.target import add_target, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import Described, whole_tensors
 from everstep.format.manifest import Manifest, Part, Record
@@ -38,13 +37,12 @@ _WIDTH_MIN = 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_words(parser, "?", "the newest")
+    add_target(parser, "?", "the newest")
     parser.add_argument(
         "--names",
         metavar="PATTERN",
         help="only tensors whose name holds PATTERN, or matches it if it has a *, ? or [",
     )
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -223,13 +221,11 @@ def _section(label: str, texts: str | Mapping[str, str]) -> list[str]:
     found = {text.clean(key): each for key, each in by_key.items() if each.strip()}
     width = max((len(key) + 2 for key in found if key), default=0)
     indent = 2 + _LABEL_WIDTH + width
-    room = text.columns_of(sys.stdout) - indent if sys.stdout.isatty() else sys.maxsize
+    room = max(text.width() - indent, _WIDTH_MIN)
     lines = []
     for index, (key, each) in enumerate(found.items()):
         title = text.paint(f"  {'' if index else label:<{_LABEL_WIDTH}}{key:<{width}}", "dim")
-        first, *others = wrap(
-            each, max(room, _WIDTH_MIN), break_long_words=False, break_on_hyphens=False
-        )
+        first, *others = wrap(each, room, break_long_words=False, break_on_hyphens=False)
         lines += [title + first, *(" " * indent + other for other in others)]
     return lines
 
@@ -246,14 +242,11 @@ def _setting_lines(label: str, values: Mapping[str, Any]) -> list[str]:
 
 def _origin_lines(facts: Facts) -> list[str]:
     """What it follows, or what a restore of it replays."""
-    previous, parent, records = facts["previous"], facts["parent"], facts["records"]
-    if previous:
-        log = f"NOT RESTORABLE: {text.clean(facts['broken'])}"
-        if facts["chain"]:
-            log = _chain_text(facts["chain"], facts["epoch"])
-        goes = f"from step {previous['step']} of epoch {previous['epoch']}"
-        digest = f"manifest {previous['digest'][:_DIGEST_DIGITS]}"
-        return [*_section("log of", log), *_section("goes on", f"{goes}, {digest}")]
+    parent, records = facts["parent"], facts["records"]
+    if facts["broken"]:
+        return _section("log of", f"NOT RESTORABLE: {text.clean(facts['broken'])}")
+    if facts["chain"]:
+        return _section("log of", _chain_text(facts["chain"], facts["epoch"]))
     if records:
         steps = f"of steps {records[0]['step']} to {records[-1]['step']}"
         count = text.plural(len(records), "record")

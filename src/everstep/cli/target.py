@@ -2,8 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from everstep.errors import Missing, Unavailable
@@ -17,8 +16,9 @@ _NEARBY_MAX = 5
 _LOOKED_AT_MAX = 1000
 
 
-def add_words(parser: argparse.ArgumentParser, steps: str = "", default: str = "") -> None:
-    """The words of a command: a store that may be left out; no, one ("?") or more ("+") steps.
+def add_target(parser: argparse.ArgumentParser, steps: str = "", default: str = "") -> None:
+    """What all commands take: a store that may be left out; no, one ("?") or more ("+") steps; and
+    --json.
 
     default: what is meant where the one step is left out, for the help.
     """
@@ -30,10 +30,6 @@ def add_words(parser: argparse.ArgumentParser, steps: str = "", default: str = "
     if default:
         meaning += f" (default: {default})"
     parser.add_argument("words", nargs="*", metavar=grammar, help=meaning)
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
@@ -88,16 +84,8 @@ def _advice(store: str) -> str:
     else:
         said = f"there is no {store}"
     base = Path(store) if Path(store).is_dir() else Path(".")
-    nearby = list(islice(_stores_below(base), _NEARBY_MAX))
+    folders = islice(chain(base.glob("*/"), base.glob("*/*/")), _LOOKED_AT_MAX)
+    nearby = [str(folder) for folder in folders if os.path.isfile(folder / names.STORE)]
     if nearby:
-        return f"{said}. Nearby there is {', '.join(map(str, nearby))}"
+        return f"{said}. Nearby there is {', '.join(nearby[:_NEARBY_MAX])}"
     return f"{said}. Name the directory that was given to Checkpointer, as in: everstep ls runs/gpt"
-
-
-def _stores_below(base: Path) -> Iterator[Path]:
-    """Stores at most two levels below, among a bounded number of directories."""
-    try:
-        found = islice((*base.glob("*/"), *islice(base.glob("*/*/"), _LOOKED_AT_MAX)), 2000)
-        yield from (path for path in found if is_store(path))
-    except OSError:
-        return

@@ -5,17 +5,17 @@ Standard library only, for start-up time. Whatever comes out of a store goes thr
 """
 
 import os
+import shutil
 import struct
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any
 
 _CODES = {"dim": "2", "tag": "33", "title": "1;36", "live": "1;32", "bad": "1;31"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SPANS = ((86_400, "day"), (3_600, "h"), (60, "min"), (1, "s"))
 _ITEMS_MAX = 8
-_COLUMNS = 80
 
 
 def clean(text: object) -> str:
@@ -94,19 +94,13 @@ def paint(text: str, style: str) -> str:
 
 def line(text: str, style: str = "") -> str:
     """`text` in that style, cut with an ellipsis where it is wider than the terminal."""
-    room = columns_of(sys.stdout) if sys.stdout.isatty() else sys.maxsize
+    room = width()
     return paint(text if len(text) <= room else text[: room - 1] + "…", style)
 
 
-def columns_of(stream: TextIO) -> int:
-    """How many characters wide a terminal is; 80 where it does not say."""
-    said = os.environ.get("COLUMNS", "")
-    if said.isdecimal() and int(said):
-        return int(said)
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
-    except (OSError, ValueError):
-        return _COLUMNS
+def width() -> int:
+    """How many characters a line of standard output has room for."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
 def table(

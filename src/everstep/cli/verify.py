@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from everstep.cli import text
 from everstep.cli.chains import Chains
-from everstep.cli.target import add_json, add_words, split_words
+from everstep.cli.target import add_target, split_words
 from everstep.restore.store import Progress, Store, Verdict
 from everstep.store import catalog, names
 from everstep.tiers.disk import Disk
@@ -17,8 +17,7 @@ from everstep.tiers.disk import Disk
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_words(parser, "?", "all on all branches")
-    add_json(parser)
+    add_target(parser, "?", "all on all branches")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,13 +89,6 @@ def _progress_bar() -> Iterator[Progress | None]:
     from rich import progress
     from rich.console import Console
 
-    columns = (
-        progress.TextColumn("verifying"),
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress.Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("verifying", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

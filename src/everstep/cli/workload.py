@@ -46,50 +46,36 @@ SHAPES: dict[Size, Shape] = {
 }
 
 
-def load_text(path: str | Path | None = None) -> bytes:
-    """The text to train on: the file, or the sources of Python's own standard library.
-
-    The sources are read in the order of their names and cut at `TEXT_BYTES_MAX`, so that the text
-    is the same in every process of one machine. A file is read whole.
-    """
-    if path is not None:
-        return Path(path).read_bytes()
-    text = bytearray()
-    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += source.read_bytes()
-        if len(text) >= TEXT_BYTES_MAX:
-            break
-    return bytes(text[:TEXT_BYTES_MAX])
+def load_text() -> bytes:
+    """The sources of Python's own standard library, in the order of their names: the same text in
+    every process of one machine."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return b"".join(source.read_bytes() for source in sources)[:TEXT_BYTES_MAX]
 
 
 class Loader:
     """Batches of random windows of a text, with a position that can be saved and set again."""
 
     def __init__(self, text: bytes, *, batch: int, sequence: int, seed: int) -> None:
-        if len(text) <= sequence + 1:
-            raise ValueError(f"text of {len(text)} bytes is too short for windows of {sequence}")
         self._text_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._batch = batch
         self._sequence = sequence
         self._generator = torch.Generator().manual_seed(seed)
-        self._batches_read = 0
 
     def next(self) -> tuple[Tensor, Tensor]:
         """The next batch: inputs [B, S] and targets [B, S], the targets one byte further."""
         last = len(self._text_bytes) - self._sequence - 1
         starts = torch.randint(0, last + 1, (self._batch, 1), generator=self._generator)
         windows = self._text_bytes[starts + torch.arange(self._sequence + 1)].long()
-        self._batches_read += 1
         return windows[:, :-1], windows[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """The generator's state and how many batches were read."""
-        return {"generator": self._generator.get_state(), "batches_read": self._batches_read}
+        """The generator's state."""
+        return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the batch at which `state_dict()` was taken."""
         self._generator.set_state(state["generator"])
-        self._batches_read = state["batches_read"]
 
 
 class Block(nn.Module):
@@ -99,7 +85,7 @@ class Block(nn.Module):
         super().__init__()
         width = shape.width
         self.heads = shape.heads
-        self.dropout = dropout
+        self.drop = nn.Dropout(dropout)
         self.norm_attention = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
@@ -110,21 +96,19 @@ class Block(nn.Module):
 
     def forward(self, x_bsd: Tensor) -> Tensor:
         """The stream after this layer."""
-        x_bsd = x_bsd + self._drop(self.project(self._attend(self.norm_attention(x_bsd))))
-        return x_bsd + self._drop(self.mlp(self.norm_mlp(x_bsd)))
+        x_bsd = x_bsd + self.drop(self.project(self._attend(self.norm_attention(x_bsd))))
+        x_bsd = x_bsd + self.drop(self.mlp(self.norm_mlp(x_bsd)))
+        return x_bsd
 
     def _attend(self, x_bsd: Tensor) -> Tensor:
         batch, sequence, width = x_bsd.shape
         split = self.query_key_value(x_bsd).view(batch, sequence, 3, self.heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.drop.p if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(
             query, key, value, None, dropout, is_causal=True
         )
         return mixed.transpose(1, 2).reshape(batch, sequence, width)
-
-    def _drop(self, x_bsd: Tensor) -> Tensor:
-        return functional.dropout(x_bsd, self.dropout, self.training)
 
 
 class GPT(nn.Module):
@@ -132,7 +116,7 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape, dropout: float = 0.1) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.drop = nn.Dropout(dropout)
         self.embed = nn.Embedding(VOCABULARY, shape.width)
         self.place = nn.Embedding(shape.sequence, shape.width)
         self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.layers))
@@ -144,8 +128,7 @@ class GPT(nn.Module):
     def forward(self, bytes_bs: Tensor) -> Tensor:
         """Logits [B, S, V] of the byte that follows each position."""
         places = torch.arange(bytes_bs.shape[1], device=bytes_bs.device)
-        x_bsd = self.embed(bytes_bs) + self.place(places)
-        x_bsd = functional.dropout(x_bsd, self.dropout, self.training)
+        x_bsd = self.drop(self.embed(bytes_bs) + self.place(places))
         for block in self.blocks:
             x_bsd = block(x_bsd)
         logits: Tensor = self.head(self.norm(x_bsd))

@@ -13,14 +13,12 @@ plain model in fp32, DDP, FSDP2 or another stage or number of ranks takes the sa
 restore(only=["model", "optimizer"]).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from everstep.errors import Unsupported
 from everstep.sharding.leaves import canonical
@@ -39,7 +37,7 @@ def parts(
     of a plain training. Raises Unsupported for what is neither ZeRO 1, 2 nor 3 in memory."""
     kind = type(engine.optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer":
-        zero: _Zero = _Zero12(engine.optimizer)
+        zero: _Zero12 | _Zero3 = _Zero12(engine.optimizer)
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
         zero = _Zero3(engine.optimizer)
     else:
@@ -64,27 +62,16 @@ def parts(
     return {model: module, optimizer: zero.optimizer, "engine": _EngineState(engine, zero)}, layout
 
 
-class _Zero(ABC):
-    """What the stages have in common: their optimizer of partitions."""
+class _Zero12:
+    """Stages 1 and 2: each partition is a stretch of all parameters of its group."""
 
-    optimizer: Optimizer
-
-    @abstractmethod
-    def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
-        """The partitions of this rank, and what is in each."""
-
-    @abstractmethod
-    def refresh(self) -> None:
-        """Make the module's parameters what the partitions are now. All ranks have to."""
-
-
-class _Zero12(_Zero):
     def __init__(self, zero: Any) -> None:
         self._zero = zero
         groups = zero.optimizer.param_groups  # in its steps it has one of them at a time
         self.optimizer = OptimizerProxy(zero.optimizer, [group["params"] for group in groups])
 
     def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
+        """The partitions of this rank, and what is in each."""
         zero, found = self._zero, []
         for group, flat in enumerate(zero.single_partition_of_fp32_groups):
             first = dist.get_rank(zero.real_dp_process_group[group]) * flat.numel()
@@ -102,6 +89,7 @@ class _Zero12(_Zero):
         return found
 
     def refresh(self) -> None:
+        """Make the module's parameters what the partitions are now. All ranks have to."""
         from deepspeed.runtime.zero.stage_1_and_2 import all_gather_dp_groups
 
         zero = self._zero
@@ -119,7 +107,9 @@ class _Zero12(_Zero):
             zero._update_model_bit16_weights(group)
 
 
-class _Zero3(_Zero):
+class _Zero3:
+    """Stage 3: each partition is made up of one stretch of each parameter."""
+
     def __init__(self, zero: Any) -> None:
         if zero.swap_optimizer or zero.params_in_nvme_and_cpu:
             raise Unsupported(
@@ -167,7 +157,7 @@ class _Partitions(OptimizerProxy):
 class _EngineState:
     """What an engine counts; and where all tensors are restored, its module's parameters."""
 
-    def __init__(self, engine: Any, zero: _Zero) -> None:
+    def __init__(self, engine: Any, zero: _Zero12 | _Zero3) -> None:
         self._engine = engine
         self._zero = zero
 

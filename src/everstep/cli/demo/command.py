@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from everstep.cli.demo.events import Event, Settings, Strategy, read_events
 from everstep.cli.demo.kills import Trainer, draw_aims
@@ -74,9 +74,7 @@ def run(args: argparse.Namespace) -> int:
         f"(seed {killed.seed}; store {killed.store})"
     )
     console.print(title, soft_wrap=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    is_plain = not console.is_terminal
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=is_plain) as progress:
+    with Progress(console=console, disable=not console.is_terminal) as progress:
         run_killed(killed, args.kills, progress)
         run_reference(reference, progress)
     return _report(args, killed, reference, console)

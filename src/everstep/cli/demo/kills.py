@@ -17,7 +17,7 @@ POLL_S = 0.002
 SILENCE_S_MAX = 180.0
 _OUTPUT_CHARACTERS = 500
 _STARTING = "imported"
-_MOMENTS = (("returned", 1.0), ("backward", 0.2), (_STARTING, 1.0), ("returned", 0.1))
+_MOMENTS = (("returned", 1.0), ("backward", 0.2), (_STARTING, 0.5), ("returned", 0.1))
 """After this event, within that part of a step's usual time: anywhere in a step, around an update,
 while the trainer starts again, and right after step() returned."""
 

@@ -57,7 +57,7 @@ def draw(report: Report, killed: list[Event], reference: list[Event], path: Path
         grid = figure.add_gridspec(3, 3, height_ratios=[2.6, 1.3, 2.0])
         run = figure.add_subplot(grid[0, :])
         times = figure.add_subplot(grid[1, :], sharex=run)
-        _draw_run(run, attempts, reference)
+        _draw_run(run, report, attempts, reference)
         _draw_step_times(times, attempts)
         for axes in (run, times):
             _draw_downtime(axes, attempts)
@@ -78,7 +78,9 @@ def _title(report: Report) -> str:
     )
 
 
-def _draw_run(axes: Axes, attempts: Sequence[Attempt], reference: Sequence[Event]) -> None:
+def _draw_run(
+    axes: Axes, report: Report, attempts: Sequence[Attempt], reference: Sequence[Event]
+) -> None:
     """The step reached, what is durable, and how the run without interruption went."""
     plain = [(event["at"], event["step"]) for event in reference if event["event"] == "trained"]
     axes.plot(*zip(*plain, strict=True), "--", color=FAINT, lw=1.5)
@@ -92,7 +94,7 @@ def _draw_run(axes: Axes, attempts: Sequence[Attempt], reference: Sequence[Event
         for points, colour, width in ((steps, TRAIN, 2), (durable, SAVED["record"], 1.2)):
             axes.step(*_columns(points), where="post", color=colour, lw=width)
         axes.plot(*_columns(states), "D", color=SAVED["state"], ms=3, zorder=4)
-    _draw_kills(axes, attempts)
+    _draw_kills(axes, report)
     axes.set_ylim(0)
     axes.set_ylabel("step")
     axes.set_title("The run")
@@ -111,18 +113,19 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _draw_kills(axes: Axes, attempts: Sequence[Attempt]) -> None:
+def _draw_kills(axes: Axes, report: Report) -> None:
     """A cross where each kill hit, with the steps that it cost and what the restart replayed."""
-    reached = 0
-    for attempt, following in pairwise(attempts):
-        reached = reached if attempt.reached is None else attempt.reached
-        axes.plot(attempt.end, reached, "X", color=KILL, ms=9, mec=PAPER, mew=0.8, zorder=5)
-        if restored := following.first("restored"):
-            lost = f"{max(0, reached - restored['step'])} lost"
-            if restored.get("records"):
-                lost += f"\n{restored['base']} + {restored['records']} records"
-            at = (attempt.end, reached)
-            axes.annotate(lost, at, (6, -4), va="top", textcoords="offset points", color=KILL)
+    last = float("-inf")
+    for kill in report.kills:
+        axes.plot(kill.at_s, kill.returned, "X", color=KILL, ms=9, mec=PAPER, mew=0.8, zorder=5)
+        if kill.restored is not None:
+            words = f"{kill.lost} lost"
+            words += f"\n{kill.base} + {kill.records} records" if kill.records else ""
+            is_crowded = kill.at_s - last < 0.05 * report.seconds
+            offset, side = ((6, 4), "bottom") if is_crowded else ((6, -4), "top")
+            at = (kill.at_s, kill.returned)
+            axes.annotate(words, at, offset, va=side, textcoords="offset points", color=KILL)
+            last = kill.at_s
 
 
 def _draw_step_times(axes: Axes, attempts: Sequence[Attempt]) -> None:

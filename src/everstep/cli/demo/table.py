@@ -51,10 +51,11 @@ def _promise(every: int) -> str:
 
 def _kill_table(report: Report) -> Table:
     title = f"Kills by SIGKILL (strategy {report.settings.strategy}, seed {report.settings.seed})"
+    if report.is_log:
+        title += "; restored: base + records"
     table = Table(title=title, title_justify="left")
-    restored = "restored = base + records" if report.is_log else "restored"
-    names = "kill", "at", "in step", "hit in", "saves in flight", "step() returned", restored
-    for name in (*names, "lost", "trains again after", "its restore"):
+    names = "kill", "at", "in step", "hit in", "saves in flight", "returned", "restored"
+    for name in (*names, "lost", "again after", "its restore"):
         table.add_column(name, justify="left" if name == "hit in" else "right")
     for number, kill in enumerate(report.kills, 1):
         table.add_row(str(number), *_kill_cells(kill, report.is_log))

@@ -51,7 +51,6 @@ def train(run: "Run", settings: Settings, log: EventLog) -> None:
     """The run that is killed: goes on from the newest checkpoint, and saves every step."""
     import everstep
 
-    run.clip = everstep.clip_grad_norm_  # the run without interruption has torch's own
     is_spread = settings.strategy == "spread"
     with (
         ThreadPoolExecutor(WATCHERS) as watchers,
