@@ -122,7 +122,7 @@ class PlainWrite(Directory):
 
 
 class Everstep(Directory):
-    """everstep.Checkpointer, `step` after each update. Two checkpoints are kept: deletes count.
+    """everstep.Checkpointer, `step` after each update. Few checkpoints are kept: deletes count.
 
     Each block of a log without bases begins with a base, and no other comes: then its records are
     alike, and those before are deleted.
@@ -136,9 +136,10 @@ class Everstep(Directory):
         strategy: str,
         base_every: int = NO_BASE,
         when_full: str = "wait",
+        keep: int = 2,
     ) -> None:
         super().__init__(run, root, every)
-        self._when_full = when_full
+        self._when_full, self._keep = when_full, keep
         if strategy == "log":
             run.clip = everstep.clip_grad_norm_
         self._strategy = strategy
@@ -153,8 +154,8 @@ class Everstep(Directory):
             self.every,
             self._strategy,
             self._base_every,
-            keep=2,
-            when_full=self._when_full,
+            self._keep,
+            self._when_full,
         )
         return self._checkpointer.restore()
 

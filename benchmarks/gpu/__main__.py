@@ -40,7 +40,8 @@ CONTENDERS = {
 }
 """Of each size, the most telling first."""
 WANTED = ("tests", "kills", "cases", "restores", *CONTENDERS)
-TIMING = "tests/gpu/test_cuda_timing.py"
+TIMING = REPOSITORY / "tests/gpu/test_cuda_timing.py"
+"""Has the machine for itself."""
 EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """The environment in which equal runs are equal bit for bit."""
 _OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
@@ -64,7 +65,7 @@ class Part:
 def stages(wanted: Sequence[str]) -> list[list[Part]]:
     """In this order; what stands in one stage runs at once."""
     workers = str(max(1, min(4, len(os.sched_getaffinity(0)) // 3)))
-    others = ("tests/gpu", f"--ignore={TIMING}", "-n", workers)
+    others = (str(TIMING.parent), f"--ignore={TIMING}", "-n", workers)
     figures = {
         size: [
             [
@@ -85,7 +86,7 @@ def stages(wanted: Sequence[str]) -> list[list[Part]]:
     at_once.append(Part("cases", "cases", 170, 40))
     found = [
         [Part("machine", "machine", 40, 10)],
-        [Part("timing tests", "tests", 60, 20, tests=(TIMING,))] if "tests" in wanted else [],
+        [Part("timing tests", "tests", 60, 20, tests=(str(TIMING),))] if "tests" in wanted else [],
         [part for part in at_once if part.kind in wanted],
         *figures.get("300m", [])[:3],
         [Part("restores", "restores", 110, 50)] if "restores" in wanted else [],
@@ -138,7 +139,7 @@ class Go:
     def _run(self, part: Part, limit_s: float) -> dict[str, Any]:
         with (
             _directory() as own,
-            _directory(self._fast()) as fast,
+            _directory(self._fast(part)) as fast,
             _directory(self._args.disk) as disk,
         ):
             rows, log = own / "rows", own / "log"
@@ -157,10 +158,12 @@ class Go:
             whole = "" if how == "ok" else "\n".join([*keepers, text])[-LOG_BYTES:]
             return {"ended": how, "rows": found, "log": whole}
 
-    def _fast(self) -> Path:
+    def _fast(self, part: Part) -> Path:
+        """Memory, where there is room for stores beside what is captured in it."""
         shared = Path("/dev/shm")
         is_large = shared.is_dir() and shutil.disk_usage(shared).free >= FAST_BYTES
-        return shared if is_large and not self._args.small else self._args.disk
+        is_small = self._args.small or part.settings.get("size") == "2b"
+        return shared if is_large and not is_small else self._args.disk
 
     def _note(self, change: Callable[[], object]) -> None:
         """Change the results, and write them down, whole or not at all."""

@@ -18,6 +18,8 @@ from typing import Any
 from benchmarks.gpu.part import Settings
 
 STRATEGIES = ("full", "spread", "log", "auto")
+ON_DISK = ("log", "auto")
+"""Their records are many, and smaller: the others' states go to memory, where there is room."""
 KILLS = 5
 STEPS = 24
 STEPS_OF_A_LIFE = (2, 5)
@@ -43,7 +45,7 @@ def trainer(settings: Settings, strategy: str, store: str) -> None:
             run.train_step()
             tell(step=step, digest=training.digest(run))
         return
-    with checkpointer_of(run, Path(store), 1, strategy, base_every=10, keep=1) as checkpointer:
+    with checkpointer_of(run, Path(store), 1, strategy, base_every=6, keep=1) as checkpointer:
         start = checkpointer.restore()
         tell(restored=start, digest=start and training.digest(run))
         for step in range(start + 1, STEPS + 1):
@@ -108,7 +110,8 @@ def _is_right(life: Event, expected: dict[int, str]) -> bool:
 @contextlib.contextmanager
 def _events(settings: Settings, strategy: str) -> Iterator[Iterator[Event]]:
     """What a trainer tells; it is killed in the end, where it has not ended by itself."""
-    process = settings.child("trainer", strategy, str(Path(settings.fast) / strategy))
+    root = Path(settings.disk if strategy in ON_DISK else settings.fast)
+    process = settings.child("trainer", strategy, str(root / strategy))
     assert process.stdout
     try:
         yield (json.loads(line) for line in process.stdout if line.startswith("{"))

@@ -30,9 +30,19 @@ BLOCK_S = 20.0
 SKIPS = "everstep-full-skip"
 """What it leaves out is counted: so it shows what captures cost where a disk is too slow."""
 BASELINE_STEPS = {"300m": 12, "2b": 5, "small": 4}
-STEPS = {"300m": {1: 12, 10: 30}, "2b": {10: 20, 1: 5}, "small": {1: 4, 10: 20}}
-"""By how often is saved; in this order."""
+STEPS = {
+    "300m": {1: 12, 10: 30},
+    "2b": {10: 20, 1: 5},
+    "small": {1: 4, 10: 20},
+    f"300m {SKIPS}": {1: 12},
+    "2b everstep-log": {1: 2},
+}
+"""By how often is saved; in this order. More records of 8 GB would fill a disk of 64 GB."""
+BASE_EVERY = 12
+"""Of a log that saves every tenth step, but records all."""
 WARM_SAVES = {"300m": 2, "2b": 1, "small": 1}
+KEPT = {"300m": 2, "2b": 1, "small": 2}
+"""Checkpoints that stay on the disk, beside the one that is written."""
 LINK_BYTES = 1 << 30
 
 
@@ -77,7 +87,7 @@ def figures(settings: Settings) -> None:
     settings.report(state_bytes=state_bytes(bench.run))
     idle = Directory(bench.run, Path(), 1)
     settings.report(block="before", **bench.block(idle, 0, BASELINE_STEPS[size]))
-    for every, steps in STEPS[size].items():
+    for every, steps in STEPS.get(f"{size} {settings.contender}", STEPS[size]).items():
         contender = bench.open(every)
         bench.lead(contender, every, WARM_SAVES[size])
         with peak_memory(processes([os.getpid()], str(contender.root))) as peak_bytes:
@@ -103,6 +113,7 @@ class _Bench:
         self.run, self.device = run, run.device
         self._settings = settings
         self._step = 0
+        self._kept = KEPT[settings.size_of(settings.size)]
         self._contender: Directory | None = None
         self._saves: list[tuple[int, Finish]] = []
         self._janitor = ThreadPoolExecutor(1, "janitor")
@@ -117,7 +128,10 @@ class _Bench:
         if self._contender is None:
             name = self._settings.contender
             known = {one.name: one for one in ALL}[name.removesuffix("-skip")]
-            options = known.options | ({"when_full": "skip"} if name == SKIPS else {})
+            options = dict(known.options)
+            if known.is_everstep:
+                options |= {"keep": self._kept, "when_full": "skip" if name == SKIPS else "wait"}
+                options |= {"base_every": BASE_EVERY} if every > 1 else {}
             self._contender = KINDS[known.kind](self.run, root, every, **options)
             self._contender.open()
         self._contender.root, self._contender.every = root, every
@@ -196,9 +210,9 @@ class _Bench:
         began = time.perf_counter()
         finish = contender.step(self._step, is_due)
         took_s = time.perf_counter() - began
-        if is_due:  # peers keep all: two stay, as with everstep, and a thread deletes the others
+        if is_due:  # peers keep all: as many stay as with everstep, and a thread deletes the others
             self._saves.append((self._step, finish or int))  # type: ignore[arg-type]
-            if len(self._saves) > 2:
+            if len(self._saves) > self._kept:
                 self._delete(*self._saves.pop(0))
         return began, finish, took_s
 

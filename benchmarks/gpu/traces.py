@@ -47,7 +47,8 @@ def summed_up(events: list[Event]) -> dict[str, Any]:
     """Of a trace in Chrome's format (times in microseconds): the waits within "work", the training
     thread's with their stacks and the others counted; and what ran on which stream."""
     spans = [event for event in events if event.get("ph") == "X"]
-    work = next(span for span in spans if span.get("name") == "work")
+    marks = [span for span in spans if span.get("cat") == "user_annotation"]  # the device's differ
+    work = next(span for span in marks if span["name"] == "work")
     waits: dict[tuple[str, ...], list[float]] = defaultdict(list)
     streams: dict[tuple[str, Any], list[Event]] = defaultdict(list)
     elsewhere = 0
@@ -60,7 +61,7 @@ def summed_up(events: list[Event]) -> dict[str, Any]:
                 waits[span["name"], *_stack(spans, span)].append(span.get("dur", 0.0))
         elif kind in ("gpu_memcpy", "kernel"):
             name = span["name"] if kind == "gpu_memcpy" else "kernels"
-            streams[name, span["args"].get("stream")].append(span)
+            streams[name, span.get("args", {}).get("stream")].append(span)
     return {
         "waits": [
             {"call": call, "count": len(times), "ms": sum(times) / 1e3, "in": stack[:STACK_MAX]}
@@ -88,4 +89,4 @@ def _holds(outer: Event, inner: Event) -> bool:
 
 def _amount(rows: list[Event]) -> dict[str, float]:
     milliseconds = sum(row.get("dur", 0.0) for row in rows) / 1e3
-    return {"ms": milliseconds, "bytes": sum(row["args"].get("bytes", 0) for row in rows)}
+    return {"ms": milliseconds, "bytes": sum(row.get("args", {}).get("bytes", 0) for row in rows)}

@@ -66,7 +66,7 @@ class DeviceRun(workload.Run):
         """Inputs and targets on the device."""
         drawn = self.loader.next()
         if self.device.type == "cuda":
-            drawn = tuple(part.pin_memory() for part in drawn)
+            drawn = tuple(part.contiguous().pin_memory() for part in drawn)
         return tuple(part.to(self.device, non_blocking=True) for part in drawn)
 
     def backward(self, inputs: Tensor, targets: Tensor) -> None:

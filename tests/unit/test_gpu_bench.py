@@ -133,6 +133,7 @@ def span(name, cat, ts, dur, tid=1, **args):
 def test_waits_are_told_by_thread_and_stack_and_copies_by_stream():
     found = traces.summed_up(
         [
+            span("work", "gpu_user_annotation", 0, 3000, tid=7),
             span("work", "user_annotation", 0, 100),
             span("train.py(3): step", "python_function", 5, 50),
             span("aten::item", "cpu_op", 10, 20),
