@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import forked_keepers
+from buckets import bucket, bucket_server, proxy  # noqa: F401 - fixtures
 from everstep.keeper import home
 from stores import end_keeper
 

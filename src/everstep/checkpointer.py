@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Never, SupportsIndex
 
@@ -24,7 +23,7 @@ from everstep.capture.choice import Choice
 from everstep.capture.saves import Saves, Skipped
 from everstep.capture.strategy import Request
 from everstep.errors import EverstepError
-from everstep.handle import Metrics, SaveHandle, check_level
+from everstep.handle import Metrics, SaveHandle, checked_level
 from everstep.keeper.client import Client
 from everstep.options import (
     Full,
@@ -45,7 +44,7 @@ from everstep.store import catalog
 from everstep.store.commit import open_store, set_tag
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import tier_at
 
 log = logging.getLogger("everstep")
 
@@ -74,7 +73,8 @@ class Checkpointer:
         Where a torch.distributed process group is up, all its ranks make one, with the same
         arguments and the same names in `state`, and then the same calls, restore() among them.
 
-        store: a directory.
+        store: a directory, or the URL of a bucket (s3://, gs://, az://), which is the store then;
+            credentials are those that every client of it takes (AWS_ACCESS_KEY_ID, a profile, ...).
         state: names to nn.Module, Optimizer, anything with state_dict and load_state_dict,
             generators, tensors, or nested dicts and lists of values and tensors.
         every: step() saves each step that is a multiple of it.
@@ -117,7 +117,7 @@ class Checkpointer:
         )
         how = options.strategy if isinstance(options.strategy, Log) else Log()
         self._derived = Derived(derive or {}, self._state, is_full=how.verify == "full")
-        self._disk = Disk(Path(store).absolute())
+        self._disk = tier_at(store)
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._derived.parts)
         place = form_team(self._world, self._disk.root, alike)
@@ -125,7 +125,7 @@ class Checkpointer:
         choice = Choice(options, self._state, self._derived)
         check_room(self._state)
         open_store(self._disk)
-        self._saves = Saves(self.metrics, choice.run.trust)
+        self._saves = Saves(self.metrics, choice.run.trust, self._disk.level)
         self._client = Client(
             self._disk.root,
             keep,
@@ -150,7 +150,7 @@ class Checkpointer:
         self._has_gone_back = False
         self._is_closed = False
         self._preemption = Preemption(
-            self._world, self._is_saved, lambda: self.wait("local", _CLOSE_S)
+            self._world, self._is_saved, lambda: self.wait(timeout=_CLOSE_S)
         )
         self._preemption.install()
         _close_in_children(self)
@@ -236,13 +236,12 @@ class Checkpointer:
         self.metrics.restore_seconds = time.perf_counter() - began
         return restored.step
 
-    def wait(self, level: str = "local", timeout: float | None = None) -> None:
-        """Block until every save that was begun has reached `level` or failed.
+    def wait(self, level: str | None = None, timeout: float | None = None) -> None:
+        """Block until every save that was begun has reached `level` (None: is durable) or failed.
 
         Raises the newest save's error where it was lost, TimeoutError after `timeout` seconds.
         """
-        check_level(level)
-        self._saves.wait(level, timeout)
+        self._saves.wait(checked_level(level, self._saves.durable), timeout)
 
     def close(self) -> None:
         """Wait until all saves are durable, and detach. Raises the newest save's error if it was
@@ -251,7 +250,7 @@ class Checkpointer:
             return
         self._is_closed = True
         try:
-            self.wait("local", _CLOSE_S)
+            self.wait(timeout=_CLOSE_S)
         finally:
             atexit.unregister(self._close_at_exit)
             self._preemption.uninstall()

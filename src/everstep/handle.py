@@ -7,20 +7,24 @@ from dataclasses import dataclass, field
 
 from everstep.errors import EverstepError, Unsupported
 
-LEVELS = ("captured", "held", "local", "replicated", "remote")
+LEVELS = ("captured", "held")
+"""Of every save; then it becomes durable: see SaveHandle.durable."""
 
 
 class SaveHandle:
-    """One save on its way: captured → held → local (→ replicated → remote).
+    """One save on its way: captured → held → durable.
 
     captured: the copy is made, the state may be written to. held: the keeper has it, and the
-    trainer's death does no harm. local: committed and durable on the disk. Thread-safe.
+    trainer's death does no harm. local: committed and durable on the disk; remote: in the bucket,
+    where the store is one. Thread-safe.
     """
 
-    def __init__(self, step: int, call: int = 0) -> None:
+    def __init__(self, step: int, call: int = 0, durable: str = "local") -> None:
         self.step = step
         self.call = call
         """Of the calls of step() and save(): which one; the same on all ranks."""
+        self.durable = durable
+        """The level at which it is committed, in this store: "local", or of a bucket "remote"."""
         self.level: str | None = None
         self.error: EverstepError | None = None
         self.times: dict[str, float] = {}
@@ -36,12 +40,13 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Whether it has come as far as it will: durable, or failed."""
-        return self.error is not None or self.level in LEVELS[2:]
+        return self.error is not None or self._has(self.durable)
 
-    def wait(self, level: str = "local", timeout: float | None = None) -> None:
-        """Block until `level` is reached. Raises the save's error, or TimeoutError after `timeout`
-        seconds (in another thread than the one that trains: up to one more)."""
-        check_level(level)
+    def wait(self, level: str | None = None, timeout: float | None = None) -> None:
+        """Block until `level` is reached (None: until it is durable). Raises the save's error, or
+        TimeoutError after `timeout` seconds (in another thread than the one that trains: up to one
+        more)."""
+        level = checked_level(level, self.durable)
         deadline = None if timeout is None else time.monotonic() + timeout
         is_captured = self._await("captured", deadline)
         confirm = self._confirm  # others may let go of it
@@ -53,7 +58,7 @@ class SaveHandle:
             )
         if self.error is not None and not self._has(level):
             raise self.error
-        if problem and self.level != "local":
+        if problem and not self._has(self.durable):
             raise Unsupported(problem)
 
     def confirm_with(self, check: Callable[[], str | None] | None) -> None:
@@ -86,17 +91,23 @@ class SaveHandle:
             )
 
     def _has(self, level: str) -> bool:
-        return self.level is not None and LEVELS.index(self.level) >= LEVELS.index(level)
+        """What is durable counts as held, what is held as captured."""
+        return any(each in self.times for each in (level, self.durable)) or (
+            level == "captured" and "held" in self.times
+        )
 
     def __repr__(self) -> str:
         outcome = f"error={self.error!r}" if self.error else f"level={self.level!r}"
         return f"SaveHandle(step={self.step}, {outcome})"
 
 
-def check_level(level: str) -> None:
-    """Raises ValueError for one that nothing reaches."""
-    if level not in LEVELS[:3]:
-        raise ValueError(f"level must be one of {LEVELS[:3]}, not {level!r}")
+def checked_level(level: str | None, durable: str) -> str:
+    """The level that is meant. Raises ValueError for one that nothing reaches in a store whose
+    saves become `durable`."""
+    known = (*LEVELS, durable)
+    if level is not None and level not in known:
+        raise ValueError(f"level must be one of {known} in this store, not {level!r}")
+    return level or durable
 
 
 @dataclass(slots=True)

@@ -107,7 +107,7 @@ class Captures:
         Raises Unsupported; what is Unavailable is on the handle.
         """
         step = request.step
-        handle = SaveHandle(step, self._saves.calls)
+        handle = SaveHandle(step, self._saves.calls, self._saves.durable)
         try:
             if not self._begin(handle, request):
                 return None

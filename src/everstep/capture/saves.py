@@ -43,8 +43,10 @@ class Saves:
     _client: Client
     _pool: Pool
 
-    def __init__(self, metrics: Metrics, trust: Trust) -> None:
-        """`trust` is told of each call that comes to nothing."""
+    def __init__(self, metrics: Metrics, trust: Trust, durable: str) -> None:
+        """`trust` is told of each call that comes to nothing. `durable`: the level of what is
+        committed to this store."""
+        self.durable = durable
         self.newest: SaveHandle | None = None
         self.calls = 0
         """Of step() and save(). All count, whatever comes of them: by their numbers ranks know
@@ -98,10 +100,10 @@ class Saves:
         since = time.monotonic()
         while not handle.done() and self._client.patience.lasts(since):
             with contextlib.suppress(TimeoutError):
-                handle.wait("local", _LOOK_S)
+                handle.wait(timeout=_LOOK_S)
         if not handle.done():
             raise Unavailable(f"waiting for step {handle.step} to be durable: {STALLED}")
-        handle.wait("local")
+        handle.wait()
 
     def on_event(self, message: Message) -> None:
         """What the keeper says of a save, or of itself. Client's thread."""
@@ -160,8 +162,8 @@ class Saves:
             self._metrics.last_error = str(error)
         handle.bytes = message["bytes"]
         handle.squeezed = message.get("squeezed")
-        handle.advance("local", error)
-        self._metrics.add_durable(handle.times["local"] - handle.times["called"])
+        handle.advance(handle.durable, error)
+        self._metrics.add_durable(handle.times[handle.durable] - handle.times["called"])
         self.forget(capture)
         self._pool.retire_old()
 

@@ -13,7 +13,7 @@ from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 WALK_MAX = 1000
 """Manifests that are read to find one log's base: as far apart as everstep itself puts bases."""
@@ -34,7 +34,7 @@ class Link:
 class Chains:
     """Of one store. Reads each manifest at most once, and none before it is needed."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Tier) -> None:
         self._disk = disk
         self._links: dict[CheckpointName, Link | None] = {}
 

@@ -8,7 +8,7 @@ from everstep.cli.chains import Chains
 from everstep.cli.target import add_target, split_words
 from everstep.restore.store import Store
 from everstep.store import catalog
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import tier_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     """Sweep the store; returns the exit code."""
     path, _ = split_words(args.words, 0)
     files, freed = Store(path).gc()
-    disk = Disk(path)
+    disk = tier_at(path)
     there = set(catalog.committed(disk))
     orphans = Chains(disk).cut_off(there, lambda name: name not in there)
     if args.json:

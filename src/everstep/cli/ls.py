@@ -25,7 +25,7 @@ from everstep.restore.store import Store
 from everstep.store import catalog, names
 from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier, name_of, tier_at
 
 _TITLES = ("STEP", "KIND", "TAGS", "SIZE", "WRITTEN", "AGE", "METRICS")
 _HEAD, _TAIL = 2, 6
@@ -36,7 +36,7 @@ _HEAD, _TAIL = 2, 6
 class Listing:
     """A store as `ls` sees it, manifests apart."""
 
-    disk: Disk
+    disk: Tier
     run: str
     epochs: dict[int, Epoch]
     checkpoints: list[CheckpointName]
@@ -48,7 +48,7 @@ class Listing:
     @classmethod
     def of(cls, path: str) -> "Listing":
         """Raises Missing, Corrupt, Unsupported."""
-        disk = Disk(path)
+        disk = tier_at(path)
         found = sorted(catalog.committed(disk))
         epochs = catalog.read_epochs(disk, found)
         run, now = Store(path).run, dict.fromkeys(current(epochs, found))
@@ -107,7 +107,7 @@ def _head(listing: Listing, path: str) -> str:
         text.size(listing.size_bytes),
         text.plural(len(listing.epochs), "epoch"),
     ]
-    name = text.clean(path if path != "." else listing.disk.root.resolve().name)
+    name = text.clean(path if path != "." else name_of(path).rpartition("/")[2])
     return text.paint(name, "title") + " · ".join(words)
 
 

@@ -8,7 +8,7 @@ from everstep.cli import text
 from everstep.cli.chains import replayed
 from everstep.cli.target import add_target, split_words
 from everstep.store import catalog
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import tier_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, "which step? everstep ls lists them")
     from everstep.restore.materialize import materialize
 
-    disk = Disk(path)
+    disk = tier_at(path)
     made = []
     for name in [catalog.find(disk, step) for step in steps]:  # all are there, before any is made
         made_before = catalog.read_state(disk, name)

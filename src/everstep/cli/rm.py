@@ -10,7 +10,7 @@ from everstep.cli.target import add_target, split_words, tags_of
 from everstep.errors import Conflict
 from everstep.store import catalog, retain
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier, tier_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     path, steps = split_words(args.words, len(args.words))
     if not steps:
         raise argparse.ArgumentError(None, "which step? As in: everstep rm runs/gpt 120")
-    disk = Disk(path)
+    disk = tier_at(path)
     doomed = sorted({catalog.find(disk, step) for step in steps})
     cut_off = Chains(disk).cut_off(catalog.committed(disk), doomed.__contains__)
     if following := [name for name in cut_off if name not in doomed]:
@@ -59,7 +59,7 @@ def _advice(path: str, doomed: list[CheckpointName], following: list[CheckpointN
     )
 
 
-def _confirms(disk: Disk, path: str, doomed: list[CheckpointName]) -> bool:
+def _confirms(disk: Tier, path: str, doomed: list[CheckpointName]) -> bool:
     """Ask on the terminal; anything but yes is a no."""
     count = text.plural(len(doomed), "checkpoint")
     shown = _listed(doomed, tags_of(disk))

@@ -23,7 +23,7 @@ from everstep.format.packs import Piece, chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.restore.store import Store
 from everstep.store import catalog
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import tier_at
 
 Facts = Mapping[str, Any]
 
@@ -69,7 +69,7 @@ def _is_chosen(tensor: Facts, pattern: str | None) -> bool:
 
 def _facts(path: str, reference: str | None) -> dict[str, Any]:
     """All there is to say of a checkpoint. Raises Missing, Corrupt, Unsupported."""
-    store, disk = Store(path), Disk(path)
+    store, disk = Store(path), tier_at(path)
     name = catalog.find(disk, reference)
     chains = Chains(disk)
     manifest = chains.read(name)

@@ -9,7 +9,8 @@ from everstep.errors import Missing, Unavailable
 from everstep.store import catalog, names
 from everstep.store.commit import open_store
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.bucket import Url
+from everstep.tiers.tier import Tier, place_of, tier_at
 
 _STEPS = {"": "", "?": " [STEP]", "+": " STEP [STEP ...]"}
 _NEARBY_MAX = 5
@@ -24,7 +25,7 @@ def add_target(parser: argparse.ArgumentParser, steps: str = "", default: str = 
     """
     grammar = f"[STORE]{_STEPS[steps]}"
     parser.usage = f"%(prog)s {grammar} [options]"
-    meaning = "STORE: a store's directory (default: the current one)"
+    meaning = "STORE: a store's directory or URL (default: the current one)"
     if steps:
         meaning += "; STEP: a step of the run, a tag, or step-epoch for one on any branch"
     if default:
@@ -47,11 +48,11 @@ def split_words(words: list[str], steps_max: int) -> tuple[str, list[str]]:
         raise argparse.ArgumentError(None, f"there is no use for {extra} here")
     if not is_store(store):
         raise Missing(_advice(store))
-    open_store(Disk(store))  # of this format
+    open_store(tier_at(store))  # of this format
     return store, steps
 
 
-def tags_of(disk: Disk) -> dict[CheckpointName, list[str]]:
+def tags_of(disk: Tier) -> dict[CheckpointName, list[str]]:
     """The tags of each checkpoint that has any."""
     tags: dict[CheckpointName, list[str]] = {}
     for tag, name in catalog.read_tags(disk).items():
@@ -61,6 +62,8 @@ def tags_of(disk: Disk) -> dict[CheckpointName, list[str]]:
 
 def is_store(path: str | os.PathLike[str]) -> bool:
     """Whether a store lies there. Raises Unavailable where this user may not look."""
+    if isinstance(place_of(path), Url):
+        return tier_at(path).size(names.STORE) is not None
     try:
         return (Path(path) / names.STORE).is_file()
     except PermissionError as error:
@@ -79,6 +82,8 @@ def _means_store(word: str, is_too_many: bool) -> bool:
 def _advice(store: str) -> str:
     if store == ".":
         said = "the current directory is no store, and none was named"
+    elif isinstance(place_of(store), Url):
+        return f"there is no store at {store}: it has no {names.STORE}"
     elif Path(store).exists():
         said = f"{store} is no store: it has no {names.STORE}"
     else:

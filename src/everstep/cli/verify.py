@@ -12,7 +12,7 @@ from everstep.cli.chains import Chains
 from everstep.cli.target import add_target, split_words
 from everstep.restore.store import Progress, Store, Verdict
 from everstep.store import catalog, names
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier, tier_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress_bar() as progress:
         verdict = store.verify(steps[0] if steps else None, progress)
     seconds = time.monotonic() - began
-    cut_off = [] if verdict.ok else _cut_off(Disk(path), verdict)
+    cut_off = [] if verdict.ok else _cut_off(tier_at(path), verdict)
     if args.json:
         found = {
             "ok": verdict.ok,
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if verdict.ok else 1
 
 
-def _cut_off(disk: Disk, verdict: Verdict) -> list[str]:
+def _cut_off(disk: Tier, verdict: Verdict) -> list[str]:
     """Logs that are whole themselves, and cannot be restored, since what they go on from is not."""
     committed = catalog.committed(disk)
     damaged = {names.parse_checkpoint(folder) for folder in verdict.problems}

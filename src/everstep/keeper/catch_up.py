@@ -25,7 +25,7 @@ from everstep.errors import EverstepError, Missing
 from everstep.keeper.wire import Message
 from everstep.store import claims, commit, names
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep.keeper")
 
@@ -45,7 +45,7 @@ class CatchUp:
 
     def __init__(
         self,
-        disk: Disk,
+        disk: Tier,
         every: int,
         *,
         is_resumed: bool,

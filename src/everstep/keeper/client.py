@@ -26,6 +26,7 @@ from everstep.keeper.home import IDLE_S, START_S, cannot_start, endpoint, spawn
 from everstep.keeper.patience import Patience
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
+from everstep.tiers.bucket import Url
 
 log = logging.getLogger("everstep")
 
@@ -57,7 +58,7 @@ class Client:
 
     def __init__(
         self,
-        store: Path,
+        store: Path | Url,
         keep: Keep | None,
         on_event: Callable[[wire.Message], None],
         idle_s: float = IDLE_S,

@@ -39,8 +39,8 @@ from everstep.keeper.writer import Writer
 from everstep.store import commit, names
 from everstep.store.commit import NewPack
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
 from everstep.tiers.files import NewFile
+from everstep.tiers.tier import Tier
 
 SMALL_BYTES = 64 << 10
 BUFFER_BYTES = 8 << 20
@@ -296,7 +296,7 @@ def pays(image: Image, entropy: bool) -> bool:
 
 
 def write_packed(
-    disk: Disk,
+    disk: Tier,
     name: CheckpointName,
     image: Image,
     pool: ThreadPoolExecutor,

@@ -9,14 +9,14 @@ from everstep.keeper.job import Job
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 CALL = "call"
 """Stands in what is said of the capture of several ranks: which of a run's calls saved it."""
 
 
 def check_same(
-    disk: Disk,
+    disk: Tier,
     mine: Manifest,
     table: bytes,
     steps: tuple[int, ...] = (),

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from everstep.errors import Unavailable
+from everstep.tiers.bucket import Url
+from everstep.tiers.tier import name_of
 
 log = logging.getLogger("everstep")
 
@@ -104,7 +106,7 @@ def _is_private(found: os.stat_result) -> bool:
 
 def endpoint(store: str | os.PathLike[str]) -> Path:
     """The path, without suffix, of a store's keeper on this node: .sock, .lock, .log."""
-    name = os.fsencode(os.path.realpath(store))
+    name = os.fsencode(name_of(store))
     if part := node():
         name += b"\0" + os.fsencode(part)
     return runtime_directory() / hashlib.sha256(name).hexdigest()[:24]
@@ -118,7 +120,7 @@ def node() -> str:
 # ---- the trainer starts a keeper -----------------------------------------------------------------
 
 
-def spawn(store: Path, idle_s: float, stop: threading.Event) -> None:
+def spawn(store: Path | Url, idle_s: float, stop: threading.Event) -> None:
     """Start a keeper, and wait until it listens (or another does), or `stop`. Raises Unavailable.
 
     It gets a session and stdio of its own, and is no child: nobody who waits for the trainer's
@@ -131,7 +133,7 @@ def spawn(store: Path, idle_s: float, stop: threading.Event) -> None:
     output = _open_log(at.with_suffix(".log"))
     try:
         process = subprocess.Popen(
-            [sys.executable, *("-P", "-m", "everstep.keeper", os.path.realpath(store), *options)],
+            [sys.executable, *("-P", "-m", "everstep.keeper", name_of(store), *options)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -154,7 +156,7 @@ def spawn(store: Path, idle_s: float, stop: threading.Event) -> None:
         raise Unavailable(cannot_start(store, f"it ended at once with status {status}"))
 
 
-def cannot_start(store: Path, reason: object) -> str:
+def cannot_start(store: Path | Url, reason: object) -> str:
     """The message for whoever needs a keeper, and where to look."""
     text = f"starting the keeper of {store}: {reason}"
     with contextlib.suppress(Unavailable):

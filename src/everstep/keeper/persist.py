@@ -17,7 +17,7 @@ from everstep.keeper.ranks.nodes import GivenUp, OwnPart
 from everstep.keeper.writer import Outcome, Share, Writer
 from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def persist(
     return [(save.job, save.end()) for save in saves]
 
 
-def _sync(disk: Disk, saves: list["Save"]) -> None:
+def _sync(disk: Tier, saves: list["Save"]) -> None:
     """Make the data of all durable: each file, and their entries together."""
     for save in saves:
         save.sync()
@@ -63,7 +63,7 @@ def _sync(disk: Disk, saves: list["Save"]) -> None:
         written[0].attempt(lambda: disk.sync_entries(paths))
 
 
-def _make_directories(disk: Disk, saves: list["Save"]) -> None:
+def _make_directories(disk: Tier, saves: list["Save"]) -> None:
     """For the manifests, with one sync for all."""
     ready = [save for save in saves if not save.has_failed and save.publishes]
     if ready:

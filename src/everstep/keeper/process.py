@@ -22,8 +22,8 @@ from everstep.keeper.arena import SlotState
 from everstep.keeper.home import Home
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
-from everstep.tiers.disk import Disk
 from everstep.tiers.system import System
+from everstep.tiers.tier import tier_at
 
 log = logging.getLogger("everstep.keeper")
 
@@ -68,7 +68,7 @@ class Keeper:
 
     def __init__(self, store: str, home: Home, idle_s: float) -> None:
         self._system = _Counting()
-        self._disk = Disk(store, self._system)
+        self._disk = tier_at(store, self._system)
         self._home = home
         self._idle_s = idle_s
         self._sessions: list[Session] = []

@@ -13,7 +13,7 @@ from everstep.format.manifest import Manifest, Part, Record
 from everstep.format.tables import FileLink
 from everstep.store import retain
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 SLOW_BYTES_PER_S = 700e6
 """Of the disk, below which entropy coding (2.9 GB/s a core, where it works) pays."""
@@ -141,7 +141,7 @@ class Speed:
 class Writer:
     """Who writes: one attachment of a trainer. `parent` is the newest checkpoint of its line."""
 
-    disk: Disk
+    disk: Tier
     keep: retain.Keep | None
     epoch: int | None = None
     parent: CheckpointName | None = None

@@ -19,7 +19,7 @@ from everstep.restore.load import MemorySource, Source
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.read import check_size, open_pack
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Candidate:
     """A checkpoint that may be restored, and the sources for its packs."""
 
     name: CheckpointName
-    disk: Disk
+    disk: Tier
     held: Held | None = None
     is_shared: bool = False
     """Whether other ranks of this node read the same: then the page cache does it once for all."""
@@ -158,7 +158,7 @@ class _Lazy:
     """A file that is opened at the first read: one that memory serves is never touched."""
 
     def __init__(
-        self, disk: Disk, link: FileLink, stack: contextlib.ExitStack, direct: bool
+        self, disk: Tier, link: FileLink, stack: contextlib.ExitStack, direct: bool
     ) -> None:
         self._disk, self._link, self._stack, self._direct = disk, link, stack, direct
         self._reader: Source | None = None
@@ -177,7 +177,7 @@ def _name_of(manifest: Manifest) -> CheckpointName:
     return CheckpointName(manifest.step, manifest.epoch)
 
 
-def is_of(disk: Disk, held: Held) -> bool:
+def is_of(disk: Tier, held: Held) -> bool:
     """Whether the store has the same checkpoint, or none of its name: it may have been put back to
     an older copy, and another run may have gone on from there in an epoch of the same number."""
     try:
@@ -218,7 +218,7 @@ def _held(document: bytes, save: NodeSave) -> Held | None:
 
 
 def candidates(
-    disk: Disk, reference: int | str | None, held: dict[CheckpointName, Held]
+    disk: Tier, reference: int | str | None, held: dict[CheckpointName, Held]
 ) -> list[Candidate]:
     """What to try, best first. One where a step or tag was asked for;
     raises Missing where it is not there."""

@@ -15,7 +15,7 @@ from everstep.restore.deliver import Staging, put
 from everstep.restore.load import Loader
 from everstep.state.placement import Destination
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 Wanted = Mapping[str, tuple[TensorEntry, list[Destination]]]
 """Stored tensors by their first names, and where their boxes are to go."""
@@ -41,7 +41,7 @@ def fill(candidate: Candidate, versions: Sequence[Version], wanted: Wanted, load
 
 
 def read_tensors(
-    disk: Disk, described: Described, names: Collection[str] | None
+    disk: Tier, described: Described, names: Collection[str] | None
 ) -> dict[str, torch.Tensor]:
     """The named tensors of a whole state (None: all), by whichever of their names, each a new CPU
     tensor that the caller owns. Raises Missing for names that are not there, Corrupt."""

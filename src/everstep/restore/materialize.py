@@ -25,12 +25,12 @@ from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.sharding.topology import ALONE, adopted
 from everstep.store import catalog, claims, commit, retain
 from everstep.store.names import CheckpointName, manifest_path
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
 
 
-def materialize(disk: Disk, name: CheckpointName) -> Manifest:
+def materialize(disk: Tier, name: CheckpointName) -> Manifest:
     """Make the state of a log step whole, durably; blocks. Returns the state's manifest.
 
     Where it is not exact, the log, which is, stays what a restore takes.
@@ -71,14 +71,14 @@ def differing_from(chain: Chain) -> list[str]:
     return chain.differences(ALONE)
 
 
-def _find_whole(disk: Disk, name: CheckpointName) -> Manifest | None:
+def _find_whole(disk: Tier, name: CheckpointName) -> Manifest | None:
     """What was made of it before; a base that is spread takes a replay itself."""
     found = commit.find_state(disk, name)
     return None if found is None or found.is_spread else found
 
 
 def _write(
-    disk: Disk,
+    disk: Tier,
     name: CheckpointName,
     log_digest: str,
     token: str,

@@ -7,7 +7,6 @@ let a surviving keeper finish → choose a checkpoint, with all ranks → match 
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, kind_of
@@ -23,7 +22,7 @@ from everstep.state.view import State
 from everstep.store import catalog
 from everstep.store.commit import note_unproven, open_store
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier, tier_at
 
 if TYPE_CHECKING:
     from everstep.capture.captures import Captures
@@ -41,7 +40,7 @@ class Restores:
         self,
         state: State,
         derived: Derived,
-        disk: Disk,
+        disk: Tier,
         client: Client,
         captures: "Captures",
     ) -> None:
@@ -158,7 +157,7 @@ class Restores:
         if self._state.world.rank == 0 and candidate.disk is self._disk and not candidate.held:
             note_unproven(self._disk, candidate.name, {candidate.name, *unproven}, str(error))
 
-    def _proven_first(self, disk: Disk, found: list[Candidate]) -> list[Candidate]:
+    def _proven_first(self, disk: Tier, found: list[Candidate]) -> list[Candidate]:
         """The same, those last of which a replay has come to other bytes before."""
         known = map(list, catalog.read_unproven(disk))
         said = self._state.world.gather("looking for what is not proven", list(known))
@@ -231,9 +230,9 @@ class _Changed(Exception):
     """What was read is gone, or made of something else by now."""
 
 
-def _existing_store(path: str | os.PathLike[str]) -> Disk:
-    disk = Disk(Path(path).absolute())
-    if not (disk.root / "everstep.json").exists():
+def _existing_store(path: str | os.PathLike[str]) -> Tier:
+    disk = tier_at(path)
+    if disk.size("everstep.json") is None:
         raise Missing(f"restoring from {disk.root}: there is no store")
     open_store(disk)
     return disk

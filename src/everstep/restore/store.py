@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
@@ -13,7 +12,7 @@ from everstep.format.manifest import Manifest
 from everstep.format.tables import Table
 from everstep.store import catalog, names, read, retain
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import tier_at
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +49,7 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises Missing where there is no store, Unsupported for one of an unknown format."""
-        self._disk = Disk(Path(path).absolute())  # wherever the program goes from here
+        self._disk = tier_at(path)  # wherever the program goes from here
         self.path = self._disk.root
         try:
             self.run = catalog.read_run(self._disk)

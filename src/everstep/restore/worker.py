@@ -17,7 +17,7 @@ from pathlib import Path
 
 from everstep.errors import EverstepError
 from everstep.store.names import parse_checkpoint
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import tier_at
 
 PATIENCE_S = 5.0
 """How long it may take to clean up when it is told to end."""
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     began = time.monotonic()
     try:
-        made = materialize(Disk(store), name)
+        made = materialize(tier_at(store), name)
     except EverstepError as error:
         print(json.dumps({"kind": type(error).__name__, "message": str(error)}), flush=True)
         return 1

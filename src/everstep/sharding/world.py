@@ -21,6 +21,8 @@ import torch.distributed as dist
 from everstep.errors import KINDS, EverstepError, Unavailable, kind_of
 from everstep.keeper.home import node
 from everstep.keeper.wire import ALONE, Place
+from everstep.tiers.bucket import Url
+from everstep.tiers.tier import name_of
 
 log = logging.getLogger("everstep")
 
@@ -201,7 +203,7 @@ class World:
             pause = min(2 * pause, _PAUSE_S_MAX)
 
 
-def form_team(world: World, store: Path, alike: Mapping[str, Any]) -> Place:
+def form_team(world: World, store: Path | Url, alike: Mapping[str, Any]) -> Place:
     """This rank's place among those of its node, and of the run. All ranks call it.
 
     `alike`: what else all ranks have to say alike, as JSON: lists of names, and single settings.
@@ -214,7 +216,7 @@ def form_team(world: World, store: Path, alike: Mapping[str, Any]) -> Place:
     mine = [
         secrets.token_hex(8),
         here,
-        os.path.realpath(store),
+        name_of(store),
         dict(alike),
     ]
     said = world.gather("attaching", mine)

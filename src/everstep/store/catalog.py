@@ -11,7 +11,7 @@ from everstep.format.tables import Table, decode_table
 from everstep.store import names
 from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
 
@@ -28,30 +28,30 @@ _TAG = {"step": natural, "epoch": natural}
 _UNPROVEN = {"checkpoints": [str], "problem": str}
 
 
-def read_run(disk: Disk) -> str:
+def read_run(disk: Tier) -> str:
     """The run id of a store. Raises Missing where there is none, Corrupt, Unsupported."""
     return str(unseal(disk.read(names.STORE), disk.root / names.STORE, _STORE)["run"])
 
 
-def claimed(disk: Disk) -> list[int]:
+def claimed(disk: Tier) -> list[int]:
     """The numbers of the claimed epochs, rising; reads one directory, no file."""
     numbers = (name.partition(".") for name in disk.list(names.EPOCHS))
     return sorted(int(stem) for stem, _, kind in numbers if kind == "json" and stem.isdigit())
 
 
-def newest_epoch(disk: Disk) -> int:
+def newest_epoch(disk: Tier) -> int:
     """The highest claimed epoch, 0 where there is none."""
     return max(claimed(disk), default=0)
 
 
-def known_epochs(disk: Disk, checkpoints: Iterable[CheckpointName] | None = None) -> list[int]:
+def known_epochs(disk: Tier, checkpoints: Iterable[CheckpointName] | None = None) -> list[int]:
     """The numbers of the claimed epochs and of those that have checkpoints, rising: a claim may be
     lost. `checkpoints`: all of the store, where they are known."""
     checkpoints = committed(disk) if checkpoints is None else checkpoints
     return sorted({*claimed(disk), *(name.epoch for name in checkpoints)})
 
 
-def read_epoch(disk: Disk, number: int) -> Epoch:
+def read_epoch(disk: Tier, number: int) -> Epoch:
     """The claim of an epoch. Raises Missing, Corrupt."""
     path = names.epoch_path(number)
     value = unseal(disk.read(path), disk.root / path, _EPOCH)
@@ -59,7 +59,7 @@ def read_epoch(disk: Disk, number: int) -> Epoch:
     return Epoch(number, parent, fork, created, writer, value.get("attachment"))
 
 
-def find_attachment(disk: Disk, attachment: str, seen: set[int] | None = None) -> int | None:
+def find_attachment(disk: Tier, attachment: str, seen: set[int] | None = None) -> int | None:
     """The epoch that this claim of a run got; None where it has none (yet). `seen`: those that
     are others', for who asks again."""
     seen = set() if seen is None else seen
@@ -74,7 +74,7 @@ def find_attachment(disk: Disk, attachment: str, seen: set[int] | None = None) -
 
 
 def read_epochs(
-    disk: Disk, checkpoints: Iterable[CheckpointName] | None = None
+    disk: Tier, checkpoints: Iterable[CheckpointName] | None = None
 ) -> dict[int, Epoch]:
     """All epochs by number; `checkpoints`: see known_epochs. One whose claim is damaged or gone is
     told from its oldest manifest, which names the checkpoint that it goes on from, and the log says
@@ -89,7 +89,7 @@ def read_epochs(
     return epochs
 
 
-def _epoch_from_manifests(disk: Disk, number: int) -> Epoch:
+def _epoch_from_manifests(disk: Tier, number: int) -> Epoch:
     own = [name for name in committed(disk) if name.epoch == number]
     if own:
         parent = read_manifest(disk, own[0]).parent
@@ -103,36 +103,36 @@ def _epoch_from_manifests(disk: Disk, number: int) -> Epoch:
     return Epoch(number, before, min(fork, own[0].step - 1) if own else fork)
 
 
-def committed(disk: Disk) -> list[CheckpointName]:
+def committed(disk: Tier) -> list[CheckpointName]:
     """Every checkpoint of the store, on whichever branch: those whose manifest exists."""
     found = (names.parse_checkpoint(name) for name in disk.list(names.CHECKPOINTS))
     return [name for name in found if name and disk.size(names.manifest_path(name)) is not None]
 
 
-def lineage(disk: Disk) -> list[CheckpointName]:
+def lineage(disk: Tier) -> list[CheckpointName]:
     """The checkpoints of the run as it is now, by rising step."""
     checkpoints = committed(disk)
     return current(read_epochs(disk, checkpoints), checkpoints)
 
 
-def is_there(disk: Disk, name: CheckpointName) -> bool:
+def is_there(disk: Tier, name: CheckpointName) -> bool:
     """Whether there is, at this moment, a checkpoint of this name."""
     return disk.size(names.manifest_path(name)) is not None
 
 
-def read_manifest(disk: Disk, name: CheckpointName) -> Manifest:
+def read_manifest(disk: Tier, name: CheckpointName) -> Manifest:
     """Raises Missing, Corrupt, Unsupported."""
     return _read_manifest(disk, name)[0]
 
 
-def read_chain(disk: Disk, name: CheckpointName) -> list[Manifest]:
+def read_chain(disk: Tier, name: CheckpointName) -> list[Manifest]:
     """A checkpoint and what it follows: a state first, then the logs that go on from it, and the
     one asked for last. Raises Missing where that one is not there, Corrupt where another is not, or
     is not the one that was followed."""
     return list(followed(disk, name))[::-1]
 
 
-def followed(disk: Disk, name: CheckpointName) -> Iterator[Manifest]:
+def followed(disk: Tier, name: CheckpointName) -> Iterator[Manifest]:
     """The same from the last to the first; raises what there is to raise when it comes to it."""
     manifest: Manifest | None = _whole(disk, read_manifest(disk, name))
     while manifest is not None:
@@ -140,7 +140,7 @@ def followed(disk: Disk, name: CheckpointName) -> Iterator[Manifest]:
         manifest = check_previous(disk, manifest)
 
 
-def check_previous(disk: Disk, manifest: Manifest) -> Manifest | None:
+def check_previous(disk: Tier, manifest: Manifest) -> Manifest | None:
     """What a log goes on from; None for a state. Raises Corrupt where it is not there, or not what
     it was."""
     name = CheckpointName(manifest.step, manifest.epoch)
@@ -157,7 +157,7 @@ def check_previous(disk: Disk, manifest: Manifest) -> Manifest | None:
     return _whole(disk, found)
 
 
-def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
+def read_state(disk: Tier, name: CheckpointName) -> Manifest | None:
     """The state beside a log step, which was made of it, or is a base that ended there; None where
     there is none. Raises Corrupt."""
     path = names.state_path(name)
@@ -171,7 +171,7 @@ def read_state(disk: Disk, name: CheckpointName) -> Manifest | None:
     return found
 
 
-def _whole(disk: Disk, manifest: Manifest) -> Manifest:
+def _whole(disk: Tier, manifest: Manifest) -> Manifest:
     """A step that takes a replay as the state that was made of it, where one stands for it: nothing
     is before it."""
     if not manifest.records:
@@ -180,12 +180,12 @@ def _whole(disk: Disk, manifest: Manifest) -> Manifest:
     return found if found and found.ends_chain else manifest
 
 
-def digest_of_manifest(disk: Disk, name: CheckpointName) -> str:
+def digest_of_manifest(disk: Tier, name: CheckpointName) -> str:
     """By which a log names the checkpoint that it follows. Raises Missing, Corrupt."""
     return _read_manifest(disk, name)[1]
 
 
-def _read_manifest(disk: Disk, name: CheckpointName) -> tuple[Manifest, str]:
+def _read_manifest(disk: Tier, name: CheckpointName) -> tuple[Manifest, str]:
     path = names.manifest_path(name)
     document = disk.read(path)
     manifest = decode_manifest(document, disk.root / path)
@@ -197,7 +197,7 @@ def _read_manifest(disk: Disk, name: CheckpointName) -> tuple[Manifest, str]:
     return manifest, digest_of(document)
 
 
-def read_table(disk: Disk, part: Part) -> Table:
+def read_table(disk: Tier, part: Part) -> Table:
     """The piece table of a part, checked against the manifest's digest, packs and digests."""
     path = part.table.path
     try:
@@ -213,7 +213,7 @@ def read_table(disk: Disk, part: Part) -> Table:
     return table
 
 
-def read_tags(disk: Disk) -> dict[str, CheckpointName]:
+def read_tags(disk: Tier) -> dict[str, CheckpointName]:
     """Each tag and the checkpoint that it names."""
     tags: dict[str, CheckpointName] = {}
     for file_name in disk.list(names.TAGS):
@@ -226,7 +226,7 @@ def read_tags(disk: Disk) -> dict[str, CheckpointName]:
     return tags
 
 
-def read_unproven(disk: Disk) -> dict[CheckpointName, str]:
+def read_unproven(disk: Tier) -> dict[CheckpointName, str]:
     """The checkpoints of which a replay has come to other bytes than the run had, or may have; and
     what was wrong. A document that cannot be read says nothing."""
     found: dict[CheckpointName, str] = {}
@@ -242,7 +242,7 @@ def read_unproven(disk: Disk) -> dict[CheckpointName, str]:
     return found
 
 
-def find(disk: Disk, reference: int | str | None) -> CheckpointName:
+def find(disk: Tier, reference: int | str | None) -> CheckpointName:
     """The checkpoint meant by a reference; raises Missing, and says what there is.
 
     A reference is a step of the run as it is now, a tag, a full name such as "120-3" (step-epoch,

@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from everstep.errors import EverstepError, Missing
 from everstep.store import commit, names
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
 
 
 @contextlib.contextmanager
-def hold(disk: Disk, name: CheckpointName) -> Iterator[str]:
+def hold(disk: Tier, name: CheckpointName) -> Iterator[str]:
     """Claim a checkpoint while this lasts; the token for the packs of its state. Raises Missing
     where it does not exist, Unavailable."""
     token = secrets.token_hex(4)
@@ -36,7 +36,7 @@ def hold(disk: Disk, name: CheckpointName) -> Iterator[str]:
         yield token
 
 
-def held(disk: Disk) -> dict[CheckpointName, set[str]]:
+def held(disk: Tier) -> dict[CheckpointName, set[str]]:
     """The checkpoints that are claimed by living processes, and the tokens of their packs."""
     found: dict[CheckpointName, set[str]] = {}
     for file_name in disk.list(names.CLAIMS):
@@ -46,7 +46,7 @@ def held(disk: Disk) -> dict[CheckpointName, set[str]]:
     return found
 
 
-def clear(disk: Disk) -> tuple[int, int]:
+def clear(disk: Tier) -> tuple[int, int]:
     """Delete the claims of processes that died, and what they had written. The store is locked
     exclusively by the caller. Returns (files, bytes) freed."""
     files = freed = 0

@@ -24,13 +24,13 @@ from everstep.format.manifest import Manifest, encode_manifest
 from everstep.format.tables import FileLink
 from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
 from everstep.tiers.files import NewFile
+from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
 
 
-def open_store(disk: Disk) -> str:
+def open_store(disk: Tier) -> str:
     """The run id of the store, which is made where there is none.
 
     Raises Unavailable, Unsupported, Corrupt.
@@ -43,7 +43,7 @@ def open_store(disk: Disk) -> str:
         return catalog.read_run(disk)
 
 
-def claim_epoch(disk: Disk, parent: int | None, fork: int, attachment: str | None = None) -> int:
+def claim_epoch(disk: Tier, parent: int | None, fork: int, attachment: str | None = None) -> int:
     """Claim the next epoch by atomic create, and return its number.
 
     `parent` and `fork` say where the run goes on from: the epoch and step that were restored, or
@@ -65,7 +65,7 @@ def claim_epoch(disk: Disk, parent: int | None, fork: int, attachment: str | Non
             return number
 
 
-def check_epoch(disk: Disk, epoch: int, step: int) -> None:
+def check_epoch(disk: Tier, epoch: int, step: int) -> None:
     """Raises Conflict where a newer epoch exists (its writer has taken the store over), or this one
     does not exist any more."""
     newest = catalog.newest_epoch(disk)
@@ -93,7 +93,7 @@ class NewPack:
 
 
 def begin_packs(
-    disk: Disk,
+    disk: Tier,
     name: CheckpointName,
     packs: Sequence[Sequence[memoryview]],
     await_bytes: Callable[[int, int], None] = lambda pack, end: None,
@@ -120,7 +120,7 @@ def begin_packs(
     return written
 
 
-def sync_packs(disk: Disk, packs: Sequence[NewPack]) -> None:
+def sync_packs(disk: Tier, packs: Sequence[NewPack]) -> None:
     """Make the bytes of new packs durable; their entries are left to `Disk.sync_entries`, which
     does it for any number of them. All files are closed, also after an error."""
     try:
@@ -131,7 +131,7 @@ def sync_packs(disk: Disk, packs: Sequence[NewPack]) -> None:
             pack.file.abandon()
 
 
-def discard_packs(disk: Disk, name: CheckpointName, links: Sequence[FileLink]) -> None:
+def discard_packs(disk: Tier, name: CheckpointName, links: Sequence[FileLink]) -> None:
     """Delete the packs of a failed attempt at `name`. What cannot be deleted now is left to gc.
 
     A manifest (or state.json) that was linked, but whose sync failed, may be on the medium: so it
@@ -141,7 +141,7 @@ def discard_packs(disk: Disk, name: CheckpointName, links: Sequence[FileLink]) -
         discard_files(disk, name, [link.path for link in links])
 
 
-def discard_files(disk: Disk, name: CheckpointName, paths: Sequence[str]) -> int:
+def discard_files(disk: Tier, name: CheckpointName, paths: Sequence[str]) -> int:
     """Delete those that the checkpoint `name`, where it exists, does not have. Returns the bytes
     freed. Raises Corrupt where it cannot be told, Unavailable."""
     try:
@@ -159,7 +159,7 @@ def discard_files(disk: Disk, name: CheckpointName, paths: Sequence[str]) -> int
     return freed
 
 
-def write_table(disk: Disk, document: bytes | memoryview) -> FileLink:
+def write_table(disk: Tier, document: bytes | memoryview) -> FileLink:
     """Store a piece table under its content's name, unless it is there."""
     link = table_link(document)
     if not disk.holds(link.path):
@@ -174,7 +174,7 @@ def table_link(document: bytes | memoryview) -> FileLink:
 
 
 def publish(
-    disk: Disk,
+    disk: Tier,
     manifest: Manifest,
     document: bytes | None = None,
     tables: Sequence[bytes | memoryview] = (),
@@ -199,14 +199,14 @@ def publish(
             )
 
 
-def find_state(disk: Disk, name: CheckpointName) -> Manifest | None:
+def find_state(disk: Tier, name: CheckpointName) -> Manifest | None:
     """The whole state that was made of a log step, durably; None where there is none. Whoever made
     it may have died before its sync, and what comes before it must not go then. Raises Corrupt."""
     return catalog.read_state(disk, name) if disk.holds(names.state_path(name)) else None
 
 
 def publish_state(
-    disk: Disk, manifest: Manifest, table: bytes, log_digest: str, token: str
+    disk: Tier, manifest: Manifest, table: bytes, log_digest: str, token: str
 ) -> Manifest | None:
     """Put the whole state of a log step beside its manifest, whose digest is `log_digest`. Its
     packs must be durable, and the caller's claim (claims.py) hold the step. A base that was spread
@@ -232,7 +232,7 @@ def publish_state(
         return found
 
 
-def publish_base(disk: Disk, manifest: Manifest) -> None:
+def publish_base(disk: Tier, manifest: Manifest) -> None:
     """Put the base that a log step ends beside its manifest: its parts are those of records. Raises
     Missing where the step was deleted, or one of these files, as nothing needed it until now."""
     name = CheckpointName(manifest.step, manifest.epoch)
@@ -245,7 +245,7 @@ def publish_base(disk: Disk, manifest: Manifest) -> None:
         disk.create(names.state_path(name), encode_manifest(manifest))
 
 
-def set_tag(disk: Disk, tag: str, name: CheckpointName) -> None:
+def set_tag(disk: Tier, tag: str, name: CheckpointName) -> None:
     """Let `tag` name this checkpoint; a tag that exists moves."""
     path = names.tag_path(tag)
     document = seal(
@@ -255,7 +255,7 @@ def set_tag(disk: Disk, tag: str, name: CheckpointName) -> None:
 
 
 def note_unproven(
-    disk: Disk, name: CheckpointName, unproven: Iterable[CheckpointName], problem: str
+    disk: Tier, name: CheckpointName, unproven: Iterable[CheckpointName], problem: str
 ) -> None:
     """Remember, where the store can be written to, what a replay to this checkpoint has shown of
     these: they are tried last from now on."""
@@ -272,7 +272,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _check_previous(disk: Disk, manifest: Manifest) -> None:
+def _check_previous(disk: Tier, manifest: Manifest) -> None:
     """What a log goes on from may have been deleted since, as nothing followed it. Raises
     Unavailable."""
     if manifest.previous is None:

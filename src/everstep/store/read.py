@@ -8,8 +8,8 @@ from everstep.format.manifest import Part
 from everstep.format.packed import stored_extents
 from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX
 from everstep.format.tables import Extent, FileLink, Table, extents
-from everstep.tiers.disk import Disk
-from everstep.tiers.files import DiskReader, Reader
+from everstep.tiers.files import Reader
+from everstep.tiers.tier import Tier
 
 
 def check_chunk(view: memoryview, digest: str, where: str) -> None:
@@ -21,7 +21,7 @@ def check_chunk(view: memoryview, digest: str, where: str) -> None:
         )
 
 
-def open_pack(disk: Disk, link: FileLink, direct: bool = False) -> DiskReader:
+def open_pack(disk: Tier, link: FileLink, direct: bool = False) -> Reader:
     """Open a pack that a manifest names; raises Corrupt where it is gone or of another size."""
     try:
         reader = disk.open(link.path, direct)
@@ -33,18 +33,18 @@ def open_pack(disk: Disk, link: FileLink, direct: bool = False) -> DiskReader:
     raise _other_size(disk, link, reader.size)
 
 
-def check_size(disk: Disk, link: FileLink) -> None:
+def check_size(disk: Tier, link: FileLink) -> None:
     """Raises Corrupt where `open_pack` would, as far as that shows before it is opened."""
     if (size := disk.size(link.path)) != link.size:
         raise _other_size(disk, link, size)
 
 
-def _other_size(disk: Disk, link: FileLink, size: int | None) -> Corrupt:
+def _other_size(disk: Tier, link: FileLink, size: int | None) -> Corrupt:
     found = "is not there" if size is None else f"has {size} bytes"
     return Corrupt(f"reading {disk.root / link.path}: it {found}, the manifest says {link.size}")
 
 
-def verify_part(disk: Disk, part: Part, table: Table) -> Iterator[tuple[int, Corrupt | None]]:
+def verify_part(disk: Tier, part: Part, table: Table) -> Iterator[tuple[int, Corrupt | None]]:
     """Read every byte of a part's packs, padding too.
 
     Yields, by extent, (bytes read, what is wrong or None).

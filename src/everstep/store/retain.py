@@ -6,7 +6,6 @@ leaves unreachable files, which gc sweeps, and never a manifest without its data
 """
 
 import contextlib
-import time
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from everstep.format.manifest import Manifest
 from everstep.store import catalog, claims, commit, names, parts
 from everstep.store.lineage import branches, current
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 _IDLE_S = 3600.0
 
@@ -47,7 +46,7 @@ class Keep:
         return {"last": self.last, "every": self.every, "tags": self.tags}
 
 
-def superfluous(disk: Disk, keep: Keep) -> list[CheckpointName]:
+def superfluous(disk: Tier, keep: Keep) -> list[CheckpointName]:
     """The checkpoints that `keep` does not cover, oldest first."""
     checkpoints = catalog.committed(disk)
     epochs = catalog.read_epochs(disk, checkpoints)
@@ -86,7 +85,7 @@ NeedsCache = dict[str, Needs]
 """By the path of a manifest, or of the state that was made of a log step."""
 
 
-def apply(disk: Disk, keep: Keep, cache: NeedsCache | None = None) -> int:
+def apply(disk: Tier, keep: Keep, cache: NeedsCache | None = None) -> int:
     """Delete what `keep` does not cover. Returns the bytes freed."""
     cache = {} if cache is None else cache
     if not any(_unneeded(disk, keep, cache)):
@@ -96,7 +95,7 @@ def apply(disk: Disk, keep: Keep, cache: NeedsCache | None = None) -> int:
         return _delete_states(disk, states, cache) + _delete(disk, free, cache)
 
 
-def delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache | None = None) -> int:
+def delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache | None = None) -> int:
     """Delete checkpoints and the files that only they needed. Returns the bytes freed.
 
     `cache` spares a caller that deletes often the reading of manifests, which never change. Raises
@@ -128,7 +127,7 @@ def delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache | Non
 
 
 def _unneeded(
-    disk: Disk, keep: Keep, cache: NeedsCache
+    disk: Tier, keep: Keep, cache: NeedsCache
 ) -> tuple[list[CheckpointName], list[CheckpointName]]:
     """What `keep` does not cover: checkpoints that can go; and those of which only the state that
     was made of them can, as a restore replays the log all the same, and a later one is there."""
@@ -143,7 +142,7 @@ def _unneeded(
 
 
 def _free(
-    disk: Disk,
+    disk: Tier,
     doomed: Sequence[CheckpointName],
     cache: NeedsCache,
     claimed: Collection[CheckpointName],
@@ -162,7 +161,7 @@ def _free(
 
 
 def _previous(
-    disk: Disk, name: CheckpointName, cache: NeedsCache, also_of_whole: bool = False
+    disk: Tier, name: CheckpointName, cache: NeedsCache, also_of_whole: bool = False
 ) -> CheckpointName | None:
     """What a checkpoint's log goes on from: nothing, where a state stands for it. One that is
     gone, or that none can read, goes on from nothing any more."""
@@ -179,7 +178,7 @@ def _previous(
     return None if state and state.ends_chain else previous
 
 
-def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> int:
+def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> int:
     claims.clear(disk)
     needed = _reachable(
         disk, [name for name in catalog.committed(disk) if name not in doomed], cache
@@ -201,7 +200,7 @@ def _delete(disk: Disk, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
     return _delete_packs(disk, files - needed)
 
 
-def _delete_states(disk: Disk, of: Sequence[CheckpointName], cache: NeedsCache) -> int:
+def _delete_states(disk: Tier, of: Sequence[CheckpointName], cache: NeedsCache) -> int:
     """Let these be logs alone again. Returns the bytes freed."""
     freed = 0
     for name in of:
@@ -213,7 +212,7 @@ def _delete_states(disk: Disk, of: Sequence[CheckpointName], cache: NeedsCache) 
     return freed
 
 
-def _delete_packs(disk: Disk, files: Collection[str]) -> int:
+def _delete_packs(disk: Tier, files: Collection[str]) -> int:
     freed = 0
     for path in sorted(files):
         if not path.startswith(names.TABLES):
@@ -222,7 +221,7 @@ def _delete_packs(disk: Disk, files: Collection[str]) -> int:
     return freed
 
 
-def drop_base(disk: Disk, base: Manifest) -> None:
+def drop_base(disk: Tier, base: Manifest) -> None:
     """A base that was spread has been replaced: delete what only it had of records that are gone.
     Not while somebody makes a whole state of another step, who may be reading it."""
     name = CheckpointName(base.step, base.epoch)
@@ -235,7 +234,7 @@ def drop_base(disk: Disk, base: Manifest) -> None:
                 commit.discard_packs(disk, record, part.packs)
 
 
-def sweep(disk: Disk) -> tuple[int, int]:
+def sweep(disk: Tier) -> tuple[int, int]:
     """Delete what no manifest reaches: files of attempts that failed, drafts, tables out of use.
 
     What the newest epoch wrote is left alone, since its writer may be about to commit it; older
@@ -269,7 +268,7 @@ def sweep(disk: Disk) -> tuple[int, int]:
         return files + len(doomed), cleared + freed
 
 
-def _dead_parts(disk: Disk, committed: Set[CheckpointName], live: int) -> list[str]:
+def _dead_parts(disk: Tier, committed: Set[CheckpointName], live: int) -> list[str]:
     """Part documents of which nothing will come: of older epochs, or what was committed."""
     found = []
     for directory in disk.list(names.CHECKPOINTS):
@@ -279,7 +278,7 @@ def _dead_parts(disk: Disk, committed: Set[CheckpointName], live: int) -> list[s
     return found
 
 
-def _settle_absent(disk: Disk, committed: Set[CheckpointName], live: int) -> None:
+def _settle_absent(disk: Tier, committed: Set[CheckpointName], live: int) -> None:
     """Make it durable that there is no manifest where none is seen.
 
     Whoever unlinked it may have died before its sync: then a power cut would bring back a
@@ -297,34 +296,27 @@ def _settle_absent(disk: Disk, committed: Set[CheckpointName], live: int) -> Non
                 disk.sync(f"{names.CHECKPOINTS}/{directory}")
 
 
-def _idle(disk: Disk, directory: str) -> list[str]:
+def _idle(disk: Tier, directory: str) -> list[str]:
     """Files that nobody touched for an hour: a document is published within seconds."""
     prefix = f"{directory}/" if directory else ""
-    found = []
-    for name in disk.list(directory):
-        path = disk.root / directory / name
-        try:
-            if path.is_file() and time.time() - path.stat().st_mtime > _IDLE_S:
-                found.append(f"{prefix}{name}")
-        except FileNotFoundError:
-            continue
-    return found
+    paths = [f"{prefix}{name}" for name in disk.list(directory)]
+    return [path for path in paths if (disk.age_s(path) or 0.0) > _IDLE_S]
 
 
-def _files(disk: Disk, name: CheckpointName, cache: NeedsCache) -> frozenset[str]:
+def _files(disk: Tier, name: CheckpointName, cache: NeedsCache) -> frozenset[str]:
     """What a checkpoint needs, with the state that was made of it."""
     state = _state(disk, name, cache)
     return _needs(disk, name, cache).files | (state.files if state else frozenset())
 
 
-def _needs(disk: Disk, name: CheckpointName, cache: NeedsCache) -> Needs:
+def _needs(disk: Tier, name: CheckpointName, cache: NeedsCache) -> Needs:
     path = names.manifest_path(name)
     if path not in cache:
         cache[path] = Needs.of(catalog.read_manifest(disk, name))
     return cache[path]
 
 
-def _state(disk: Disk, name: CheckpointName, cache: NeedsCache) -> Needs | None:
+def _state(disk: Tier, name: CheckpointName, cache: NeedsCache) -> Needs | None:
     """The state that was made of a log step, which may come at any time, and then stays."""
     path = names.state_path(name)
     if path in cache or not _needs(disk, name, cache).takes_replay or disk.size(path) is None:
@@ -337,7 +329,7 @@ def _state(disk: Disk, name: CheckpointName, cache: NeedsCache) -> Needs | None:
     return needs
 
 
-def _reachable(disk: Disk, checkpoints: Iterable[CheckpointName], cache: NeedsCache) -> set[str]:
+def _reachable(disk: Tier, checkpoints: Iterable[CheckpointName], cache: NeedsCache) -> set[str]:
     """Every data file that a checkpoint needs.
 
     A manifest that cannot be read protects everything: raises Corrupt.

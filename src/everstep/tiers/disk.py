@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ _ADVICE = {
 
 class Disk:
     """A tier on a local or mounted file system, rooted at a directory. Thread-safe."""
+
+    level = "local"
+    """Of what is committed there."""
 
     def __init__(self, root: str | os.PathLike[str], system: System | None = None) -> None:
         self.root = Path(root)
@@ -147,6 +151,16 @@ class Disk:
             return None
         except OSError as error:
             raise Unavailable(f"looking for {self.root / path}: {error.strerror}") from error
+
+    def age_s(self, path: str) -> float | None:
+        """Since a file was last written to; None where there is none. Raises Unavailable."""
+        try:
+            found = os.stat(self.root / path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise Unavailable(f"looking at {self.root / path}: {error.strerror}") from error
+        return time.time() - found.st_mtime if stat.S_ISREG(found.st_mode) else None
 
     def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
         """The whole of a small file; raises Missing, or Corrupt where it exceeds `limit` bytes."""

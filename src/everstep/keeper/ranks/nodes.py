@@ -32,7 +32,7 @@ from everstep.keeper.wire import Place
 from everstep.keeper.writer import Writer
 from everstep.store import catalog, commit, names, parts
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 PARTS_S = float(os.environ.get("EVERSTEP_PARTS_S", 300.0))
 """How long a node waits for another one, in seconds: for its part of a step, or its commit."""
@@ -286,7 +286,7 @@ class United(NamedTuple):
     ranks: dict[int, Said]
 
 
-def unite(disk: Disk, step: int, every: Sequence[NodePart], own: bytes) -> United:
+def unite(disk: Tier, step: int, every: Sequence[NodePart], own: bytes) -> United:
     """All nodes' parts, by number, as those of one checkpoint; `own`: the first one's table. Raises
     Mismatch where they do not fit, or leave a hole, Corrupt."""
     documents = [own]

@@ -31,7 +31,7 @@ from everstep.keeper.ranks.nodes import Nodes
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
-from everstep.tiers.disk import Disk
+from everstep.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from everstep.keeper.session import Session
@@ -51,7 +51,7 @@ class Team:
     otherwise."""
 
     def __init__(
-        self, disk: Disk, place: wire.Place, hello: wire.Message, wake: Callable[[], None]
+        self, disk: Tier, place: wire.Place, hello: wire.Message, wake: Callable[[], None]
     ) -> None:
         """As the first of its ranks greets. `wake` is called when the queue has become empty.
         Raises ValueError, KeyError or TypeError for a greeting that is none."""

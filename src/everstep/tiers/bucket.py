@@ -1,0 +1,308 @@
+"""An object store as a tier: a prefix of a bucket (S3, Google's, Azure's), by obstore.
+
+An object appears whole or not at all, and is durable when the put was acknowledged: so there is
+nothing to sync. Data goes by multipart under names that are new; documents that must appear once by
+a conditional create. A retried create may meet its own success: what lies there then is compared.
+
+There are no locks. Who deletes must know that nobody writes: see store/retain.py.
+"""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
+from everstep.tiers.files import EXTENT_BYTES, Await
+
+DOCUMENT_BYTES_MAX = 1 << 30
+_MULTIPART_BYTES = 16 << 20
+_CLAIM_S = 3600.0
+PATIENCE_S = 100.0
+_ADVICE = {
+    "PermissionDeniedError": ". The credentials do not allow it",
+    "UnauthenticatedError": ". Are the credentials set (AWS_ACCESS_KEY_ID, a profile, ...)?",
+}
+
+
+class Url(str):
+    """Where a bucket's store lies; `/` goes below it, as with a path."""
+
+    def __truediv__(self, path: str) -> "Url":
+        return Url(f"{self.rstrip('/')}/{path}")
+
+
+class Bucket:
+    """A tier in an object store, rooted at a URL such as s3://bucket/run. Thread-safe.
+
+    Credentials and endpoint are the ones that every client of that store takes: AWS_ENDPOINT_URL,
+    AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ALLOW_HTTP and so on. See Disk for what methods promise.
+    """
+
+    level = "remote"
+    """Of what is committed there."""
+
+    def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
+        """`patience_s`: for how long a call is tried again. Raises Unsupported for a URL of an
+        unknown kind, and where obstore is not installed."""
+        self.root = Url(url.rstrip("/"))
+        try:
+            import obstore
+            from obstore import exceptions
+            from obstore.store import from_url
+        except ImportError as error:
+            raise Unsupported(
+                f"opening {url}: object stores need obstore. pip install 'everstep[remote]'"
+            ) from error
+        self._api, self._errors = obstore, exceptions
+        try:
+            retries = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience_s)}
+            self._store = from_url(self.root, retry_config=retries)
+        except (exceptions.BaseError, ValueError) as error:
+            what = str(error).partition("\n")[0]
+            raise Unsupported(f"opening {url}: {what}. Say s3://, gs:// or az://") from error
+        self._creates_once = False
+
+    def write(
+        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
+    ) -> None:
+        """Write the new object `path`; blocks until it is acknowledged."""
+        self.begin(path, data, await_bytes)
+
+    def begin(
+        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
+    ) -> Any:
+        """The same: an object that was acknowledged is durable."""
+
+        def extents() -> Iterator[memoryview]:
+            end = 0
+            for view in data:
+                for at in range(0, len(view), EXTENT_BYTES):
+                    extent = view[at : at + EXTENT_BYTES]
+                    end += len(extent)
+                    await_bytes(end)
+                    yield extent
+
+        size = sum(map(len, data))
+        with self._telling("writing", path, size):
+            if size < _MULTIPART_BYTES:
+                await_bytes(size)
+                self._api.put(self._store, path, b"".join(data))
+            else:
+                self._api.put(self._store, path, extents(), use_multipart=True)
+        return Upload(None)
+
+    @contextmanager
+    def new_file(self, path: str) -> Iterator[Any]:
+        """Write the new object piece by piece; on any error it does not appear."""
+        with self._telling("writing", path, 0):
+            upload = Upload(self._api.open_writer(self._store, path))
+            try:
+                yield upload
+            except BaseException:
+                upload.abandon()
+                raise
+
+    def finish(self, path: str, file: Any) -> None:
+        """Make a new object appear."""
+        with self._telling("writing", path, 0):
+            file.finish()
+
+    def sync_entries(self, paths: Sequence[str]) -> None:
+        """Nothing to do."""
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Publish `data` under `path` at once; False where something else is there already."""
+        self._probe()
+        with self._telling("creating", path, len(data)):
+            return self._create(path, data)
+
+    def _create(self, path: str, data: bytes) -> bool:
+        try:
+            self._api.put(self._store, path, data, mode="create")
+        except self._errors.AlreadyExistsError:
+            return self.read(path) == data  # by a try whose answer was lost
+        return True
+
+    def _probe(self) -> None:
+        """Whether the server creates conditionally. Raises Unsupported."""
+        if self._creates_once:
+            return
+        path = f"probes/{secrets.token_hex(8)}"
+        try:
+            with self._telling("trying to create", path, 0):
+                first = self._create(path, b"first")
+                again = self._create(path, b"again")
+        except Missing as error:
+            raise Unavailable(f"{error}. Make the bucket first") from error
+        except self._errors.NotSupportedError:
+            first = again = True
+        finally:
+            self.forget([path])
+        if not first or again:
+            raise Unsupported(
+                f"saving to {self.root}: this server has no conditional writes, so that two "
+                f"writers would not notice each other. It can be read from; save to another one"
+            )
+        self._creates_once = True
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Publish `data` under `path`; readers see what was there before, or this."""
+        with self._telling("replacing", path, len(data)):
+            self._api.put(self._store, path, data)
+
+    def make_directories(self, directories: Sequence[str]) -> None:
+        """Nothing to do: there are none."""
+
+    def holds(self, path: str) -> bool:
+        """Whether the object is there."""
+        return self.size(path) is not None
+
+    def size(self, path: str) -> int | None:
+        """Bytes of an object; None where there is none. Raises Unavailable."""
+        try:
+            with self._telling("looking for", path, 0):
+                return int(self._api.head(self._store, path)["size"])
+        except Missing:
+            return None
+
+    def age_s(self, path: str) -> float | None:
+        """Since an object was written, by its clock and this one; None where there is none."""
+        try:
+            with self._telling("looking at", path, 0):
+                written: datetime = self._api.head(self._store, path)["last_modified"]
+        except Missing:
+            return None
+        return max(0.0, time.time() - written.timestamp())
+
+    def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
+        """The whole of a small object; raises Missing, or Corrupt where it exceeds `limit`."""
+        with self._telling("reading", path, 0):
+            found = self._api.get(self._store, path)
+            if found.meta["size"] > limit:
+                size = found.meta["size"]
+                raise Corrupt(
+                    f"reading {self.root / path}: {size} bytes, at most {limit} make sense"
+                )
+            return bytes(found.bytes())
+
+    def open(self, path: str, direct: bool = False) -> "ObjectReader":
+        """Open for reading."""
+        del direct
+        size = self.size(path)
+        if size is None:
+            raise Missing(f"reading {self.root / path}: there is no such object")
+        return ObjectReader(self, path, size)
+
+    def read_range(self, path: str, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`. Raises Corrupt where the object is short."""
+        with self._telling("reading", path, len(view)):
+            found = self._api.get_range(self._store, path, start=offset, length=len(view))
+        if len(found) != len(view):
+            raise Corrupt(
+                f"reading {self.root / path}: it ends at byte {offset + len(found)}, "
+                f"{len(view) - len(found)} bytes before the end of what the manifest names"
+            )
+        view[:] = memoryview(found)
+
+    def list(self, directory: str) -> list[str]:
+        """The names below a prefix, up to the next "/"; sorted."""
+        with self._telling("listing", directory, 0):
+            found = self._api.list_with_delimiter(self._store, directory or None)
+        paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
+
+    def delete(self, path: str) -> None:
+        """Remove an object; no error where it is gone already."""
+        with contextlib.suppress(Missing), self._telling("deleting", path, 0):
+            self._api.delete(self._store, path)
+
+    def forget(self, paths: Sequence[str]) -> None:
+        """Remove objects on which nothing depends: no error where one cannot be."""
+        for path in paths:
+            with contextlib.suppress(Unavailable):
+                self.delete(path)
+
+    def sync(self, directory: str) -> None:
+        """Nothing to do."""
+
+    @contextmanager
+    def locked(self, *, exclusive: bool) -> Iterator[None]:
+        """Nothing is held: an object store has no locks."""
+        del exclusive
+        yield
+
+    @contextmanager
+    def claim(self, path: str) -> Iterator[None]:
+        """Hold the new object `path`, which is gone again when this ends, or counts for nothing
+        after an hour."""
+        self.replace(path, datetime.now(UTC).isoformat().encode())
+        try:
+            yield
+        finally:
+            self.forget([path])
+
+    def is_claimed(self, path: str) -> bool:
+        """Whether `path` was claimed within the last hour, and is held still."""
+        age_s = self.age_s(path)
+        return age_s is not None and age_s < _CLAIM_S
+
+    @contextmanager
+    def _telling(self, verb: str, path: str, size: int) -> Iterator[None]:
+        what = f"{verb} {self.root / path}"
+        try:
+            yield
+        except (self._errors.NotFoundError, FileNotFoundError) as error:
+            raise Missing(f"{what}: there is no such object, or no such bucket") from error
+        except self._errors.NotSupportedError:
+            raise
+        except (self._errors.BaseError, OSError) as error:
+            kind = type(error).__name__
+            text = " ".join(str(error).split())[:400]
+            advice = _ADVICE.get(kind, "")
+            raise Unavailable(f"{what} ({size} bytes): {kind}: {text}{advice}") from error
+
+
+class Upload:
+    """A new object on its way. For one thread."""
+
+    def __init__(self, writer: Any) -> None:
+        """`writer`: of obstore; None where the object is there already."""
+        self._writer = writer
+        self._end = 0
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of `view`, which goes on where the last one ended."""
+        assert offset == self._end, f"byte {offset} after {self._end}"
+        self._writer.write(view)
+        self._end += len(view)
+
+    def finish(self) -> None:
+        """Make it appear."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+    def abandon(self) -> None:
+        """What was written does not appear; the server forgets it, or gc has it forgotten."""
+        self._writer = None
+
+
+class ObjectReader:
+    """An object that is read by ranges. `read_into` is thread-safe."""
+
+    def __init__(self, bucket: Bucket, path: str, size: int) -> None:
+        self.size = size
+        self._bucket = bucket
+        self._path = path
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with the bytes from `offset`."""
+        if len(view):
+            self._bucket.read_range(self._path, offset, view)
+
+    def close(self) -> None:
+        """Nothing to release."""

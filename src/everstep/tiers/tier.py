@@ -1,0 +1,39 @@
+"""Which tier a place names: a directory, or the URL of a bucket."""
+
+import os
+import re
+from pathlib import Path
+
+from everstep.tiers.bucket import PATIENCE_S, Bucket, Url
+from everstep.tiers.disk import Disk
+from everstep.tiers.system import System
+
+Tier = Disk | Bucket
+"""A medium that holds a whole store, by itself. Both have the same methods, and `Disk` says what
+each promises; a bucket, whose objects are durable when they are there, does nothing where a disk
+syncs. Errors are Missing, Corrupt, Unavailable and Unsupported."""
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://")
+
+
+def place_of(store: str | os.PathLike[str]) -> Path | Url:
+    """Where a store lies, wherever the program goes from here."""
+    name = os.fspath(store)
+    return Url(name.rstrip("/")) if _URL.match(name) else Path(name).absolute()
+
+
+def name_of(store: str | os.PathLike[str]) -> str:
+    """The one name that a store has for all processes: a directory's real path, or the URL."""
+    place = place_of(store)
+    return place if isinstance(place, Url) else os.path.realpath(place)
+
+
+def tier_at(
+    store: str | os.PathLike[str],
+    system: System | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Tier:
+    """The tier of a store. `system`: makes a disk's calls. `patience_s`: for how long a bucket's
+    are tried again. Raises Unsupported for a URL of an unknown kind."""
+    place = place_of(store)
+    return Bucket(place, patience_s) if isinstance(place, Url) else Disk(place, system)

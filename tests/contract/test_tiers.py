@@ -1,0 +1,150 @@
+"""What holds for all tiers: a directory, and a prefix of a bucket."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from everstep import Corrupt, Missing, Unavailable, Unsupported
+from everstep.tiers.tier import name_of, tier_at
+
+DATA = os.urandom(100_000)
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def tier(request, tmp_path):
+    place = tmp_path / "tier" if request.param == "disk" else request.getfixturevalue("bucket")
+    found = tier_at(place)
+    found.make_directories(["", "data"])
+    return found
+
+
+def views(data, size=4096):
+    return [memoryview(data)[at : at + size] for at in range(0, len(data), size)]
+
+
+def test_what_is_written_is_read_by_ranges(tier):
+    tier.write("data/pack", views(DATA))
+    assert tier.read("data/pack") == DATA
+    assert tier.size("data/pack") == len(DATA)
+    reader = tier.open("data/pack")
+    assert reader.size == len(DATA)
+    view = memoryview(bytearray(5000))
+    reader.read_into(4000, view)
+    assert view == DATA[4000:9000]
+    with pytest.raises(Corrupt, match="ends at byte 100000"):
+        reader.read_into(99_000, view)
+    reader.close()
+
+
+def test_large_data_is_written_while_it_arrives(tier):
+    large = bytearray(os.urandom(20 << 20))
+    arrived = []
+    tier.write("data/large", [memoryview(large)], arrived.append)
+    assert arrived == sorted(arrived)
+    assert arrived[-1] == len(large)
+    assert len(arrived) > 1
+    assert tier.read("data/large") == large
+
+
+def test_a_new_file_is_there_when_it_is_finished(tier):
+    with tier.new_file("data/pieces") as file:
+        file.write(memoryview(b"one "), 0)
+        file.write(memoryview(b"two"), 4)
+    tier.finish("data/pieces", file)
+    tier.sync_entries(["data/pieces"])
+    assert tier.read("data/pieces") == b"one two"
+
+
+@pytest.mark.parametrize("way", ["write", "new_file"])
+def test_what_fails_is_not_there(tier, way):
+    def fail(end):
+        raise RuntimeError("the image is torn")
+
+    def write_piece_by_piece():
+        with tier.new_file("data/torn") as file:
+            file.write(memoryview(DATA), 0)
+            fail(0)
+
+    def write():
+        tier.write("data/torn", views(DATA), fail)
+
+    with pytest.raises(RuntimeError, match="torn"):
+        write() if way == "write" else write_piece_by_piece()
+    assert tier.size("data/torn") is None
+    assert tier.list("data") == []
+
+
+def test_one_of_many_creates(tier):
+    start = threading.Barrier(8)
+
+    def create(index):
+        start.wait()
+        return tier.create("epochs/0001.json", f"writer {index}".encode())
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(create, range(8)))
+    assert won.count(True) == 1
+    assert tier.read("epochs/0001.json") == f"writer {won.index(True)}".encode()
+    assert not tier.create("epochs/0001.json", b"late")
+    assert tier.holds("epochs/0001.json")
+
+
+def test_documents_are_replaced_and_deleted(tier):
+    tier.replace("tags/best.json", b"1")
+    tier.replace("tags/best.json", b"2")
+    assert tier.read("tags/best.json") == b"2"
+    tier.delete("tags/best.json")
+    tier.delete("tags/best.json")
+    tier.forget(["tags/best.json"])
+    assert not tier.holds("tags/best.json")
+    with pytest.raises(Missing, match=r"tags/best\.json"):
+        tier.read("tags/best.json")
+    with pytest.raises(Missing):
+        tier.open("tags/best.json")
+
+
+def test_names_are_listed_by_directory(tier):
+    for path in ("checkpoints/a/manifest.json", "checkpoints/b/state.json", "everstep.json"):
+        tier.create(path, b"{}")
+    assert tier.list("checkpoints") == ["a", "b"]
+    assert tier.list("checkpoints/a") == ["manifest.json"]
+    assert {"checkpoints", "everstep.json"} <= set(tier.list(""))
+    assert tier.list("nowhere") == []
+
+
+def test_a_document_that_is_too_large_is_not_read(tier):
+    tier.create("everstep.json", b"x" * 100)
+    with pytest.raises(Corrupt, match="100 bytes, at most 10"):
+        tier.read("everstep.json", limit=10)
+
+
+def test_a_claim_holds_while_it_lasts(tier):
+    with tier.claim("claims/one"):
+        assert tier.is_claimed("claims/one")
+        assert tier.age_s("claims/one") < 60
+    assert not tier.is_claimed("claims/one")
+    assert tier.age_s("claims/one") is None
+    assert not tier.is_claimed("claims/other")
+
+
+def test_one_store_has_one_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert name_of("link/run") == name_of(tmp_path / "run") == str(tmp_path / "run")
+    assert name_of("s3://bucket/run/") == "s3://bucket/run"
+
+
+def test_urls_of_no_store_are_told(bucket):
+    with pytest.raises(Unsupported, match="ftp://host/run"):
+        tier_at("ftp://host/run")
+    with pytest.raises(Unavailable, match=r"s3://nowhere/run.*no such bucket"):
+        tier_at("s3://nowhere/run").create("everstep.json", b"{}")
+
+
+def test_a_server_that_is_not_there_is_unavailable(bucket, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    gone = tier_at(bucket, patience_s=1.0)
+    with pytest.raises(Unavailable, match="reading s3://tests/"):
+        gone.read("everstep.json")
