@@ -17,7 +17,9 @@ def test_all_ranks_of_a_node_share_what_is_there(
     """Each is asked before any has taken its part."""
     size = 1 << 20
     client = SimpleNamespace(
-        place=Place("run", tuple(range(ranks))), add_arena=lambda key, arena: None, release_arena=lambda key: None
+        place=Place("run", tuple(range(ranks))),
+        add_arena=lambda key, arena: None,
+        release_arena=lambda key: None,
     )
     of_slot = 2 * round_up(size)
     monkeypatch.setattr(pool, "available_memory", lambda: 2 * 2 * 3 * of_slot)
