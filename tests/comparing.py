@@ -27,5 +27,11 @@ def check_stored(store: Path, state: Mapping[str, torch.Tensor], step: int | Non
         assert torch.equal(_bytes(stored[at]), _bytes(tensor)), name
 
 
+def kinds(store: Path) -> str:
+    """A letter for each step of the run: b for a whole state, r for a record."""
+    manifests = [Store(store).manifest(step) for step in Store(store).steps()]
+    return "".join("b" if manifest.previous is None else "r" for manifest in manifests)
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

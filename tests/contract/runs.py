@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from choices import chosen
+from comparing import kinds
 from everstep import Checkpointer, Store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -206,12 +207,6 @@ def threads(count):
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def kinds(store):
-    """A letter for each step of the run: b for a whole state, r for a record."""
-    manifests = [Store(store).manifest(step) for step in Store(store).steps()]
-    return "".join("b" if manifest.previous is None else "r" for manifest in manifests)
 
 
 def check_steps(store, fresh, frozen, steps=None, **options):

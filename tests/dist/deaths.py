@@ -13,15 +13,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 import zoo
+from jobs import RECIPE, attached, trains_alone
 
-from choices import chosen
 from comparing import check_equal
-from everstep import Checkpointer, Store
-from everstep.keeper import home, wire
+from everstep import Store
 from everstep.keeper.arena import SlotState
 
 LAYOUT = "fsdp2"
-RECIPE = zoo.Recipe()
 AT = 4
 """The step at which picked deaths happen."""
 LAST = 6
@@ -44,20 +42,12 @@ def die():
 
 def states(last):
     """On each rank: the full state after each step of a run that nothing interrupts."""
-    job = zoo.build(LAYOUT, RECIPE)
-    found = {0: job.full_state()}
-    for step in range(1, last + 1):
-        job.train(step)
-        found[step] = job.full_state()
-    return found
+    return trains_alone(LAYOUT, last)[1]
 
 
 def opened(job, store, **options):
     """A Checkpointer of a job."""
-    state = {"model": job.model, "optimizer": job.optimizer}
-    return Checkpointer(
-        store, state, **chosen(**{"strategy": "full", "when_full": "wait", **options})
-    )
+    return attached(job, store, **{"strategy": "full", **options})
 
 
 def trains(store, folder, last, how=None, victims=(), pause_s=0.0):
@@ -134,15 +124,6 @@ def noted(folder, what, ranks=2):
         path = folder / f"{what}-{rank}"
         found.append(int(path.read_text()) if path.exists() else 0)
     return found
-
-
-def keeper_of(store):
-    """The process id of the store's keeper; None where none runs."""
-    try:
-        with wire.connect(home.endpoint(store).with_suffix(".sock")) as connection:
-            return wire.check_peer(connection)
-    except OSError:
-        return None
 
 
 @contextlib.contextmanager

@@ -102,10 +102,15 @@ class Gang:
         self.close()
 
     def run(
-        self, function: Callable, *args: object, size: int | None = None, timeout: float = TIMEOUT_S
+        self,
+        function: Callable,
+        *args: object,
+        size: int | None = None,
+        timeout: float = TIMEOUT_S,
+        **keywords: object,
     ) -> list:
-        """Call `function(*args)` on the first `size` ranks; what they return, by rank."""
-        self.start(function, *args, size=size, timeout=timeout)
+        """Call `function` so on the first `size` ranks; what they return, by rank."""
+        self.start(function, *args, size=size, timeout=timeout, **keywords)
         assert self._running
         name = self._running[0]
         outcomes = self.finish(timeout, GRACE_S)
@@ -114,14 +119,24 @@ class Gang:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
-        self, function: Callable, *args: object, size: int | None = None, timeout: float = TIMEOUT_S
+        self,
+        function: Callable,
+        *args: object,
+        size: int | None = None,
+        timeout: float = TIMEOUT_S,
+        **keywords: object,
     ) -> list[Outcome]:
         """Like `run`, but what became of each rank; waits for all that are alive."""
-        self.start(function, *args, size=size, timeout=timeout)
+        self.start(function, *args, size=size, timeout=timeout, **keywords)
         return self.finish(timeout)
 
     def start(
-        self, function: Callable, *args: object, size: int | None = None, timeout: float = TIMEOUT_S
+        self,
+        function: Callable,
+        *args: object,
+        size: int | None = None,
+        timeout: float = TIMEOUT_S,
+        **keywords: object,
     ) -> None:
         """Begin a call; `finish` ends it."""
         size = size or self.size
@@ -131,7 +146,7 @@ class Gang:
         assert self._store
         self._calls += 1
         call = Call(
-            function=pickle.dumps((function, args)),
+            function=pickle.dumps((function, args, keywords)),
             size=size,
             name=f"call-{self._calls}",
             timeout_s=timeout + 30,  # it is the gang that finds who hangs, not gloo

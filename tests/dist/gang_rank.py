@@ -68,9 +68,9 @@ def _end_with(process: int) -> None:
 def _answer(rank: int, store: dist.Store, call: Call, unseen: "_Unseen") -> tuple[str, object]:
     try:
         with _world(rank, store, call):
-            function, args = pickle.loads(call.function)  # noqa: S301
-            content = pickle.dumps(function(*args))
-            del function, args
+            function, args, keywords = pickle.loads(call.function)  # noqa: S301
+            content = pickle.dumps(function(*args, **keywords))
+            del function, args, keywords
             gc.collect()
     except BaseException:  # noqa: BLE001  a rank answers, whatever happens
         return "raised", "\n".join([traceback.format_exc(), *unseen.texts])

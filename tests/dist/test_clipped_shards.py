@@ -2,16 +2,17 @@
 
 import contextlib
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 import zoo
+from jobs import RECIPE, check_restored, raw, trains, trains_alone
 from torch.distributed.tensor import DTensor
 from zoo_model import loss_of
 
-from choices import chosen
 from comparing import check_equal
-from everstep import Checkpointer, Store, clip_grad_norm_
+from everstep import Store, clip_grad_norm_
 from everstep.format.tables import is_gradient
 from everstep.redo import clipping
 from everstep.sharding.layout import local_of
@@ -21,7 +22,6 @@ from examples import slow
 
 STEPS = 6
 MAX_NORM = 0.05
-RECIPE = zoo.Recipe()
 torch_clip = torch.nn.utils.clip_grad_norm_
 SHARDED = ["fsdp2", *slow("tp", "hsdp", "fsdp_tp")]
 SIZES = {**zoo.SIZES, "fsdp2": 2}
@@ -117,27 +117,13 @@ def test_results_are_torchs(gang, layout):
             assert noted > 50 or options.get("norm_type") == float("inf")
 
 
-def trains(layout, store, last):
-    """From what is restored up to a step, clipped by everstep: where it began, the state there, and
-    at the end. Without a store by torch."""
-    job = zoo.build(layout, RECIPE)
-    state = {"model": job.model, "optimizer": job.optimizer}
-    settings = {"strategy": "log", "base_every": 20}
-    checkpointer = store and Checkpointer(store, state, **chosen(**settings))
-    first = checkpointer.restore() if checkpointer else 0
-    begun = job.full_state()
-    with pre_clip():
-        for step in range(first + 1, last + 1):
-            job.optimizer.zero_grad()
-            backward(job, step, micro_batches=1 + step % 2)
-            for parameters in lists_of(job.model):
-                (clip_grad_norm_ if store else torch_clip)(parameters, MAX_NORM)
-            job.optimizer.step()
-            if checkpointer:
-                checkpointer.step(step)
-        if checkpointer:
-            checkpointer.close()
-    return first, begun, job.full_state()
+def clips(job, step, clip):
+    """Train a step, of one or two backwards, with clipped gradients."""
+    job.optimizer.zero_grad()
+    backward(job, step, micro_batches=1 + step % 2)
+    for parameters in lists_of(job.model):
+        clip(parameters, MAX_NORM)
+    job.optimizer.step()
 
 
 def gradients_of(store, step):
@@ -155,10 +141,12 @@ def gradients_of(store, step):
 
 @pytest.mark.parametrize("layout", SHARDED)
 def test_raw_gradients_are_replayed(gang, store, layout):
-    size = SIZES[layout]
-    plain = gang.run(trains, layout, None, STEPS, size=size)[0]
-    _, _, ended = gang.run(trains, layout, store, STEPS, size=size)[0]
-    check_equal(ended, plain[2])
+    size, last = SIZES[layout], STEPS + 2
+    by_torch, by_us = (partial(clips, clip=clip) for clip in (torch_clip, clip_grad_norm_))
+    _, states = gang.run(trains_alone, layout, last, train=by_torch, size=size)[0]
+    options = {"state_of": raw, "train": by_us, "strategy": "log", "base_every": 20}
+    run, *_ = gang.run(trains, layout, store, STEPS, size=size, **options)
+    check_equal(run.states[STEPS], states[STEPS])
     lists = {"fsdp2": 1, "hsdp": 1, "tp": 2, "fsdp_tp": 2}[layout]
     for step in range(2, STEPS + 1):
         counts, coefficients = gradients_of(store, step)
@@ -170,8 +158,6 @@ def test_raw_gradients_are_replayed(gang, store, layout):
     assert Store(store).verify().ok
     others = {"fsdp2": ["dense"], "tp": ["fsdp2"]}.get(layout, ["dense", "tp", "fsdp2"])
     for other in (layout, *others):
-        first, found, _ = gang.run(trains, other, store, 0, size=SIZES[other])[0]
-        assert first == STEPS
-        check_equal(found, ended)
-    straight = gang.run(trains, layout, None, STEPS + 2, size=size)[0]
-    check_equal(gang.run(trains, layout, store, STEPS + 2, size=size)[0][2], straight[2])
+        check_restored(gang, other, store, {STEPS: states[STEPS]}, size=SIZES[other])
+    run, *_ = gang.run(trains, layout, store, last, size=size, **options)
+    check_equal(run.states[last], states[last])

@@ -8,9 +8,9 @@ import time
 
 import deaths
 import pytest
-from deaths import AT, LAST, come_back, keeper_of, noted, stopped, trains, until
+from deaths import AT, LAST, come_back, noted, stopped, trains, until
 
-from stores import end_keeper
+from stores import end_keeper, keeper_pid
 
 SEEDS = range(int(os.environ.get("EVERSTEP_DEATHS", "12")))
 
@@ -46,7 +46,7 @@ def test_ranks_that_die_at_picked_moments(
 def test_ranks_that_die_when_all_is_sealed(gang, store, tmp_path, reference, victims):
     gang.start(trains, store, tmp_path, LAST, "sealed")
     until(lambda: noted(tmp_path, "ready") == [AT, AT], "they are not there")
-    with stopped(keeper_of(store)):
+    with stopped(keeper_pid(store)):
         (tmp_path / "stopped").touch()
         until(lambda: noted(tmp_path, "captured") == [AT, AT], "it is not sealed")
         gang.kill(*victims)
@@ -103,7 +103,7 @@ def test_deaths_at_random_moments(gang, store, tmp_path, seed):
             _pause(rng)
             end_keeper(store)
         _pause(rng)
-        if wanted == "stopped" and (keeper := keeper_of(store)):
+        if wanted == "stopped" and (keeper := keeper_pid(store)):
             os.kill(keeper, signal.SIGSTOP)
             _pause(rng)
         if "keeper" in wanted:

@@ -10,18 +10,12 @@ import pytest
 import torch.distributed as dist
 import zoo
 from deaths import LAYOUT, RECIPE, die, opened
-from gang import Gang
+from jobs import trains
 
 from comparing import check_equal
 from everstep import Store, Unavailable
 from examples import slow
 from stores import end_keeper
-
-
-@pytest.fixture(scope="module")
-def gang():
-    with Gang(4) as made:
-        yield made
 
 
 @pytest.fixture
@@ -71,18 +65,6 @@ def fails_and_dies(small, lonely=()):
     die()
 
 
-def goes_on(small, to=None):
-    """The step that is restored and the state there; then on to step `to`, if that is said."""
-    job = zoo.build(LAYOUT, RECIPE)
-    with opened(job, small / "store") as saver:
-        first = saver.restore()
-        found = job.full_state()
-        for step in range(first + 1, (to or 0) + 1):
-            job.train(step)
-            saver.step(step).wait("local")
-    return first, found
-
-
 @pytest.fixture(scope="module")
 def reference(gang):
     return gang.run(deaths.states, 3, size=2)[0]
@@ -90,23 +72,24 @@ def reference(gang):
 
 @pytest.mark.parametrize("ranks", [2, *slow(4), 1])
 def test_memory_holds_what_no_disk_took(gang, small, reference, ranks):
+    store = small / "store"
     assert all(outcome.killed for outcome in gang.outcomes(fails_and_dies, small, size=2))
-    assert Store(small / "store").steps() == [1]
+    assert Store(store).steps() == [1]
     for _ in range(2):  # who only looks takes nothing away
-        (step, found), *others = gang.run(goes_on, small, size=ranks)
-        assert [step] + [other for other, _ in others] == [3] * ranks
-        check_equal(found, reference[3])
+        run, *others = gang.run(trains, LAYOUT, store, size=ranks)
+        assert [run.first] + [other.first for other in others] == [3] * ranks
+        check_equal(run.begun, reference[3])
     (small / "filler").unlink()
-    (step, found), *_ = gang.run(goes_on, small, 4, size=ranks)
-    assert step == 3
-    check_equal(found, reference[3])
-    assert Store(small / "store").steps() == [1, 4]
-    assert Store(small / "store").verify().ok
+    run, *_ = gang.run(trains, LAYOUT, store, 4, size=ranks, strategy="full")
+    assert run.first == 3
+    check_equal(run.begun, reference[3])
+    assert Store(store).steps() == [1, 4]
+    assert Store(store).verify().ok
 
 
 @pytest.mark.slow
 def test_a_step_that_is_not_there_of_all_ranks_is_nothing(gang, small, reference):
     gang.outcomes(fails_and_dies, small, [1], size=2)
-    (step, found), (other, _) = gang.run(goes_on, small, size=2)
-    assert step == other == 2
-    check_equal(found, reference[2])
+    run, other = gang.run(trains, LAYOUT, small / "store", size=2)
+    assert run.first == other.first == 2
+    check_equal(run.begun, reference[2])

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from deaths import LAYOUT, RECIPE, _note, keeper_of, noted, opened, stopped, until
+from deaths import LAYOUT, RECIPE, _note, noted, opened, stopped, until
+from jobs import trains
 
 import everstep.checkpointer
 from comparing import check_equal
 from everstep import Conflict, Store, Unavailable, Unsupported
 from examples import slow
-from stores import end_keeper
+from stores import end_keeper, keeper_pid
 
 RANKS = 2  # of the gang
 
@@ -93,17 +94,11 @@ def never_comes(store, folder):
         (folder / "closed").touch()
 
 
-def goes_on(store):
-    job = zoo.build(LAYOUT, RECIPE)
-    with opened(job, store) as saver:
-        return saver.restore(), job.full_state()
-
-
 def test_a_rank_that_never_comes(gang, store, tmp_path, reference):
     gang.run(never_comes, store, tmp_path)
-    (step, found), (other, _) = gang.run(goes_on, store)
-    assert step == other == 1
-    check_equal(found, reference[1])
+    run, other = gang.run(trains, LAYOUT, store)
+    assert run.first == other.first == 1
+    check_equal(run.begun, reference[1])
 
 
 def has_no_memory(store):
@@ -155,7 +150,7 @@ def skips(store, folder):
 def test_a_step_that_one_rank_skips_is_none_of_any(gang, store, tmp_path):
     gang.start(skips, store, tmp_path)
     until(lambda: noted(tmp_path, "ready") == [1, 1], "they are not there")
-    with stopped(keeper_of(store)):
+    with stopped(keeper_pid(store)):
         (tmp_path / "stopped").touch()
         until(lambda: noted(tmp_path, "captured") == [4, 4], "it is not captured")
     (tmp_path / "go").touch()

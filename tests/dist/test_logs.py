@@ -4,124 +4,163 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import zoo
+from jobs import attached, check_restored, clipped, compressed, parts_of, trains, trains_alone
+from test_clipped_shards import backward
 
-from choices import chosen
-from comparing import check_equal
-from everstep import Checkpointer, Store, Unsupported
+from comparing import check_equal, kinds
+from everstep import Store, Unsupported
 from examples import slow
-from stores import end_keeper
+from independent_reader import read_log
 
-STEPS = 7
-RECIPE = zoo.Recipe()
+STEPS, AFTER = 7, 2
+LOG = {"strategy": "log", "base_every": 5}
 LAYOUTS = [
     *slow("ddp", "fsdp2", "tp", "hsdp"),
     "fsdp_tp",  # the others' logs are in test_windows.py and test_clipped_shards.py, too
 ]
 
 
-def attached(job, store, **more):
-    state = {"model": job.model, "optimizer": job.optimizer}
-    return Checkpointer(store, state, **chosen(strategy="log", **more))
-
-
-def trains(layout, store, last):
-    """From what is restored up to a step: where it began, the losses and the full state."""
-    job = zoo.build(layout, RECIPE)
-    with attached(job, store, base_every=5) as checkpointer:
-        first = checkpointer.restore()
-        state, losses, drawn = job.full_state(), [], [torch.get_rng_state()]
-        for step in range(first + 1, last + 1):
-            torch.rand(dist.get_rank() + 1)
-            losses.append(job.train(step))
-            checkpointer.step(step)
-        checkpointer.wait()
-        drawn.append(torch.get_rng_state())
-        return first, state, losses, job.full_state(), drawn
-
-
 @pytest.mark.parametrize("saved", LAYOUTS)
-def test_records_of_ranks_are_replayed(gang, store, tmp_path, saved):
+def test_records_of_ranks_are_replayed(gang, store, saved):
     size = zoo.SIZES[saved]
-    straight = tmp_path / "straight"
-    try:
-        (_, _, losses, final, _), *_ = gang.run(trains, saved, straight, STEPS + 2, size=size)
-    finally:
-        end_keeper(straight)
-    killed = gang.run(trains, saved, store, STEPS, size=size)
-    _, _, before, state, _ = killed[0]
-    assert before == losses[:STEPS]
-    manifests = [Store(store).manifest(step) for step in range(1, STEPS + 1)]
-    assert [bool(manifest.records) for manifest in manifests] == [False] + [True] * 4 + [
-        False,
-        True,
-    ]
+    losses, states = gang.run(trains_alone, saved, STEPS + AFTER, size=size)[0]
+    killed = gang.run(trains, saved, store, STEPS, size=size, **LOG)
+    assert killed[0].losses == losses[:STEPS]
+    assert kinds(store) == "brrrrbr"
     assert Store(store).verify().ok
-    others = [layout for layout in ("dense", "fsdp2", "tp") if layout != saved]
-    for layout in others:
-        (first, found, *_), *_ = gang.run(trains, layout, store, 0, size=zoo.SIZES[layout])
-        assert first == STEPS
-        check_equal(found, state)
-    resumed = gang.run(trains, saved, store, STEPS + 2, size=size)
-    first, found, after, ended, _ = resumed[0]
+    for layout in {"dense", "fsdp2", "tp"} - {saved}:
+        check_restored(gang, layout, store, {STEPS: killed[0].states[STEPS]})
+    resumed = gang.run(trains, saved, store, STEPS + AFTER, size=size, **LOG)
     for once, again in zip(killed, resumed, strict=True):  # each rank's generator goes on
-        assert torch.equal(once[4][1], again[4][0])
-    assert first == STEPS
-    check_equal(found, state)
-    assert after == losses[STEPS:]
-    check_equal(ended, final)
+        assert torch.equal(once.drawn[1], again.drawn[0])
+    assert resumed[0].first == STEPS
+    check_equal(resumed[0].begun, killed[0].states[STEPS])
+    assert resumed[0].losses == losses[STEPS:]
+    check_equal(resumed[0].states[STEPS + AFTER], states[STEPS + AFTER])
 
 
 def restores_exactly(layout, store, optimizer):
     """What a restore says that is to be exact on these ranks."""
     job = zoo.build(layout, zoo.Recipe(optimizer=optimizer))
-    with attached(job, store) as checkpointer:
+    with attached(job, store, strategy="log") as checkpointer:
         try:
             return checkpointer.restore(exact="require")
         except Unsupported as error:
             return str(error)
 
 
-def trains_with(layout, store, optimizer):
-    job = zoo.build(layout, zoo.Recipe(optimizer=optimizer))
-    with attached(job, store, base_every=5) as checkpointer:
-        for step in range(1, 4):
-            job.train(step)
-            checkpointer.step(step)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_other_ranks_are_exact_for_what_goes_by_single_elements(gang, store, fused):
     optimizer = partial(torch.optim.AdamW, lr=0.01, fused=fused)
-    gang.run(trains_with, "fsdp2", store, optimizer, size=2)
+    recipe = zoo.Recipe(optimizer=optimizer)
+    gang.run(trains, "fsdp2", store, 3, size=2, recipe=recipe, **LOG)
     assert gang.run(restores_exactly, "fsdp2", store, optimizer, size=2) == [3, 3]
     for said in gang.run(restores_exactly, "ddp", store, optimizer, size=2):
         assert "other ranks" in said if fused else said == 3
 
 
-def goes_by_itself(store, last):
-    """Under auto; what became of each save."""
-    job = zoo.build("fsdp2", RECIPE)
-    state = {"model": job.model, "optimizer": job.optimizer}
-    with Checkpointer(store, state) as checkpointer:
-        first = checkpointer.restore()
-        found, handles = job.full_state(), []
-        for step in range(first + 1, last + 1):
-            job.train(step)
-            handles.append(checkpointer.step(step))
-        checkpointer.wait()
-        errors = [str(handle.error) for handle in handles if handle.error]
-        return first, errors, found, job.full_state()
-
-
 def test_all_ranks_go_over_to_a_log_at_the_same_step(gang, store):
-    outcomes = gang.run(goes_by_itself, store, 24, size=2)
-    assert [errors for _, errors, _, _ in outcomes] == [[], []]
-    manifests = [Store(store).manifest(step) for step in Store(store).steps()]
-    assert len(manifests) == 24
-    assert not manifests[0].records
-    assert manifests[-1].records
-    (first, _, found, _), *_ = gang.run(goes_by_itself, store, 0, size=2)
-    assert first == 24
-    check_equal(found, outcomes[0][3])
+    outcomes = gang.run(trains, "fsdp2", store, 24, size=2)
+    assert [run.errors for run in outcomes] == [{}, {}]
+    found = kinds(store)
+    assert (len(found), found[0], found[-1]) == (24, "b", "r")
+    check_restored(gang, "fsdp2", store, {24: outcomes[0].states[24]}, size=2)
+
+
+# ---- gradients that are compressed, clipped, or written to -------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "options"), [("bf16", {}), ("topk", {"density": 0.1})])
+def test_what_was_sent_is_replayed(gang, store, other_store, kind, options):
+    state_of, last = partial(compressed, kind=kind, **options), 6
+    run = partial(gang.run, trains, "ddp", size=2, state_of=state_of, strategy="log")
+    straight, *_ = run(other_store, last + AFTER)
+    run(store, last)
+    records = [record for step in (5, last) for record in Store(store).manifest(step).records]
+    assert all(call["compressed"] for record in records for call in record.calls)
+    found = run(store, last + AFTER)
+    assert [each.first for each in found] == [last, last]
+    assert found[0].losses == straight.losses[last:]
+    check_equal(found[0].states[last + AFTER], straight.states[last + AFTER])
+
+
+WINDOWS = [
+    {"strategy": "log", "base_every": 6, "window": 3, "check": True},
+    {"strategy": "spread", "every": 4, "window": 3, "check": True},
+]
+UNGROUPED = zoo.Recipe(grouped=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", WINDOWS)
+@pytest.mark.parametrize(
+    ("layout", "state_of"),
+    [
+        *((layout, clipped) for layout in ("ddp", "fsdp2", "hsdp")),
+        *(("ddp", partial(compressed, kind=kind)) for kind in ("bf16", "topk")),
+        ("fsdp2", parts_of),
+    ],
+)
+def test_windows_of_compared_replicas(gang, store, layout, state_of, options):
+    """Records of raw gradients, of compressed ones and of plain ones; restored on all layouts."""
+    size = zoo.SIZES[layout]
+    more = {"recipe": UNGROUPED, "size": size, "state_of": state_of, **options}
+    run, *_ = gang.run(trains, layout, store, 14, **more)
+    assert (run.first, run.errors) == (0, {})
+    assert Store(store).verify().ok
+    if options["strategy"] == "log":
+        read_log(store)
+    states = {step: run.states[step] for step in Store(store).steps()[-3:]}
+    for other in ("dense", "fsdp2", "fsdp1", "fsdp1_flat", "zero1"):
+        check_restored(gang, other, store, states, recipe=UNGROUPED)
+
+
+def let_go(job, step):
+    """As torch does it."""
+    job.optimizer.zero_grad()
+
+
+def zero(job, step):
+    """The same memory in each step."""
+    for parameter in job.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def now_and_then(job, step):
+    """Several steps' gradients in one memory, and then in another."""
+    (let_go if step % 3 else zero)(job, step)
+
+
+def write_late(job, step):
+    """What the record may still be copied from is written to, then let go of."""
+    if step == 6:
+        for parameter in job.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+    job.optimizer.zero_grad()
+
+
+def clears(job, step, clear):
+    """Train a step whose gradients begin so."""
+    clear(job, step)
+    backward(job, step, micro_batches=1 + step % 2)
+    job.optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "clear"),
+    [
+        *((layout, let_go) for layout in ("fsdp2", "hsdp", "fsdp_tp", "tp")),
+        *(("fsdp2", clear) for clear in (zero, now_and_then, write_late)),
+    ],
+)
+def test_records_hold_what_was_consumed(gang, store, layout, clear):
+    """Whoever writes to it afterwards; FSDP2's are parts of one buffer."""
+    size, train = zoo.SIZES[layout], partial(clears, clear=clear)
+    outcomes = gang.run(trains, layout, store, 8, size=size, train=train, strategy="log")
+    assert not any(run.errors for run in outcomes)
+    for other in (layout, "dense"):
+        check_restored(gang, other, store, {8: outcomes[0].states[8]})

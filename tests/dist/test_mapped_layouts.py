@@ -5,6 +5,7 @@ functions of global names, so that all layouts train to the same bits as one pro
 """
 
 import zlib
+from functools import partial
 from math import prod
 
 import pytest
@@ -16,14 +17,6 @@ import everstep
 from comparing import check_equal
 from everstep import Checkpointer, Mismatch, Shard, Store
 from everstep.format.boxes import Box
-from stores import end_keeper
-
-
-@pytest.fixture
-def stores(tmp_path):
-    yield [tmp_path / "first", tmp_path / "second"]
-    for name in ("first", "second"):
-        end_keeper(tmp_path / name)
 
 
 def numbers(name, shape, step):
@@ -81,16 +74,18 @@ def train(model, optimizer, layout, step, but=()):
     optimizer.step()
 
 
-def trains(make, store, steps, but=()):
-    """Train `steps`, from what there is; save each."""
-    model, optimizer, layout = build(make)
+def saver_of(model, optimizer, layout, store, strategy="full"):
     state = {"model": model, "optimizer": optimizer}
-    with Checkpointer(
-        store, state, strategy="full", ranks=everstep.Ranks(layout=layout)
-    ) as checkpointer:
+    return Checkpointer(store, state, strategy=strategy, ranks=everstep.Ranks(layout=layout))
+
+
+def trains(make, store, steps, but=(), strategy="full"):
+    """Train `steps`, from what there is; save each."""
+    job = _, optimizer, _ = build(make)
+    with saver_of(*job, store, strategy) as checkpointer:
         assert checkpointer.restore() == steps[0] - 1
         for step in steps:
-            train(model, optimizer, layout, step, but if step == 1 else ())
+            train(*job, step, but if step == 1 else ())
             checkpointer.step(step)
             checkpointer.wait()
     return [group["lr"] for group in optimizer.param_groups]
@@ -104,35 +99,30 @@ def contents(store, step):
 def check(gang, makes, stores, but=()):
     """Each layout's second step is that of one process, whoever made the first. `makes`: what is
     made, on how many ranks; the first one is on one, without a layout."""
-    reference, store = stores
+    reference = stores("reference")
     gang.run(trains, makes[0][0], reference, [1], but, size=1)
     gang.run(trains, makes[0][0], reference, [2], size=1)
     expected = [contents(reference, 1), contents(reference, 2)]
     for number, (make, size) in enumerate(makes):
-        first = store / f"first{number}"
+        first = stores(f"first{number}")
         gang.run(trains, make, first, [1], but, size=size)
         check_equal(contents(first, 1), expected[0])
-        end_keeper(first)
         for other, (make_other, size_other) in enumerate(makes):
             if number != 0 and other != (number + 1) % len(makes):
                 continue
-            second = store / f"second{number}{other}"
+            second = stores(f"second{number}{other}")
             gang.run(copied, make_other, first, second, size=size_other)
             check_equal(contents(second, 2), expected[1])
             assert Store(second).verify().ok
-            end_keeper(second)
 
 
-def copied(make, source, store):
-    """The second step, after the first of another run."""
-    model, optimizer, layout = build(make)
-    state = {"model": model, "optimizer": optimizer}
-    with Checkpointer(
-        store, state, strategy="full", ranks=everstep.Ranks(layout=layout)
-    ) as checkpointer:
-        assert checkpointer.restore(from_store=source) == 1
-        train(model, optimizer, layout, 2)
-        checkpointer.step(2)
+def copied(make, source, store, step=2):
+    """A step after those of another run."""
+    job = build(make)
+    with saver_of(*job, store) as checkpointer:
+        assert checkpointer.restore(from_store=source, exact="require") == step - 1
+        train(*job, step)
+        checkpointer.step(step)
 
 
 # ---- fused query, key and value, with fewer heads of keys than of queries ----------------------
@@ -225,25 +215,13 @@ def expert_rate(name):
     return 0.01 * int(name.split(".")[-2]) + 0.02 if "experts" in name else 0.1
 
 
-def experts_on_one():
-    return experts(1)
-
-
-def experts_on_two():
-    return experts(2)
-
-
-def experts_on_four():
-    return experts(4)
-
-
 @pytest.mark.parametrize(
     "but",
     [pytest.param((), marks=pytest.mark.slow), ("model.layer.experts.3.weight",)],
 )
 def test_experts(gang, stores, but):
     """With `but`, one that nobody asked in the first step: it has no optimizer state then."""
-    makes = [(experts_on_one, 1), (experts_on_two, 2), (experts_on_two, 4), (experts_on_four, 4)]
+    makes = [(partial(experts, of), size) for of, size in ((1, 1), (2, 2), (2, 4), (4, 4))]
     check(gang, makes, stores, but)
 
 
@@ -276,21 +254,9 @@ def stage_rate(name):
     return 0.05 if "layers" not in name else 0.1 if int(name.split(".")[2]) < 2 else 0.2
 
 
-def one_stage():
-    return stages(1)
-
-
-def two_stages():
-    return stages(2)
-
-
-def four_stages():
-    return stages(4)
-
-
 @pytest.mark.slow
 def test_stages_with_replicas(gang, stores):
-    makes = [(one_stage, 1), (two_stages, 2), (two_stages, 4), (four_stages, 4)]
+    makes = [(partial(stages, of), size) for of, size in ((1, 1), (2, 2), (2, 4), (4, 4))]
     check(gang, makes, stores)
 
 
@@ -300,55 +266,41 @@ def restores_tied(source):
     model = Parts(tensors)
     model.head = model.embedding
     optimizer = torch.optim.AdamW([{"params": [p], "lr": 1.0} for p in model.parameters()], lr=1.0)
-    state = {"model": model, "optimizer": optimizer}
-    with Checkpointer(source, state, strategy="full") as checkpointer:
+    with saver_of(model, optimizer, None, source) as checkpointer:
         checkpointer.restore()
     names = [name for name, _ in model.named_parameters()]
     rates = dict(zip(names, [group["lr"] for group in optimizer.param_groups], strict=True))
     return model.head.detach().clone(), rates
 
 
-def restores_in_one_group(source):
-    tensors, _, _ = stages(1)
-    model = Parts(tensors)
+def mismatch(source, size, but):
+    """What is wrong with all parameters in one group, and no layer `but`."""
+    tensors, layout, _ = stages(size)
+    model = Parts({name: tensor for name, tensor in tensors.items() if name != but})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    state = {"model": model, "optimizer": optimizer}
-    with Checkpointer(source, state) as checkpointer, pytest.raises(Mismatch) as raised:
-        checkpointer.restore()
-    return str(raised.value)
-
-
-def test_tied_weights_of_a_pipeline_and_rates_by_name(gang, stores):
-    first, _ = stores
-    gang.run(trains, two_stages, first, [1], size=2)
-    (found, rates), *_ = gang.run(restores_tied, first, size=1)
-    assert torch.equal(found, contents(first, 1)["model.embedding"])
-    assert rates == {name: stage_rate(f"model.{name}") for name in rates}
-    (problem,) = gang.run(restores_in_one_group, first, size=1)
-    assert "parameters in group 0 of 'optimizer' have different hyperparameters" in problem
-
-
-def lacks_a_layer(source):
-    """All ranks hear of it, though none but one could have had it."""
-    make = stages(2)
-    tensors = {name: t for name, t in make[0].items() if "layers.1" not in name}
-    model = Parts(tensors)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    state = {"model": model, "optimizer": optimizer}
     with (
-        Checkpointer(
-            source, state, strategy="full", ranks=everstep.Ranks(layout=make[1])
-        ) as checkpointer,
+        saver_of(model, optimizer, layout, source) as checkpointer,
         pytest.raises(Mismatch) as raised,
     ):
         checkpointer.restore()
     return str(raised.value)
 
 
+def test_tied_weights_of_a_pipeline_and_rates_by_name(gang, stores):
+    first = stores("first")
+    gang.run(trains, partial(stages, 2), first, [1], size=2)
+    (found, rates), *_ = gang.run(restores_tied, first, size=1)
+    assert torch.equal(found, contents(first, 1)["model.embedding"])
+    assert rates == {name: stage_rate(f"model.{name}") for name in rates}
+    (problem,) = gang.run(mismatch, first, 1, None, size=1)
+    assert "parameters in group 0 of 'optimizer' have different hyperparameters" in problem
+
+
 def test_what_no_rank_takes_is_an_error_on_all(gang, stores):
-    first, _ = stores
-    gang.run(trains, two_stages, first, [1], size=2)
-    for problem in gang.run(lacks_a_layer, first, size=2):
+    """They hear of it, though none but one could have had it."""
+    first = stores("first")
+    gang.run(trains, partial(stages, 2), first, [1], size=2)
+    for problem in gang.run(mismatch, first, 2, "layers.1.weight", size=2):
         for name in ("model.layers.1.weight", "model.layers.3.weight"):
             assert f"extra: the state has no tensor '{name}'" in problem
             assert f"the state's optimizer does not have '{name}'" in problem

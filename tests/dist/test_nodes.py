@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from jobs import RECIPE, attached, trains
 
-from choices import chosen
 from comparing import check_equal, check_stored
 from everstep import Checkpointer, Store
 from everstep.errors import EverstepError
@@ -21,41 +21,8 @@ from everstep.tiers.disk import Disk
 from examples import slow
 from stores import keeper_pid
 
-RECIPE = zoo.Recipe()
 NODES = "aabb"
 """The node of each rank."""
-
-
-@contextlib.contextmanager
-def checkpointer(job, store, nodes, **more):
-    """Of this rank, on its node; `nodes`: a letter for each rank."""
-    os.environ["EVERSTEP_NODE"] = nodes[dist.get_rank()]
-    state = {"model": job.model, "optimizer": job.optimizer}
-    with Checkpointer(store, state, **chosen(**{"strategy": "full", **more})) as made:
-        yield made
-
-
-def trains(layout, store, nodes, first, last, more):
-    """The full state after each step, and its loss."""
-    job = zoo.build(layout, RECIPE)
-    losses, states = [], []
-    with checkpointer(job, store, nodes, **more) as made:
-        assert made.restore() == first - 1
-        for step in range(first, last + 1):
-            losses.append(job.train(step))
-            made.step(step).wait("local")
-            states.append(job.full_state())
-    return losses, states
-
-
-def restores(layout, store, nodes, last, step=None):
-    """The step, the state, and the loss of the steps up to `last`."""
-    job = zoo.build(layout, RECIPE)
-    with checkpointer(job, store, nodes) as made:
-        step = made.restore(step)
-        state = job.full_state()
-        losses = [job.train(number) for number in range(step + 1, last + 1)]
-    return step, state, losses
 
 
 def part_documents(store):
@@ -74,52 +41,54 @@ def part_documents(store):
     ["fsdp_tp", *slow("fsdp2", "hsdp")],
 )
 def test_two_nodes_commit_one_checkpoint_that_any_number_restores(gang, store, layout, more):
-    (losses, states), *_ = gang.run(trains, layout, store, NODES, 1, 2, more)
+    options = {"nodes": NODES, "strategy": "full", **more}
+    saved, *_ = gang.run(trains, layout, store, 2, waits=True, after=1, **options)
     assert keeper_pid(store, "a") not in (None, keeper_pid(store, "b"))
-    check_stored(store, states[-1])
+    check_stored(store, saved.states[2])
     assert part_documents(store) == []
     manifest = Store(store).manifest()
     assert [part.rank for part in manifest.parts] == [0, 1]
     assert len(manifest.ranks) == 4
-    step, state, after = gang.run(restores, layout, store, NODES, 3)[0]
-    assert step == 2
-    check_equal(state, states[-1])
-    for other, size, nodes in (("fsdp2", 2, "aa"), ("fsdp2", 2, "ab"), ("hsdp", 4, "abab")):
-        step, state, losses = gang.run(restores, other, store, nodes, 3, size=size)[0]
-        assert step == 2
-        check_equal(state, states[-1])
-        assert losses == pytest.approx(after, abs=2e-6)
+    layouts = (layout, NODES), ("fsdp2", "aa"), ("fsdp2", "ab"), ("hsdp", "abab")
+    for other, nodes in layouts:
+        run, *_ = gang.run(trains, other, store, size=len(nodes), nodes=nodes, after=1)
+        assert run.first == 2
+        check_equal(run.begun, saved.states[2])
+        assert run.losses == pytest.approx(saved.losses[2:], abs=2e-6)
 
 
-def wait_until(holds, seconds=30.0):
+def wait_until(holds, seconds=120.0):
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it did not come to that"
         time.sleep(0.01)
 
 
-def trains_on(layout, store, nodes, steps, files):
-    """Step after step: each is durable, or why not; waits for `files` named go-STEP before each."""
-    job = zoo.build(layout, RECIPE)
-    ended = {}
-    with checkpointer(job, store, nodes) as made:
+def trains_on(store, nodes, steps, files, **options):
+    """Step after step, each but the first when there is a file go-STEP: the step that it began
+    with, why steps are not durable, and the state after each."""
+    job = zoo.build("fsdp2", RECIPE)
+    errors, states = {}, {}
+    with attached(job, store, nodes=nodes, **{"strategy": "full", **options}) as made:
         first = made.restore() + 1
         for step in range(first, first + steps):
             if step > 1:
                 wait_until((files / f"go-{step}").exists)
             job.train(step)
+            states[step] = job.full_state()
             try:
                 handle = made.step(step)
                 handle.wait("captured")
                 (files / f"captured-{step}-{dist.get_rank()}").touch()
-                handle.wait("local")
-                ended[step] = None
+                if not (files / f"on-{step}").exists():
+                    handle.wait("local")
+                errors[step] = None
             except EverstepError as error:
-                ended[step] = f"{type(error).__name__}: {error}"
+                errors[step] = f"{type(error).__name__}: {error}"
             (files / f"done-{step}-{dist.get_rank()}").touch()
         with contextlib.suppress(EverstepError):
             made.wait()
-        return first, ended, job.full_state()
+    return first, errors, states
 
 
 def done(files, step, ranks=range(4), what="done"):
@@ -139,7 +108,7 @@ def check_steps(store, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("node", ["a", *slow("b")])
 def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node):
-    gang.start(trains_on, "fsdp2", store, NODES, 2, files)
+    gang.start(trains_on, store, NODES, 2, files)
     wait_until(done(files, 1))
     stopped = keeper_pid(store, node)
     os.kill(stopped, signal.SIGSTOP)
@@ -151,7 +120,7 @@ def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node)
     os.kill(stopped, signal.SIGCONT)
     outcomes = gang.finish()
     assert [outcome.value[1] for outcome in outcomes] == [{1: None, 2: None}] * 4
-    check_stored(store, outcomes[0].value[2])
+    check_stored(store, outcomes[0].value[2][2])
     assert part_documents(store) == []
 
 
@@ -165,7 +134,7 @@ def impatient(monkeypatch):
 def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
     gang, store, files, impatient, node
 ):
-    gang.start(trains_on, "fsdp2", store, NODES, 3, files)
+    gang.start(trains_on, store, NODES, 3, files)
     wait_until(done(files, 1))
     stopped = keeper_pid(store, node)
     os.kill(stopped, signal.SIGSTOP)
@@ -186,7 +155,7 @@ def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
     texts = {outcome.value[1][2] for outcome in outcomes}
     assert any("did not" in text and "within 3 s" in text for text in texts), texts
     check_steps(store, [1, 3])
-    check_stored(store, outcomes[0].value[2])
+    check_stored(store, outcomes[0].value[2][3])
     assert part_documents(store) == []
 
 
@@ -201,7 +170,7 @@ def test_a_node_that_dies_between_part_and_commit(
 ):
     """Its step does not exist where its part was not there, else it is whole; the next save
     works."""
-    gang.start(trains_on, "fsdp2", store, NODES, 9, files)
+    gang.start(trains_on, store, NODES, 9, files)
     wait_until(done(files, 1))
     go(files, 2)
     wait_until(done(files, 2))
@@ -218,11 +187,13 @@ def test_a_node_that_dies_between_part_and_commit(
     gang.kill()  # as torchrun does, when some of them have died
     os.kill(keepers[other], signal.SIGCONT)
     gang.finish()
-    (first, ended, state), *_ = gang_runs_on(gang, store, files, survivors)
+    go(files, *range(2, 9))
+    size = len(survivors)
+    first, ended, states = gang.run(trains_on, store, survivors, 2, files, size=size)[0]
     assert first == (3 if node == "a" and with_keeper else 4)
     assert ended == {first: None, first + 1: None}
     check_steps(store, list(range(1, first + 2)))
-    check_stored(store, state)
+    check_stored(store, states[first + 1])
     manifests = [Store(store).manifest(step) for step in range(1, first + 2)]
     assert [manifest.epoch for manifest in manifests[-2:]] == [2, 2]
     assert all(manifest.epoch == 1 for manifest in manifests[:-2])
@@ -235,33 +206,23 @@ def test_a_node_that_dies_between_part_and_commit(
     assert packs - live <= named
 
 
-def gang_runs_on(gang, store, files, nodes):
-    go(files, *range(2, 9))
-    size = len(nodes)
-    layout = "fsdp2"
-    return gang.run(trains_on, layout, store, nodes, 2, files, size=size)
-
-
-def sees_less(layout, store, nodes, blind):
+def sees_less(layout, store, blind, **options):
     """Which step is restored where one rank does not see the newest checkpoint (yet)."""
-    if dist.get_rank() == blind:
-        seen = catalog.committed
-        catalog.committed = lambda disk: [name for name in seen(disk) if name.step < 3]
-    try:
-        return restores(layout, store, nodes, 3)
-    finally:
+    seen = catalog.committed
+    with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == blind:
-            catalog.committed = seen
+            patch.setattr(catalog, "committed", lambda disk: [n for n in seen(disk) if n.step < 3])
+        return trains(layout, store, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blind", [0, *slow(3)])
 def test_all_ranks_restore_what_all_of_them_see(gang, store, blind):
-    (losses, states), *_ = gang.run(trains, "fsdp2", store, NODES, 1, 3, {})
-    results = gang.run(sees_less, "fsdp2", store, NODES, blind)
-    assert {step for step, *_ in results} == {2}
-    check_equal(results[0][1], states[1])
-    assert results[0][2] == losses[2:]
+    saved, *_ = gang.run(trains, "fsdp2", store, 3, nodes=NODES, strategy="full", waits=True)
+    runs = gang.run(sees_less, "fsdp2", store, blind, nodes=NODES, after=1)
+    assert {run.first for run in runs} == {2}
+    check_equal(runs[0].begun, saved.states[2])
+    assert runs[0].losses == saved.losses[2:]
 
 
 def leaves_out(store, nodes, culprit):
@@ -349,7 +310,7 @@ def changes_a_replica(store, nodes, culprit):
     """What became of three steps, at the second of which one rank has other bytes."""
     job = zoo.build("hsdp", RECIPE)
     ended = []
-    with checkpointer(job, store, nodes, check=True) as made:
+    with attached(job, store, nodes=nodes, strategy="full", check=True) as made:
         for step in range(1, 4):
             job.train(step)
             local = job.optimizer.param_groups[0]["params"][2].detach().to_local()
@@ -377,13 +338,13 @@ def test_replicas_on_different_nodes_are_compared(gang, store, culprit):
 
 @pytest.mark.slow
 def test_a_node_may_have_one_rank(gang, store):
-    (_, states), *_ = gang.run(trains, "fsdp2", store, "ab", 1, 2, {}, size=2)
-    check_stored(store, states[-1])
+    saved, *_ = gang.run(trains, "fsdp2", store, 2, size=2, nodes="ab", strategy="full")
+    check_stored(store, saved.states[2])
     manifest = Store(store).manifest()
     assert [part.rank for part in manifest.parts] == [0, 1]
-    step, state, _ = gang.run(restores, "ddp", store, "ba", 2, size=2)[0]
-    assert step == 2
-    check_equal(state, states[-1])
+    run, *_ = gang.run(trains, "ddp", store, size=2, nodes="ba")
+    assert run.first == 2
+    check_equal(run.begun, saved.states[2])
 
 
 def how_it_reads(layout, store, nodes):
@@ -397,7 +358,7 @@ def how_it_reads(layout, store, nodes):
 
     apply._is_shared = note
     try:
-        restores(layout, store, nodes, 1)
+        trains(layout, store, nodes=nodes)
     finally:
         apply._is_shared = decide
     return said
@@ -405,7 +366,7 @@ def how_it_reads(layout, store, nodes):
 
 @pytest.mark.slow
 def test_what_ranks_of_a_node_read_alike_is_read_once(gang, store):
-    gang.run(trains, "hsdp", store, NODES, 1, 1, {})
+    gang.run(trains, "hsdp", store, 1, nodes=NODES, strategy="full")
     for layout, nodes, expected in (
         ("hsdp", "aabb", [[False]] * 4),  # replicas are on the other node
         ("hsdp", "abab", [[True]] * 4),
@@ -414,20 +375,6 @@ def test_what_ranks_of_a_node_read_alike_is_read_once(gang, store):
     ):
         found = gang.run(how_it_reads, layout, store, nodes, size=len(nodes))
         assert found == expected, (layout, nodes)
-
-
-def trains_through(store, nodes, steps, more):
-    """Steps that are not waited for; the first one of them, and the newest save's error."""
-    job = zoo.build("fsdp2", RECIPE)
-    with checkpointer(job, store, nodes, **more) as made:
-        first = made.restore() + 1
-        for step in range(first, first + steps):
-            job.train(step)
-            newest = made.step(step)
-            newest.wait("captured")
-        with contextlib.suppress(EverstepError):
-            made.wait()
-    return first, newest.error and str(newest.error)
 
 
 def kills_keepers(store, chance):

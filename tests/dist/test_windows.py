@@ -1,81 +1,44 @@
 """States of several ranks that are copied over several steps: restored to the bits of the run."""
 
-import time
+import contextlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from deaths import _note, noted, until
+from jobs import RECIPE, attached, check_restored, parts_of, trains, trains_alone
 
-from choices import chosen
 from comparing import check_equal
-from everstep import Checkpointer, Store
+from everstep import Store
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 from examples import slow
 from stores import end_keeper
 
-RECIPE = zoo.Recipe()
 LOG = {"strategy": "log", "base_every": 6, "window": 3}
 SPREAD = {"strategy": "spread", "every": 4, "window": 3}
 LAYOUTS = ["ddp", *slow("fsdp2", "hsdp", "tp", "fsdp_tp")]
 
 
-def attached(job, store, **options):
-    state = {"model": job.model, "optimizer": job.optimizer}
-    return Checkpointer(store, state, **chosen(**{"when_full": "wait", **options}))
-
-
-def trains(layout, store, last, options):
-    """From what is restored up to a step: where it began, the losses, the full state of each step,
-    and what failed."""
-    job = zoo.build(layout, RECIPE)
-    with attached(job, store, **options) as checkpointer:
-        first = checkpointer.restore()
-        losses, states, handles = [], {first: job.full_state()}, []
-        for step in range(first + 1, last + 1):
-            losses.append(job.train(step))
-            handles.append(checkpointer.step(step))
-            states[step] = job.full_state()
-        checkpointer.wait()
-        errors = [str(handle.error) for handle in handles if handle and handle.error]
-        return first, losses, states, errors
-
-
-def restores(layout, store, options, steps):
-    """Where each restore came to, and the full state there."""
-    job = zoo.build(layout, RECIPE)
-    with attached(job, store, **options) as checkpointer:
-        return [(checkpointer.restore(step), job.full_state()) for step in steps]
-
-
-def check(gang, layout, store, tmp_path, last, options):
+def check(gang, layout, store, last, options):
     """A run that is stopped after `last` steps comes to the bits of one that is not, and each of
     its checkpoints to those of its step, on these ranks and on others."""
-    size, straight = zoo.SIZES[layout], tmp_path / "straight"
-    full = {"strategy": "full"}
-    try:
-        (_, losses, states, _), *_ = gang.run(trains, layout, straight, last + 3, full, size=size)
-    finally:
-        end_keeper(straight)
-    first, before, found, errors = gang.run(trains, layout, store, last, options, size=size)[0]
-    assert (first, before, errors) == (0, losses[:last], [])
-    check_equal(found[last], states[last])
+    size = zoo.SIZES[layout]
+    losses, states = gang.run(trains_alone, layout, last + 3, size=size)[0]
+    run, *_ = gang.run(trains, layout, store, last, size=size, **options)
+    assert (run.first, run.losses, run.errors) == (0, losses[:last], {})
     assert Store(store).verify().ok
-    saved = Store(store).steps()[-1]
+    steps = Store(store).steps()
+    saved = steps[-1]
     for other in ("dense", "fsdp2", "tp"):
-        ((step, there), *_), *_ = gang.run(
-            restores, other, store, options, [None], size=zoo.SIZES[other]
-        )
-        assert step == saved
-        check_equal(there, states[step])
-    steps = Store(store).steps()[2:8]
-    for step, there in gang.run(restores, layout, store, options, steps, size=size)[0]:
-        check_equal(there, states[step])
-    first, after, found, errors = gang.run(trains, layout, store, last + 3, options, size=size)[0]
-    assert (first, after, errors) == (saved, losses[saved:], [])
-    check_equal(found[saved], states[saved])
-    check_equal(found[last + 3], states[last + 3])
+        check_restored(gang, other, store, {saved: states[saved]}, **options)
+    check_restored(gang, layout, store, {step: states[step] for step in steps[2:8]}, **options)
+    run, *_ = gang.run(trains, layout, store, last + 3, size=size, **options)
+    assert (run.first, run.losses, run.errors) == (saved, losses[saved:], {})
+    for step in (saved, last + 3):
+        check_equal(run.states[step], states[step])
 
 
 def bases(store):
@@ -86,8 +49,8 @@ def bases(store):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bases_of_a_log_are_spread(gang, store, tmp_path, layout):
-    check(gang, layout, store, tmp_path, 15, LOG)
+def test_bases_of_a_log_are_spread(gang, store, layout):
+    check(gang, layout, store, 15, LOG)
     assert bases(store) == {7: [5, 6, 7], 13: [11, 12, 13]}
     manifests = [Store(store).manifest(step) for step in range(1, 16)]
     assert [step for step, each in enumerate(manifests, 1) if not each.records] == [1]
@@ -95,10 +58,9 @@ def test_bases_of_a_log_are_spread(gang, store, tmp_path, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp", "tp", "fsdp_tp"])
-def test_states_are_spread(gang, store, tmp_path, layout):
-    check(gang, layout, store, tmp_path, 14, SPREAD)
-    parts = [[part.steps for part in Store(store).manifest(s).parts] for s in (4, 8, 12)]
-    assert parts == [[4], [6, 7, 8], [10, 11, 12]]
+def test_states_are_spread(gang, store, layout):
+    check(gang, layout, store, 14, SPREAD)
+    assert parts_by_step(store) == {4: [4], 8: [6, 7, 8], 12: [10, 11, 12]}
 
 
 def orthogonal(model_parameters):
@@ -109,28 +71,12 @@ def orthogonal(model_parameters):
 MATRICES = zoo.Recipe(optimizer=orthogonal, grouped=False)
 
 
-def trains_matrices(store, steps):
-    """Restored after each: which tensors are others than they were then."""
-    job, again = zoo.build("tp", MATRICES), zoo.build("tp", MATRICES)
-    with attached(job, store, strategy="log", base_every=9) as checkpointer:
-        states = {}
-        for step in range(1, steps + 1):
-            job.train(step)
-            checkpointer.step(step)
-            states[step] = job.full_state()
-    found = {}
-    with attached(again, store) as checkpointer:
-        for step, then in states.items():
-            assert checkpointer.restore(step, exact="require") == step
-            now = again.full_state()
-            found[step] = [name for name in then if not torch.equal(then[name], now[name])]
-    return found
-
-
 def test_gradients_that_are_placed_otherwise(gang, store):
     """torch replicates those of an embedding that is cut: Muon goes by where they are."""
-    for found in gang.run(trains_matrices, store, 3, size=zoo.SIZES["tp"]):
-        assert found == {1: [], 2: [], 3: []}
+    options = {"recipe": MATRICES, "strategy": "log"}
+    run, *_ = gang.run(trains, "tp", store, 3, size=2, **options)
+    states = {step: run.states[step] for step in (1, 2, 3)}
+    check_restored(gang, "tp", store, states, restore={"exact": "require"}, **options)
 
 
 def averaged(job, layout, way):
@@ -150,18 +96,17 @@ def averaged(job, layout, way):
     return ema, named, rule
 
 
-def derives(layout, store, way, steps, options, wanted=None):
+def derives(layout, store, way, steps, **options):
     """From what is restored on; where that was, the averages there and at the end, what failed."""
     job = zoo.build(layout, RECIPE)
     ema, named, rule = averaged(job, layout, way)
-    state = {"model": job.model, "optimizer": job.optimizer, "ema": ema}
-    options = {"when_full": "wait", "derive": {"ema": rule}, **options}
+    options |= {"state_of": lambda job: {**parts_of(job), "ema": ema}, "derive": {"ema": rule}}
 
     def averages():
         return {name: whole(tensor) for name, tensor in named.items()}
 
-    with Checkpointer(store, state, **chosen(**options)) as checkpointer:
-        first = checkpointer.restore(wanted)
+    with attached(job, store, **options) as checkpointer:
+        first = checkpointer.restore()
         found, handles = averages(), []
         for step in range(first + 1, steps + 1):
             job.train(step)
@@ -192,25 +137,20 @@ def whole(tensor):
         ("hsdp", "model"),
     ],
 )
-def test_averages_are_derived_on_each_rank(gang, store, tmp_path, layout, way, verify):
+def test_averages_are_derived_on_each_rank(gang, store, other_store, layout, way, verify):
     size, log = zoo.SIZES[layout], {**LOG, "verify": verify}
-    straight = tmp_path / "straight"
-    try:
-        _, _, expected, _ = gang.run(
-            derives, layout, straight, way, 12, {"strategy": "full"}, size=size
-        )[0]
-    finally:
-        end_keeper(straight)
-    (first, _, at, errors), *_ = gang.run(derives, layout, store, way, 9, log, size=size)
+    full = {"strategy": "full", "size": size}
+    _, _, expected, _ = gang.run(derives, layout, other_store, way, 12, **full)[0]
+    (first, _, at, errors), *_ = gang.run(derives, layout, store, way, 9, size=size, **log)
     assert (first, errors) == (0, [])
     assert bases(store) == {7: [5, 6, 7]}
     owned = {name for step in (3, 9) for name in held(store, step)}
     assert not any(name.startswith("ema.") for name in owned)
     other = "fsdp2" if layout == "ddp" else "ddp"
-    (first, found, _, _), *_ = gang.run(derives, other, store, way, 0, log, size=zoo.SIZES[other])
+    (first, found, _, _), *_ = gang.run(derives, other, store, way, 0, size=zoo.SIZES[other], **log)
     assert first == 9
     check_equal(found, at)
-    (first, found, last, errors), *_ = gang.run(derives, layout, store, way, 12, log, size=size)
+    (first, found, last, errors), *_ = gang.run(derives, layout, store, way, 12, size=size, **log)
     assert (first, errors) == (9, [])
     check_equal(found, at)
     check_equal(last, expected)
@@ -223,99 +163,77 @@ def held(store, step):
     return {name for part in manifest.all_parts for name in catalog.read_table(disk, part).tensors}
 
 
-def surprised(store, last, options, at):
-    """As `trains`, but before a step somebody on rank 1 writes to a weight what is there."""
-    job = zoo.build("ddp", RECIPE)
-    with attached(job, store, **options) as checkpointer:
-        first = checkpointer.restore()
-        handles = []
-        for step in range(first + 1, last + 1):
-            if step == at and dist.get_rank() == 1:
-                with torch.no_grad():
-                    next(job.model.parameters()).mul_(1.0)
-            job.train(step)
-            handles.append(checkpointer.step(step))
-            checkpointer.wait()
-        return [handle.step for handle in handles if handle and not handle.error], job.full_state()
+def is_surprised(job, step):
+    """Before a step somebody on rank 1 writes to a weight what is there."""
+    if step == 7 and dist.get_rank() == 1:
+        with torch.no_grad():
+            next(job.model.parameters()).mul_(1.0)
+    return job.train(step)
+
+
+def parts_by_step(store):
+    """Of which steps the parts of each checkpoint are."""
+    return {
+        s: [part.steps for part in Store(store).manifest(s).parts] for s in Store(store).steps()
+    }
 
 
 def test_a_window_that_ends_on_one_rank_ends_on_all(gang, store):
-    found = gang.run(surprised, store, 12, SPREAD, 7, size=2)
-    assert [steps for steps, _ in found] == [[4, 8, 12], [4, 8, 12]]
-    parts = [[part.steps for part in Store(store).manifest(s).parts] for s in (4, 8, 12)]
-    assert parts == [[4], [8], [10, 11, 12]]
-    ((step, there), *_), *_ = gang.run(restores, "tp", store, SPREAD, [None], size=2)
-    assert step == 12
-    check_equal(there, found[0][1])
+    options = {"train": is_surprised, "waits": True, **SPREAD}
+    runs = gang.run(trains, "ddp", store, 12, size=2, **options)
+    assert [[step for step in (4, 8, 12) if step in run.errors] for run in runs] == [[], []]
+    assert parts_by_step(store) == {4: [4], 8: [8], 12: [10, 11, 12]}
+    check_restored(gang, "tp", store, {12: runs[0].states[12]}, **SPREAD)
 
 
-def goes_on(layout, store, folder, last, options, at):
-    """As `trains`; at a step all ranks wait until they may go on."""
-    job = zoo.build(layout, RECIPE)
-    with attached(job, store, **options) as checkpointer:
-        first = checkpointer.restore()
-        handles = []
-        for step in range(first + 1, last + 1):
-            job.train(step)
-            handles.append(checkpointer.step(step))
-            if step == at:
-                checkpointer.wait()
-                (folder / f"there-{dist.get_rank()}").touch()
-                while not (folder / "go").exists():
-                    time.sleep(0.01)
-        checkpointer.wait()
-        errors = [handle.step for handle in handles if handle and handle.error]
-        return first, errors, job.full_state()
+def stops(job, step, folder):
+    """Before step 7 all ranks wait until they may go on."""
+    if step == 7:
+        _note(folder, "there", step)
+        until((folder / "go").exists, "nobody says go")
+    return job.train(step)
 
 
-def wait_for(folder, ranks):
-    end = time.monotonic() + 60
-    while not all((folder / f"there-{rank}").exists() for rank in range(ranks)):
-        assert time.monotonic() < end, "not all ranks have come"
-        time.sleep(0.02)
+@contextlib.contextmanager
+def stopped_within_a_window(gang, layout, store, folder, last, options):
+    """That of step 8 (7) is begun at step 6 (5)."""
+    size = zoo.SIZES[layout]
+    train = partial(stops, folder=folder)
+    gang.start(trains, layout, store, last, size=size, train=train, waits=True, **options)
+    until(lambda: all(noted(folder, "there", size)), "not all ranks have come")
+    yield
+    (folder / "go").touch()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "left"), [(SPREAD, 4), (LOG, 6)])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_a_rank_that_dies_within_a_window(gang, store, tmp_path, layout, options, left):
-    """The window of step 8 (7) is begun at step 6 (5)."""
-    size = zoo.SIZES[layout]
-    gang.start(goes_on, layout, store, tmp_path, 14, options, 6, size=size)
-    wait_for(tmp_path, size)
-    gang.kill(1)
-    (tmp_path / "go").touch()
+    with stopped_within_a_window(gang, layout, store, tmp_path, 14, options):
+        gang.kill(1)
     gang.finish(timeout=20)
     assert Store(store).steps()[-1] == left
-    first, errors, found = gang.run(goes_on, layout, store, tmp_path, 14, options, 0, size=size)[0]
-    assert (first, errors) == (left, [])
+    run, *_ = gang.run(trains, layout, store, 14, size=zoo.SIZES[layout], **options)
+    assert (run.first, run.errors) == (left, {})
     assert Store(store).verify().ok
-    expected = gang.run(trains, layout, tmp_path / "again", 14, {"strategy": "full"}, size=size)[0]
-    end_keeper(tmp_path / "again")
-    check_equal(found, expected[2][14])
+    _, expected = gang.run(trains_alone, layout, 14, size=zoo.SIZES[layout])[0]
+    check_equal(run.states[14], expected[14])
     saved = Store(store).steps()[-1]
-    (step, there), *_ = gang.run(restores, layout, store, options, [None], size=size)[0]
-    assert step == saved
-    check_equal(there, expected[2][saved])
+    check_restored(gang, layout, store, {saved: expected[saved]}, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [SPREAD, LOG])
 def test_a_keeper_that_dies_within_a_window(gang, store, tmp_path, options):
-    gang.start(goes_on, "ddp", store, tmp_path, 16, options, 6, size=2)
-    wait_for(tmp_path, 2)
-    end_keeper(store)
-    (tmp_path / "go").touch()
+    with stopped_within_a_window(gang, "ddp", store, tmp_path, 16, options):
+        end_keeper(store)
     outcomes = gang.finish()
     assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, outcomes
-    found = outcomes[0].value[2]
     if options is SPREAD:
         assert Store(store).steps() == [4, 8, 12, 16]
     assert Store(store).steps()[-1] == 16
     assert Store(store).verify().ok
-    ((step, there), *_), *_ = gang.run(restores, "tp", store, options, [None], size=2)
-    assert step == 16
-    check_equal(there, found)
+    check_restored(gang, "tp", store, {16: outcomes[0].value.states[16]}, **options)
 
 
 def goes_by_the_first(store, last):
@@ -336,27 +254,14 @@ def goes_by_the_first(store, last):
 @pytest.mark.slow
 def test_all_ranks_go_by_what_the_first_has_measured(gang, store):
     expected = gang.run(goes_by_the_first, store, 30, size=2)[0]
-    parts = {s: [p.steps for p in Store(store).manifest(s).parts] for s in Store(store).steps()}
+    parts = parts_by_step(store)
     assert parts[6] == [6]
     assert parts[12] == [12]
     for step in (18, 24, 30):
         assert len(parts[step]) > 1, parts
-    ((step, there), *_), *_ = gang.run(restores, "fsdp2", store, {"every": 6}, [None], size=4)
-    assert step == 30
-    check_equal(there, expected)
+    check_restored(gang, "fsdp2", store, {30: expected}, every=6)
 
 
 @pytest.mark.slow
-def test_ranks_that_have_nothing_of_a_share(gang, store, tmp_path):
-    check(gang, "ddp", store, tmp_path, 48, {"strategy": "spread", "every": 24, "window": 24})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [SPREAD, LOG])
-def test_replicas_are_compared_in_windows(gang, store, options):
-    options = {**options, "check": True}
-    *_, errors = gang.run(trains, "ddp", store, 12, options, size=2)[0]
-    assert errors == []
-    manifests = [Store(store).manifest(step) for step in Store(store).steps()]
-    assert bases(store) or any(len(manifest.parts) > 1 for manifest in manifests)
-    assert Store(store).verify().ok
+def test_ranks_that_have_nothing_of_a_share(gang, store):
+    check(gang, "ddp", store, 48, {"strategy": "spread", "every": 24, "window": 24})
