@@ -250,3 +250,21 @@ def test_closing_in_any_order_gives_the_signal_back(store, other_store):
         assert in_child(lambda: os.kill(os.getpid(), signal.SIGTERM)) == -signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_has_begun_before_restore_is_told(store, workers, caplog):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = torchdata.StatefulDataLoader(Numbers(24), batch_size=2, num_workers=workers)
+    with checkpointer(store, {"loader": loader}) as saver:
+        for _ in loader:
+            saver.save(1).wait("local")
+            break
+        saver.restore()
+        loader.state_dict()  # makes an iterator, which nobody has
+        saver.restore()
+        assert "a loop over it has begun" not in caplog.text
+        batches = iter(loader)
+        next(batches)
+        saver.restore()
+    assert "a loop over it has begun" in caplog.text

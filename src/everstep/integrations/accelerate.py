@@ -87,7 +87,7 @@ class _Prepared(LoaderPosition):
 
     def state_dict(self) -> dict[str, Any]:
         """Accelerate counts an epoch only when the loop asks for more than its last batch."""
-        seeds = [each.initial_seed for each in self.samplers() if hasattr(each, "initial_seed")]
+        seeds = [each.initial_seed for each in self.samplers if hasattr(each, "initial_seed")]
         is_over = self.is_at_end and self._prepared.iteration == self._epoch
         epoch = self._prepared.iteration + is_over
         return super().state_dict() | {"iteration": epoch, "seeds": seeds}
@@ -96,7 +96,7 @@ class _Prepared(LoaderPosition):
         """Go on from that."""
         super().load_state_dict(state)
         self._prepared.iteration = state["iteration"]
-        seedable = (each for each in self.samplers() if hasattr(each, "initial_seed"))
+        seedable = (each for each in self.samplers if hasattr(each, "initial_seed"))
         for sampler, seed in zip(seedable, state["seeds"], strict=True):
             sampler.initial_seed = seed
 

@@ -29,7 +29,8 @@ class LoaderPosition:
 
     def __init__(self, loader: Any, ahead: int = 0) -> None:
         self._loader, self._ahead = loader, ahead
-        self._kind = type(loader)
+        self._kind = getattr(type(loader), "_watched", type(loader))
+        self.samplers = list(_samplers_of(loader))
         self._loads_itself = ahead > 0 and loader.num_workers == 0
         self._fetched: int | None = None
         """Batches of this epoch that came from the loader. None: nothing of it is iterated."""
@@ -43,7 +44,7 @@ class LoaderPosition:
         self._resumed: dict[str, Any] | None = None
         if hasattr(loader, "load_state_dict"):
             loader.load_state_dict({})  # an iterator may be there, nobody knows from when
-        watched = {"__iter__": lambda _: self.iterate()}
+        watched = {"__iter__": lambda _: self.iterate(), "_watched": self._kind}
         loader.__class__ = type(self._kind.__name__, (self._kind,), watched)
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,18 +150,10 @@ class LoaderPosition:
             else self._loader.state_dict()
         )
 
-    def samplers(self) -> Iterator[Any]:
-        """The loader's sampler, and those in it."""
-        sampler = self._loader.batch_sampler
-        sampler = self._loader.sampler if sampler is None else sampler
-        while sampler is not None:
-            yield sampler
-            sampler = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
-
     def _own(self) -> list[torch.Generator]:
         """Generators that the loader was given. One with an `initial_seed` begins anew with that in
         each epoch."""
-        others = [each for each in self.samplers() if not hasattr(each, "initial_seed")]
+        others = [each for each in self.samplers if not hasattr(each, "initial_seed")]
         owners = [self._loader, *others, self._loader.dataset]
         found = [getattr(each, "generator", None) for each in owners]
         own = {id(each): each for each in found if isinstance(each, torch.Generator)}
@@ -182,6 +175,14 @@ class LoaderPosition:
         torch.set_rng_state(generators["torch"])
         for generator, state in zip(self._own(), generators["own"], strict=True):
             generator.set_state(state)
+
+
+def _samplers_of(loader: Any) -> Iterator[Any]:
+    """The loader's sampler, and those in it."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
 
 
 def _states(generators: list[torch.Generator]) -> list[torch.Tensor]:

@@ -383,6 +383,12 @@ class LoaderState(StatefulState):
     def prepare(self, placement: Placement) -> None:
         """As for anything with a state_dict."""
         super().prepare(placement)
+        if (iterator := self._loader._iterator) is not None and sys.getrefcount(iterator) > 3:
+            log.warning(  # the loader, this function and the count refer to it, and a loop does
+                "restoring %r: a loop over it has begun, and goes on where it is, with other data. "
+                "Call restore() before iter(), or iter() again after it",
+                self.name,
+            )
         placement.then(self._watch)
 
     def _watch(self) -> None:

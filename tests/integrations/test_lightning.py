@@ -1,0 +1,294 @@
+"""Lightning: automatic optimization with all that a trainer counts, and a GAN by hand."""
+
+import warnings
+from importlib.util import find_spec
+
+import pytest
+import torch
+from harness import check_resumes, random_seed
+from torch import nn
+from torch.nn import functional as F
+
+import everstep
+
+pytestmark = pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
+EPOCHS, BATCHES = 3, 8
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Rows with noise, drawn when they are loaded."""
+
+    def __init__(self, noise):
+        self._noise = noise
+
+    def __len__(self):
+        return 4 * BATCHES
+
+    def __getitem__(self, index):
+        noise = torch.rand(8) if self._noise else torch.zeros(8)
+        return torch.full((8,), index / 32) + noise
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """As many, without a length."""
+
+    def __iter__(self):
+        return iter(torch.rand(4 * BATCHES, 8))
+
+
+def _automatic(trace):  # noqa: C901  # it is a class
+    """A module that logs much; its library is imported in the process that trains."""
+    import lightning.pytorch as pl
+    from torchmetrics import MeanMetric
+
+    class Automatic(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+            self.size = MeanMetric()
+
+        def training_step(self, batch, index):
+            loss = (self.net(batch) - batch.mean(1, keepdim=True)).square().mean()
+            self.size(batch.abs().mean())
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.log("size", self.size, on_step=False, on_epoch=True)
+            self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+            if index % 3 == 0:
+                self.log("seldom", loss, on_step=False, on_epoch=True)
+            self.last = loss.detach()
+            return loss
+
+        def on_train_batch_end(self, *_):
+            if self.trainer.global_step > self.trainer.noted:
+                self.trainer.noted = self.trainer.global_step
+                trace.note("loss", self.trainer.global_step, self.last)
+
+        def validation_step(self, batch, index):
+            self.log("val_loss", self.net(batch).square().mean() + torch.rand(()))
+
+        def on_validation_epoch_end(self):
+            if not self.trainer.sanity_checking:
+                shown = self.trainer.callback_metrics.items()
+                batches = self.trainer.fit_loop.total_batch_idx
+                trace.note("evaluation", batches, [str(item) for item in shown])
+
+        def on_train_epoch_end(self):
+            shown = sorted(self.trainer.callback_metrics.items())
+            trace.note("epoch", self.trainer.current_epoch, [v.item().hex() for _, v in shown])
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+            by_epoch = {"scheduler": plateau, "monitor": "val_loss"}
+            return [optimizer], [{"scheduler": cosine, "interval": "step"}, by_epoch]
+
+    return Automatic()
+
+
+def _gan(trace):
+    import lightning.pytorch as pl
+
+    class Gan(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+            self.judge = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+
+        def training_step(self, batch, index):
+            first, second = self.optimizers()
+            made = self.generator(torch.randn(len(batch), 4))
+            fake = made.detach()
+            self._update(first, lambda: F.softplus(-self.judge(made)).mean())
+            self._update(
+                second,
+                lambda: (F.softplus(self.judge(fake)) + F.softplus(-self.judge(batch))).mean(),
+            )
+
+        def _update(self, optimizer, loss_of):
+            self.toggle_optimizer(optimizer)
+            loss = loss_of()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            trace.note("loss", self.global_step, loss)
+            self.log("loss", loss)
+
+        def on_train_epoch_end(self):
+            self.lr_schedulers().step()
+
+        def configure_optimizers(self):
+            first = torch.optim.Adam(self.generator.parameters(), lr=0.01)
+            second = torch.optim.Adam(self.judge.parameters(), lr=0.01)
+            return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1, 0.5)]
+
+    return Gan()
+
+
+def _train(store, trace, make, train, val, **options):
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    from everstep.integrations.lightning import EverstepCallback
+
+    warnings.simplefilter("ignore")
+    pl.seed_everything(1)
+    module = make(trace)
+    callbacks = [EverstepCallback(store)] if store else []
+    watching = []
+    if val is not None:
+        watching = [EarlyStopping("val_loss", patience=50), ModelCheckpoint(monitor="val_loss")]
+
+    class Resumed(pl.Callback):
+        def on_fit_start(self, trainer, module):
+            trainer.noted = trainer.global_step
+            trace.resumed(trainer.global_step)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        callbacks=[*watching, *callbacks, Resumed()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=val is not None,
+        default_root_dir=str(store or "/tmp") + "-lightning",
+        logger=False,
+        **options,
+    )
+    trainer.fit(module, train(), val)
+    draw, loop = torch.rand(3), trainer.fit_loop
+    found = {each.state_key: each.state_dict() for each in watching}
+    kept = {
+        key: str(value)
+        for state in found.values()
+        for key, value in state.items()
+        if "path" not in key and key not in ("dirpath", "best_k_models")
+    }
+    trace.end(
+        module=module,
+        optimizers=list(trainer.optimizers),
+        schedulers=[each.scheduler for each in trainer.lr_scheduler_configs],
+        loops={name: each for name, each in loop.state_dict().items() if "progress" in name},
+        steps=(trainer.global_step, trainer.current_epoch, loop.epoch_loop._batches_that_stepped),
+        callbacks=kept,
+        draw=draw,
+    )
+
+
+def automatic(store, trace):
+    def loader():
+        return torch.utils.data.DataLoader(Noisy(noise=True), batch_size=4, shuffle=True)
+
+    val = torch.utils.data.DataLoader(Noisy(noise=True), batch_size=16)
+    _train(store, trace, _automatic, loader, val, val_check_interval=4, accumulate_grad_batches=2)
+
+
+def stateful(store, trace):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def loader():
+        return StatefulDataLoader(Noisy(noise=False), batch_size=4, shuffle=True, num_workers=2)
+
+    val = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=16)
+    _train(store, trace, _automatic, loader, val, max_steps=24)
+
+
+def gan(store, trace):
+    def loader():
+        return torch.utils.data.DataLoader(
+            Noisy(noise=False), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
+        )
+
+    _train(store, trace, _gan, loader, None)
+
+
+def streamed(store, trace):
+    def loader():
+        return torch.utils.data.DataLoader(Stream(), batch_size=4)
+
+    _train(store, trace, _gan, loader, None)
+
+
+CASES = {
+    "automatic": (automatic, 12, 4),
+    "stateful": (stateful, 24, 8),
+    "gan": (gan, 48, 16),
+    "streamed": (streamed, 48, 16),
+}
+SHORT = [(name, 1) for name in ("automatic", "gan")]
+LONG = [pytest.param(name, 3, marks=pytest.mark.slow) for name in CASES]
+
+
+@pytest.mark.parametrize(("name", "kills"), [*SHORT, *LONG])
+def test_run(tmp_path, name, kills):
+    run, steps, epoch = CASES[name]
+    check_resumes(
+        run,
+        tmp_path,
+        steps=steps,
+        epoch=epoch,
+        kills=kills,
+        seed=random_seed(),
+        losses_per_save=1 if run in (automatic, stateful) else 2,  # of two networks
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fit_goes_on_with_more_epochs_and_the_same_loader(store):
+    class Notes:
+        def __init__(self):
+            self.losses = {}
+
+        def note(self, what, step, value):
+            if what == "loss":
+                self.losses[step] = value.item()
+
+    def fit(epochs, loader, *callbacks):
+        import lightning.pytorch as pl
+
+        notes = Notes()
+        module = _gan(notes)
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=epochs,
+            callbacks=list(callbacks),
+            enable_checkpointing=False,
+            **quiet,
+        )
+        trainer.fit(module, loader)
+        return notes.losses
+
+    from everstep.integrations.lightning import EverstepCallback
+
+    loader = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=4, shuffle=True)
+    torch.manual_seed(0)
+    expected = fit(2, loader)
+    callback = EverstepCallback(store, keep=everstep.Keep(last=2))
+    torch.manual_seed(0)
+    begun = fit(1, loader, callback)
+    torch.manual_seed(7)
+    assert begun | fit(2, loader, callback) == expected
+    assert fit(2, loader, callback) == {}
+    assert list(begun) == list(range(1, 17))
+    assert everstep.Store(store).latest() == 32
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_reads_ahead_is_refused(store):
+    import lightning.pytorch as pl
+
+    from everstep.integrations.lightning import EverstepCallback
+
+    class Ahead(pl.LightningModule):
+        def training_step(self, dataloader_iter):
+            next(dataloader_iter)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[EverstepCallback(store)], logger=False)
+    with pytest.raises(everstep.Unsupported, match="reads ahead"):
+        trainer.fit(Ahead(), torch.utils.data.DataLoader(Noisy(noise=False)))
