@@ -65,14 +65,12 @@ class Chains:
         if link is None or (link.behind is None and not link.is_made):
             return None
         for _ in range(WALK_MAX):
-            if link is None:
-                return None
-            if link.behind is None:
-                return here, records
+            if link is None or link.behind is None:
+                break
             records += link.records
             here = link.behind
             link = self._link(here)
-        return None
+        return (here, records) if link and link.behind is None else None
 
     def is_exact(self, name: CheckpointName) -> bool:
         """Whether it is restored bit for bit, as far as can be told: not from a state that is not
