@@ -1,9 +1,10 @@
 """Checkpointer: the story of a save and of a restore.
 
-save      collect the state → a slot → eager copies → (background) lazy copies → seal
-          → keeper: digest, write, commit → the handle rises: captured, held, local
-restore   let a surviving keeper finish → choose a checkpoint → match it with the state
-          → read and verify into the tensors → place objects, generators last
+save      collect the state → a strategy says what is captured → a slot → eager copies
+          → (background) lazy copies → seal → keeper: encode what is a record, digest, write to the
+          tier, commit → the handle rises: captured, held, local
+restore   let a surviving keeper finish → choose a checkpoint → match it with the state → read from
+          the nearest tier, verify, decode into the tensors → place objects, generators last
 """
 
 import atexit

@@ -56,7 +56,7 @@ def test_it_is_read_when_it_was_made_whole(store, capsys):
     assert str(caught.value).endswith("Whole states nearest to it: 4")
     assert main(["show", str(store), "8"]) == 0
     shown = capsys.readouterr().out
-    assert "replays     2 records, of steps 7 to 8: its parts were copied" in shown
+    assert "replays        2 records, of steps 7 to 8: its parts were copied" in shown
     assert main(["show", str(store), "8", "--json"]) == 0
     assert [each["step"] for each in json.loads(capsys.readouterr().out)["records"]] == [7, 8]
     other = make(2)

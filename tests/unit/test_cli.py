@@ -110,8 +110,8 @@ def test_show_prints_all_there_is(store: Path, capsys: CAPTURED) -> None:
     shown = capsys.readouterr().out
     for expected in (
         "step 80 · epoch 1 · best",
-        "capture     strategy full · every 1",
-        "memory      slots 2 · image 6.7 MiB · budget 1.1 GiB · formula 2 images",
+        "capture        strategy full · every 1",
+        "memory         slots 2 · image 6.7 MiB · budget 1.1 GiB · formula 2 images",
         "optimizer.0  lr 0.0003 · betas [0.9, 0.95] · weight_decay 0.1",
         "{epoch 2, position 4711}",
         "6 tensors, 6.7 MiB: ema 1 (0 B) · model 3 (2.0 MiB) · optimizer 2 (4.7 MiB)",
@@ -132,7 +132,7 @@ def test_settings_tell_their_units() -> None:
 def test_tagged_values_are_told_in_words() -> None:
     nan = {"$": "float", "v": "7ff8000000000000"}
     value = {"a": {"$": "tuple", "v": [1.0, nan]}, "b": list(range(9)), "c": {"$": "new"}}
-    assert text.brief(value) == "{a [1, nan], b 9 items, c new }"
+    assert text.brief(value) == "{a [1, nan], b 9 items, c new}"
 
 
 def test_show_json_holds_the_digest_of_every_chunk(store: Path, capsys: CAPTURED) -> None:

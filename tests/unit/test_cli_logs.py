@@ -64,7 +64,7 @@ def test_a_log_that_was_made_whole_needs_nothing_before_it(logged: Path, capsys:
     assert run("show", logged, "12") == 0
     text = capsys.readouterr().out
     assert "made whole since, 6.7 MiB beside it" in text
-    assert "  whole       6.7 MiB since " in text
+    assert "  whole          6.7 MiB since " in text
     assert "bit for bit" in text
     whole = run_json(capsys, "show", logged, "12")["whole"]
     assert (whole["exact"], whole["size"]) == (True, rows["00000010-0001"]["size"])
@@ -114,8 +114,8 @@ def test_show_of_a_log(logged: Path, capsys: CAPTURED) -> None:
     assert run("show", logged, "12") == 0
     text = capsys.readouterr().out
     for expected in (
-        "log of      step 10: 2 records to replay, 4.0 MiB, after a state of 6.7 MiB; 10.8 MiB in",
-        "calls       @0 optimizer  torch.optim.adamw.AdamW · 2 gradients, 2.0 MiB · 2 from bef",
+        "log of         step 10: 2 records to replay, 4.0 MiB, after a state of 6.7 MiB; 10.8",
+        "calls          @0 optimizer  torch.optim.adamw.AdamW · 2 gradients, 2.0 MiB · 2 from bef",
         "clip coefficients 1 (4 B) · gradients 2 (2.0 MiB) · rng 1 (4.9 KiB)",
         "@0.model.wte.weight",
         "@0!clip.0",

@@ -1,1 +1,1 @@
-"""From tensors to shared memory: plans, the pool of slots, copiers, and the strategy `full`."""
+"""From tensors to shared memory: strategies say what, plans where, copiers move it."""

@@ -31,7 +31,7 @@ _TITLES = ("TENSOR", "DTYPE", "SHAPE", "SIZE", "DIGEST", "PACK")
 _ELSEWHERE = ("optimizers", "selftest", "replayed", "attributes")
 """Of a topology: what other lines tell, or stores of before have, and says nothing any more."""
 _DIGEST_DIGITS = 12
-_LABEL_WIDTH = 12
+_LABEL_WIDTH = 15
 _WIDTH_MIN = 40
 
 

@@ -15,7 +15,7 @@ from typing import Any
 _CODES = {"dim": "2", "tag": "33", "title": "1;36", "live": "1;32", "bad": "1;31"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SPANS = ((86_400, "day"), (3_600, "h"), (60, "min"), (1, "s"))
-_ITEMS_MAX = 8
+_ITEMS_MAX, _TOLD_MAX = 8, 100
 
 
 def clean(text: object) -> str:
@@ -148,7 +148,8 @@ def _brief(value: Any) -> str:
         case {"$": "tuple", "v": items}:
             return _brief(items)
         case {"$": kind, **inner}:
-            return f"{kind} {_brief(inner.get('v', ''))}"
+            told = _brief(inner.get("v", ""))
+            return f"{kind} {told}".rstrip() if len(told) <= _TOLD_MAX else str(kind)
         case dict():
             return f"{{{', '.join(f'{key} {_brief(item)}' for key, item in value.items())}}}"
         case _:

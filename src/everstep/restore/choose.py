@@ -15,10 +15,11 @@ from everstep.keeper.arena import Arena
 from everstep.keeper.persist import UNCLAIMED
 from everstep.keeper.ranks.node_save import NodeSave, ended_saves
 from everstep.restore.chain import Chain
-from everstep.restore.load import MemorySource, Source
+from everstep.restore.load import MemorySource
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.read import check_size, open_pack
+from everstep.tiers.files import Source
 from everstep.tiers.tier import Tier
 
 

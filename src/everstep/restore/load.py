@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -27,6 +26,7 @@ from everstep.restore.deliver import Delivery, address, devices_of
 from everstep.restore.plan import Span, Target, plan
 from everstep.state.placement import Destination
 from everstep.store.read import check_chunk
+from everstep.tiers.files import Source
 
 log = logging.getLogger("everstep")
 
@@ -36,13 +36,6 @@ _BUFFER_BYTES = CHUNK_BYTES + PAGE_BYTES
 _HUGE_PAGE_BYTES = 2 << 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # of shared memory there are no huge pages
 Destinations = Sequence[tuple[TensorEntry, Sequence[Destination]]]
-
-
-class Source(Protocol):
-    """A pack that can be read: a file, or a slot of an arena."""
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset`; thread-safe. Raises Corrupt, Unavailable, Missing."""
 
 
 @dataclass(frozen=True, slots=True)

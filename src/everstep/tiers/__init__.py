@@ -1,1 +1,1 @@
-"""Media that hold bytes."""
+"""Where bytes lie: a directory, or a bucket; and what a restore can read from."""

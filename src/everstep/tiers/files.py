@@ -30,16 +30,22 @@ Await = Callable[[int], None]
 """Blocks until data up to that offset may be read."""
 
 
-class Reader(Protocol):
-    """An open file of a tier."""
-
-    size: int
+class Source(Protocol):
+    """A pack that a tier has: a file, a slot of an arena. A restore asks the nearest one first
+    (`Candidate.sources` in restore/choose.py)."""
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`; for any thread.
 
-        Raises Corrupt where the file is short or the medium cannot read it, else Unavailable.
+        Raises Corrupt where there are fewer bytes or the medium cannot read them, else Missing or
+        Unavailable: then the next source is asked.
         """
+
+
+class Reader(Source, Protocol):
+    """An open pack of a tier."""
+
+    size: int
 
     def close(self) -> None:
         """Release it."""
