@@ -9,7 +9,7 @@ from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import Spec
 from everstep.restore.deliver import as_items
-from everstep.state.placement import Destination
+from everstep.sharding.layout import LocalBox
 from written import Written
 
 
@@ -53,6 +53,6 @@ def test_boxes_of_every_dtype(dtype):
             raw = torch.zeros(torch.Size(outer).numel() * ITEM_SIZES[dtype], dtype=torch.uint8)
             memory = raw.cuda().view(getattr(torch, dtype)).view(outer)
             memory = memory if is_dense else memory[1::2, ::2, ::2]
-            source.load([Destination(box, memory)])
+            source.load([LocalBox(box, memory)])
             found = as_items(memory).cpu().contiguous().numpy().tobytes()
             assert found == source.bytes_of(box)

@@ -10,7 +10,7 @@ from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import FileLink, TensorEntry
 from everstep.restore import load as load_module
 from everstep.restore.load import Loader, MemorySource
-from everstep.state.placement import Destination
+from everstep.sharding.layout import LocalBox
 from stores import content, image_of
 
 
@@ -31,7 +31,7 @@ def test_memory_that_changes_after_the_check(monkeypatch):
 
     monkeypatch.setattr(load_module, "check_chunk", check_and_overwrite)
     tensor = torch.zeros(5000)
-    destinations = [(TensorEntry(spec, layout.pieces), [Destination.whole(tensor)])]
+    destinations = [(TensorEntry(spec, layout.pieces), [LocalBox.whole(tensor)])]
     with Loader() as loader:
         loader.load(part, [[source]], destinations)
         assert tensor.numpy().tobytes() == expected

@@ -17,7 +17,7 @@ from everstep.format.packed import HEADER_BYTES, raw_chunks
 from everstep.format.packs import PAGE_BYTES, Spec, chunks
 from everstep.restore.deliver import Delivery, as_items
 from everstep.restore.plan import plan
-from everstep.state.placement import Destination
+from everstep.sharding.layout import LocalBox
 from written import Written
 
 DTYPES = [name for name in ITEM_SIZES if hasattr(torch, name)]
@@ -59,7 +59,7 @@ def memory(draw, dtype, box):
     found = items[tuple(slice(None, None, step) for step in steps)]
     if kind == "dense" and draw(st.booleans()):
         found = found.contiguous()
-    return Destination(box, found)
+    return LocalBox(box, found)
 
 
 def bytes_of(tensor):
@@ -165,7 +165,7 @@ def test_no_more_is_read_than_is_needed(is_packed):
     stored = sum(len(image) for _, _, images in source.parts for image in images) / 4
 
     def read(box):
-        destination = Destination(box, torch.zeros(box.lengths))
+        destination = LocalBox(box, torch.zeros(box.lengths))
         reads = source.load([destination])
         check(source, [destination])
         return sum(size for part in reads for pack in part for _, size in pack)

@@ -14,6 +14,7 @@ import torch
 from everstep.format.manifest import FORMS
 from everstep.format.tables import raw_name
 from everstep.sharding.leaves import Leaf
+from everstep.state.recorded import RecordShares
 from everstep.state.view import State
 
 _KEPT = 8
@@ -62,24 +63,12 @@ class RankAgreement:
             for row in call.get(key, ())
             for name in row["names"]
         }
-        leaves = self._state.record_leaves(tensors, special, owner)
-        told = {leaf.name for leaf in leaves} | self._spoken_for(tensors, calls)
+        shares = self._state.record_shares()
+        leaves = shares.leaves(tensors, special, owner)
+        told = {leaf.name for leaf in leaves} | _spoken_for(tensors, calls, shares)
         said = [_only(call, f"@{number}.", told) for number, call in enumerate(calls)]
         unused = _coefficients(calls) - _coefficients(said)
         return tuple(leaf for leaf in leaves if leaf.name not in unused), said
-
-    def _spoken_for(
-        self, tensors: Mapping[str, torch.Tensor], calls: Sequence[Mapping[str, Any]]
-    ) -> set[str]:
-        """Gradients from before clipping of which several ranks write parts: the first of them says
-        so for all, with the coefficient, which they have in common."""
-        return {
-            f"@{number}.{name}"
-            for number, call in enumerate(calls)
-            for row in call.get("clips", ())
-            for name in row["names"]
-            if raw_name(f"@{number}", name) in tensors and self._state.speaks_for(name)
-        }
 
     def tell(self, what: str, number: int, figures: Sequence[Any]) -> None:
         """What the first rank has measured is what all go by, for the base or window of that
@@ -100,6 +89,20 @@ class RankAgreement:
 
 def _coefficients(calls: Sequence[Mapping[str, Any]]) -> set[str]:
     return {row["coefficient"] for call in calls for row in call.get("clips", ())}
+
+
+def _spoken_for(
+    tensors: Mapping[str, torch.Tensor], calls: Sequence[Mapping[str, Any]], shares: RecordShares
+) -> set[str]:
+    """Gradients from before clipping of which several ranks write parts: the first of them says
+    so for all, with the coefficient, which they have in common."""
+    return {
+        f"@{number}.{name}"
+        for number, call in enumerate(calls)
+        for row in call.get("clips", ())
+        for name in row["names"]
+        if raw_name(f"@{number}", name) in tensors and shares.speaks_for(name)
+    }
 
 
 def _only(call: Mapping[str, Any], at: str, written: Set[str]) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from everstep.redo.replay import redo
 from everstep.restore.chain import Chain, is_brought
 from everstep.restore.choose import Candidate
 from everstep.restore.derived import Derivation
-from everstep.restore.fill import Shards, Wanted, fill, fill_from_live, is_same_memory
+from everstep.restore.fill import Wanted, fill, fill_from_live, is_same_memory
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
-from everstep.sharding.layout import shards_of
+from everstep.sharding.layout import LocalBox, shards_of
 from everstep.sharding.ranked import unowned
 from everstep.sharding.redundancy import is_dealt_out, is_same_class, send_around
 from everstep.sharding.topology import ALONE, adopted, differences
@@ -211,14 +211,14 @@ def _unfilled(wanted: Wanted, chain: Chain, placement: Placement) -> Wanted:
     return {name: row for name, row in wanted.items() if not is_filled(name)}
 
 
-def _live_optimized(state: State) -> dict[str, Shards]:
+def _live_optimized(state: State) -> dict[str, list[LocalBox]]:
     """What is here of the tensors that optimizers change."""
-    found: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    found: dict[str, list[LocalBox]] = {}
     for optimizer in state.optimizers:
         for leaf in optimizer.places():
             box = leaf.box or Box.whole(tuple(leaf.tensor.shape))
-            found.setdefault(leaf.name, []).append((box, leaf.tensor))
-    return dict(found)
+            found.setdefault(leaf.name, []).append(LocalBox(box, leaf.tensor))
+    return found
 
 
 def _replay_beside(

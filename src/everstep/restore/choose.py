@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.document import digest_of
@@ -14,6 +15,7 @@ from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
 from everstep.keeper.persist import UNCLAIMED
 from everstep.keeper.ranks.node_save import NodeSave, ended_saves
+from everstep.redo.replay import OtherBytes
 from everstep.restore.chain import Chain
 from everstep.restore.load import MemorySource
 from everstep.store import catalog
@@ -112,24 +114,21 @@ class Candidate:
             return not catalog.is_there(self.disk, self.name)
         return list(map(_name_of, now)) != list(map(_name_of, self._manifests))
 
-    def following_damage(self) -> list[CheckpointName]:
-        """What it is rebuilt from, from the first on that was found to be damaged: nothing that
-        goes on from there need be tried."""
+    def following(self, error: EverstepError) -> list[CheckpointName]:
+        """What it is rebuilt from, from the first on that was found to be damaged, or that a replay
+        does not prove: nothing that goes on from there need be tried."""
+        names = list(map(_name_of, self._manifests))
+        if isinstance(error, OtherBytes):
+            replayed = [not manifest.is_whole for manifest in self._manifests]
+            return [name for name in compress(names, replayed) if name.step >= error.step]
         if not self._manifests or self._manifests[0].previous:  # what is before them is not there
-            first = 0
-        else:
-            found = (
-                at
-                for at, manifest in enumerate(self._manifests)
-                if any(id(part) in self._damaged for part in manifest.all_parts)
-            )
-            first = next(found, len(self._manifests))
-        return list(map(_name_of, self._manifests[first:]))
-
-    def following(self, step: int) -> list[CheckpointName]:
-        """What it is rebuilt from by a replay, from that step on."""
-        replayed = (manifest for manifest in self._manifests if not manifest.is_whole)
-        return [name for name in map(_name_of, replayed) if name.step >= step]
+            return names
+        damaged = (
+            at
+            for at, manifest in enumerate(self._manifests)
+            if any(id(part) in self._damaged for part in manifest.all_parts)
+        )
+        return names[next(damaged, len(names)) :]
 
     @contextlib.contextmanager
     def sources(self, part: Part) -> Iterator[Sequence[Sequence[Source]]]:

@@ -11,7 +11,7 @@ from everstep.errors import Mismatch
 from everstep.format.boxes import Box
 from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.restore.plan import Target, blocks
-from everstep.state.placement import Destination
+from everstep.sharding.layout import LocalBox
 
 _ITEMS = {
     1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128,
@@ -30,7 +30,7 @@ class Delivery:
     is_on_device: bool
 
     @classmethod
-    def to(cls, destination: Destination) -> "Delivery":
+    def to(cls, destination: LocalBox) -> "Delivery":
         """Into a destination that is `direct`."""
         items = as_items(destination.tensor.detach())
         return cls(destination.box, items, items.is_cuda)
@@ -90,14 +90,14 @@ class Staging:
 
     _staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def direct(self, destination: Destination) -> Destination:
+    def direct(self, destination: LocalBox) -> LocalBox:
         """Itself, where bytes can be copied to it."""
         tensor = destination.tensor
         if not (tensor.is_conj() or tensor.is_neg() or has_overlaps(tensor)):
             return destination
         contiguous = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self._staged.append((tensor.detach(), contiguous))
-        return Destination(destination.box, contiguous)
+        return LocalBox(destination.box, contiguous)
 
     def finish(self) -> None:
         """All bytes have come: put them into their tensors. Raises Mismatch."""

@@ -19,9 +19,9 @@ from everstep.redo.replay import Comparison, Loaded
 from everstep.redo.rolling_digest import known_digests
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
-from everstep.restore.fill import Shards, fill
+from everstep.restore.fill import fill
 from everstep.restore.load import Loader
-from everstep.sharding.layout import local_of, shards_of
+from everstep.sharding.layout import LocalBox, local_of, shards_of
 from everstep.state.placement import Placement, Saved
 from everstep.state.view import State
 
@@ -67,7 +67,7 @@ class Derivation:
             name: found for part in parts for name, found in self._state.tensors_of(part).items()
         }
 
-    def shards(self) -> dict[str, Shards]:
+    def shards(self) -> dict[str, list[LocalBox]]:
         """What of them is here."""
         return {name: shards_of(tensor)[1] for name, tensor in self.live().items()}
 

@@ -6,22 +6,18 @@ from dataclasses import replace
 import torch
 
 from everstep.errors import Missing
-from everstep.format.boxes import Box
 from everstep.format.global_tensors import Described, Version, stored
 from everstep.format.tables import TensorEntry
 from everstep.restore.buffer_pool import empty
 from everstep.restore.choose import Candidate
 from everstep.restore.deliver import Staging, put
 from everstep.restore.load import Loader
-from everstep.state.placement import Destination
+from everstep.sharding.layout import LocalBox
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
-Wanted = Mapping[str, tuple[TensorEntry, list[Destination]]]
+Wanted = Mapping[str, tuple[TensorEntry, list[LocalBox]]]
 """Stored tensors by their first names, and where their boxes are to go."""
-
-Shards = Sequence[tuple[Box, torch.Tensor]]
-"""The boxes of a tensor that are here, and their memory."""
 
 
 def fill(candidate: Candidate, versions: Sequence[Version], wanted: Wanted, loader: Loader) -> None:
@@ -57,14 +53,14 @@ def read_tensors(
     chosen = {name: known[name] for name in (known if names is None else names)}
     wholes = {whole.spec.name: whole for whole in chosen.values()}
     made = {name: empty(replace(whole, strides=None)) for name, whole in wholes.items()}
-    wanted = {name: (wholes[name], [Destination.whole(to)]) for name, to in made.items()}
+    wanted = {name: (wholes[name], [LocalBox.whole(to)]) for name, to in made.items()}
     with Loader() as loader:
         name = CheckpointName(step, described.manifest.epoch)
         fill(Candidate(name, disk), described.versions, wanted, loader)
     return {name: made[whole.spec.name] for name, whole in chosen.items()}
 
 
-def fill_from_live(live: Mapping[str, Shards], wanted: Wanted) -> None:
+def fill_from_live(live: Mapping[str, Sequence[LocalBox]], wanted: Wanted) -> None:
     """Copy what is here already, under any name of the stored tensor; nothing where it is not."""
     for whole, destinations in wanted.values():
         names = (whole.spec.name, *whole.aliases)

@@ -24,7 +24,7 @@ from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
 from everstep.restore.deliver import Delivery, address, devices_of
 from everstep.restore.plan import Span, Target, plan
-from everstep.state.placement import Destination
+from everstep.sharding.layout import LocalBox
 from everstep.store.read import check_chunk
 from everstep.tiers.files import Source
 
@@ -35,7 +35,7 @@ READS_IN_FLIGHT = min(16, max(8, os.cpu_count() or 8))
 _BUFFER_BYTES = CHUNK_BYTES + PAGE_BYTES
 _HUGE_PAGE_BYTES = 2 << 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # of shared memory there are no huge pages
-Destinations = Sequence[tuple[TensorEntry, Sequence[Destination]]]
+Destinations = Sequence[tuple[TensorEntry, Sequence[LocalBox]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from everstep.restore.choose import Candidate
 from everstep.restore.fill import Wanted, fill
 from everstep.restore.load import Loader
 from everstep.restore.records import Records
+from everstep.sharding.layout import LocalBox
 from everstep.sharding.topology import ALONE
 from everstep.sharding.world import World
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
-from everstep.state.placement import Destination, Saved
+from everstep.state.placement import Saved
 
 
 def rebuilt(candidate: Candidate, chain: Chain, loader: Loader) -> dict[str, torch.Tensor]:
@@ -62,7 +63,7 @@ def _places(
 ) -> Wanted:
     """New tensors for these (None: all), whole."""
     return {
-        whole.spec.name: (whole, [Destination.whole(empty(whole))])
+        whole.spec.name: (whole, [LocalBox.whole(empty(whole))])
         for whole in {each.spec.name: each for each in saved.tensors.values()}.values()
         if (names is None or whole.spec.name in names) and not is_brought(whole, but)
     }

@@ -27,13 +27,12 @@ from everstep.restore.buffer_pool import Slabs, empty
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
-from everstep.sharding.layout import is_dtensor, local_of, shards_like
+from everstep.sharding.layout import LocalBox, is_dtensor, local_of, shards_like
 from everstep.sharding.mapped import Piece
 from everstep.sharding.ranked import own_name, unowned
 from everstep.sharding.redundancy import is_here
 from everstep.sharding.world import World
 from everstep.state.optimizers import OptimizerState
-from everstep.state.placement import Destination
 
 _IN_FLIGHT = 2
 """Loads at once, so that a disk does not idle between two records; memory is there for as many: for
@@ -62,7 +61,6 @@ class _Boxed:
 
     optimizer: str
     name: str
-    parameter: torch.Tensor
     pieces: Sequence[Piece]
 
 
@@ -92,15 +90,13 @@ class Records:
         self._since = _steps_of(chain.base)
         self._rows = chain.records
         self._united: dict[tuple[int, ...], _United] = {}
-        self._plain: dict[str, torch.Tensor] = {}
+        self._owners: dict[str, torch.Tensor] = {}
+        """By the name of a tensor, the parameter that is it, or has boxes of it."""
         self._boxed: list[_Boxed] = []
         for state in optimizers.values():
             self._note_parameters(state)
-        owners = [*self._plain.values(), *(each.parameter for each in self._boxed)]
-        self._is_on_cpu = all(each.device.type == "cpu" for each in owners)
-        self._devices = {
-            piece.name: each.parameter.device for each in self._boxed for piece in each.pieces
-        }
+        self._in_boxes = {piece.name for each in self._boxed for piece in each.pieces}
+        self._is_on_cpu = all(each.device.type == "cpu" for each in self._owners.values())
         self._slabs = Slabs()
         self._waiting = deque(self._rows)
         self._begun: deque[Future[Loaded]] = deque()
@@ -155,10 +151,11 @@ class Records:
                 continue
             pieces = state.mapped.split(parameter)
             if pieces is None:
-                self._plain[name] = parameter
+                self._owners[name] = parameter
             else:
                 here = [piece for piece in pieces if piece.box.count]
-                self._boxed.append(_Boxed(state.name, name, parameter, here))
+                self._boxed.append(_Boxed(state.name, name, here))
+                self._owners |= dict.fromkeys((piece.name for piece in here), parameter)
 
     def _unite(self, tables: Sequence[Table]) -> _United:
         key = tuple(map(id, tables))  # most steps share them
@@ -196,7 +193,7 @@ class Records:
         calls: Sequence[Mapping[str, Any]],
         united: _United,
         ahead: Set[str],
-    ) -> dict[str, tuple[torch.Tensor, list[Destination]]]:
+    ) -> dict[str, tuple[torch.Tensor, list[LocalBox]]]:
         """Memory for what is needed of a record, by name, and the boxes that go there: where its
         parameter is, and as much of a gradient as this rank has of it. Of one in several boxes, or
         compressed, all: redo cuts it."""
@@ -210,20 +207,21 @@ class Records:
         places: list[tuple[str, TensorEntry, torch.device]] = []
         for name, whole in self._needed(record, united, ahead):
             entry, parameter = whole, name.partition(".")[2]
-            owner, device = self._plain.get(parameter), self._devices.get(parameter)
+            owner = self._owners.get(parameter)
             is_alike = owner is not None and entry.spec.shape == tuple(owner.shape)
-            if owner is not None and is_alike and is_gradient(name) and name not in unlike:
+            is_cut = parameter in self._in_boxes or name in unlike
+            if owner is not None and is_alike and is_gradient(name) and not is_cut:
                 owners[name] = owner
                 entry = _part_of(entry, owner)
-            places.append((name, entry, owner.device if owner is not None else device or _CPU))
+            places.append((name, entry, _CPU if owner is None else owner.device))
         on_cpu = [(name, entry) for name, entry, device in places if device.type == "cpu"]
         made = self._slabs.tensors(entry for _, entry in on_cpu)
         tensors = {name: tensor for (name, _), tensor in zip(on_cpu, made, strict=True)}
-        found: dict[str, tuple[torch.Tensor, list[Destination]]] = {}
+        found: dict[str, tuple[torch.Tensor, list[LocalBox]]] = {}
         for name, entry, device in places:
             tensor = tensors[name] if name in tensors else empty(entry, device)
             shards = shards_like(owners.get(name, tensor), tensor)[1]
-            found[name] = tensor, [Destination(box, memory) for box, memory in shards]
+            found[name] = tensor, shards
         return found
 
     def _needed(
@@ -234,9 +232,8 @@ class Records:
         rank = self._world.rank
         for name, whole in united.tensors.items():
             head, _, parameter = name.partition(".")
-            if not is_own(name) or (is_gradient(name) and parameter in ahead):
-                continue
-            if is_gradient(name) and not (parameter in self._plain or parameter in self._devices):
+            is_consumed = parameter in self._owners and parameter not in ahead
+            if not is_own(name) or (is_gradient(name) and not is_consumed):
                 continue
             # Other ranks have clipped what is needed here.
             is_common = unowned(name) == name or head.endswith("!clip")

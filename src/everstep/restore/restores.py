@@ -126,10 +126,7 @@ class Restores:
                     ) from error
                 log.warning("checkpoint %s cannot be restored: %s", candidate.name, error)
                 failure = error
-                unproven = self._cut_off(candidate, error)
-                cut_off |= unproven
-                if isinstance(error, OtherBytes) and error.is_lasting:
-                    self._note_unproven(candidate, unproven, error)
+                cut_off |= self._cut_off(candidate, error)
                 continue
             if failure:
                 log.warning("step %s is restored, the newest that verifies", candidate.name.step)
@@ -140,22 +137,16 @@ class Restores:
         )
 
     def _cut_off(self, candidate: Candidate, error: EverstepError) -> set[CheckpointName]:
-        """What goes on from what is wrong with this one: none of it need be tried. On all ranks the
-        same."""
-        if isinstance(error, OtherBytes):
-            found = candidate.following(error.step)
-        else:
-            found = candidate.following_damage()
-        said = self._state.world.gather("looking for what is damaged", list(map(list, found)))
+        """What goes on from what is wrong with this one: none of it need be tried, and the store
+        remembers what a replay has shown of it. On all ranks the same."""
+        world, found = self._state.world, candidate.following(error)
+        said = world.gather("looking for what is damaged", list(map(list, found)))
         if names := {CheckpointName(*name) for each in said for name in each} - {candidate.name}:
             log.warning("%s other steps go on from the same damage, and are skipped", len(names))
+        is_lasting = isinstance(error, OtherBytes) and error.is_lasting
+        if is_lasting and world.rank == 0 and candidate.disk is self._disk and not candidate.held:
+            note_unproven(self._disk, candidate.name, {candidate.name, *names}, str(error))
         return names
-
-    def _note_unproven(
-        self, candidate: Candidate, unproven: set[CheckpointName], error: OtherBytes
-    ) -> None:
-        if self._state.world.rank == 0 and candidate.disk is self._disk and not candidate.held:
-            note_unproven(self._disk, candidate.name, {candidate.name, *unproven}, str(error))
 
     def _proven_first(self, disk: Tier, found: list[Candidate]) -> list[Candidate]:
         """The same, those last of which a replay has come to other bytes before."""

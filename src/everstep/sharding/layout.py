@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,29 @@ if TYPE_CHECKING:
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Of which most are: an isinstance() of DTensor takes ten times as long as to look here."""
 
-_Shards = list[tuple[Box, torch.Tensor]]
 _Interval = tuple[int, int]
 """Start and length along one dim of the global tensor."""
 
 Axis = tuple[int, int] | None
 """What one axis of a mesh does to a tensor: nothing (replicas); or it splits a dim, in each of so
 many blocks (1: plainly; 0: after all other axes)."""
+
+
+class LocalBox(NamedTuple):
+    """A box of a global tensor, and the memory of it in this process: a plain tensor of the box's
+    lengths, perhaps strided."""
+
+    box: Box
+    tensor: torch.Tensor
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> "LocalBox":
+        """All of a tensor is there."""
+        return cls(Box.whole(tuple(tensor.shape)), tensor)
+
+
+Local = tuple[tuple[int, ...], list[LocalBox]]
+"""The global shape of a tensor, and the boxes of it that are here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +111,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
-def shards_of(
-    tensor: torch.Tensor, memory: torch.Tensor | None = None
-) -> tuple[tuple[int, ...], _Shards]:
+def shards_of(tensor: torch.Tensor, memory: torch.Tensor | None = None) -> Local:
     """The global shape, and the boxes that are here, each with its memory: views, perhaps strided;
     or with their parts of other `memory` of the local shape.
 
@@ -106,12 +120,12 @@ def shards_of(
     local, shape = local_of(tensor), tuple(tensor.shape)
     memory = local if memory is None else memory
     if not is_dtensor(tensor):
-        return shape, [(Box.whole(shape), memory)]
+        return shape, [LocalBox(Box.whole(shape), memory)]
     splits = _spec_of(tensor).splits(dist.get_rank(), len(shape))
     if splits is None:  # this rank is not in the mesh
         return shape, []
     if 0 in shape:  # a tensor all the same; what FSDP2 makes of it locally has other shapes
-        return shape, [(Box.whole(shape), local.new_empty(shape))]
+        return shape, [LocalBox(Box.whole(shape), local.new_empty(shape))]
     intervals = [_split_all(length, along) for length, along in zip(shape, splits, strict=True)]
     lengths = tuple(sum(length for _, length in along) for along in intervals)
     if lengths != tuple(local.shape):
@@ -123,7 +137,7 @@ def shards_of(
     return shape, _cut(memory, intervals)
 
 
-def shards_like(parameter: torch.Tensor, local: torch.Tensor) -> tuple[tuple[int, ...], _Shards]:
+def shards_like(parameter: torch.Tensor, local: torch.Tensor) -> Local:
     """The same of plain memory that belongs to a parameter (a gradient): cut as this rank's part of
     it is, where it has that part's shape, else whole."""
     is_part = local.shape == local_of(parameter).shape
@@ -268,9 +282,7 @@ def _merged(intervals: Sequence[_Interval]) -> list[_Interval]:
     return merged
 
 
-def _cut(
-    local: torch.Tensor, intervals: Sequence[Sequence[_Interval]]
-) -> list[tuple[Box, torch.Tensor]]:
+def _cut(local: torch.Tensor, intervals: Sequence[Sequence[_Interval]]) -> list[LocalBox]:
     """The local tensor as boxes; one, where it has no gaps."""
     found = []
     along: list[list[tuple[int, int, int]]] = []
@@ -286,5 +298,5 @@ def _cut(
             if length != view.shape[dim]:
                 view = view.narrow(dim, at, length)
         box = Box(tuple(start for start, _, _ in chosen), tuple(size for _, size, _ in chosen))
-        found.append((box, view))
+        found.append(LocalBox(box, view))
     return found

@@ -32,11 +32,9 @@ Held = tuple[Leaf, tuple[int, ...]]
 """A leaf of this rank, and the ranks that hold the same."""
 
 
-def assign_writers(
-    held: Iterable[Held], rank: int, *, cuts: bool = True
-) -> tuple[list[Leaf], list[Leaf]]:
+def assign_writers(held: Iterable[Held], rank: int) -> tuple[list[Leaf], list[Leaf]]:
     """What this rank writes of what it holds, and what others write of it. Large tensors are split
-    by rows between all that hold them (`cuts`), the others go to one each."""
+    by rows between all that hold them, the others go to one each."""
     groups: dict[tuple[int, ...], list[Leaf]] = {}
     for leaf, ranks in held:
         groups.setdefault(ranks, []).append(leaf)
@@ -48,7 +46,7 @@ def assign_writers(
             continue
         loads = dict.fromkeys(ranks, 0)
         for leaf in sorted(leaves, key=lambda leaf: (-leaf.tensor.nbytes, leaf.entry)):
-            if cuts and (rows := _rows(leaf, len(ranks))):
+            if rows := _rows(leaf, len(ranks)):
                 for other, (start, end) in zip(ranks, rows, strict=True):
                     (own if other == rank else others).append(_part(leaf, start, end))
                 continue

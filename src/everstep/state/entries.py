@@ -22,8 +22,6 @@ from everstep.state.overlaps import Overlap, overlapping
 from everstep.state.placement import Placement
 from everstep.state.stateful import (
     GeneratorState,
-    GlobalGenerators,
-    LoaderGenerator,
     LoaderState,
     ScalerState,
     Stateful,
@@ -150,7 +148,7 @@ def shares_of(
                 f"common. Where each rank trains its own, give each a store of its own, and "
                 f"alone=True"
             )
-    kinds = GeneratorState | GlobalGenerators | LoaderState
+    kinds = GeneratorState | LoaderState
     shares = {
         name: Share(world.rank, world.size)
         for name, each in known.items()
@@ -176,7 +174,8 @@ def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:
     elif is_loader(value):
         yield LoaderState(name, value)
         if value.generator is not None:
-            yield LoaderGenerator(f"{name}.generator", value.generator)
+            # Its own state_dict does not have it.
+            yield GeneratorState(f"{name}.generator", value.generator, is_new=True)
     elif isinstance(value, Stateful) and not isinstance(value, type):
         yield StatefulState(name, value)
     else:

@@ -13,7 +13,6 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import Mismatch, Unsupported
-from everstep.format.tables import TensorEntry
 from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Guard, Leaf, bytes_of, check_tensor
 from everstep.sharding.mapped import Mapped, StateOf, has_shape_of, memory_like
@@ -29,8 +28,6 @@ from everstep.state.placement import Placement, Saved
 _STRUCTURE = ("params", "param_names")
 _PARAMETER = "everstep.parameter"
 """With a name, in place of a parameter that is a key in a state_dict of a user's class."""
-_DeviceOf = Callable[[str, str, str], torch.device]
-"""Where a state tensor goes: of its full name, its parameter's name, its key."""
 
 
 class OptimizerState:
@@ -336,57 +333,95 @@ class OptimizerState:
         name: str,
         parameter: torch.Tensor,
     ) -> dict[str, Any]:
-        """What is to be kept of a parameter, when its tensors have arrived. `plain`: by parameter,
-        what is no tensor."""
+        """What is to be kept of a parameter, when its tensors have arrived. Of one that consists of
+        boxes: in its own shape where the state of their tensors has theirs, else what all of them
+        have, which must be the same. `plain`: by parameter, what is no tensor."""
         sets = placement.saved.hyperparameters.get(self.name, [])
-        live = self.state.get(parameter, {})
-
-        def device_of(full: str, name: str, key: str) -> torch.device:
-            is_counter = key == "step" and not _counts_on_device(sets[saved["groups"][name]])
-            return _device(placement.saved, full, name, parameter.device, is_counter)
-
-        if self.mapped.split(parameter) is not None:
-            return _boxed_state(placement, self.name, name, parameter, self.mapped, live, device_of)
+        names, live = self.mapped.names_here(name, parameter), self.state.get(parameter, {})
+        keys = {each: saved["state"].get(each, ()) for each in names}
         state: dict[str, Any] = {}
-        for key in saved["state"].get(name, ()):
-            full = f"{self.name}.{name}.{key}"
-            device = device_of(full, name, key)
-            is_like = is_dtensor(parameter) or _lay_alike(placement.saved, full, name)
-            like = parameter if is_like else None
-            state[key] = self._destination(placement, full, live.get(key), like, device)
-        if name in plain:
-            state.update(placement.decode(plain[name]))
+        for key in dict.fromkeys(key for own in keys.values() for key in own):
+            full = {each: f"{self.name}.{each}.{key}" for each in names}
+            absent = [each for each in names if full[each] not in placement.saved.tensors]
+            if absent:
+                others = [each for each in names if each not in absent]
+                placement.problems.append(
+                    f"state: {others[0]!r} and {absent[0]!r} are in one parameter, {name!r}, and "
+                    f"in the checkpoint only the first has {key!r} in {self.name!r}"
+                    if others
+                    else f"missing: the checkpoint has no tensor {full[absent[0]]!r}"
+                )
+                continue
+            first = names[0]
+            is_counter = key == "step" and not _counts_on_device(sets[saved["groups"][first]])
+            device = _device(placement.saved, full[first], first, parameter.device, is_counter)
+            if self.mapped.split(parameter) is None:
+                is_like = is_dtensor(parameter) or _lay_alike(placement.saved, full[first], first)
+                like = parameter if is_like else None
+                state[key] = _destination(placement, full[first], live.get(key), like, device)
+            elif _follows(placement.saved, full, parameter, self.mapped, key):
+                dtype = placement.saved.tensors[full[first]].spec.dtype
+                state[key] = self._boxes(placement, key, parameter, dtype, live.get(key), device)
+            else:
+                state[key] = _common(placement, full, device)
+        values = {each: plain.get(each, {}) for each in names}
+        for each, value in values.items():
+            if repr(value) != repr(values[names[0]]):
+                placement.problems.append(
+                    f"state: {names[0]!r} and {each!r} are in one parameter, {name!r}, and differ "
+                    f"in what {self.name!r} keeps of them"
+                )
+        if names:
+            state.update(placement.decode(values[names[0]]))
         return state
 
-    def _destination(
+    def _boxes(
         self,
         placement: Placement,
-        name: str,
+        key: str,
+        parameter: torch.Tensor,
+        dtype_name: str,
         live: Any,
-        like: torch.Tensor | None,
         device: torch.device,
     ) -> torch.Tensor:
-        """The live state tensor where it fits exactly, else a new one on `device`, with the strides
-        of `like`, its parameter, if it has its shape: torch makes it so, too. None: with its own,
-        in whose order its elements are summed up."""
-        entry = placement.saved.tensors.get(name)
-        if entry is None:
-            return placement.new(name)
-        if (shared := placement.made(name)) is not None:
-            return shared
-        fits = (
-            isinstance(live, torch.Tensor)
-            and tuple(live.shape) == entry.spec.shape
-            and str(live.dtype) == f"torch.{entry.spec.dtype}"
-            and live.device == device
-            and (like is not None or _strides_of(live) == entry.strides)
-        )
-        if not fits:
-            return placement.new(name, device, like=like)
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        if not _fits(live, parameter, dtype, device):
+            # zeros: padding belongs to no tensor
+            live = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
         assert isinstance(live, torch.Tensor)
-        placement.into(name, live)
-        placement.note_made(name, live)
+        memory = memory_like(parameter, live)
+        for piece in self.mapped.split(parameter) or ():
+            full = f"{self.name}.{piece.name}.{key}"
+            placement.into_box(full, piece.shape, piece.box, piece.of(memory))
         return live
+
+
+def _destination(
+    placement: Placement,
+    name: str,
+    live: Any,
+    like: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """The live state tensor where it fits exactly, else a new one on `device`, with the strides of
+    `like`, its parameter, if it has its shape: torch makes it so, too. None: with its own, in whose
+    order its elements are summed up."""
+    entry = placement.saved.tensors[name]
+    if (shared := placement.made(name)) is not None:
+        return shared
+    fits = (
+        isinstance(live, torch.Tensor)
+        and tuple(live.shape) == entry.spec.shape
+        and str(live.dtype) == f"torch.{entry.spec.dtype}"
+        and live.device == device
+        and (like is not None or _strides_of(live) == entry.strides)
+    )
+    if not fits:
+        return placement.new(name, device, like=like)
+    assert isinstance(live, torch.Tensor)
+    placement.into(name, live)
+    placement.note_made(name, live)
+    return live
 
 
 def _with_keys(value: Any, key_of: Callable[[Any], Any]) -> Any:
@@ -466,79 +501,13 @@ def install(group: dict[str, Any], values: dict[str, Any]) -> None:
             group[key] = value
 
 
-def _boxed_state(
-    placement: Placement,
-    optimizer: str,
-    name: str,
-    parameter: torch.Tensor,
-    mapped: Mapped,
-    live: Mapping[str, Any],
-    device_of: _DeviceOf,
-) -> dict[str, Any]:
-    """The new state entry of a parameter: its own shape where the global tensors' state has theirs,
-    else what all of them have, which must be the same."""
-    saved, names = placement.saved, mapped.names_here(name, parameter)
-    keys = {each: saved.optimizers[optimizer]["state"].get(each, ()) for each in names}
-    found: dict[str, Any] = {}
-    for key in dict.fromkeys(key for own in keys.values() for key in own):
-        full = {each: f"{optimizer}.{each}.{key}" for each in names}
-        if absent := [each for each in names if full[each] not in saved.tensors]:
-            present = next(each for each in names if each not in absent)
-            placement.problems.append(
-                f"state: {present!r} and {absent[0]!r} are in one parameter, {name!r}, and in the "
-                f"checkpoint only the first has {key!r} in {optimizer!r}"
-            )
-            continue
-        entries = {each: saved.tensors[full[each]] for each in names}
-        device = device_of(full[names[0]], names[0], key)
-        if _follows(entries, parameter, mapped, key):
-            found[key] = _boxes(
-                placement, optimizer, key, entries, parameter, mapped, live.get(key), device
-            )
-        else:
-            found[key] = _common(placement, full, device)
-    plain = (placement.stored(optimizer) or {}).get("state", {})
-    values = {each: plain.get(each, {}) for each in names}
-    for each in names:
-        if repr(values[each]) != repr(values[names[0]]):
-            placement.problems.append(
-                f"state: {names[0]!r} and {each!r} are in one parameter, {name!r}, and differ in "
-                f"what {optimizer!r} keeps of them"
-            )
-    if names:
-        found.update(placement.decode(values[names[0]]))
-    return found
-
-
 def _follows(
-    entries: Mapping[str, TensorEntry], parameter: torch.Tensor, mapped: Mapped, key: str
+    saved: Saved, full: Mapping[str, str], parameter: torch.Tensor, mapped: Mapped, key: str
 ) -> bool:
-    """Whether these have an element for each of their parameters'."""
+    """Whether the state tensors `full` have an element for each of their parameters'."""
     shapes = {piece.name: piece.shape for piece in mapped.split(parameter) or ()}
-    alike = all(entry.spec.shape == shapes[each] for each, entry in entries.items())
-    return alike and not (key == "step" and not any(shapes[each] for each in entries))
-
-
-def _boxes(
-    placement: Placement,
-    optimizer: str,
-    key: str,
-    entries: Mapping[str, TensorEntry],
-    parameter: torch.Tensor,
-    mapped: Mapped,
-    live: Any,
-    device: torch.device,
-) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, next(iter(entries.values())).spec.dtype)
-    if not _fits(live, parameter, dtype, device):
-        # zeros: padding belongs to no tensor
-        live = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
-    memory = memory_like(parameter, live)
-    for piece in mapped.split(parameter) or ():
-        full = f"{optimizer}.{piece.name}.{key}"
-        placement.into_box(full, piece.shape, piece.box, piece.of(memory))
-    assert isinstance(live, torch.Tensor)
-    return live
+    alike = all(saved.tensors[name].spec.shape == shapes[each] for each, name in full.items())
+    return alike and not (key == "step" and not any(shapes[each] for each in full))
 
 
 def _fits(live: Any, parameter: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:

@@ -12,7 +12,7 @@ from everstep.errors import Mismatch
 from everstep.format.boxes import Box
 from everstep.format.global_tensors import Described, optimizers_of, stored
 from everstep.format.tables import TensorEntry
-from everstep.sharding.layout import is_dtensor, shards_of
+from everstep.sharding.layout import LocalBox, is_dtensor, shards_of
 from everstep.sharding.leaves import dtype_name
 from everstep.sharding.mapped import Mapped
 from everstep.sharding.ranked import Adapt, Share, seed_of, values_by_index
@@ -55,22 +55,6 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
-    """Memory for a box of a stored tensor: a plain tensor of the box's lengths, perhaps strided."""
-
-    box: Box
-    tensor: torch.Tensor
-
-    def __post_init__(self) -> None:
-        assert tuple(self.tensor.shape) == self.box.lengths
-
-    @classmethod
-    def whole(cls, tensor: torch.Tensor) -> "Destination":
-        """All of a stored tensor goes to this one."""
-        return cls(Box.whole(tuple(tensor.shape)), tensor)
-
-
-@dataclass(frozen=True, slots=True)
 class _Adapted:
     """An object that a rule of the user's makes of those of other ranks."""
 
@@ -98,7 +82,7 @@ class Placement:
     saved: Saved
     shares: Mapping[str, Share] = field(default_factory=dict)
     """By part, what of several ranks this one has for itself."""
-    destinations: dict[str, tuple[TensorEntry, list[Destination]]] = field(default_factory=dict)
+    destinations: dict[str, tuple[TensorEntry, list[LocalBox]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     default_share: Share = field(default_factory=lambda: Share(0, 1))
@@ -148,7 +132,7 @@ class Placement:
         self.used.add(name)
         if self._is_alike(entry, name, shape, memory.dtype) and box.count:
             _, known = self.destinations.setdefault(entry.spec.name, (entry, []))
-            known.append(Destination(box, memory))
+            known.append(LocalBox(box, memory))
 
     def offer(self, key: str, problem: str, *, taken: bool) -> None:
         """Of the checkpoint: it is a problem where no rank takes it. `key`: the same on all."""
@@ -333,9 +317,7 @@ class Placement:
             return True
         return False
 
-    def _add(
-        self, entry: TensorEntry, tensor: torch.Tensor, shards: list[tuple[Box, torch.Tensor]]
-    ) -> None:
+    def _add(self, entry: TensorEntry, tensor: torch.Tensor, shards: list[LocalBox]) -> None:
         name = entry.spec.name
         _, names = self._sources.setdefault(id(tensor), (tensor, []))  # keeps it, and so its id
         if name in names:
@@ -347,4 +329,4 @@ class Placement:
                 "the checkpoint"
             )
         _, known = self.destinations.setdefault(name, (entry, []))
-        known += (Destination(box, memory) for box, memory in shards)
+        known += shards

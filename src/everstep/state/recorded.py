@@ -1,6 +1,7 @@
 """A record's own tensors: gradients as what their parameters are globally; and of several ranks,
 which of them, and what of each, this one writes."""
 
+import zlib
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ class _Share:
     shape: tuple[int, ...]
     memory: torch.Tensor
     is_first: bool
-    writes_whole: bool = False
+    writes_whole: bool
     places: list[tuple[tuple[slice, ...], Box | None]] = field(default_factory=list)
 
 
@@ -37,20 +38,18 @@ class RecordShares:
         self._rank = rank
         self._shares: dict[str, _Share] = {}
         boxes: list[Held] = []
-        wholes: list[Held] = []
         for optimizer in optimizers:
             for _, name, parameter, _ in optimizer.parameters():
                 ranks, memory = holders.of(name), local_of(parameter)
                 shape, shards = shards_like(parameter, memory)
-                self._shares[name] = _Share(shape, memory, holders.of_any(name)[0] == rank)
-                wholes.append((Leaf(name, memory), ranks))
+                writer = ranks[zlib.crc32(name.encode()) % len(ranks)]
+                is_first = holders.of_any(name)[0] == rank
+                self._shares[name] = _Share(shape, memory, is_first, writer == rank)
                 boxes += [
                     (Leaf(name, view, None, box, shape), ranks)
                     for box, view in shards
                     if view.numel() or 0 in shape
                 ]
-        for leaf in assign_writers(wholes, rank, cuts=False)[0]:
-            self._shares[leaf.name].writes_whole = True
         for leaf in assign_writers(boxes, rank)[0]:
             share = self._shares[leaf.name]
             assert leaf.box is not None

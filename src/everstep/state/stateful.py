@@ -5,7 +5,7 @@ import logging
 import random
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -210,9 +210,11 @@ class ValueState(_AtTheCall):
 class GeneratorState(_AtTheCall):
     """torch.Generator, numpy's Generator or RandomState, random.Random."""
 
-    def __init__(self, name: str, generator: Any) -> None:
+    def __init__(self, name: str, generator: Any, *, is_new: bool = False) -> None:
+        """`is_new`: a checkpoint without it was written before it was saved."""
         super().__init__(name)
         self._generator = generator
+        self._is_new = is_new
 
     def objects(self, sink: TensorSink) -> Any:
         """Its state."""
@@ -225,15 +227,25 @@ class GeneratorState(_AtTheCall):
 
     def prepare(self, placement: Placement) -> None:
         """At the very end of the restore."""
-        generator = self._generator
+        if self._is_new and not placement.saved.has(self.name):
+            return
         if (seed := placement.seed(self.name)) is not None:
-            placement.at_last(lambda: _seed(generator, seed))
-        elif state := placement.object_of(self.name, check=partial(check_generator, generator)):
-            placement.at_last(lambda: _set(generator, state()))
+            placement.at_last(lambda: self._seed(seed))
+        elif state := placement.object_of(self.name, check=self._check):
+            placement.at_last(lambda: self._set(state()))
+
+    def _check(self, state: Any) -> None:
+        check_generator(self._generator, state)
+
+    def _seed(self, seed: int) -> None:
+        """Begin anew with it."""
+        _seed(self._generator, seed)
+
+    def _set(self, state: Any) -> None:
+        _set(self._generator, state)
 
 
 def _seed(generator: Any, seed: int) -> None:
-    """Begin anew with it."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.RandomState):
@@ -267,63 +279,28 @@ def check_generator(generator: Any, state: Any) -> None:
         _set(type(generator)(0), state)
 
 
-class _Seldom:
-    """The JSON of a state that is the same at most steps."""
-
-    def __init__(self) -> None:
-        self._known: object = None
-        self._json: Any = None
-
-    def of(self, known: object, encoded: Callable[[], Any]) -> Any:
-        """`encoded()`, or what that was for an equal `known`."""
-        if known != self._known:
-            self._known, self._json = known, encoded()
-        return self._json
-
-
-class GlobalGenerators(_AtTheCall):
+class GlobalGenerators(GeneratorState):
     """The random generators that training draws from: python's, numpy's,
     torch's on CPU and on each GPU."""
 
     def __init__(self) -> None:
-        super().__init__("rng")
-        self._python, self._numpy = _Seldom(), _Seldom()
+        super().__init__("rng", None, is_new=True)
 
     def objects(self, sink: TensorSink) -> Any:
         """All their states; none of the calls synchronises a device."""
-        torch_state = encode(torch.get_rng_state(), f"{self.name}.torch", sink)
-        state = {"python": self._python_state(sink), "torch": torch_state}
+        version, words, gauss = random.getstate()
+        # 625 numbers as one array: a list is the longest part of a small state's JSON.
+        array_of = np.frombuffer(array("I", words), dtype=np.uint32)
+        state = {
+            "python": encode((version, array_of, gauss), f"{self.name}.python", sink),
+            "torch": encode(torch.get_rng_state(), f"{self.name}.torch", sink),
+        }
         if "numpy" in sys.modules:
-            state["numpy"] = self._numpy_state(sink)
+            state["numpy"] = encode(np.random.get_state(), f"{self.name}.numpy", sink)
         if torch.cuda.is_initialized():
             state["cuda"] = encode(torch.cuda.get_rng_state_all(), f"{self.name}.cuda", sink)
             state["cuda_current"] = torch.cuda.current_device()
         return state
-
-    def _python_state(self, sink: TensorSink) -> Any:
-        version, words, gauss = known = random.getstate()
-
-        def encoded() -> Any:
-            # 625 numbers as one array: a list is the longest part of a small state's JSON.
-            array_of = np.frombuffer(array("I", words), dtype=np.uint32)
-            return encode((version, array_of, gauss), f"{self.name}.python", sink)
-
-        return self._python.of(known, encoded)
-
-    def _numpy_state(self, sink: TensorSink) -> Any:
-        state: Any = np.random.get_state()  # a tuple, unless asked for a dict
-        kind, words, *rest = state
-        known = (kind, words.tobytes(), *rest)
-        return self._numpy.of(known, lambda: encode(state, f"{self.name}.numpy", sink))
-
-    def prepare(self, placement: Placement) -> None:
-        """At the very end. One that was written without them changes nothing here."""
-        if not placement.saved.has(self.name):
-            return
-        if (seed := placement.seed(self.name)) is not None:
-            placement.at_last(lambda: self._seed(seed))
-        elif state := placement.object_of(self.name, check=self._check):
-            placement.at_last(lambda: self._set(state()))
 
     def _check(self, state: Any) -> None:
         if not isinstance(state, dict):
@@ -337,7 +314,6 @@ class GlobalGenerators(_AtTheCall):
             devices[current]
 
     def _seed(self, seed: int) -> None:
-        """Begin anew with it."""
         random.seed(seed)
         torch.manual_seed(seed)  # of each GPU, too
         np.random.seed(seed % (1 << 32))
@@ -410,15 +386,6 @@ class LoaderState(StatefulState):
             torch.set_rng_state(default)
             if own is not None:
                 loader.generator.set_state(own)
-
-
-class LoaderGenerator(GeneratorState):
-    """The generator that a StatefulDataLoader was given. Its own state_dict does not have it."""
-
-    def prepare(self, placement: Placement) -> None:
-        """At the very end; a checkpoint without one was written before it was saved."""
-        if placement.saved.has(self.name):
-            super().prepare(placement)
 
 
 def is_loader(value: object) -> bool:

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,12 +181,8 @@ class State:
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """The state's own tensors, by all their names; of several ranks as they are here."""
         self.name_parameters()
-        each = (leaf for entry in self._entries for leaf in entry.leaves(Guard()))
-        leaves, aliases = find_aliases(each)
-        found = {leaf.name: leaf.tensor for leaf in leaves}
-        for name, others in aliases.items():
-            found |= dict.fromkeys(others, found[name])
-        return found
+        leaves = (leaf for entry in self._entries for leaf in entry.leaves(Guard()))
+        return {leaf.name: leaf.tensor for leaf in leaves}
 
     def is_by_rank(self, part: str) -> bool:
         """Whether each rank has its own of something in this part."""
@@ -437,18 +433,11 @@ class State:
         self._holders.ask(shapes_of(asked, self.mapped), boxes + (PADDED if is_padded else ""))
         return shared_out(places, self._holders, self.world.rank)
 
-    def record_leaves(
-        self, tensors: Mapping[str, torch.Tensor], special: Container[str], owner: int
-    ) -> tuple[Leaf, ...]:
-        """See RecordShares."""
+    def record_shares(self) -> RecordShares:
+        """What this rank of several writes of a record; after `collect`."""
         if self._records is None:
             self._records = RecordShares(self.optimizers, self._holders, self.world.rank)
-        return self._records.leaves(tensors, special, owner)
-
-    def speaks_for(self, name: str) -> bool:
-        """See RecordShares; after `record_leaves`."""
-        assert self._records is not None
-        return self._records.speaks_for(name)
+        return self._records
 
     def _is_eager(self, leaf: Leaf) -> bool:
         """Whether nobody can hold what writes to it: it is copied at the call."""
