@@ -191,12 +191,10 @@ def decode_table(data: bytes | memoryview, path: object) -> Table:
         PackShape(pack["size"], pack["header"], pack["digest"]) for pack in value["packs"]
     )
     try:
-        entries = [_entry_from_json(row) for row in value["tensors"]]
-        table = Table(packs, {entry.spec.name: entry for entry in entries}, value["optimizers"])
-        _check_inside(table)
+        entries = [_entry_from_json(row, packs) for row in value["tensors"]]
     except ValueError as error:
         raise malformed(path, f": {error}") from error
-    return table
+    return Table(packs, {entry.spec.name: entry for entry in entries}, value["optimizers"])
 
 
 def is_own(name: str) -> bool:
@@ -258,17 +256,7 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
     }
 
 
-def _check_inside(table: Table) -> None:
-    for name, entry in table.tensors.items():
-        for piece in entry.pieces:
-            if (
-                piece.pack >= len(table.packs)
-                or piece.offset + piece.size > table.packs[piece.pack].size
-            ):
-                raise ValueError(f"a piece of tensor {name!r} lies outside of its pack")
-
-
-def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
+def _entry_from_json(row: Mapping[str, Any], packs: Sequence[PackShape]) -> TensorEntry:
     spec = Spec(row["name"], row["dtype"], tuple(row["shape"]))
     if spec.dtype not in ITEM_SIZES:
         raise ValueError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
@@ -296,6 +284,8 @@ def _entry_from_json(row: Mapping[str, Any]) -> TensorEntry:
                 f"a piece of tensor {spec.name!r} has {piece.size} bytes, "
                 f"its box needs another number"
             )
+        if piece.pack >= len(packs) or piece.offset + piece.size > packs[piece.pack].size:
+            raise ValueError(f"a piece of tensor {spec.name!r} lies outside of its pack")
     if not pieces:
         raise ValueError(f"tensor {spec.name!r} has no piece")
     if flaw := find_flaw(spec.shape, [piece.box for piece in pieces], holes=False):

@@ -5,7 +5,6 @@ In small pages: on a virtual machine whose host takes free memory back, huge one
 much at their first touch (docs/results.md).
 """
 
-import ctypes
 import mmap
 import sys
 import threading
@@ -18,7 +17,6 @@ from everstep.format.tables import TensorEntry
 
 _ALIGN = 64
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_give_back = ctypes.CDLL(None).madvise  # without the GIL, with which mmap's own methods do it
 _UNUSED = 2
 """References to a slab that nobody uses: of the one who asks, and of getrefcount itself."""
 
@@ -45,17 +43,10 @@ class Slabs:
             slab = self._slab(end)
             return [_place(entry, slab, start) for entry, start in zip(chosen, starts, strict=True)]
 
-    def release(self) -> None:
-        """Give back the memory that nobody uses; blocks, but for no other thread of Python."""
+    def clear(self) -> None:
+        """Let go of all that nobody uses."""
         with self._lock:
-            kept, self._slabs = self._slabs, []
-            while kept:
-                slab = kept.pop()
-                if sys.getrefcount(slab) > _UNUSED:
-                    self._slabs.append(slab)
-                else:
-                    place = ctypes.c_void_p(torch.frombuffer(slab, dtype=torch.uint8).data_ptr())
-                    _give_back(place, ctypes.c_size_t(len(slab)), mmap.MADV_DONTNEED)
+            self._slabs.clear()
 
     def _slab(self, size: int) -> memoryview:
         kept, self._slabs = self._slabs, []

@@ -7,7 +7,8 @@ import torch
 
 from everstep.errors import Missing
 from everstep.format.global_tensors import Described, Version, stored
-from everstep.format.tables import TensorEntry
+from everstep.format.manifest import Part
+from everstep.format.tables import Table, TensorEntry
 from everstep.restore.buffer_pool import empty
 from everstep.restore.choose import Candidate
 from everstep.restore.deliver import Staging, put
@@ -29,11 +30,23 @@ def fill(candidate: Candidate, versions: Sequence[Version], wanted: Wanted, load
         names = {name for _, table in version for name in left.keys() & table.tensors.keys()}
         here = {name: left.pop(name) for name in names}
         for part, table in version:
-            rows = [(entry, here[name]) for name, entry in table.tensors.items() if name in here]
-            if rows:
-                with candidate.sources(part) as sources:
-                    loader.load(part, sources, rows, table)
+            fill_part(candidate, part, table, here, loader)
     staging.finish()
+
+
+def fill_part(
+    candidate: Candidate,
+    part: Part,
+    table: Table,
+    wanted: Mapping[str, Sequence[LocalBox]],
+    loader: Loader,
+) -> None:
+    """Read what a part has of these boxes, which bytes can be copied to; blocks. Raises Corrupt,
+    Unavailable."""
+    rows = [(entry, wanted[name]) for name, entry in table.tensors.items() if name in wanted]
+    if rows:
+        with candidate.sources(part) as sources:
+            loader.load(part, sources, rows, table)
 
 
 def read_tensors(

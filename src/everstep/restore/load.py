@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -89,8 +89,8 @@ class Loader:
         spans = plan(
             ((entry, [each.box for each in found]) for entry, found in destinations), part, table
         )
-        task = _Task(part, sources, deliveries, self._buffer)
         devices = devices_of(each.tensor for _, found in destinations for each in found)
+        task = _Task(part, sources, deliveries, devices, self._buffer)
         for device in devices:
             # Kernels that initialise the tensors may still run, or those of a replay on a stream of
             # its own that used the memory before.
@@ -113,23 +113,17 @@ class Loader:
         return buffer
 
 
+@dataclass(frozen=True, slots=True)
 class _Task:
-    def __init__(
-        self,
-        part: Part,
-        sources: Sequence[Sequence[Source]],
-        deliveries: dict[str, list[Delivery]],
-        buffer: Callable[[bool], memoryview],
-    ) -> None:
-        self._part = part
-        self._sources = sources
-        self._deliveries = deliveries
-        self._buffer = buffer
-        self.devices = devices_of(each.items for found in deliveries.values() for each in found)
+    part: Part
+    sources: Sequence[Sequence[Source]]
+    deliveries: Mapping[str, Sequence[Delivery]]
+    devices: set[torch.device]
+    buffer: Callable[[bool], memoryview]
 
     def read(self, span: Span) -> None:
         """One span: from the first source whose bytes are right."""
-        sources = self._sources[span.pack]
+        sources = self.sources[span.pack]
         for number, source in enumerate(sources):
             try:
                 self._read_from(source, span)
@@ -142,7 +136,7 @@ class _Task:
     def _read_from(self, source: Source, span: Span) -> None:
         # From memory, too: what is verified must be what is delivered, and an arena may be adopted
         # by another trainer meanwhile.
-        view = self._buffer(bool(self.devices))[: span.size]
+        view = self.buffer(bool(self.devices))[: span.size]
         source.read_into(span.offset, view)
         sent: list[memoryview] = []  # a device copies from it until it is waited for
         try:
@@ -150,13 +144,13 @@ class _Task:
                 at = target.offset - span.offset
                 chunk = view[at : at + target.size]
                 where = (
-                    f"{self._part.packs[span.pack].path} at byte {target.offset} (tensor "
+                    f"{self.part.packs[span.pack].path} at byte {target.offset} (tensor "
                     f"{target.name!r})"
                 )
-                check_chunk(chunk, self._part.digests[target.digest], where)
+                check_chunk(chunk, self.part.digests[target.digest], where)
                 if target.size != target.raw:
                     chunk = self._decoded(target, chunk, where)
-                for delivery in self._deliveries[target.name]:
+                for delivery in self.deliveries[target.name]:
                     delivery.put(target, chunk)
                 sent.append(chunk)
         finally:  # also where a chunk was bad: the buffer is filled again then

@@ -26,6 +26,7 @@ from everstep.redo.replay import (
 from everstep.restore.buffer_pool import Slabs, empty
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
+from everstep.restore.fill import fill_part
 from everstep.restore.load import Loader
 from everstep.sharding.layout import LocalBox, is_dtensor, local_of, shards_like
 from everstep.sharding.mapped import Piece
@@ -43,7 +44,6 @@ the one that is replayed, and the next."""
 class _United:
     """What the tables of a record's parts say together. `groups`: see Loaded."""
 
-    tables: Sequence[Table]
     tensors: Mapping[str, TensorEntry]
     groups: Mapping[str, Mapping[str, int]]
 
@@ -51,7 +51,7 @@ class _United:
     def of(cls, tables: Sequence[Table]) -> "_United":
         optimizers = optimizers_of(tables)
         groups = {name: found["groups"] for name, found in optimizers.items()}
-        return cls(tables, whole_tensors(tables), groups)
+        return cls(whole_tensors(tables), groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,9 @@ class Records:
 
     def __exit__(self, failure: object, *_: object) -> None:
         self._waiting.clear()
-        if failure:  # none may go on reading, and the next attempt needs the memory
-            self._pool.shutdown(cancel_futures=True)
-            self._slabs.release()
-        else:  # not before: who takes new memory would wait for it
-            self._pool.submit(self._slabs.release)
-            self._pool.shutdown(wait=False)
+        # After an error none may go on reading, and the next attempt needs the memory.
+        self._pool.shutdown(wait=bool(failure), cancel_futures=True)
+        self._slabs.clear()
 
     def __iter__(self) -> Iterator[Loaded]:
         while self._begun or self._waiting:
@@ -176,11 +173,9 @@ class Records:
         united, ahead = self._unite(tables), self._ahead(record)
         calls = [of_rank(call, self._world.rank, self._world.size) for call in record.calls]
         wanted = self._tensors(record, calls, united, ahead)
-        for part, table in zip(record.parts, united.tables, strict=True):
-            own = table.tensors
-            rows = [(own[name], to) for name, (_, to) in wanted.items() if name in own]
-            with self._candidate.sources(part) as sources:
-                self._loader.load(part, sources, rows, table)
+        left = {name: to for name, (_, to) in wanted.items()}
+        for part, table in zip(record.parts, tables, strict=True):
+            fill_part(self._candidate, part, table, left, self._loader)
         tensors = {name: tensor for name, (tensor, _) in wanted.items()}
         clip(record.step, calls, tensors)
         is_whole = not ahead or record.step >= self._base_step
