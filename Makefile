@@ -28,7 +28,7 @@ print(*filter(is_missing, sys.argv[1:]))
 endef
 export MISSING
 
-.PHONY: demo test test-slow test-gpu gpu gpu-wheels check lint format bench clean env
+.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench clean env
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -44,6 +44,11 @@ test: env lint
 
 test-slow: env
 	EVERSTEP_EXAMPLES=all $(BIN)/pytest -m "slow or not slow" --timeout 900
+
+# What is missing of their libraries (make env installs none of them) is skipped, and said.
+test-integrations: env
+	$(BIN)/pip install --quiet --disable-pip-version-check $(LIMITS) -e '.[test,integrations]'
+	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/integrations -rs
 
 test-gpu: env
 	$(BIN)/pytest tests/gpu -m "gpu" -v
