@@ -9,7 +9,7 @@ that draws from global generators while an epoch goes on.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class LoaderPosition:
         """Position None: the next epoch begins."""
         state: dict[str, Any] = {
             "begun": self._begun,
-            "own": _states(self._own()),
+            "own": _states(_own(self._loader, self.samplers)),
             "position": None,
         }
         if self._fetched is None or self.is_at_end or self._fetched < self._ahead:
@@ -67,7 +67,7 @@ class LoaderPosition:
                 "restoring a data loader: it is being iterated, and that iterator would go on "
                 "where it is. Restore before the loop over it begins, or leave that loop"
             )
-        for generator, own in zip(self._own(), state["own"], strict=True):
+        for generator, own in zip(_own(self._loader, self.samplers), state["own"], strict=True):
             generator.set_state(own)
         self._begun, self._resumed = state["begun"], state
         self._fetched, self.is_at_end = None, False
@@ -75,7 +75,7 @@ class LoaderPosition:
     def iterate(self) -> Iterator[Any]:
         """In place of the loader's __iter__."""
         resumed, self._resumed = self._resumed, None
-        now, position, then = self._generators(), 0, None
+        now, position, then = generators_of(self._loader, self.samplers), 0, None
         self._began = now
         if resumed and resumed["position"] is not None:
             position, then = resumed["position"], now
@@ -83,7 +83,7 @@ class LoaderPosition:
         self._begun += not position
         iterator = self._resume(position, resumed) if resumed else self._iterator()
         if then and resumed:
-            self._set(resumed["before"] or now)
+            set_generators(self._loader, resumed["before"] or now, self.samplers)
         return self._batches(iterator, position, then)
 
     def _batches(
@@ -95,10 +95,13 @@ class LoaderPosition:
         try:
             while True:
                 if self._ahead:
-                    self._before = self._generators() if self._loads_itself else None, self._state()
+                    self._before = (
+                        generators_of(self._loader, self.samplers) if self._loads_itself else None,
+                        self._state(),
+                    )
                 batch = next(iterator, self)
                 if then:
-                    self._set(then)
+                    set_generators(self._loader, then, self.samplers)
                     then = None
                 if batch is self:
                     self.is_at_end = True
@@ -122,7 +125,7 @@ class LoaderPosition:
             if loader.persistent_workers and self._begun > 1:
                 self._iterator()  # the run's first one drew a seed, the later ones did not
             assert self._began is not None
-            self._set(self._began)
+            set_generators(self._loader, self._began, self.samplers)
             is_iterable = isinstance(loader.dataset, IterableDataset)
             if is_iterable or position == 0 or resumed["loader"] is not None:
                 loader.__dict__[name] = whole
@@ -150,31 +153,39 @@ class LoaderPosition:
             else self._loader.state_dict()
         )
 
-    def _own(self) -> list[torch.Generator]:
-        """Generators that the loader was given. One with an `initial_seed` begins anew with that in
-        each epoch."""
-        others = [each for each in self.samplers if not hasattr(each, "initial_seed")]
-        owners = [self._loader, *others, self._loader.dataset]
-        found = [getattr(each, "generator", None) for each in owners]
-        own = {id(each): each for each in found if isinstance(each, torch.Generator)}
-        return list(own.values())
 
-    def _generators(self) -> dict[str, Any]:
-        version, words, gauss = random.getstate()
-        return {
-            "python": (version, np.array(words, np.uint32), gauss),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "own": _states(self._own()),
-        }
+def generators_of(loader: Any, samplers: Iterable[Any] | None = None) -> dict[str, Any]:
+    """The states of those from which the order of data, and its workers' seeds, are drawn.
+    `samplers`: the loader's, where others stand in their place now."""
+    version, words, gauss = random.getstate()
+    return {
+        "python": (version, np.array(words, np.uint32), gauss),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "own": _states(_own(loader, samplers)),
+    }
 
-    def _set(self, generators: dict[str, Any]) -> None:
-        version, words, gauss = generators["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        np.random.set_state(generators["numpy"])
-        torch.set_rng_state(generators["torch"])
-        for generator, state in zip(self._own(), generators["own"], strict=True):
-            generator.set_state(state)
+
+def set_generators(
+    loader: Any, generators: dict[str, Any], samplers: Iterable[Any] | None = None
+) -> None:
+    """Put them back to where they were."""
+    version, words, gauss = generators["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state(generators["numpy"])
+    torch.set_rng_state(generators["torch"])
+    for generator, state in zip(_own(loader, samplers), generators["own"], strict=True):
+        generator.set_state(state)
+
+
+def _own(loader: Any, samplers: Iterable[Any] | None) -> list[torch.Generator]:
+    """Generators that the loader was given. One with an `initial_seed` begins anew with that in
+    each epoch."""
+    samplers = _samplers_of(loader) if samplers is None else samplers
+    others = [each for each in samplers if not hasattr(each, "initial_seed")]
+    found = [getattr(each, "generator", None) for each in (loader, *others, loader.dataset)]
+    own = {id(each): each for each in found if isinstance(each, torch.Generator)}
+    return list(own.values())
 
 
 def _samplers_of(loader: Any) -> Iterator[Any]:

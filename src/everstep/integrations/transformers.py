@@ -11,17 +11,13 @@ with the generators as they were when the epoch began. Not exact: what a data se
 by itself, since it draws nothing for what is skipped. Tested with transformers 5.23.
 """
 
-import dataclasses
 import logging
 import os
-import random
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from everstep import Checkpointer, Ranks, Unsupported
+from everstep import Checkpointer, Unsupported
+from everstep.integrations.loaders import generators_of, set_generators
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -59,6 +55,7 @@ def everstep_trainer(base: Any) -> Any:
 class _EverstepTrainer(Trainer):  # type: ignore[misc]
     """A Trainer that is a part of its own Checkpointer's state (state_dict, load_state_dict)."""
 
+    is_by_rank = True
     everstep_attributes: tuple[str, ...] = ("_metrics", "_total_train_tokens")
     """What a subclass counts beside the Trainer, as plain values; these are TRL's."""
 
@@ -101,7 +98,7 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
         self._began, self._put_off, self._must_save = time.monotonic(), -1, False
         asked = None if self._asked is True else self._asked
         restored = self._checkpointer.restore(asked) if self._asked else 0
-        self._restored_generators, self._saved = self._generators(), self.state.global_step
+        self._restored_generators, self._saved = generators_of(self._loader), self.state.global_step
         if not restored:
             return begin
         epochs, steps = divmod(self.state.global_step, per_epoch)
@@ -116,10 +113,7 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
         state["trainer"] = self
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler
-        ranks = self._options.get("ranks") or Ranks()
-        own = {"trainer": "replicate"} if self.args.world_size > 1 else {}
-        ranks = dataclasses.replace(ranks, by_rank=own | dict(ranks.by_rank or {}))
-        return Checkpointer(**{**self._options, "state": state, "ranks": ranks})
+        return Checkpointer(**self._options, state=state)
 
     def _close(self) -> None:
         if self._checkpointer:
@@ -137,7 +131,7 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
         after it."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
-            self._epoch_generators = self._generators()
+            self._epoch_generators = generators_of(self._loader)
             return False
         self._tr_loss = loaded["loss"].to(self.args.device)
         _put(self, loaded["sums"])
@@ -146,12 +140,12 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
         if self.state.global_step % self._steps_per_epoch == 0:
             self._epoch_generators = self._restored_generators
         elif not self.args.ignore_data_skip:  # its order and its workers' seeds are drawn anew
-            self._put_generators(self._epoch_generators)
+            set_generators(self._loader, self._epoch_generators)
         return True
 
     def _load_rng_state(self, checkpoint: Any) -> None:
         if checkpoint is _RESUMED:
-            self._put_generators(self._restored_generators)
+            set_generators(self._loader, self._restored_generators)
         else:
             super()._load_rng_state(checkpoint)
 
@@ -215,21 +209,6 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
                 _put(callback, state)
         if loaded["steps_per_epoch"] != self._steps_per_epoch:
             log.warning("an epoch has another number of steps than when this was saved: other data")
-
-    def _generators(self) -> list[Any]:
-        """Those from which the order of data, and its workers' seeds, are drawn."""
-        return [random.getstate(), np.random.get_state(), *(g.get_state() for g in self._torchs)]
-
-    def _put_generators(self, states: list[Any]) -> None:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        for generator, state in zip(self._torchs, states[2:], strict=True):
-            generator.set_state(state)
-
-    @property
-    def _torchs(self) -> list[torch.Generator]:
-        own = getattr(self._loader, "synchronized_generator", None)
-        return [torch.default_generator, *([own] if own is not None else [])]
 
 
 def _take(holder: Any, names: Any) -> dict[str, Any]:
