@@ -1,15 +1,18 @@
 """Lightning: automatic optimization with all that a trainer counts, and a GAN by hand."""
 
+import os
+import signal
 import warnings
 from importlib.util import find_spec
 
 import pytest
 import torch
-from harness import check_resumes, random_seed
+from harness import Trace, check_resumes, random_seed
 from torch import nn
 from torch.nn import functional as F
 
 import everstep
+from forked import Forked
 
 pytestmark = pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
 EPOCHS, BATCHES = 3, 8
@@ -65,6 +68,7 @@ def _automatic(trace):  # noqa: C901  # it is a class
 
         def validation_step(self, batch, index):
             self.log("val_loss", self.net(batch).square().mean() + torch.rand(()))
+            self.log("epochs", float(self.current_epoch))
 
         def on_validation_epoch_end(self):
             if not self.trainer.sanity_checking:
@@ -127,7 +131,7 @@ def _gan(trace):
     return Gan()
 
 
-def _train(store, trace, make, train, val, **options):
+def _train(store, trace, make, train, val, monitor="val_loss", **options):
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
@@ -139,7 +143,8 @@ def _train(store, trace, make, train, val, **options):
     callbacks = [EverstepCallback(store)] if store else []
     watching = []
     if val is not None:
-        watching = [EarlyStopping("val_loss", patience=50), ModelCheckpoint(monitor="val_loss")]
+        patience = 50 if monitor == "val_loss" else 1
+        watching = [EarlyStopping(monitor, patience=patience), ModelCheckpoint(monitor="val_loss")]
 
     class Resumed(pl.Callback):
         def on_fit_start(self, trainer, module):
@@ -195,6 +200,14 @@ def stateful(store, trace):
     _train(store, trace, _automatic, loader, val, max_steps=24)
 
 
+def stopped(store, trace):
+    def loader():
+        return torch.utils.data.DataLoader(Noisy(noise=False), batch_size=4, shuffle=True)
+
+    val = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=16)
+    _train(store, trace, _automatic, loader, val, monitor="epochs")
+
+
 def gan(store, trace):
     def loader():
         return torch.utils.data.DataLoader(
@@ -214,6 +227,7 @@ def streamed(store, trace):
 CASES = {
     "automatic": (automatic, 12, 4),
     "stateful": (stateful, 24, 8),
+    "stopped": (stopped, 16, 8),
     "gan": (gan, 48, 16),
     "streamed": (streamed, 48, 16),
 }
@@ -231,7 +245,7 @@ def test_run(tmp_path, name, kills):
         epoch=epoch,
         kills=kills,
         seed=random_seed(),
-        losses_per_save=1 if run in (automatic, stateful) else 2,  # of two networks
+        losses_per_save=1 if run in (automatic, stateful, stopped) else 2,  # of two networks
     )
 
 
@@ -292,3 +306,32 @@ def test_what_reads_ahead_is_refused(store):
     trainer = pl.Trainer(accelerator="cpu", callbacks=[EverstepCallback(store)], logger=False)
     with pytest.raises(everstep.Unsupported, match="reads ahead"):
         trainer.fit(Ahead(), torch.utils.data.DataLoader(Noisy(noise=False)))
+
+
+def ends_by_sigterm(store, notes):
+    """In the middle of the second epoch, in a step."""
+    import lightning.pytorch as pl
+
+    class Ends(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if trainer.global_step == 24:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    warnings.simplefilter("ignore")
+    from everstep.integrations.lightning import EverstepCallback
+
+    loader = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=4)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[EverstepCallback(store, every=100), Ends()],
+        enable_checkpointing=False,
+        logger=False,
+    )
+    trainer.fit(_gan(Trace(notes)), loader)
+
+
+def test_sigterm_saves_the_step(store, tmp_path):
+    with Forked(ends_by_sigterm, store, tmp_path / "notes") as process:
+        assert process.wait() == -signal.SIGTERM
+    assert everstep.Store(store).latest() == 26
