@@ -325,7 +325,7 @@ class Worker:
         tensors = {**run.model.state_dict(), **run.loader.state_dict()}
         if self._ranks == 1:
             tensors["rng"] = torch.get_rng_state()
-        tensors.pop("batches_read")
+        tensors.pop("batches_read", None)  # code of before has it
         for index, held in run.optimizer.state_dict()["state"].items():
             tensors |= {f"{index}.{key}": value for key, value in sorted(held.items())}
         for name, tensor in tensors.items():
