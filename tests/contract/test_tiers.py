@@ -112,6 +112,8 @@ def test_names_are_listed_by_directory(tier):
     assert tier.list("checkpoints/a") == ["manifest.json"]
     assert {"checkpoints", "everstep.json"} <= set(tier.list(""))
     assert tier.list("nowhere") == []
+    assert tier.bytes_in("checkpoints/a") == 2
+    assert tier.bytes_in("nowhere") == 0
 
 
 def test_a_document_that_is_too_large_is_not_read(tier):

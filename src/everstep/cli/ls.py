@@ -10,7 +10,6 @@ epoch 2 · from step 80 of epoch 1
 
 import argparse
 import json
-import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -62,14 +61,7 @@ class Listing:
     @property
     def size_bytes(self) -> int:
         """Bytes of everything in the store's data directories, what gc would sweep included."""
-        total = 0
-        for directory in (names.DATA, names.TABLES):
-            try:
-                with os.scandir(self.disk.root / directory) as entries:
-                    total += sum(entry.stat().st_size for entry in entries if entry.is_file())
-            except FileNotFoundError:
-                continue
-        return total
+        return sum(self.disk.bytes_in(directory) for directory in (names.DATA, names.TABLES))
 
     def read(self, name: CheckpointName) -> Manifest | EverstepError:
         """A manifest, or what is wrong with it."""

@@ -215,6 +215,12 @@ class Bucket:
         paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
         return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
 
+    def bytes_in(self, directory: str) -> int:
+        """Of the objects below a prefix, up to the next "/", together."""
+        with self._telling("listing", directory, 0):
+            found = self._api.list_with_delimiter(self._store, directory)
+        return sum(each["size"] for each in found["objects"])
+
     def delete(self, path: str) -> None:
         """Remove an object; no error where it is gone already."""
         with contextlib.suppress(Missing), self._telling("deleting", path, 0):
