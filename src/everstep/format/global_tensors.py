@@ -33,6 +33,14 @@ class Described:
         return [found[step] for step in sorted(found)]
 
     @property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """The state's, by all their names, as its last part that has each has it."""
+        found: dict[str, TensorEntry] = {}
+        for version in self.versions:
+            found |= stored(version, is_record=bool(self.manifest.records))
+        return found
+
+    @property
     def records(self) -> list[tuple[Record, tuple[Table, ...]]]:
         """Each with the tables of its parts."""
         found = {
@@ -73,13 +81,12 @@ def whole_tensors(tables: Sequence[Table]) -> dict[str, TensorEntry]:
     return found
 
 
-def stored(versions: Sequence[Version]) -> dict[str, TensorEntry]:
-    """The state's tensors by all their names, as the last of the versions that has each has it."""
+def stored(version: Version, *, is_record: bool) -> dict[str, TensorEntry]:
+    """The state's tensors in it, by all their names; a record has others of its own."""
     return {
         each: whole
-        for version in versions
         for name, whole in whole_tensors([table for _, table in version]).items()
-        if not is_own(name)
+        if not (is_record and is_own(name))
         for each in (name, *whole.aliases)
     }
 

@@ -3,11 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from everstep.format.global_tensors import (
-    Described,
-    Version,
-    stored,
-)
+from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import Manifest, Record
 from everstep.format.tables import Table, TensorEntry, owned_names
 from everstep.redo.derived import is_in
@@ -117,7 +113,7 @@ class Chain:
         """
         rows: dict[str, tuple[TensorEntry, Described]] = {}
         for described in (self.base, *self.logs):
-            rows |= {name: (whole, described) for name, whole in stored(described.versions).items()}
+            rows |= {name: (whole, described) for name, whole in described.tensors.items()}
         last, known = _referred(self.last.manifest), dict[int, set[str]]()
 
         def is_there(name: str, whole: TensorEntry, described: Described) -> bool:

@@ -95,13 +95,11 @@ class Derivation:
     ) -> None:
         """What no optimizer owns and no rule derives, as it was then: at the first record also what
         only the base has."""
+        versions, tensors = [version], stored(version, is_record=True)
         if self._tensors is None:
             self._tensors = self._state.live_tensors()
-            versions = [*self._base.versions, version]
-        else:
-            versions = [version]
-        saved = Saved.of(described)
-        placement = Placement(replace(saved, tensors=stored(versions)))
+            versions, tensors = [*self._base.versions, version], {**self._base.tensors, **tensors}
+        placement = Placement(replace(Saved.of(described), tensors=tensors))
         later = {name for _, table in version for name in table.tensors}
         for name, whole in placement.saved.tensors.items():
             is_there = name not in later and whole.spec.name in self._filled

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from everstep.errors import Missing
-from everstep.format.global_tensors import Described, Version, stored
+from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import Part
 from everstep.format.tables import Table, TensorEntry
 from everstep.restore.buffer_pool import empty
@@ -56,7 +56,7 @@ def read_tensors(
     tensor that the caller owns. Raises Missing for names that are not there, Corrupt."""
     if isinstance(names, str):
         raise ValueError(f"names must be a list of names, not {names!r}")
-    step, known = described.manifest.step, stored(described.versions)
+    step, known = described.manifest.step, described.tensors
     if unknown := sorted(set(names or ()) - known.keys()):
         raise Missing(
             f"reading step {step} of {disk.root}: it has no tensors named {unknown}; "

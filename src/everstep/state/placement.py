@@ -10,7 +10,7 @@ import torch
 
 from everstep.errors import Mismatch
 from everstep.format.boxes import Box
-from everstep.format.global_tensors import Described, optimizers_of, stored
+from everstep.format.global_tensors import Described, optimizers_of
 from everstep.format.tables import TensorEntry
 from everstep.sharding.layout import LocalBox, is_dtensor, shards_of
 from everstep.sharding.leaves import dtype_name
@@ -42,7 +42,7 @@ class Saved:
         for version in described.versions:
             optimizers.update(optimizers_of([table for _, table in version]))
         return cls(
-            stored(described.versions),
+            described.tensors,
             manifest.objects,
             manifest.hyperparameters,
             optimizers,
