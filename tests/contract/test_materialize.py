@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from runs import logged
+from torch import nn
 from wholes import advance, build, fill
 
 from everstep import Corrupt, Missing, Store, Unsupported
@@ -49,6 +50,19 @@ def test_it_goes_with_its_step(store):
     assert before - after == freed
     assert not list((store / "data").glob("00000007-*"))
     assert not (store / "checkpoints" / "00000007-0001").exists()
+
+
+def test_gradients_of_another_dtype(store):
+    model = nn.Linear(20, 2, bias=False, dtype=torch.bfloat16)
+    model.weight.grad_dtype = torch.float32
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with logged(store, state) as saver:
+        for step in range(1, 5):
+            model.weight.grad = torch.randn(2, 20)
+            state["optimizer"].step()
+            saver.step(step)
+    assert materialize(Disk(store), CheckpointName(4, 1)).exact
+    assert torch.equal(Store(store).read(4)["model.weight"], model.weight)
 
 
 class Own(torch.optim.SGD):

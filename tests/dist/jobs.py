@@ -54,6 +54,12 @@ def compressed(job, kind, **options):
     return {**parts_of(job), "hook": compress(job.model, kind, **options)}
 
 
+def sends_compressed(job, kind):
+    """The same, but for the hook: other layouts have none."""
+    compress(job.model, kind)
+    return parts_of(job)
+
+
 def raw(job):
     """Gradients are recorded from before clipping."""
     job.recording = Recording()  # for as long as the job is alive

@@ -5,7 +5,17 @@ from functools import partial
 import pytest
 import torch
 import zoo
-from jobs import attached, check_restored, clipped, compressed, parts_of, trains, trains_alone
+from deaths import until
+from jobs import (
+    attached,
+    check_restored,
+    clipped,
+    compressed,
+    parts_of,
+    sends_compressed,
+    trains,
+    trains_alone,
+)
 from test_clipped_shards import backward
 
 from comparing import check_equal, kinds
@@ -85,6 +95,22 @@ def test_what_was_sent_is_replayed(gang, store, other_store, kind, options):
     check_equal(found[0].states[last + AFTER], straight.states[last + AFTER])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bf16", "topk"])
+def test_killed_ranks_go_on_with_what_they_owe(gang, store, other_store, kind):
+    options = {"size": 2, "state_of": partial(compressed, kind=kind), **LOG}
+    gang.start(trains, "ddp", store, 10**6, **options)
+    until(lambda: len(list(store.glob("checkpoints/*/manifest.json"))) > 6, "no six steps")
+    gang.kill(1)
+    gang.finish()
+    last = Store(store).latest() + 4
+    run, *_ = gang.run(trains, "ddp", store, last, **options)
+    straight, *_ = gang.run(trains, "ddp", other_store, last, **options)
+    assert run.losses == straight.losses[run.first :]
+    for step in (run.first, last):
+        check_equal(run.states[step], straight.states[step])
+
+
 WINDOWS = [
     {"strategy": "log", "base_every": 6, "window": 3, "check": True},
     {"strategy": "spread", "every": 4, "window": 3, "check": True},
@@ -98,7 +124,7 @@ UNGROUPED = zoo.Recipe(grouped=False)
     ("layout", "state_of"),
     [
         *((layout, clipped) for layout in ("ddp", "fsdp2", "hsdp")),
-        *(("ddp", partial(compressed, kind=kind)) for kind in ("bf16", "topk")),
+        *(("ddp", partial(sends_compressed, kind=kind)) for kind in ("bf16", "topk")),
         ("fsdp2", parts_of),
     ],
 )

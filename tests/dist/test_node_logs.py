@@ -14,8 +14,8 @@ from jobs import (
     attached,
     check_restored,
     clipped,
-    compressed,
     parts_of,
+    sends_compressed,
     trains,
     trains_alone,
 )
@@ -111,7 +111,7 @@ def test_each_node_packs_its_part(gang, store, layout):
     check_all_steps(gang, store, {4: states[4]}, layout, other, recipe=LARGE)
 
 
-BF16, TOPK = (partial(compressed, kind=kind) for kind in ("bf16", "topk"))
+BF16, TOPK = (partial(sends_compressed, kind=kind) for kind in ("bf16", "topk"))
 
 
 @pytest.mark.slow

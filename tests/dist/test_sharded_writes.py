@@ -12,17 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from jobs import RECIPE, attached, parts_of, trains
 from zoo_model import loss_of
 
-from choices import chosen
 from comparing import check_equal
-from everstep import Checkpointer, EverstepError, Store, clip_grad_norm_
+from everstep import EverstepError, Store, clip_grad_norm_
 from everstep.capture.copier import Copier
 from everstep.redo.clipping import Recording
 from examples import slow
 
 STEPS, AT = 7, 3
-RECIPE = zoo.Recipe()
 LIMIT = 1e-4
 
 
@@ -48,8 +47,7 @@ class Run:
 
     def __init__(self, store, **options):
         self.job, self.states, self.errors = zoo.build("fsdp2", RECIPE), {}, {}
-        state = {"model": self.job.model, "optimizer": self.job.optimizer}
-        self.saver = Checkpointer(store, state, **chosen(**options))
+        self.saver = attached(self.job, store, **options)
 
     def backward(self, step):
         self.job.optimizer.zero_grad()
@@ -75,8 +73,7 @@ class Run:
         dist.barrier()
         steps = Store(store).steps()
         again = zoo.build("fsdp2", RECIPE)
-        state = {"model": again.model, "optimizer": again.optimizer}
-        with Checkpointer(store, state) as saver:
+        with attached(again, store) as saver:
             for step in steps:
                 assert saver.restore(step) == step
                 check_equal(again.full_state(), self.states[step])
@@ -193,3 +190,30 @@ def test_weights_written_to_while_they_are_copied(gang, store):
     assert errors.keys() == {1, 2}  # from then on they are copied at the call
     assert all("changed while the copy was being made" in error for error in errors.values())
     assert steps == list(range(3, STEPS + 1))
+
+
+def has_teacher(job):
+    job.teacher = zoo.build("fsdp2", RECIPE).model.requires_grad_(False)
+    return {**parts_of(job), "teacher": job.teacher}
+
+
+def writes_to_the_teacher(job, step):
+    """At one step, through .data: no version counter tells of it. Its weight, whole."""
+    if step == AT:
+        job.teacher.head.weight.data.mul_(0.5)
+    job.train(step)
+    return job.teacher.head.weight.full_tensor()
+
+
+def test_a_frozen_weight_written_to(gang, store):
+    """Ranks may find it at different steps, and lose these; what is there is right."""
+    options = {"state_of": has_teacher, "train": writes_to_the_teacher, "strategy": "log"}
+    run, _ = gang.run(trains, "fsdp2", store, STEPS + 1, size=2, **options)
+    assert not torch.equal(run.losses[AT - 1], run.losses[AT - 2])
+    steps = [step for step in Store(store).steps() if step <= STEPS]
+    assert steps[-1] > AT
+    for step in steps:
+        found, _ = gang.run(
+            trains, "fsdp2", store, size=2, after=1, restore={"step": step}, **options
+        )
+        assert torch.equal(found.losses[0], run.losses[step])
