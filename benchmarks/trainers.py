@@ -30,7 +30,6 @@ class Data(torch.utils.data.Dataset):
     """Tokens; all the same to each trainer."""
 
     def __init__(self, count):
-        generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(
             0, 1000, (count, 64), generator=torch.Generator().manual_seed(1)
         )
