@@ -1,12 +1,13 @@
-"""How much slower the trainers that people use get by a checkpoint of every step.
+"""`python -m benchmarks.trainers`: what a checkpoint of every step costs in each trainer.
 
-    python -m benchmarks.trainers            # needs: pip install -e '.[integrations]'
-
-Each trainer trains a small GPT-2 with and without everstep, in turn, in processes of their own; a
-step is timed from one end of it to the next. Medians, and their ratio.
+The same small Llama in transformers' Trainer, Accelerate, Lightning and a loop of one's own, with
+everstep and without it in turn, each block in a process of its own. A step is measured from one
+update to the next; of a block the median counts, of a trainer the ratios of neighbouring blocks.
+Needs `pip install -e .[integrations]`.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -14,142 +15,199 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-TRAINERS = ("transformers", "accelerate", "lightning")
-SKIPPED = 3
-"""The first steps: optimizers make their state, logs their first base."""
+import everstep
+from benchmarks.machine import describe
 
-
-class Data(torch.utils.data.Dataset):
-    """Tokens; all the same to each trainer."""
-
-    def __init__(self, count):
-        self.tokens = torch.randint(
-            0, 1000, (count, 64), generator=torch.Generator().manual_seed(1)
-        )
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+WARM_STEPS = 5
+BATCH, TOKENS, VOCABULARY = 4, 64, 8192
 
 
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
+def main() -> int:
+    """Measure, and print a table."""
+    args = _parsed()
+    if args.block:
+        name, store = args.block[0], args.block[1] if len(args.block) > 1 else None
+        print(json.dumps(_block(name, store, args.steps)))
+        return 0
+    with tempfile.TemporaryDirectory(dir=args.store_root) as root:
+        print(json.dumps(describe(Path(root))), file=sys.stderr)
+        print(f"{'trainer':<12}  {'step, ms':>9}  with everstep  slowdown (of each pair)")
+        for name in args.only or list(TRAINERS):
+            _row(name, _pairs(name, Path(root), args))
+    return 0
 
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainers", description=__doc__)
+    parser.add_argument("--only", nargs="*", choices=TRAINERS)
+    parser.add_argument("--steps", type=int, default=25, help="timed steps of a block")
+    parser.add_argument("--rounds", type=int, default=4, help="pairs of blocks of each trainer")
+    parser.add_argument("--store-root", type=Path, help="where stores go")
+    parser.add_argument("--block", nargs="+", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _pairs(name: str, root: Path, args: argparse.Namespace) -> list[tuple[float, float]]:
+    """Seconds of a step, without and with everstep; which comes first takes turns."""
+    pairs = []
+    for number in range(args.rounds):
+        store = root / f"{name}-{number}"
+        order = (None, store) if number % 2 else (store, None)
+        found = {one: _measured(name, one, args.steps) for one in order}
+        pairs.append((found[None], found[store]))
+    return pairs
+
+
+def _measured(name: str, store: Path | None, steps: int) -> float:
+    words = [sys.executable, "-m", "benchmarks.trainers", "--steps", str(steps), "--block", name]
+    words += [str(store)] if store else []
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    return statistics.median(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _row(name: str, pairs: list[tuple[float, float]]) -> None:
+    plain, saved = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+    slow = sorted(100 * (after / before - 1) for before, after in pairs)
+    spread = f"({slow[0]:+.1f} … {slow[-1]:+.1f})"
+    print(f"{name:<12}  {plain:9.1f}  {saved:13.1f}  {statistics.median(slow):+.1f}% {spread}")
+
+
+def _block(name: str, store: str | None, steps: int) -> list[float]:
+    """Seconds of each step after the first ones."""
+    warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    size = {"n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 1000, "n_positions": 64}
-    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+    clock = Clock()
+    with contextlib.redirect_stdout(sys.stderr):
+        TRAINERS[name](store, steps + WARM_STEPS, clock)
+    if store:
+        assert everstep.Store(store).latest() == steps + WARM_STEPS, "not every step was saved"
+    return clock.seconds[WARM_STEPS:]
 
 
-def transformers(store, steps, ends):
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+class Clock:
+    """Times from one update of an optimizer to the next."""
 
-    from everstep.integrations.transformers import everstep_trainer
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._last: float | None = None
 
-    class Ends(TrainerCallback):
-        def on_step_begin(self, *_, **__):
-            ends.append(time.perf_counter())
+    def watch(self, optimizer: Any) -> Any:
+        optimizer.register_step_post_hook(self._note)
+        return optimizer
 
-    kind, own = (everstep_trainer(Trainer), {"everstep": store}) if store else (Trainer, {})
-    arguments = {"max_steps": steps, "per_device_train_batch_size": 8, "save_strategy": "no"}
-    arguments |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
-    with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(folder, **arguments)
-        data = Data(8 * steps)
-        kind(model=gpt2(), args=args, train_dataset=data, callbacks=[Ends()], **own).train()
+    def _note(self, *_: Any) -> None:
+        now = time.perf_counter()
+        self.seconds += [now - self._last] if self._last is not None else [0.0]
+        self._last = now
 
 
-def accelerate(store, steps, ends):
+def _model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=4, **sizes))
+
+
+def _rows(steps: int) -> list[dict[str, Any]]:
+    rows = torch.randint(0, VOCABULARY, (BATCH * steps, TOKENS))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def _loader(steps: int) -> Any:
+    return torch.utils.data.DataLoader(_rows(steps), batch_size=BATCH, shuffle=True)
+
+
+def _adamw(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def _own(store: str | None, steps: int, clock: Clock, accelerator: Any = None) -> None:
+    model, loader = _model(), _loader(steps)
+    optimizer = clock.watch(_adamw(model))
+    backward, state = (lambda loss: loss.backward()), {"model": model, "optimizer": optimizer}
+    if accelerator:
+        from everstep.integrations.accelerate import state_of
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        backward, state = accelerator.backward, state_of(accelerator) if store else {}
+    with _checkpointer(store, state) as save:
+        for step, batch in enumerate(loader, 1):
+            backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            save(step)
+
+
+def _accelerate(store: str | None, steps: int, clock: Clock) -> None:
     from accelerate import Accelerator
 
-    from everstep import Checkpointer
-    from everstep.integrations.accelerate import state_of
-
-    accelerator, model = Accelerator(cpu=True), gpt2()
-    optimizer = torch.optim.AdamW(model.parameters())
-    loader = torch.utils.data.DataLoader(Data(8 * steps), batch_size=8, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    checkpointer = Checkpointer(store, state_of(accelerator)) if store else None
-    if checkpointer:
-        checkpointer.restore()
-    for step, batch in enumerate(loader, 1):
-        accelerator.backward(model(**batch).loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if checkpointer:
-            checkpointer.step(step)
-        ends.append(time.perf_counter())
-    if checkpointer:
-        checkpointer.close()
+    _own(store, steps, clock, Accelerator(cpu=True))
 
 
-def lightning(store, steps, ends):
-    import lightning as L  # noqa: N812 - as everybody calls it
+@contextlib.contextmanager
+def _checkpointer(store: str | None, state: dict[str, Any]) -> Any:
+    if store is None:
+        yield lambda step: None
+        return
+    with everstep.Checkpointer(store, state) as checkpointer:
+        yield checkpointer.step
+
+
+def _lightning(store: str | None, steps: int, clock: Clock) -> None:
+    import lightning.pytorch as pl
 
     from everstep.integrations.lightning import EverstepCallback
 
-    class Module(L.LightningModule):
-        def __init__(self):
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
             super().__init__()
-            self.model = gpt2()
+            self.model = _model()
 
-        def training_step(self, batch, _):
-            ends.append(time.perf_counter())
-            return self.model(**batch).loss
+        def training_step(self, batch: Any) -> Any:
+            loss = self.model(**batch).loss
+            self.log("loss", loss)
+            return loss
 
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters())
+        def configure_optimizers(self) -> Any:
+            return clock.watch(_adamw(self))
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "accelerator": "cpu", "gradient_clip_val": 1.0}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     callbacks = [EverstepCallback(store)] if store else []
-    loader = torch.utils.data.DataLoader(Data(8 * steps), batch_size=8, shuffle=True)
-    L.Trainer(max_steps=steps, callbacks=callbacks, **quiet).fit(Module(), loader)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=callbacks, enable_checkpointing=False, **quiet
+    )
+    trainer.fit(Module(), _loader(steps))
 
 
-def step_times(name, steps, saves):
-    """Seconds of each step of one run, in a process of its own."""
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        words = [name, str(steps), str(Path(folder).absolute() / "store") if saves else ""]
-        command = [sys.executable, "-m", "benchmarks.trainers", "--run", *words]
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-    return json.loads(ended.stdout.splitlines()[-1])
+def _transformers(store: str | None, steps: int, clock: Clock) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from everstep.integrations.transformers import everstep_trainer
+
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    size = {"num_train_epochs": 1, "per_device_train_batch_size": BATCH}
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"model": _model(), "args": TrainingArguments(folder, **quiet, **size)}
+        given |= {"optimizers": (clock.watch(_adamw(given["model"])), None)}
+        kind = everstep_trainer(Trainer) if store else Trainer
+        given |= {"everstep": store} if store else {}
+        kind(**given, train_dataset=_rows(steps)).train()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.run:
-        name, steps, store = chosen.run
-        ends = []
-        globals()[name](store or None, int(steps), ends)
-        times = [later - now for now, later in pairwise(ends)]
-        print(json.dumps(times[SKIPPED:]))
-        return
-    table = Table("trainer", "plain, s", "with everstep, s", "slower by (each round)")
-    for name in TRAINERS:
-        rounds = [
-            [statistics.median(step_times(name, chosen.steps, saves)) for saves in (False, True)]
-            for _ in range(chosen.rounds)
-        ]
-        plain, saved = (statistics.median(each) for each in zip(*rounds, strict=True))
-        each = ", ".join(f"{with_ / without - 1:+.1%}" for without, with_ in rounds)
-        table.add_row(name, f"{plain:.3f}", f"{saved:.3f}", f"{saved / plain - 1:+.1%} ({each})")
-    Console(width=110).print(table)
-
+TRAINERS: dict[str, Callable[[str | None, int, Clock], None]] = {
+    "own loop": _own,
+    "accelerate": _accelerate,
+    "lightning": _lightning,
+    "transformers": _transformers,
+}
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
