@@ -31,9 +31,6 @@ class SaveHandle:
         """time.monotonic() of the call (under "called") and at which each level was reached."""
         self.bytes: int | None = None
         """That were written for it, once it is local."""
-        self.squeezed: float | None = None
-        """Of a record that is local: which part of its gradients' bytes was not written, as they
-        were packed; 0 to 1."""
         self._confirm: Callable[[], str | None] | None = None
         self._changed = threading.Condition()
         self.times["called"] = time.monotonic()

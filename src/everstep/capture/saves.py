@@ -161,7 +161,6 @@ class Saves:
             log.error("%s", error)
             self._metrics.last_error = str(error)
         handle.bytes = message["bytes"]
-        handle.squeezed = message.get("squeezed")
         handle.advance(handle.durable, error)
         self._metrics.add_durable(handle.times[handle.durable] - handle.times["called"])
         self.forget(capture)

@@ -62,47 +62,44 @@ class CatchUp:
         self._lag = every if is_resumed else 0
         self._newest: CheckpointName | None = None
         self._failures = 0
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
+        self._is_busy = self._is_closed = False
         self._worker: subprocess.Popen[str] | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     def note(self, name: CheckpointName, takes_replay: bool) -> None:
         """A checkpoint was committed: one that is rebuilt by a replay, or a whole state."""
-        with self._changed:
+        with self._lock:
             self._lag = self._lag + 1 if takes_replay else 0
-            self._newest = name if takes_replay else None
-            if self._is_due() and self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="everstep-catch-up", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
+            self._newest = name
+            if self._is_due() and not self._is_busy:
+                self._is_busy = True
+                threading.Thread(target=self._run, name="everstep-catch-up", daemon=True).start()
 
     def close(self) -> None:
         """Start no worker any more, and end the one that runs; does not wait for it."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             if worker := self._worker:
                 worker.terminate()
-            self._changed.notify_all()
 
     def _is_due(self) -> bool:
-        return self._newest is not None and self._lag >= self._every
+        return self._lag >= self._every and self._failures < FAILURES_MAX and not self._is_closed
 
     # ---- its thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._failures < FAILURES_MAX:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._is_due())
-            with _TURN:
-                with self._changed:  # a base may have come while another session had its turn
-                    name, self._lag = self._newest, 0
-                if self._is_closed:
-                    return
-                if name and (answer := self._make_whole(name)):
+        with _TURN:
+            while name := self._begin():
+                if answer := self._make_whole(name):
                     self._note_outcome(answer)
+
+    def _begin(self) -> CheckpointName | None:
+        """What is to be made whole now; None where nothing is: a base may have come while another
+        team had its turn."""
+        with self._lock:
+            self._is_busy = self._is_due()
+            self._lag = 0 if self._is_busy else self._lag
+            return self._newest if self._is_busy else None
 
     def _make_whole(self, name: CheckpointName) -> Answer | None:
         """None where there was nothing to do any more."""
@@ -140,7 +137,7 @@ class CatchUp:
         program = ("-P", "-m", "everstep.restore.worker", str(self._disk.root), str(name))
         alive, held = os.pipe()  # the worker ends when nobody holds the other end any more
         try:
-            with self._changed:
+            with self._lock:
                 if self._is_closed:
                     return {}
                 self._worker = subprocess.Popen(

@@ -76,13 +76,11 @@ class Client:
         self._claims = 0
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
-        self._parent: CheckpointName | None = None
-        self._claiming: tuple[int, CheckpointName | None] = 0, None
         self._arenas: dict[str, Arena] = {}
         self._gaps: collections.deque[wire.Message] = collections.deque(maxlen=_GAPS_MAX)
         self._ids = itertools.count()
         self._waiting: dict[int, queue.SimpleQueue[_Reply]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._stop = threading.Event()
         self._lost: str | None = None
         self._pause_s = _PAUSE_S_MIN
@@ -113,7 +111,6 @@ class Client:
             "parent": parent.epoch if parent else None,
             "fork": parent.step if parent else 0,
         }
-        self._claiming = number, parent
         reply, _ = self._request(message, waits=True)
         if "epoch" not in reply:
             raise KINDS.get(reply["kind"], Unavailable)(reply["message"])
@@ -124,13 +121,13 @@ class Client:
         whichever keeper comes next."""
         with self._lock:
             self._arenas[key] = arena
-            self._send_locked({"type": "arena", "arena": key}, [arena.fd])
+            self._send({"type": "arena", "arena": key}, [arena.fd])
 
     def release_arena(self, key: str) -> None:
         """Take an arena out of use; its jobs must be done."""
         with self._lock:
             arena = self._arenas.pop(key, None)
-            self._send_locked({"type": "release", "arena": key})
+            self._send({"type": "release", "arena": key})
             if arena:
                 arena.close()
 
@@ -162,7 +159,7 @@ class Client:
             message = {"type": "gap", "step": step, "call": call, "reason": reason[:_REASON_MAX]}
             with self._lock:
                 self._gaps.append(message)  # a new keeper is told, too
-                self._send_locked(message)
+                self._send(message)
 
     def settle(self) -> list[tuple[str, Arena]]:
         """Wait until the keeper has finished what dead trainers sealed.
@@ -186,7 +183,7 @@ class Client:
         keeper."""
         self._stop.set()
         with self._lock:
-            self._send_locked({"type": "detach"})
+            self._send({"type": "detach"})
             if self._connection:
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)  # wakes the listening thread
@@ -205,7 +202,7 @@ class Client:
         """In a forked child: forget socket and arenas without a word to the keeper."""
         self._stop = threading.Event()  # the locks may be held by threads that are not here
         self._stop.set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         connection, self._connection = self._connection, None
         if connection:
             os.close(connection.detach())
@@ -215,15 +212,12 @@ class Client:
 
     # ---- sending ---------------------------------------------------------------------------
 
-    def _send(self, message: wire.Message) -> None:
-        with self._lock:
-            self._send_locked(message)
-
-    def _send_locked(self, message: wire.Message, fds: list[int] | None = None) -> None:
+    def _send(self, message: wire.Message, fds: list[int] | None = None) -> None:
         """A failure is not raised here: the listening thread sees the loss and mends it."""
         try:
-            if self._connection:
-                wire.send(self._connection, message, fds)
+            with self._lock:
+                if self._connection:
+                    wire.send(self._connection, message, fds)
         except OSError as error:
             log.debug("the keeper did not take %s: %s", message["type"], error)
 
@@ -301,8 +295,7 @@ class Client:
             self.patience.note_commit()
         if message["type"] == "claimed" and "epoch" in message:
             # Here, since this thread greets the next keeper, which must be told.
-            self._claims, self._parent = self._claiming
-            self._epoch = message["epoch"]
+            self._claims, self._epoch = message["number"], message["epoch"]
         with self._lock:
             waiting = self._waiting.get(message.get("id", -1))
             if waiting:
@@ -366,9 +359,9 @@ class Client:
             self._connection = connection
             self.patience.note_keeper()
             for key, arena in self._arenas.items():
-                self._send_locked({"type": "arena", "arena": key}, [arena.fd])
+                self._send({"type": "arena", "arena": key}, [arena.fd])
             for message in self._gaps:
-                self._send_locked(message)
+                self._send(message)
             self._wake_waiting()
         if self._lost is not None:
             self._lost = None
@@ -406,9 +399,7 @@ class Client:
             "protocol": wire.PROTOCOL,
             "token": self._token,
             "keep": self._keep.to_json() if self._keep else None,
-            "claims": self._claims,
             "epoch": self._epoch,
-            "parent": self._parent,
             "catch_up": self._catch_up,
             "place": None if self.place.is_alone else self.place._asdict(),
         }

@@ -18,11 +18,12 @@ import mmap
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from secrets import token_hex
+from typing import NamedTuple
 
 import xxhash
 
@@ -33,14 +34,13 @@ from everstep.format.manifest import Part
 from everstep.format.merge import Merged
 from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
-from everstep.format.tables import Extent, FileLink, Table, decode_table, extents, is_gradient
+from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
 from everstep.keeper.job import Arrival, Job
-from everstep.keeper.writer import Writer
+from everstep.keeper.writer import Speed, Writer
 from everstep.store import commit, names
 from everstep.store.commit import NewPack
 from everstep.store.names import CheckpointName
 from everstep.tiers.files import NewFile
-from everstep.tiers.tier import Tier
 
 SMALL_BYTES = 64 << 10
 BUFFER_BYTES = 8 << 20
@@ -56,15 +56,11 @@ class Parsed:
     table: Table
     extents: list[Extent]
     chunks: list[Extent]
-    gradients: int
-    """Bytes of a record's gradients."""
 
     @classmethod
     def of(cls, document: bytes, table: Table) -> "Parsed":
         """Everything that follows from a table."""
-        gradients = (entry for name, entry in table.tensors.items() if is_gradient(name))
-        size = sum(piece.size for entry in gradients for piece in entry.pieces)
-        return cls(document, table, extents(table), raw_chunks(table), size)
+        return cls(document, table, extents(table), raw_chunks(table))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +94,14 @@ class Image:
         """Bytes of each pack."""
         return [sum(len(each.view) for each in pack) for pack in self.packs]
 
-    def view(self, pack: int, offset: int, size: int) -> memoryview:
-        """Bytes of a pack that lie in one segment, as those of a header and of a piece do; blocks
-        until they are there. Raises Unsupported where they never will be."""
-        at = max(0, bisect_right(self._starts[pack], offset) - 1)
-        segment, start = self.packs[pack][at], offset - self._starts[pack][at]
-        segment.wait(start + size)
-        return segment.view[start : start + size]
+    def view(self, extent: Extent) -> memoryview:
+        """Bytes that lie in one segment, as those of a header and of a piece do; blocks until they
+        are there. Raises Unsupported where they never will be."""
+        starts = self._starts[extent.pack]
+        at = max(0, bisect_right(starts, extent.offset) - 1)
+        segment, start = self.packs[extent.pack][at], extent.offset - starts[at]
+        segment.wait(start + extent.size)
+        return segment.view[start : start + extent.size]
 
     def wait(self, pack: int, end: int) -> None:
         """Block until the first `end` bytes of a pack are there. Raises Unsupported."""
@@ -171,7 +168,6 @@ class Data:
         self._writer = writer
         self._image = image
         self._packed: Packed | None = None
-        self._waited = 0.0
         self._entropy = writer.speed.is_slow
         self._packs_it = is_record and pays(image, self._entropy)
         self._shares: list[Future[dict[int, str]]] = []
@@ -181,29 +177,36 @@ class Data:
     def write(self, name: CheckpointName, token: str | None = None) -> None:
         """Write the files of a checkpoint; they are durable after `sync`, and when the entries of
         `links` are. `token`: see commit.begin_packs."""
-        writer, began = self._writer, time.monotonic()
         if self._packs_it:
-            self._packed = write_packed(
-                writer.disk, name, self._image, writer.hasher, self._entropy
-            )
-            self._written, self._seconds = [self._packed.pack], self._packed.seconds
-        else:
-            packs = [[segment.view for segment in pack] for pack in self._image.packs]
-            self._written = commit.begin_packs(writer.disk, name, packs, self._await, token)
-            self._seconds = time.monotonic() - began - self._waited
+            self._packed = write_packed(self._writer, name, self._image, self._entropy)
+            self._written = [self._packed.pack]
+            return
+        began, waited = time.monotonic(), 0.0
+
+        def wait(pack: int, end: int) -> None:
+            """For the copy, whose time is not the disk's."""
+            nonlocal waited
+            waiting = time.monotonic()
+            self._image.wait(pack, end)
+            waited += time.monotonic() - waiting
+
+        packs = [[segment.view for segment in pack] for pack in self._image.packs]
+        self._written = commit.begin_packs(self._writer.disk, name, packs, wait, token)
+        self._seconds = time.monotonic() - began - waited
 
     def sync(self) -> None:
         """Make the bytes durable."""
         began = time.monotonic()
         commit.sync_packs(self._writer.disk, self._written)
-        seconds = self._seconds + (0.0 if self._packed else time.monotonic() - began)
-        self._writer.speed.note(self.size, seconds)
+        if not self._packed:
+            seconds = self._seconds + time.monotonic() - began
+            self._writer.speed.note(self.size, seconds)
 
-    def discard(self, name: CheckpointName, others: tuple[FileLink, ...] = ()) -> None:
-        """Nothing came of it: its files are deleted, and `others` of the same checkpoint."""
+    def discard(self, name: CheckpointName) -> None:
+        """Nothing came of it: its files are deleted."""
         for pack in self._written:
             pack.file.abandon()
-        commit.discard_packs(self._writer.disk, name, self.links + others)
+        commit.discard_packs(self._writer.disk, name, self.links)
 
     @property
     def links(self) -> tuple[FileLink, ...]:
@@ -214,20 +217,6 @@ class Data:
     def size(self) -> int:
         """Bytes written."""
         return sum(link.size for link in self.links)
-
-    @property
-    def squeezed(self) -> float | None:
-        """Which part of the gradients' bytes was not written, as they were packed; None where there
-        are none."""
-        gradients = self._image.parsed.gradients
-        saved = sum(self._image.sizes) - self.size if self._packed else 0
-        return saved / gradients if gradients and self._written else None
-
-    def _await(self, pack: int, end: int) -> None:
-        """For the copy, whose time is not the disk's."""
-        began = time.monotonic()
-        self._image.wait(pack, end)
-        self._waited += time.monotonic() - began
 
     def part(self, step: int) -> Part:
         """What the manifest says of them, written or not; blocks until all is digested. Of a record
@@ -267,23 +256,15 @@ class Data:
 
 def _digest(image: Image, share: list[Extent]) -> dict[int, str]:
     """The digests of some extents, by index. Large ones without the GIL."""
-    return {
-        extent.digest: xxhash.xxh3_128_hexdigest(
-            image.view(extent.pack, extent.offset, extent.size)
-        )
-        for extent in share
-    }
+    return {each.digest: xxhash.xxh3_128_hexdigest(image.view(each)) for each in share}
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A packed part, written: its file, and per digest the stored bytes and their digest.
-    `seconds`: spent writing, without the encoding."""
+class Packed(NamedTuple):
+    """A packed part, written: its file, and per digest the stored bytes and their digest."""
 
     pack: NewPack
     stored: tuple[int, ...]
     digests: tuple[str, ...]
-    seconds: float
 
 
 def pays(image: Image, entropy: bool) -> bool:
@@ -292,16 +273,10 @@ def pays(image: Image, entropy: bool) -> bool:
     chunk = next((chunk for chunk in chunks if chunk.size >= SMALL_BYTES), None)
     if chunk is None:
         return False
-    return planes.encode(_raw(image, chunk), chunk.item_size, entropy=entropy) is not None
+    return planes.encode(image.view(chunk), chunk.item_size, entropy=entropy) is not None
 
 
-def write_packed(
-    disk: Tier,
-    name: CheckpointName,
-    image: Image,
-    pool: ThreadPoolExecutor,
-    entropy: bool,
-) -> Packed:
+def write_packed(writer: Writer, name: CheckpointName, image: Image, entropy: bool) -> Packed:
     """Encode and write all chunks of a part of one pack; the file is not durable yet. Takes
     BUFFER_BYTES and some chunks of memory, whatever the record's size. Raises what the arrival and
     the disk raise."""
@@ -309,18 +284,12 @@ def write_packed(
     chunks = image.parsed.chunks
     stored: dict[int, int] = {}
     digests: dict[int, str] = {}
-    with disk.new_file(path) as file:
-        tail = _Tail(file)
-        waiting: deque[tuple[int, Future[tuple[bytes | memoryview, str]]]] = deque()
-        for chunk in [*chunks, None]:
-            while waiting and (chunk is None or len(waiting) > _AHEAD):
-                index, task = waiting.popleft()
-                data, digests[index] = task.result()
-                stored[index] = len(data)
-                tail.append(data)
-            if chunk:
-                task = pool.submit(_encode, image, chunk, entropy)
-                waiting.append((chunk.digest, task))
+    with writer.disk.new_file(path) as file:
+        tail = _Tail(file, writer.speed)
+        encoded = _encoded(image, writer.hasher, entropy)
+        for chunk, data in zip(chunks, encoded, strict=True):
+            stored[chunk.digest], digests[chunk.digest] = len(data[0]), data[1]
+            tail.append(data[0])
         size = tail.finish()
         first = header(size - HEADER_BYTES)
         tail.put_first(first)
@@ -331,17 +300,25 @@ def write_packed(
         NewPack(FileLink(path, size), file),
         tuple(stored[index] for index in order),
         tuple(digests[index] for index in order),
-        tail.seconds,
     )
 
 
-def _raw(image: Image, chunk: Extent) -> memoryview:
-    return image.view(chunk.pack, chunk.offset, chunk.size)
+def _encoded(
+    image: Image, pool: ThreadPoolExecutor, entropy: bool
+) -> Iterator[tuple[bytes | memoryview, str]]:
+    """The stored bytes of all chunks and their digests, in order; some are made ahead."""
+    waiting: deque[Future[tuple[bytes | memoryview, str]]] = deque()
+    for chunk in image.parsed.chunks:
+        waiting.append(pool.submit(_encode, image, chunk, entropy))
+        if len(waiting) > _AHEAD:
+            yield waiting.popleft().result()
+    for task in waiting:
+        yield task.result()
 
 
 def _encode(image: Image, chunk: Extent, entropy: bool) -> tuple[bytes | memoryview, str]:
     """The stored bytes of a chunk and their digest."""
-    raw = _raw(image, chunk)
+    raw = image.view(chunk)
     encoded = None
     if len(raw) >= SMALL_BYTES:
         encoded = planes.encode(raw, chunk.item_size, entropy=entropy)
@@ -350,15 +327,15 @@ def _encode(image: Image, chunk: Extent, entropy: bool) -> tuple[bytes | memoryv
 
 
 class _Tail:
-    """The file's end in page-aligned memory: full buffers are written, the rest waits."""
+    """The file's end in page-aligned memory: full buffers are written, the rest waits. What the
+    writes take, without the encoding, is the disk's speed."""
 
-    def __init__(self, file: NewFile) -> None:
-        self._file = file
+    def __init__(self, file: NewFile, speed: Speed) -> None:
+        self._file, self._speed = file, speed
         self._map = mmap.mmap(-1, BUFFER_BYTES)
         self._buffer = memoryview(self._map)
         self._used = 0
         self._at = HEADER_BYTES
-        self.seconds = 0.0
 
     def append(self, data: bytes | memoryview) -> None:
         """Copy these bytes to the end."""
@@ -388,5 +365,5 @@ class _Tail:
         began = time.monotonic()
         if self._used:
             self._file.write(self._buffer[: self._used], self._at)
-        self.seconds += time.monotonic() - began
+        self._speed.note(self._used, time.monotonic() - began)
         self._at, self._used = self._at + self._used, 0

@@ -165,11 +165,8 @@ def cannot_start(store: Path | Url, reason: object) -> str:
 
 
 def _open_log(path: Path) -> int:
-    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
     try:
-        if path.exists() and path.stat().st_size > LOG_BYTES_MAX:
-            flags |= os.O_TRUNC
-        return os.open(path, flags, 0o600)
+        return os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:  # a keeper without a log is better than none
         log.warning("the keeper's log %s: %s", path, error.strerror)
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -50,7 +50,7 @@ class Session:
         self.local = place.local
         self.token = hello.get("token")
         self.pid = wire.check_peer(connection)
-        self.pidfd = wire.open_peer(connection, self.pid)
+        self.pidfd = os.pidfd_open(self.pid)
         self.connection: socket.socket | None = connection
         self.team = team
         self.arenas: dict[str, Arena] = {}
@@ -267,7 +267,6 @@ class Session:
             "sequence": job.sequence,
             "warning": (outcome.warning or "")[:TEXT_MAX],
             "is_part": outcome.is_part,
-            "squeezed": outcome.squeezed,
         }
         self.tell(message | {"bytes": outcome.bytes, "seconds": outcome.seconds})
 

@@ -22,7 +22,6 @@ TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
 LOCAL_RANKS_MAX = 128
 NODES_MAX = 1 << 20
 _ID_LENGTH_MAX = 64
-_SO_PEERPIDFD = 77
 
 Message = dict[str, Any]
 
@@ -103,20 +102,6 @@ def check_peer(connection: socket.socket) -> int:
             f"process {pid} of user {uid} is at the other end of the keeper's socket"
         )
     return int(pid)
-
-
-def open_peer(connection: socket.socket, pid: int) -> int:
-    """A pidfd of the process at the other end, which is `pid`; raises OSError where it is gone.
-
-    Asks the socket (Linux 6.5 and later): a number may have gone to another process since.
-    """
-    try:
-        answer = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
-    except OSError:
-        return os.pidfd_open(pid)
-    fd = int(struct.unpack("i", answer)[0])
-    os.set_inheritable(fd, False)
-    return fd
 
 
 def send(connection: socket.socket, message: Message, fds: list[int] | None = None) -> None:

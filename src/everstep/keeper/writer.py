@@ -4,13 +4,13 @@ A spread checkpoint is written step by step, and committed by the last of them.
 """
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
-from everstep.format.tables import FileLink
 from everstep.store import retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
@@ -24,15 +24,12 @@ _HASHERS = min(4, len(os.sched_getaffinity(0)))
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a commit cost: bytes written, seconds until durable. `squeezed`: which part of its
-    gradients' bytes was not written, as they were packed; None where it wrote none. `warning`: what
-    failed after it. `is_part`: durable, but committed by a later one. `takes_replay`: it is no
-    whole state."""
+    """What a commit cost: bytes written, seconds until durable. `warning`: what failed after it.
+    `is_part`: durable, but committed by a later one. `takes_replay`: it is no whole state."""
 
     name: CheckpointName
     bytes: int
     seconds: float
-    squeezed: float | None = None
     warning: str | None = None
     is_part: bool = False
     takes_replay: bool = False
@@ -41,24 +38,32 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Share:
     """What one step of a window adds: pieces, and what the optimizers consumed in this step for
-    the pieces before (None at the first). `steps`: of the window so far, this one last. `ends`:
-    whether it commits."""
+    the pieces before (None at the first). `steps`: of the window so far, this one last. `ends`: no
+    other one follows. `is_record`: it is part of a record, and so of a checkpoint of its own."""
 
     steps: tuple[int, ...]
     calls: tuple[Any, ...] | None
     ends: bool
+    is_record: bool
 
     @classmethod
-    def of(cls, said: Any) -> "Share | None":
+    def of(cls, said: Mapping[str, Any]) -> "Share | None":
         """From a descriptor; None for one that is no part of a window. Raises Corrupt."""
-        if said is None:
+        share, record = said["share"], said["record"]
+        if share is None:
             return None
         try:
-            calls = said["calls"]
-            steps = tuple(int(step) for step in said["steps"])
-            return cls(steps, None if calls is None else tuple(calls), bool(said["ends"]))
+            steps = tuple(int(step) for step in share["steps"])
+            calls = record["calls"] if record and len(steps) > 1 else share["calls"]
+            calls = None if calls is None else tuple(calls)
+            return cls(steps, calls, bool(share["ends"]), record is not None)
         except (KeyError, TypeError, ValueError) as error:
             raise Corrupt(f"reading a descriptor in the arena: {error!r}") from error
+
+    @property
+    def publishes(self) -> bool:
+        """Whether there is a manifest with it."""
+        return self.ends or self.is_record
 
 
 @dataclass(slots=True)
@@ -77,14 +82,14 @@ class Window:
     is_log: bool = False
     """Whether the parts are records, too, which are checkpoints of their own."""
 
-    def begin(self, share: Share | None, epoch: int | None, *, is_log: bool) -> list[Part]:
+    def begin(self, share: Share | None, epoch: int) -> list[Part]:
         """The next job belongs to this window, or to none. Returns the parts of another one, of
         which nothing will come any more."""
         if share and self.steps and (self.steps, self.epoch) == (share.steps[:-1], epoch):
             return []
         stale = [] if self.is_log else self.parts
         self.clear()
-        self.epoch, self.is_log = epoch, is_log
+        self.epoch, self.is_log = epoch, bool(share and share.is_record)
         return stale
 
     def check(self, share: Share) -> None:
@@ -104,14 +109,6 @@ class Window:
         if share.calls is not None:
             self.records.append(Record(share.steps[-1], share.calls, (part,)))
         return replace(manifest, parts=tuple(self.parts), records=tuple(self.records))
-
-    def end(self, share: Share | None) -> tuple[FileLink, ...]:
-        """The job failed. Where it was to publish: the files of the steps before it."""
-        if share is None or not share.ends:
-            return ()
-        links = tuple(link for part in self.parts for link in part.packs)
-        self.clear()
-        return links
 
     def clear(self) -> None:
         """Nothing is under way."""

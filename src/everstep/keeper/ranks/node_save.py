@@ -13,11 +13,12 @@ from everstep.errors import EverstepError
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest
 from everstep.format.merge import Merged, RankTable, merge
+from everstep.format.node_parts import NodePart
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.data import Image, Parsed, gathered, parse, whole
 from everstep.keeper.job import ALL, Job
 from everstep.keeper.ranks.descriptions import check_held, merge_descriptions
-from everstep.keeper.ranks.nodes import Nodes, OwnPart, hashable
+from everstep.keeper.ranks.nodes import Nodes, hashable
 from everstep.keeper.wire import ALONE, Place
 
 REFERENCE = b"the manifest beside the first rank's image: "
@@ -71,7 +72,7 @@ class NodeSave:
         """What the trainers say of this step together; read once. Raises Corrupt, Mismatch."""
         if self._said is None:
             self.each = [job.said for job in self.jobs]
-            said = {**self.each[0], "own": ()}
+            said = {"record": None, "share": None, **self.each[0], "own": ()}
             if not self.place.is_alone:
                 check_held(self.step, zip(self.place.ranks, self.each, strict=True))
                 said, self._mapping = merge_descriptions(self.each)
@@ -87,10 +88,14 @@ class NodeSave:
         merged, parsed = _merged(documents, hashable(self._mapping), self.place)
         return gathered(self.jobs, merged, parsed)
 
-    def own_part(self, manifest: Manifest, table: bytes) -> OwnPart:
+    def own_part(self, manifest: Manifest) -> NodePart:
         """What this node has of the step, for the others."""
+        (part,) = manifest.all_parts
         ranks = dict(zip(self.place.ranks, self.each, strict=True))
-        return OwnPart(manifest, self.call, ranks, table, self.describe().get("record"))
+        record = self.describe()["record"]
+        record = record and {key: record[key] for key in ("previous", "calls")}
+        attempt, sets = self.place.named(self.call), manifest.hyperparameters
+        return NodePart(attempt, self.place.node, None, part, sets, ranks, record)
 
     def put_manifest(self, document: bytes) -> None:
         """Beside the images, from which it can be restored then: all of it with the first rank's,

@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from everstep.errors import EverstepError, Mismatch, Unavailable
 from everstep.format.document import digest_of
-from everstep.format.manifest import Manifest, Part, check_table, encode_manifest
+from everstep.format.manifest import Manifest, check_table, encode_manifest
 from everstep.format.merge import merge_optimizers, unite_tables
-from everstep.format.node_parts import NodePart, Said
+from everstep.format.node_parts import NodePart
 from everstep.format.tables import Table, decode_table, seal_table
 from everstep.keeper.existing import check_same
 from everstep.keeper.ranks.descriptions import check_held, merge_numbered, objects_of
@@ -58,30 +58,6 @@ class GivenUp(Unavailable):
         self.told = _failure(text, said)
 
 
-class OwnPart(NamedTuple):
-    """What this node has of a step, in that call: its manifest as if there were no other node, what
-    each rank says, by its number, its table, and what its ranks say of a record together."""
-
-    manifest: Manifest
-    call: int
-    ranks: Mapping[int, Said]
-    table: bytes
-    record: Mapping[str, Any] | None = None
-
-    @property
-    def name(self) -> CheckpointName:
-        """Of the checkpoint."""
-        return CheckpointName(self.manifest.step, self.manifest.epoch)
-
-    def document(self, place: Place) -> NodePart:
-        """For the node that commits."""
-        (part,) = self.manifest.all_parts
-        sets = self.manifest.hyperparameters
-        record = self.record and {key: self.record[key] for key in ("previous", "calls")}
-        attempt = place.named(self.call)
-        return NodePart(attempt, place.node, None, part, sets, self.ranks, record)
-
-
 class Nodes:
     """The nodes of a run, seen from one of them. For the team's thread."""
 
@@ -104,53 +80,34 @@ class Nodes:
         if said and said.failed is not None:
             raise _failure(f"saving step {name.step}: it was given up before: {said.failed}", said)
 
-    def tell(self, own: OwnPart) -> None:
+    def tell(self, name: CheckpointName, own: NodePart, table: bytes) -> None:
         """What is here, durably (its packs are). Raises Unavailable, Conflict."""
-        commit.check_epoch(self._disk, own.name.epoch, own.name.step)
-        commit.write_table(self._disk, own.table)
-        parts.publish(self._disk, own.name, own.document(self._place))
+        commit.check_epoch(self._disk, name.epoch, name.step)
+        commit.write_table(self._disk, table)
+        parts.publish(self._disk, name, own)
 
-    def commit(self, own: OwnPart) -> tuple[Manifest, str | None]:
-        """Returns the manifest of all, and its digest where it was created here; blocks. Raises
-        GivenUp, Unavailable, Mismatch, Conflict."""
+    def commit(
+        self, manifest: Manifest, own: NodePart, table: bytes
+    ) -> tuple[Manifest, str | None]:
+        """Returns the manifest of all, and its digest where it was created here; blocks. What this
+        node has of it is its manifest as if there were no other node, its part, and the table of
+        that. Raises GivenUp, Unavailable, Mismatch, Conflict."""
+        name = CheckpointName(manifest.step, manifest.epoch)
         if self.commits:
-            return self._commit_all(own)
-        found = self._await_commit(own)
+            every = [own, *self._await_parts(name, own.attempt)]
+            manifest, tables = unite(self._disk, manifest, every, table)
+            document = encode_manifest(manifest)
+            commit.publish(self._disk, manifest, document, tables)
+            parts.clear(self._disk, name)
+            return manifest, digest_of(document)
+        found = self._await_commit(name, own.attempt)
         packs = {link.path for part in found.all_parts for link in part.packs}
-        links = [link for part in own.manifest.all_parts for link in part.packs]
+        links = [link for part in manifest.all_parts for link in part.packs]
         if any(link.path not in packs for link in links):  # those of a keeper that died after it
-            check_same(self._disk, own.manifest, own.table, node=self.node)
-            commit.discard_packs(self._disk, own.name, links)
-            self._disk.forget([names.part_path(own.name, self.node)])  # perhaps told after it
+            check_same(self._disk, manifest, table, node=self.node)
+            commit.discard_packs(self._disk, name, links)
+            self._disk.forget([names.part_path(name, self.node)])  # perhaps told after it
         return found, None
-
-    def _commit_all(self, own: OwnPart) -> tuple[Manifest, str]:
-        """Wait for all other nodes, and create the manifest."""
-        manifest, disk = own.manifest, self._disk
-        every = [own.document(self._place), *self._await_parts(own)]
-        united = unite(disk, manifest.step, every, own.table)
-        check_held(manifest.step, sorted(united.ranks.items()))
-        objects, ranks = objects_of([said for _, said in sorted(united.ranks.items())])
-        previous = manifest.previous
-        if previous and not previous.digest:  # committed by now
-            before = CheckpointName(previous.step, previous.epoch)
-            previous = replace(previous, digest=catalog.digest_of_manifest(disk, before))
-        manifest = replace(
-            manifest,
-            parts=() if manifest.records else united.parts,
-            records=tuple(
-                replace(record, calls=united.calls, parts=united.parts)
-                for record in manifest.records
-            ),
-            objects=objects,
-            hyperparameters=united.hyperparameters,
-            ranks=tuple(ranks),
-            previous=previous,
-        )
-        document = encode_manifest(manifest)
-        commit.publish(disk, manifest, document, united.tables)
-        parts.clear(disk, own.name)
-        return manifest, digest_of(document)
 
     # ---- what this node has nothing of -----------------------------------------------------
 
@@ -204,30 +161,27 @@ class Nodes:
             ),
         )
 
-    def _await_parts(self, own: OwnPart) -> list[NodePart]:
+    def _await_parts(self, name: CheckpointName, attempt: str) -> list[NodePart]:
         """Those of all other nodes. Raises Unavailable where one has nothing, or does not come."""
-        name, attempt = own.name, self._place.named(own.call)
+        missing = list(range(1, self._place.nodes))
         found: dict[int, NodePart] = {}
-        missing = dict.fromkeys(range(1, self._place.nodes))
 
         def look() -> list[NodePart] | None:
             there = set(parts.listed(self._disk, name))
             for node in [node for node in missing if names.part_path(name, node) in there]:
-                part = parts.find(self._disk, name, node, attempt)
-                if part is None:
-                    continue
-                if part.failed is not None:
-                    text = f"saving step {name.step}: node {node} has nothing: {part.failed}"
-                    raise _failure(text, part)
-                found[node] = part
-                del missing[node]
+                if part := parts.find(self._disk, name, node, attempt):
+                    if part.failed is not None:
+                        text = f"saving step {name.step}: node {node} has nothing: {part.failed}"
+                        raise _failure(text, part)
+                    found[node] = part
+                    missing.remove(node)
             return None if missing else [found[node] for node in sorted(found)]
 
-        return self._await(name, look, lambda: f"the parts of nodes {list(missing)} did not come")
+        return self._await(name, look, lambda: f"the parts of nodes {missing} did not come")
 
-    def _await_commit(self, own: OwnPart) -> Manifest:
+    def _await_commit(self, name: CheckpointName, attempt: str) -> Manifest:
         """The manifest, which rank 0's node creates. Raises GivenUp, Unavailable, Conflict."""
-        name, disk = own.name, self._disk
+        disk = self._disk
         path, directory = names.manifest_path(name), f"{names.CHECKPOINTS}/{name}"
 
         def look() -> Manifest | None:
@@ -235,9 +189,8 @@ class Nodes:
             there = {f"{directory}/{file}" for file in disk.list(directory)}
             if path in there and disk.holds(path):
                 return catalog.read_manifest(disk, name)
-            if names.part_path(name, 0) not in there:
-                return None
-            said = parts.find(disk, name, 0, self._place.named(own.call))
+            is_told = names.part_path(name, 0) in there
+            said = parts.find(disk, name, 0, attempt) if is_told else None
             if said and said.failed is not None:
                 text = f"saving step {name.step}: the node of rank 0 gave it up: {said.failed}"
                 raise GivenUp(text, said)
@@ -276,27 +229,20 @@ def _failure(text: str, said: NodePart) -> EverstepError:
     return (Mismatch if said.kind == Mismatch.__name__ else Unavailable)(text)
 
 
-class United(NamedTuple):
-    """What a manifest says of all nodes, and the documents of its tables."""
-
-    parts: tuple[Part, ...]
-    tables: tuple[bytes, ...]
-    hyperparameters: dict[str, Any]
-    calls: tuple[Any, ...]
-    ranks: dict[int, Said]
-
-
-def unite(disk: Tier, step: int, every: Sequence[NodePart], own: bytes) -> United:
-    """All nodes' parts, by number, as those of one checkpoint; `own`: the first one's table. Raises
-    Mismatch where they do not fit, or leave a hole, Corrupt."""
+def unite(
+    disk: Tier, manifest: Manifest, every: Sequence[NodePart], own: bytes
+) -> tuple[Manifest, tuple[bytes, ...]]:
+    """The manifest of what all nodes have, by number, made of that of the first, whose table is
+    `own`; and all its tables. Raises Mismatch where they do not fit, or leave a hole, Corrupt."""
     documents = [own]
     for found in every[1:]:
         assert found.part
         documents.append(disk.read(found.part.table.path))
         if digest_of(documents[-1]) != found.part.table.digest:
             raise Unavailable(
-                f"saving step {step}: the piece table of node {found.node} is not what it wrote. "
-                f"A file system whose caches are this late cannot hold a store of several nodes"
+                f"saving step {manifest.step}: the piece table of node {found.node} is not what it "
+                f"wrote. A file system whose caches are this late cannot hold a store of several "
+                f"nodes"
             )
     said = [{"hyperparameters": each.hyperparameters, "record": each.record} for each in every]
     hyperparameters, calls, mapping = merge_numbered(said, [sorted(e.ranks or ()) for e in every])
@@ -307,8 +253,25 @@ def unite(disk: Tier, step: int, every: Sequence[NodePart], own: bytes) -> Unite
         part = replace(found.part, rank=found.node, table=commit.table_link(document))
         check_table(table, part, part.table.path)
         done.append(part)
-    ranks = {rank: said for found in every for rank, said in (found.ranks or {}).items()}
-    return United(tuple(done), renumbered, hyperparameters, tuple(calls), ranks)
+    ranks = sorted((rank, said) for each in every for rank, said in (each.ranks or {}).items())
+    check_held(manifest.step, ranks)
+    objects, differing = objects_of([said for _, said in ranks])
+    previous = manifest.previous
+    if previous and not previous.digest:  # committed by now
+        before = CheckpointName(previous.step, previous.epoch)
+        previous = replace(previous, digest=catalog.digest_of_manifest(disk, before))
+    united = replace(
+        manifest,
+        parts=() if manifest.records else tuple(done),
+        records=tuple(
+            replace(record, calls=tuple(calls), parts=tuple(done)) for record in manifest.records
+        ),
+        objects=objects,
+        hyperparameters=hyperparameters,
+        ranks=tuple(differing),
+        previous=previous,
+    )
+    return united, renumbered
 
 
 def hashable(mapping: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Any, ...]:

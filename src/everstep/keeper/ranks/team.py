@@ -67,7 +67,6 @@ class Team:
         self._sessions: dict[int, Session] = {}
         self._queues: list[deque[Job | Gap]] = [deque() for _ in range(self.size)]
         self._gone: dict[int, str] = {}
-        self._claimed: dict[int, int] = {}
         self._began = time.monotonic()
         self._tasks: deque[Task] = deque()
         self._is_busy = self._is_closed = False
@@ -101,9 +100,7 @@ class Team:
 
     def join(self, place: wire.Place, session: "Session", hello: wire.Message) -> None:
         """A rank has attached. Raises ValueError, KeyError or TypeError where it cannot be."""
-        number = wire.number(hello.get("claims", 0))
         epoch = None if hello["epoch"] is None else wire.number(hello["epoch"])
-        parent = CheckpointName(*map(wire.number, hello["parent"])) if hello["parent"] else None
         local = place.local
         with self._changed:
             if place.ranks != self.place.ranks or local in self._sessions:
@@ -111,7 +108,7 @@ class Team:
             self._sessions[local] = session
             self._gone.pop(local, None)
         if epoch is not None:
-            self.put(lambda: self._take_over(number, epoch, parent))
+            self.put(lambda: self._take_over(epoch))
 
     def leave(self, local: int) -> None:
         """Its session is closed: it has no jobs any more."""
@@ -237,18 +234,16 @@ class Team:
         reply: wire.Message = {"type": "claimed", "id": message["id"]}
         writer = self.writer
         try:
-            number = wire.number(message.get("number", 0))
-            fork = wire.number(message["fork"])
+            number, fork = wire.number(message["number"]), wire.number(message["fork"])
             parent = None if message["parent"] is None else wire.number(message["parent"])
-            if self.place.is_alone or number not in self._claimed:
-                writer.parent = None if parent is None else CheckpointName(fork, parent)
-                writer.epoch = self._epoch(parent, fork, number)
-                writer.run = commit.open_store(writer.disk)
-                writer.unclaimed = None
-                self._claimed = {number: writer.epoch}
+            writer.parent = None if parent is None else CheckpointName(fork, parent)
+            epoch = self._epoch(parent, fork, number)
+            if epoch != writer.epoch:
+                writer.epoch, writer.run = epoch, None
                 if self._nodes:
                     self._nodes.note_claim()
-            reply["epoch"] = self._claimed[number]
+            writer.unclaimed = None
+            reply |= {"epoch": epoch, "number": number}
         except Exception as error:
             if not isinstance(error, EverstepError):
                 log.exception("a claim of trainer %s", session.pid)
@@ -273,22 +268,20 @@ class Team:
         with self._changed:
             return bool(self._sessions.keys() - self._gone.keys())
 
-    def _take_over(self, number: int, epoch: int, parent: CheckpointName | None) -> None:
-        """A rank has claimed an epoch at a former keeper: the newest counts for all."""
-        self._claimed.setdefault(number, epoch)
-        if epoch > (self.writer.epoch or 0):
-            self.writer.epoch, self.writer.parent = epoch, parent
-            self._find_parent()
-
-    def _find_parent(self) -> None:
-        """A former keeper may have committed for this epoch since it was claimed."""
+    def _take_over(self, epoch: int) -> None:
+        """A rank has claimed an epoch at a former keeper, which may have committed for it since:
+        the newest counts for all."""
+        writer = self.writer
+        if epoch <= (writer.epoch or 0):
+            return
+        writer.epoch, writer.parent = epoch, None
         try:
-            names = catalog.committed(self.writer.disk)
+            own = [name for name in catalog.committed(writer.disk) if name.epoch == epoch]
+            claim = catalog.read_epoch(writer.disk, epoch)
+            parent = None if claim.parent is None else CheckpointName(claim.fork, claim.parent)
+            writer.parent = max(own, default=parent)
         except EverstepError as error:
             log.warning("looking for the newest checkpoint: %s", error)
-            return
-        mine = [name for name in names if name.epoch == self.writer.epoch]
-        self.writer.parent = max(mine, default=self.writer.parent)
 
     def _work(self) -> None:
         while task := self._take():
