@@ -57,6 +57,20 @@ def test_a_new_file_is_there_when_it_is_finished(tier):
     assert tier.read("data/pieces") == b"one two"
 
 
+def test_a_new_file_may_be_written_from_one_buffer_and_the_first_page_last(tier):
+    buffer = bytearray(1 << 20)
+    with tier.new_file("data/packed") as file:
+        for index in range(20):
+            buffer[:] = bytes([index]) * len(buffer)
+            file.write(memoryview(buffer), 4096 + index * len(buffer))
+        file.write(memoryview(b"h" * 4096), 0)
+    assert tier.size("data/packed") in (None, 4096 + 20 * len(buffer))  # a bucket: nothing yet
+    tier.finish("data/packed", file)
+    tier.sync_entries(["data/packed"])
+    body = b"".join(bytes([index]) * len(buffer) for index in range(20))
+    assert tier.read("data/packed") == b"h" * 4096 + body
+
+
 @pytest.mark.parametrize("way", ["write", "new_file"])
 def test_what_fails_is_not_there(tier, way):
     def fail(end):

@@ -8,11 +8,14 @@ There are no locks. Who deletes must know that nobody writes: see store/retain.p
 """
 
 import contextlib
+import os
 import secrets
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
@@ -20,6 +23,8 @@ from everstep.tiers.files import EXTENT_BYTES, Await
 
 DOCUMENT_BYTES_MAX = 1 << 30
 _MULTIPART_BYTES = 16 << 20
+_PART_BYTES = 8 << 20
+_PARTS_MAX = 9_000  # S3 takes 10,000
 _CLAIM_S = 3600.0
 PATIENCE_S = 100.0
 _ADVICE = {
@@ -92,19 +97,24 @@ class Bucket:
                 await_bytes(size)
                 self._api.put(self._store, path, b"".join(data))
             else:
-                self._api.put(self._store, path, extents(), use_multipart=True)
+                self._put_large(path, extents(), size)
         return Upload(None)
+
+    def _put_large(self, path: str, data: Any, size: int) -> None:
+        """By multipart: `data` is a file, or brings memory that nobody changes afterwards."""
+        part_size = max(_PART_BYTES, -(-size // _PARTS_MAX))
+        self._api.put(self._store, path, data, use_multipart=True, chunk_size=part_size)
 
     @contextmanager
     def new_file(self, path: str) -> Iterator[Any]:
         """Write the new object piece by piece; on any error it does not appear."""
-        with self._telling("writing", path, 0):
-            upload = Upload(self._api.open_writer(self._store, path))
-            try:
+        upload = Upload(partial(self._put_large, path))
+        try:
+            with self._telling("writing", path, 0):
                 yield upload
-            except BaseException:
-                upload.abandon()
-                raise
+        except BaseException:
+            upload.abandon()
+            raise
 
     def finish(self, path: str, file: Any) -> None:
         """Make a new object appear."""
@@ -273,28 +283,33 @@ class Bucket:
 
 
 class Upload:
-    """A new object on its way. For one thread."""
+    """A new object: what is written, in whatever order, waits in a temporary file, and is sent when
+    it is finished. For one thread."""
 
-    def __init__(self, writer: Any) -> None:
-        """`writer`: of obstore; None where the object is there already."""
-        self._writer = writer
-        self._end = 0
+    def __init__(self, send: Callable[[Any, int], None] | None) -> None:
+        """`send`: given the file and its size; None where the object is there already."""
+        self._send = send
+        self._file = tempfile.SpooledTemporaryFile(_MULTIPART_BYTES) if send else None  # noqa: SIM115
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write all of `view`, which goes on where the last one ended."""
-        assert offset == self._end, f"byte {offset} after {self._end}"
-        self._writer.write(view)
-        self._end += len(view)
+        """Write all of `view` there. Raises OSError."""
+        assert self._file
+        self._file.seek(offset)
+        self._file.write(view)
 
     def finish(self) -> None:
         """Make it appear."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        if self._send and self._file:
+            size = self._file.seek(0, os.SEEK_END)
+            self._file.seek(0)
+            self._send(self._file, size)
+        self.abandon()
 
     def abandon(self) -> None:
-        """What was written does not appear; the server forgets it, or gc has it forgotten."""
-        self._writer = None
+        """Release it; nothing happens to an object that is there."""
+        if self._file:
+            self._file.close()
+        self._send = self._file = None
 
 
 class ObjectReader:
