@@ -71,7 +71,24 @@ def test_a_new_file_may_be_written_from_one_buffer_and_the_first_page_last(tier)
     assert tier.read("data/packed") == b"h" * 4096 + body
 
 
-@pytest.mark.parametrize("way", ["write", "new_file"])
+def test_what_is_streamed_appears_whole_in_place_of_what_was_there(tier):
+    pieces = [bytes([index]) * (5 << 20) for index in range(5)]
+
+    def bring():
+        for piece in pieces:
+            assert tier.size("data/streamed") in (None, 4)
+            yield memoryview(piece)
+
+    tier.stream("data/streamed", bring(), 25 << 20)
+    assert tier.read("data/streamed") == b"".join(pieces)
+    tier.replace("data/streamed", b"less")
+    tier.stream("data/streamed", bring(), 25 << 20)
+    tier.settle("data/streamed")
+    assert tier.read("data/streamed") == b"".join(pieces)
+    assert tier.list("data") == ["streamed"]
+
+
+@pytest.mark.parametrize("way", ["write", "new_file", "stream"])
 def test_what_fails_is_not_there(tier, way):
     def fail(end):
         raise RuntimeError("the image is torn")
@@ -84,8 +101,16 @@ def test_what_fails_is_not_there(tier, way):
     def write():
         tier.write("data/torn", views(DATA), fail)
 
+    def bring():
+        for _ in range(4):
+            yield memoryview(bytes(8 << 20))
+        fail(0)
+
+    def stream():
+        tier.stream("data/torn", bring(), 40 << 20)
+
     with pytest.raises(RuntimeError, match="torn"):
-        write() if way == "write" else write_piece_by_piece()
+        {"write": write, "new_file": write_piece_by_piece, "stream": stream}[way]()
     assert tier.size("data/torn") is None
     assert tier.list("data") == []
 

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 
-from everstep.errors import Corrupt, Missing
+from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.document import digest_of, natural, unseal
 from everstep.format.manifest import Manifest, Part, check_follows, check_table, decode_manifest
 from everstep.format.tables import Table, decode_table
@@ -57,6 +57,14 @@ def read_epoch(disk: Tier, number: int) -> Epoch:
     value = unseal(disk.read(path), disk.root / path, _EPOCH)
     parent, fork, created, writer = (value[key] for key in ("parent", "fork", "created", "writer"))
     return Epoch(number, parent, fork, created, writer, value.get("attachment"))
+
+
+def is_epoch(document: bytes) -> bool:
+    """Whether it is the whole claim of an epoch."""
+    try:
+        return bool(unseal(document, names.EPOCHS, _EPOCH))
+    except (Corrupt, Unsupported):
+        return False
 
 
 def find_attachment(disk: Tier, attachment: str, seen: set[int] | None = None) -> int | None:
@@ -199,6 +207,11 @@ def _read_manifest(disk: Tier, name: CheckpointName) -> tuple[Manifest, str]:
 
 def read_table(disk: Tier, part: Part) -> Table:
     """The piece table of a part, checked against the manifest's digest, packs and digests."""
+    return read_table_document(disk, part)[1]
+
+
+def read_table_document(disk: Tier, part: Part) -> tuple[bytes, Table]:
+    """The same, with its bytes."""
     path = part.table.path
     try:
         document = disk.read(path)
@@ -210,7 +223,7 @@ def read_table(disk: Tier, part: Part) -> Table:
             f"reading {disk.root / path}: it is another piece table than the manifest names"
         )
     check_table(table, part, disk.root / path)
-    return table
+    return document, table
 
 
 def read_tags(disk: Tier) -> dict[str, CheckpointName]:

@@ -1,6 +1,12 @@
 """Reads whose every byte is checked against its digest."""
 
+import contextlib
+import mmap
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import xxhash
 
 from everstep.errors import Corrupt, Missing
 from everstep.format.document import digest_of
@@ -8,17 +14,23 @@ from everstep.format.manifest import Part
 from everstep.format.packed import stored_extents
 from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX
 from everstep.format.tables import Extent, FileLink, Table, extents
-from everstep.tiers.files import Reader
+from everstep.tiers.files import EXTENT_BYTES, Reader
 from everstep.tiers.tier import Tier
+
+_READS_IN_FLIGHT = 4
 
 
 def check_chunk(view: memoryview, digest: str, where: str) -> None:
     """Raises Corrupt where the bytes do not have that digest. Releases the GIL while it hashes."""
     found = digest_of(view)
     if found != digest:
-        raise Corrupt(
-            f"reading {where}: {len(view)} bytes have digest {found}, the manifest says {digest}"
-        )
+        raise _other_digest(where, len(view), found, digest)
+
+
+def _other_digest(where: str, size: int, found: str, expected: str) -> Corrupt:
+    return Corrupt(
+        f"reading {where}: {size} bytes have digest {found}, the manifest says {expected}"
+    )
 
 
 def open_pack(disk: Tier, link: FileLink, direct: bool = False) -> Reader:
@@ -44,17 +56,108 @@ def _other_size(disk: Tier, link: FileLink, size: int | None) -> Corrupt:
     return Corrupt(f"reading {disk.root / link.path}: it {found}, the manifest says {link.size}")
 
 
+@contextlib.contextmanager
+def opened(disk: Tier, link: FileLink) -> Iterator[Reader]:
+    """`open_pack` for as long as this lasts."""
+    with contextlib.closing(open_pack(disk, link)) as reader:
+        yield reader
+
+
+def blocks(reader: Reader) -> Iterator[memoryview]:
+    """A pack's bytes in order, in new page-aligned memory, while the next ones are being read."""
+    reads: deque[Future[memoryview]] = deque()
+    with ThreadPoolExecutor(_READS_IN_FLIGHT, "everstep-copy") as pool:
+        try:
+            for offset in range(0, reader.size, EXTENT_BYTES):
+                if len(reads) == _READS_IN_FLIGHT:
+                    yield reads.popleft().result()
+                size = min(EXTENT_BYTES, reader.size - offset)
+                reads.append(pool.submit(_read_block, reader, offset, size))
+            while reads:
+                yield reads.popleft().result()
+        finally:
+            for each in reads:
+                each.cancel()
+
+
+def _read_block(reader: Reader, offset: int, size: int) -> memoryview:
+    view = memoryview(mmap.mmap(-1, size))
+    reader.read_into(offset, view)
+    return view
+
+
+class PackCheck:
+    """Compares the bytes of a pack, in their order, with digests and zeros. For one thread."""
+
+    def __init__(self, part: Part, index: int, table: Table) -> None:
+        """`table`: the part's; `index`: which of its packs."""
+        self._link = part.packs[index]
+        self._digests = part.digests
+        self._runs = list(self._runs_of(_by_pack(part, table)[index]))
+
+    def checked(self, reader: Reader) -> Iterator[memoryview]:
+        """Hand on a pack block by block. Raises Corrupt, in place of a block, where a chunk that
+        ends in it is not what was written."""
+        digest, start = xxhash.xxh3_128(), 0
+        runs = deque(self._runs)
+        for block in blocks(reader):
+            at, stop = start, start + len(block)
+            while runs and at <= stop:
+                end, extent = runs[0]
+                part = block[at - start : min(end, stop) - start]
+                if extent is None:
+                    self._check_zeros(part, at)
+                else:
+                    digest.update(part)
+                at += len(part)
+                if at < end:
+                    break
+                if extent is not None:
+                    self._compare(extent, digest.hexdigest())
+                    digest.reset()
+                runs.popleft()
+            yield block
+            start = stop
+
+    def _runs_of(self, pack: list[Extent]) -> Iterator[tuple[int, Extent | None]]:
+        """Chunks and the padding between them (None), each with the offset of its end."""
+        end = 0
+        for extent in pack:
+            if extent.offset > end:
+                yield extent.offset, None
+            if extent.offset < end or extent.offset + extent.size > self._link.size:
+                raise Corrupt(f"reading {self._link.path}: {extent.what} lies where it cannot be")
+            end = extent.offset + extent.size
+            yield end, extent
+        if end < self._link.size:
+            yield self._link.size, None
+
+    def _compare(self, extent: Extent, found: str) -> None:
+        expected = self._digests[extent.digest]
+        if found != expected:
+            where = f"{self._link.path} at byte {extent.offset} ({extent.what})"
+            raise _other_digest(where, extent.size, found, expected)
+
+    def _check_zeros(self, view: memoryview, at: int) -> None:
+        if bytes(view).count(0) != len(view):
+            raise _no_padding(self._link.path, at)
+
+
+def _by_pack(part: Part, table: Table) -> list[list[Extent]]:
+    by_pack: list[list[Extent]] = [[] for _ in part.packs]
+    found = extents(table) if part.stored is None else stored_extents(table, part.stored)
+    for extent in found:
+        by_pack[extent.pack].append(extent)
+    return by_pack
+
+
 def verify_part(disk: Tier, part: Part, table: Table) -> Iterator[tuple[int, Corrupt | None]]:
     """Read every byte of a part's packs, padding too.
 
     Yields, by extent, (bytes read, what is wrong or None).
     """
     buffer = memoryview(bytearray(CHUNK_BYTES))
-    by_pack: list[list[Extent]] = [[] for _ in part.packs]
-    found = extents(table) if part.stored is None else stored_extents(table, part.stored)
-    for extent in found:
-        by_pack[extent.pack].append(extent)
-    for link, pack in zip(part.packs, by_pack, strict=True):
+    for link, pack in zip(part.packs, _by_pack(part, table), strict=True):
         try:
             reader = open_pack(disk, link)
         except Corrupt as error:
@@ -98,6 +201,10 @@ def _check_padding(reader: Reader, start: int, end: int, path: str) -> None:
     view = memoryview(bytearray(max(0, end - start)))
     reader.read_into(start, view)
     if any(view):
-        raise Corrupt(
-            f"reading {path}: the padding ({PAD_PREFIX}*) from byte {start} on is not all zeros"
-        )
+        raise _no_padding(path, start)
+
+
+def _no_padding(path: str, start: int) -> Corrupt:
+    return Corrupt(
+        f"reading {path}: the padding ({PAD_PREFIX}*) from byte {start} on is not all zeros"
+    )

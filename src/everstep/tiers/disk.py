@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,6 +40,8 @@ class Disk:
 
     level = "local"
     """Of what is committed there."""
+    shows_whole_files = False
+    """Whether a file that is there is whole, whoever wrote it."""
 
     def __init__(self, root: str | os.PathLike[str], system: System | None = None) -> None:
         self.root = Path(root)
@@ -93,6 +95,35 @@ class Disk:
             except BaseException:
                 self._forget(str(self.root / path))
                 raise
+
+    def stream(self, path: str, pieces: Iterable[memoryview], size: int) -> None:
+        """Publish the `size` bytes that `pieces` bring, one behind the other, under `path` durably:
+        readers see what was there before, or all of it. Nobody changes a piece afterwards. On an
+        error nothing has changed; Unavailable is raised, or what `pieces` raised."""
+        draft, at = f"{path}.{secrets.token_hex(4)}.tmp", 0
+        with self.new_file(draft) as file:
+            for piece in pieces:
+                file.write(piece, at)
+                at += len(piece)
+        self.finish(draft, file)
+        with self._telling("writing", path, size):
+            try:
+                self._system.rename(str(self.root / draft), str(self.root / path))
+            except BaseException:
+                self._forget(str(self.root / draft))
+                raise
+            self._known_files.pop(path, None)
+            self._sync_directory(os.path.dirname(path))
+
+    def settle(self, path: str) -> None:
+        """Make a file durable that another process may have written, and not synced."""
+        with self._telling("syncing", path, 0):
+            fd = self._system.open(str(self.root / path), os.O_RDONLY)
+            try:
+                self._system.fsync(fd)
+            finally:
+                self._system.close(fd)
+            self._sync_directory(os.path.dirname(path))
 
     def sync_entries(self, paths: Sequence[str]) -> None:
         """Make it durable that these files are there: one sync for each directory."""

@@ -1,0 +1,286 @@
+"""Copies of checkpoints from one tier to another, byte for byte.
+
+Invariants held here:
+* As in commit.py, a checkpoint exists if and only if its manifest does: packs, then tables, then
+  what stands beside the manifest, then the manifest, by atomic create. What it goes back to comes
+  before it.
+* Every byte is compared with its digest on the way. What differs is not published.
+* What is there already is not copied again: a copy that was broken off goes on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from everstep.errors import Conflict, Corrupt, Missing, Unavailable
+from everstep.format.manifest import (
+    Manifest,
+    Part,
+    check_follows,
+    check_table,
+    decode_manifest,
+)
+from everstep.format.tables import FileLink, Table
+from everstep.store import catalog, commit, names, read
+from everstep.store.names import CheckpointName
+from everstep.tiers.tier import Tier
+
+Progress = Callable[[int, int], None]
+"""Called in the caller's thread with (bytes done, bytes in all); what it raises ends the copy."""
+
+
+@dataclass(slots=True)
+class Copied:
+    """What a copy came to: the checkpoints that are new in the target, oldest first; bytes that
+    were written, and those that were there."""
+
+    checkpoints: list[CheckpointName] = field(default_factory=list)
+    bytes: int = 0
+    bytes_there: int = 0
+
+
+def copy_checkpoint(
+    source: Tier,
+    target: Tier,
+    name: CheckpointName,
+    *,
+    tags: Sequence[str] = (),
+    progress: Progress = lambda done, total: None,
+) -> Copied:
+    """Copy one checkpoint, and before it all that it goes back to; then let `tags` name it.
+
+    Blocks. Any number of threads may copy, also the same to the same target. Takes about 100 MiB of
+    memory, whatever the sizes. Makes the target's store where there is none.
+
+    Raises Missing where the checkpoint is not there (any more), Corrupt where bytes of the source
+    differ from their digests, Conflict where the target is the store of another run, or has another
+    checkpoint of that name; Unavailable, Unsupported.
+    """
+    open_copy(source, target)
+    steps = _to_copy(source, target, name)
+    copy = _Copy(source, target, progress, sum(step.size for step in steps))
+    _copy_epochs(source, target, name.epoch)
+    for step in steps:
+        copy.copy(step)
+    for tag in tags:
+        commit.set_tag(target, tag, name)
+    return copy.copied
+
+
+def open_copy(source: Tier, target: Tier) -> str:
+    """The run that both stores are of; the target is made where there is none. Raises Conflict
+    where they are of two runs, Missing where there is no source."""
+    run = catalog.read_run(source)
+    if _find(target, names.STORE) is None:
+        target.create(names.STORE, source.read(names.STORE))
+    if (other := catalog.read_run(target)) != run:
+        raise Conflict(
+            f"copying {source.root} to {target.root}: that is the store of another run ({other}, "
+            f"this one is {run}), and a store holds one run. Copy to another place, or delete what "
+            f"is there first"
+        )
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A checkpoint of the source as it lies there. `is_there`: the target has its manifest."""
+
+    name: CheckpointName
+    document: bytes
+    manifest: Manifest
+    state_document: bytes | None
+    state: Manifest | None
+    is_there: bool
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Those to be copied."""
+        beside = self.state.all_parts if self.state else ()
+        return beside if self.is_there else (*self.manifest.all_parts, *beside)
+
+    @property
+    def size(self) -> int:
+        """Bytes of packs; those that two parts share count once."""
+        return sum({pack.path: pack.size for part in self.parts for pack in part.packs}.values())
+
+    @property
+    def behind(self) -> CheckpointName | None:
+        """What it goes on from, and needs."""
+        previous = self.manifest.previous
+        if previous is None or (self.state and self.state.ends_chain):
+            return None
+        return CheckpointName(previous.step, previous.epoch)
+
+
+def _to_copy(source: Tier, target: Tier, name: CheckpointName) -> list[_Step]:
+    """What the target lacks, oldest first. Where it has a checkpoint, it has what that goes back
+    to."""
+    steps = [_read_step(source, target, name)]
+    while not steps[0].is_there and (behind := steps[0].behind):
+        catalog.check_previous(source, steps[0].manifest)
+        steps.insert(0, _read_step(source, target, behind))
+    check_follows(steps[0].manifest, steps[0].name)
+    return [step for step in steps if step.name == name or not step.is_there]
+
+
+def _read_step(source: Tier, target: Tier, name: CheckpointName) -> _Step:
+    """Raises Missing, Corrupt; Conflict where the target has another one."""
+    catalog.read_manifest(source, name)  # with its checks
+    document = source.read(names.manifest_path(name))
+    manifest = decode_manifest(document, source.root / names.manifest_path(name))
+    there = _find(target, names.manifest_path(name))
+    if there not in (None, document):
+        raise Conflict(
+            f"copying {name} of {source.root} to {target.root}: another checkpoint of that name is "
+            f"there, as two writers have gone on from one step. Delete the one that is not wanted "
+            f"(everstep rm {target.root} {name}), or copy to another place"
+        )
+    state = catalog.read_state(source, name) if manifest.records else None
+    state_document = source.read(names.state_path(name)) if state else None
+    return _Step(name, document, manifest, state_document, state, there is not None)
+
+
+def _copy_epochs(source: Tier, target: Tier, newest: int) -> None:
+    """The claims by which the target knows the lineage of that epoch. One that is damaged or gone
+    in the source stays so: the manifests tell of it."""
+    epochs = catalog.read_epochs(source)
+    number: int | None = newest
+    while number is not None and number in epochs:
+        path = names.epoch_path(number)
+        document = _find(source, path)
+        if document and catalog.is_epoch(document) and not _create(target, path, document):
+            raise Conflict(
+                f"copying to {target.root}: its {path} is another writer's than that of "
+                f"{source.root}: both have gone on from one run. Copy to another place"
+            )
+        number = epochs[number].parent
+
+
+class _Copy:
+    """A copy under way. For one thread."""
+
+    def __init__(self, source: Tier, target: Tier, progress: Progress, total: int) -> None:
+        self.copied = Copied()
+        self._source, self._target = source, target
+        self._progress, self._total, self._done = progress, total, 0
+        self._tables: dict[str | None, tuple[bytes, Table]] = {}  # most steps share one
+        self._packs: set[str] = set()
+
+    def copy(self, step: _Step) -> None:
+        """Let the target have it: all that it goes back to is there."""
+        with self._telling(step.name):
+            for part in step.parts:
+                for index, pack in enumerate(part.packs):
+                    if pack.path not in self._packs:
+                        self._copy_pack(part, index)
+                        self._packs.add(pack.path)
+        self._publish(step)
+
+    def _copy_pack(self, part: Part, index: int) -> None:
+        link = part.packs[index]
+        check = read.PackCheck(part, index, self._table(part)[1])
+        if self._is_there(link, check):
+            self.copied.bytes_there += link.size
+            return
+        with read.opened(self._source, link) as reader:
+            self._target.stream(link.path, self._counted(check.checked(reader)), link.size)
+        self.copied.bytes += link.size
+
+    def _is_there(self, link: FileLink, check: read.PackCheck) -> bool:
+        """Whether the target has it, whole and durable: a file that a writer left may be of that
+        size, and not be filled."""
+        if self._target.size(link.path) != link.size:
+            return False
+        if not self._target.shows_whole_files:
+            try:
+                with read.opened(self._target, link) as reader:
+                    for _ in check.checked(reader):
+                        self._progress(self._done, self._total)
+            except Corrupt:
+                return False
+        self._target.settle(link.path)
+        self._advance(link.size)
+        return True
+
+    def _counted(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+        for block in blocks:
+            yield block
+            self._advance(len(block))
+
+    def _advance(self, size: int) -> None:
+        self._done += size
+        self._progress(self._done, self._total)
+
+    def _table(self, part: Part) -> tuple[bytes, Table]:
+        digest = part.table.digest
+        if digest not in self._tables:
+            self._tables[digest] = catalog.read_table_document(self._source, part)
+        document, table = self._tables[digest]
+        check_table(table, part, self._source.root / part.table.path)
+        return document, table
+
+    def _publish(self, step: _Step) -> None:
+        """Under the store's lock, so that no gc takes away what was there, or was written for an
+        epoch that is not the newest, before the manifest needs it."""
+        target = self._target
+        with target.locked(exclusive=False):
+            for document in {self._table(part)[0] for part in step.parts}:
+                commit.write_table(target, document)
+            for link in {pack.path: pack for part in step.parts for pack in part.packs}.values():
+                if target.size(link.path) != link.size:
+                    raise Unavailable(
+                        f"copying {step.name} to {target.root}: {link.path} was deleted meanwhile, "
+                        f"by an everstep gc. Copy it again"
+                    )
+            self._publish_state(step)
+            if not step.is_there:
+                self._create(names.manifest_path(step.name), step.document)
+                self.copied.checkpoints.append(step.name)
+
+    def _publish_state(self, step: _Step) -> None:
+        """Before the manifest, which may need it in place of what it goes on from; one that was
+        left without a manifest is of no use."""
+        path = names.state_path(step.name)
+        there = _find(self._target, path)
+        if there is not None and not step.is_there and there != step.state_document:
+            self._target.delete(path)
+            there = None
+        if step.state_document is not None and there is None:
+            self._create(path, step.state_document)
+
+    def _create(self, path: str, document: bytes) -> None:
+        if not _create(self._target, path, document):
+            raise Conflict(
+                f"copying to {self._target.root}: somebody else has just created another {path}"
+            )
+
+    @contextmanager
+    def _telling(self, name: CheckpointName) -> Iterator[None]:
+        """Of files that are gone, whether the checkpoint is gone, too."""
+        try:
+            yield
+        except (Corrupt, Missing) as error:
+            if catalog.is_there(self._source, name):
+                raise
+            raise Missing(
+                f"copying {name} of {self._source.root}: it was deleted meanwhile"
+            ) from error
+
+
+def _create(tier: Tier, path: str, document: bytes) -> bool:
+    """Publish a document; False where another one is there."""
+    there = _find(tier, path)
+    if there is None:
+        return tier.create(path, document) or _find(tier, path) == document
+    return there == document
+
+
+def _find(tier: Tier, path: str) -> bytes | None:
+    """A document, durably; None where there is none."""
+    try:
+        document = tier.read(path)
+    except Missing:
+        return None
+    tier.sync(path.rpartition("/")[0])
+    return document
