@@ -16,7 +16,7 @@ from everstep.errors import (
 if TYPE_CHECKING:
     from everstep.checkpointer import Checkpointer
     from everstep.handle import SaveHandle
-    from everstep.options import Full, Log, Ranks, Spread
+    from everstep.options import Full, Log, Ranks, Spread, Tiers
     from everstep.redo.clipping import clip_grad_norm_
     from everstep.redo.compression import compress
     from everstep.restore.store import Store
@@ -39,6 +39,7 @@ __all__ = [
     "Shard",
     "Spread",
     "Store",
+    "Tiers",
     "Unavailable",
     "Unsupported",
     "clip_grad_norm_",
@@ -54,6 +55,7 @@ _HOMES = {
     "SaveHandle": "everstep.handle",
     "Shard": "everstep.sharding.mapped",
     "Spread": "everstep.options",
+    "Tiers": "everstep.options",
     "Keep": "everstep.store.retain",
     "Store": "everstep.restore.store",
     "clip_grad_norm_": "everstep.redo.clipping",

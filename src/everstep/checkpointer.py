@@ -24,7 +24,7 @@ from everstep.capture.choice import Choice
 from everstep.capture.saves import Saves, Skipped
 from everstep.capture.strategy import Request
 from everstep.errors import EverstepError
-from everstep.handle import Metrics, SaveHandle, checked_level
+from everstep.handle import Levels, Metrics, SaveHandle
 from everstep.keeper.client import Client
 from everstep.options import (
     Full,
@@ -32,6 +32,7 @@ from everstep.options import (
     Options,
     Ranks,
     Spread,
+    Tiers,
     check_names,
     refuse_unknown,
 )
@@ -46,6 +47,7 @@ from everstep.store.commit import open_store, set_tag
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
 from everstep.tiers.tier import tier_at
+from everstep.tiers.union import Union
 
 log = logging.getLogger("everstep")
 
@@ -67,6 +69,7 @@ class Checkpointer:
         when_full: Literal["wait", "skip"] = "wait",
         derive: Mapping[str, Rule] | None = None,
         ranks: Ranks | None = None,
+        tiers: Tiers | None = None,
         **unknown: Never,
     ) -> None:
         """Open or make the store, and attach to its keeper, which is started where none runs.
@@ -94,6 +97,7 @@ class Checkpointer:
             step, before it saves, in place of the training loop; a log calls them again at replay
             instead of holding what they make.
         ranks: what ranks have of their own.
+        tiers: where else checkpoints are held.
 
         Raises ValueError, TypeError, Unavailable; Unsupported where a Log or Spread does not fit
         the optimizers.
@@ -119,20 +123,26 @@ class Checkpointer:
         how = options.strategy if isinstance(options.strategy, Log) else Log()
         self._derived = Derived(derive or {}, self._state, is_full=how.verify == "full")
         self._disk = tier_at(store)
+        tiers = tiers or Tiers()
+        around = tiers.around(self._disk)
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._derived.parts)
         place = form_team(self._world, self._disk.root, alike)
         self._world.local = place.ranks
         choice = Choice(options, self._state, self._derived)
         check_room(self._state)
-        open_store(self._disk)
-        self._saves = Saves(self.metrics, choice.run.trust, self._disk.level)
+        all_tiers = Union([self._disk, *around]) if around else self._disk
+        open_store(self._disk, around)
+        remote_every = tiers.remote_every if tiers.remote else None
+        levels = Levels(self._disk.level, remote_every, bool(tiers.peers))
+        self._saves = Saves(self.metrics, choice.run.trust, levels)
         self._client = Client(
             self._disk.root,
             keep,
             self._saves.on_event,
             catch_up=how.catch_up,
             place=place,
+            tiers=tiers.to_json(),
         )
         self._captures = Captures(
             self._state, choice, options, self._client, self._saves, self.metrics
@@ -140,11 +150,11 @@ class Checkpointer:
         self._restores = Restores(
             self._state,
             self._derived,
-            self._disk,
+            all_tiers,
             self._client,
             self._captures,
         )
-        self._left_behind = len(catalog.committed(self._disk))
+        self._left_behind = len(catalog.committed(all_tiers))
         """Checkpoints that were there, until one is restored."""
         self._begun: SaveHandle | None = None
         self._last_step: int | None = None
@@ -242,7 +252,7 @@ class Checkpointer:
 
         Raises the newest save's error where it was lost, TimeoutError after `timeout` seconds.
         """
-        self._saves.wait(checked_level(level, self._saves.durable), timeout)
+        self._saves.wait(self._saves.levels.checked(level), timeout)
 
     def close(self) -> None:
         """Wait until all saves are durable, and detach. Raises the newest save's error if it was

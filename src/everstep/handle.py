@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from everstep.errors import EverstepError, Unsupported
@@ -11,20 +11,54 @@ LEVELS = ("captured", "held")
 """Of every save; then it becomes durable: see SaveHandle.durable."""
 
 
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """How far the saves of a run come. durable: where they are committed, in this store: "local",
+    or of a bucket "remote". remote_every: see Tiers; None where there is no remote tier.
+    is_replicated: whether other nodes hold them."""
+
+    durable: str = "local"
+    remote_every: int | None = None
+    is_replicated: bool = False
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """All that some save reaches."""
+        return (*LEVELS, self.durable, *self.further(0, is_tagged=True))
+
+    def further(self, step: int, *, is_tagged: bool) -> tuple[str, ...]:
+        """What a save of this step comes to beside being durable here: none waits for another."""
+        is_remote = self.remote_every and (is_tagged or step % self.remote_every == 0)
+        return ("replicated",) * self.is_replicated + ("remote",) * bool(is_remote)
+
+    def checked(self, level: str | None) -> str:
+        """The level that is meant. Raises ValueError for one that nothing reaches in this run."""
+        if level is not None and level not in self.known:
+            raise ValueError(f"level must be one of {self.known} in this run, not {level!r}")
+        return level or self.durable
+
+
 class SaveHandle:
     """One save on its way: captured → held → durable.
 
     captured: the copy is made, the state may be written to. held: the keeper has it, and the
-    trainer's death does no harm. local: committed and durable on the disk; remote: in the bucket,
-    where the store is one. Thread-safe.
+    trainer's death does no harm. local: committed and durable on the disk. Where there are other
+    tiers, they are reached each by itself: remote (committed there), replicated (another node holds
+    it in its memory). Thread-safe.
     """
 
-    def __init__(self, step: int, call: int = 0, durable: str = "local") -> None:
+    def __init__(
+        self, step: int, call: int = 0, durable: str = "local", further: Sequence[str] = ()
+    ) -> None:
+        """`further`: the levels in other tiers that it is due at."""
         self.step = step
         self.call = call
         """Of the calls of step() and save(): which one; the same on all ranks."""
         self.durable = durable
         """The level at which it is committed, in this store: "local", or of a bucket "remote"."""
+        self.further = further
+        self.problems: dict[str, EverstepError] = {}
+        """Why it does not come to a further level."""
         self.level: str | None = None
         self.error: EverstepError | None = None
         self.times: dict[str, float] = {}
@@ -43,7 +77,9 @@ class SaveHandle:
         """Block until `level` is reached (None: until it is durable). Raises the save's error, or
         TimeoutError after `timeout` seconds (in another thread than the one that trains: up to one
         more)."""
-        level = checked_level(level, self.durable)
+        level = level or self.durable
+        if level not in (known := (*LEVELS, self.durable, *self.further)):
+            raise ValueError(f"step {self.step} comes to {known}, and so never to {level!r}")
         deadline = None if timeout is None else time.monotonic() + timeout
         is_captured = self._await("captured", deadline)
         confirm = self._confirm  # others may let go of it
@@ -53,8 +89,9 @@ class SaveHandle:
                 f"waiting for step {self.step} to be {level}: it is "
                 f"{self.level or 'being copied'} after {timeout} s"
             )
-        if self.error is not None and not self._has(level):
-            raise self.error
+        error = self.error or self.problems.get(level)
+        if error is not None and not self._has(level):
+            raise error
         if problem and not self._has(self.durable):
             raise Unsupported(problem)
 
@@ -73,38 +110,37 @@ class SaveHandle:
                 self.times[level] = time.monotonic()
             self._changed.notify_all()
 
-    def fail(self, error: EverstepError) -> None:
-        """For everstep: the save will come no further."""
+    def fail(self, error: EverstepError, level: str | None = None) -> None:
+        """For everstep: the save will come no further, or not to this further level."""
         with self._changed:
-            self.error = error
+            if level is None:
+                self.error = error
+            else:
+                self.problems[level] = error
             self._changed.notify_all()
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether it has come to each further level, or never will."""
+        return all(level in self.times or level in self.problems for level in self.further)
 
     def _await(self, level: str, deadline: float | None) -> bool:
         """Whether it came so far, or failed, before that."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self.error is not None or self._has(level),
+                lambda: self.error is not None or level in self.problems or self._has(level),
                 None if deadline is None else max(0.0, deadline - time.monotonic()),
             )
 
     def _has(self, level: str) -> bool:
         """What is durable counts as held, what is held as captured."""
-        return any(each in self.times for each in (level, self.durable)) or (
-            level == "captured" and "held" in self.times
-        )
+        if level in self.times or level in self.further:
+            return level in self.times
+        return self.durable in self.times or (level == "captured" and "held" in self.times)
 
     def __repr__(self) -> str:
         outcome = f"error={self.error!r}" if self.error else f"level={self.level!r}"
         return f"SaveHandle(step={self.step}, {outcome})"
-
-
-def checked_level(level: str | None, durable: str) -> str:
-    """The level that is meant. Raises ValueError for one that nothing reaches in a store whose
-    saves become `durable`."""
-    known = (*LEVELS, durable)
-    if level is not None and level not in known:
-        raise ValueError(f"level must be one of {known} in this store, not {level!r}")
-    return level or durable
 
 
 @dataclass(slots=True)

@@ -3,15 +3,21 @@
 An option stands beside what it configures: that of a log in `Log`, that of many ranks in `Ranks`.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from everstep.sharding.mapped import Layout
 from everstep.sharding.ranked import ByRank
 from everstep.store.retain import Keep
+from everstep.tiers.bucket import Url
+from everstep.tiers.tier import Tier, name_of, tier_at
+
+_PATIENCE_S = 10.0
+"""With a tier beside the store, while training or a restore waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,58 @@ class Ranks:
             raise TypeError(f"layout must be a function of (name, tensor), not {self.layout!r}")
         _check_flag("alone", self.alone)
         _check_flag("check", self.check)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What lies around the store: where else checkpoints are held, in the same format.
+
+    remote: another store, to which checkpoints are copied while training goes on: a bucket's URL
+        (s3://, gs://, az://), or a directory that lies elsewhere. It is read without this one, too.
+    remote_every: each step that is saved and a multiple of it goes there, and each tagged one, with
+        what it goes back to. Where the link is slower than that, the newest go first, and of the
+        untagged the oldest are given up.
+    peers: how many other nodes hold each node's newest checkpoint in their memory: 0 or 1.
+    spill: a second, slower memory, a directory on DAX, tmpfs or a disk: captures go there when
+        memory_bytes are full and earlier ones are still being written.
+    route: which durable tier gets a step first: "local", "remote", or "auto", by what is measured.
+    """
+
+    remote: str | os.PathLike[str] | None = None
+    remote_every: int = 1
+    peers: int = 0
+    spill: str | os.PathLike[str] | None = None
+    route: Literal["auto", "local", "remote"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, TypeError."""
+        for name, value in (("remote", self.remote), ("spill", self.spill)):
+            if value is not None and not (isinstance(value, str | os.PathLike) and str(value)):
+                raise TypeError(f"{name} must be a directory or a URL, not {value!r}")
+        _check_count("remote_every", self.remote_every, "steps")
+        if type(self.peers) is not int or self.peers not in (0, 1):
+            raise ValueError(f"peers must be 0 or 1, not {self.peers!r}")
+        _check_choice("route", self.route, ("auto", "local", "remote"))
+
+    def around(self, store: Tier) -> list[Tier]:
+        """The tiers beside the store, nearest first. Raises ValueError where they are none."""
+        if self.remote is None:
+            return []
+        if isinstance(store.root, Url):
+            raise ValueError(f"remote={str(self.remote)!r}: the store is a bucket already")
+        if name_of(self.remote) == name_of(store.root):
+            raise ValueError(f"remote={str(self.remote)!r} is the store itself")
+        return [tier_at(self.remote, patience_s=_PATIENCE_S)]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it goes to the keeper."""
+        named = {"remote": self.remote, "spill": self.spill}
+        places = {key: None if at is None else name_of(at) for key, at in named.items()}
+        return places | {
+            "remote_every": self.remote_every,
+            "peers": self.peers,
+            "route": self.route,
+        }
 
 
 @dataclass(frozen=True, slots=True)

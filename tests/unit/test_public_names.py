@@ -6,8 +6,8 @@ import sys
 import everstep
 
 PINNED = {
-    "Checkpointer", "Full", "Spread", "Log", "Ranks", "SaveHandle", "Shard", "Store", "Keep",
-    "clip_grad_norm_", "compress",
+    "Checkpointer", "Full", "Spread", "Log", "Ranks", "SaveHandle", "Shard", "Store", "Tiers",
+    "Keep", "clip_grad_norm_", "compress",
     "EverstepError", "Missing", "Corrupt", "Conflict", "Unavailable", "Mismatch", "Unsupported",
 }  # fmt: skip
 

@@ -107,7 +107,9 @@ class Captures:
         Raises Unsupported; what is Unavailable is on the handle.
         """
         step = request.step
-        handle = SaveHandle(step, self._saves.calls, self._saves.durable)
+        levels = self._saves.levels
+        further = levels.further(step, is_tagged=request.tag is not None)
+        handle = SaveHandle(step, self._saves.calls, levels.durable, further)
         try:
             if not self._begin(handle, request):
                 return None

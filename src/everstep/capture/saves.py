@@ -15,7 +15,7 @@ from everstep.capture.copier import Capture
 from everstep.capture.pool import Pool
 from everstep.capture.trust import Trust
 from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported, kind_of
-from everstep.handle import Metrics, SaveHandle
+from everstep.handle import LEVELS, Levels, Metrics, SaveHandle
 from everstep.keeper.client import Client
 from everstep.keeper.wire import Message
 
@@ -43,10 +43,9 @@ class Saves:
     _client: Client
     _pool: Pool
 
-    def __init__(self, metrics: Metrics, trust: Trust, durable: str) -> None:
-        """`trust` is told of each call that comes to nothing. `durable`: the level of what is
-        committed to this store."""
-        self.durable = durable
+    def __init__(self, metrics: Metrics, trust: Trust, levels: Levels) -> None:
+        """`trust` is told of each call that comes to nothing."""
+        self.levels = levels
         self.newest: SaveHandle | None = None
         self.calls = 0
         """Of step() and save(). All count, whatever comes of them: by their numbers ranks know
@@ -55,6 +54,8 @@ class Saves:
         self._failures_in_row = 0
         self._metrics = metrics
         self._begun: dict[int, Capture] = {}
+        self._spreading: dict[int, SaveHandle] = {}
+        """By step: what other tiers have not, or not all, yet."""
         self._torn: dict[int, str] = {}
         self._failing = threading.RLock()
         self._written: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
@@ -67,6 +68,9 @@ class Saves:
     def note(self, handle: SaveHandle) -> None:
         """This is the newest from now on."""
         self.newest = handle
+        if handle.further:
+            self._spreading[handle.step] = handle
+            self._drop_settled()
         self._metrics.saves += 1
 
     def close(self) -> None:
@@ -89,7 +93,11 @@ class Saves:
         for capture in list(self._begun.values()):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with contextlib.suppress(EverstepError):
-                capture.handle.wait(level, left)
+                capture.handle.wait(level if level in LEVELS else None, left)
+        for handle in list(self._spreading.values()):
+            if level in handle.further:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                handle.wait(level, left)
         newest = self.newest
         if newest and newest.error and not isinstance(newest.error, Skipped):
             raise newest.error
@@ -174,8 +182,26 @@ class Saves:
                 self._on_loss(message["message"])
         elif message["type"] == "found":
             self._pool.notify()
+        elif message["type"] == "level":
+            self._on_level(message)
         elif message["type"] in ("whole", "not_whole"):
             self._on_catch_up(message)
+
+    def _on_level(self, message: Message) -> None:
+        handle, level = self._spreading.get(message["step"]), message["level"]
+        if handle is None or level not in handle.further:
+            return
+        if kind := message.get("kind"):
+            handle.fail(KINDS.get(kind, Unavailable)(message["message"]), level)
+        else:
+            handle.advance(level)
+        self._drop_settled()
+
+    def _drop_settled(self) -> None:
+        """Of what has come everywhere, or failed, nothing more is heard."""
+        for step, handle in list(self._spreading.items()):
+            if handle.error or handle.is_everywhere:
+                self._spreading.pop(step, None)
 
     def _on_catch_up(self, message: Message) -> None:
         if message["type"] == "not_whole":

@@ -64,15 +64,17 @@ class Client:
         idle_s: float = IDLE_S,
         catch_up: int | None = None,
         place: wire.Place = wire.ALONE,
+        tiers: wire.Message | None = None,
     ) -> None:
         """Connects, which starts a keeper where none runs. `catch_up`: see Log. `place`: among the
-        ranks of a run. Raises Unavailable."""
+        ranks of a run. `tiers`: see Tiers.to_json. Raises Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event
         self._idle_s = idle_s
         self._catch_up = catch_up
         self.place = place
+        self._tiers = tiers
         self._claims = 0
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
@@ -401,6 +403,7 @@ class Client:
             "keep": self._keep.to_json() if self._keep else None,
             "epoch": self._epoch,
             "catch_up": self._catch_up,
+            "tiers": self._tiers,
             "place": None if self.place.is_alone else self.place._asdict(),
         }
         try:

@@ -23,6 +23,7 @@ from everstep.store.names import CheckpointName
 from everstep.store.read import check_size, open_pack
 from everstep.tiers.files import Source
 from everstep.tiers.tier import Tier
+from everstep.tiers.union import Union
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,9 @@ class Candidate:
                 if self.held:
                     here.append(self.held.packs[index])
                 if not self.held or self.held.is_committed:
-                    here.append(_Lazy(self.disk, pack, stack, direct=not self.is_shared))
+                    tiers = self.disk.tiers if isinstance(self.disk, Union) else [self.disk]
+                    direct = not self.is_shared
+                    here += [_Lazy(tier, pack, stack, direct) for tier in tiers]
                 found.append(here)
             yield found
 

@@ -23,6 +23,7 @@ from everstep.store import catalog
 from everstep.store.commit import note_unproven, open_store
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier, tier_at
+from everstep.tiers.union import Union
 
 if TYPE_CHECKING:
     from everstep.capture.captures import Captures
@@ -88,6 +89,8 @@ class Restores:
         found = self._common(lambda: candidates(disk, step, held))
         if step is None:
             found = self._proven_first(disk, found)
+        if not found:
+            self._check_answers(disk)
         if from_store is not None and not found:
             raise Missing(f"restoring from {disk.root}: there is no checkpoint in it")
         if from_store is not None and (own := catalog.committed(self._disk)):
@@ -162,6 +165,16 @@ class Restores:
                 max(steps),
             )
         return sorted(found, key=lambda candidate: candidate.name in unproven)
+
+    def _check_answers(self, disk: Tier) -> None:
+        """Where nothing was found all tiers must have been asked: a run never begins at 0 because
+        one does not answer. On all ranks the same."""
+        problem = str(disk.problem or "") if isinstance(disk, Union) else ""
+        if said := max(self._state.world.gather("asking all tiers", problem)):
+            raise Unavailable(
+                f"restoring: {disk.root} has no checkpoint, and another tier does not answer: "
+                f"{said}. Try again when it does; to begin anew, leave it out of tiers="
+            )
 
     def _settle(self) -> list[tuple[str, Arena]]:
         """What dead trainers left in the keeper's memory; nothing where no keeper can be had."""

@@ -30,17 +30,33 @@ from everstep.tiers.tier import Tier
 log = logging.getLogger("everstep")
 
 
-def open_store(disk: Tier) -> str:
-    """The run id of the store, which is made where there is none.
+def open_store(disk: Tier, around: Sequence[Tier] = ()) -> str:
+    """The run id of the store, which is made where there is none: of the run that the tiers around
+    it have, where one does.
 
-    Raises Unavailable, Unsupported, Corrupt.
+    Raises Unavailable, Unsupported, Corrupt; Conflict where they have another run.
     """
+    found = [tier for tier in around if _has_store(tier)]
+    if disk.size(names.STORE) is None:
+        new = {"format": FORMAT_VERSION, "run": uuid.uuid4().hex, "created": now()}
+        disk.create(names.STORE, found[0].read(names.STORE) if found else seal(new))
+    run = catalog.read_run(disk)
+    for tier in found:
+        if (other := catalog.read_run(tier)) != run:
+            raise Conflict(
+                f"opening {disk.root}: it has run {run}, and {tier.root} has run {other}. Choose "
+                f"another place for one of them; to start from the other run's checkpoints, "
+                f"restore(from_store=...)"
+            )
+    return run
+
+
+def _has_store(tier: Tier) -> bool:
     try:
-        return catalog.read_run(disk)
-    except Missing:
-        document = seal({"format": FORMAT_VERSION, "run": uuid.uuid4().hex, "created": now()})
-        disk.create(names.STORE, document)
-        return catalog.read_run(disk)
+        return tier.size(names.STORE) is not None
+    except Unavailable as error:
+        log.warning("%s. Going on without it", error)
+        return False
 
 
 def claim_epoch(disk: Tier, parent: int | None, fork: int, attachment: str | None = None) -> int:

@@ -7,11 +7,13 @@ from pathlib import Path
 from everstep.tiers.bucket import PATIENCE_S, Bucket, Url
 from everstep.tiers.disk import Disk
 from everstep.tiers.system import System
+from everstep.tiers.union import Union
 
-Tier = Disk | Bucket
-"""A medium that holds a whole store, by itself. Both have the same methods, and `Disk` says what
+Tier = Disk | Bucket | Union
+"""A medium that holds a whole store, by itself. All have the same methods, and `Disk` says what
 each promises; a bucket, whose objects are durable when they are there, does nothing where a disk
-syncs. Errors are Missing, Corrupt, Unavailable and Unsupported."""
+syncs; a union reads several tiers as one. Errors are Missing, Corrupt, Unavailable and
+Unsupported."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 

@@ -1,0 +1,101 @@
+"""Several tiers, read as the one store of which each has a part.
+
+A file has one content under one name in every tier, so the nearest that has it serves. One that
+does not answer is left out for a while, and told: what the others have counts all the same.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from everstep.errors import Missing, Unavailable
+from everstep.tiers.bucket import Url
+from everstep.tiers.files import Reader
+
+if TYPE_CHECKING:
+    from everstep.tiers.tier import Tier
+
+log = logging.getLogger("everstep")
+
+_AWAY_S = 30.0
+_T = TypeVar("_T")
+
+
+class Union:
+    """Tiers as one; `tiers`: nearest first. What writes, locks or claims is the nearest's own.
+    Thread-safe."""
+
+    def __init__(self, tiers: "Sequence[Tier]") -> None:
+        self.tiers = list(tiers)
+        self.root: Path | Url = self.tiers[0].root
+        self._away: dict[int, tuple[float, Unavailable]] = {}
+
+    @property
+    def problem(self) -> Unavailable | None:
+        """Why a tier is left out; None where all answer."""
+        return next((problem for _, problem in self._away.values()), None)
+
+    def list(self, directory: str) -> list[str]:
+        """The names in a directory of any of them."""
+        return sorted({name for found in self._ask(lambda t: t.list(directory)) for name in found})
+
+    def read(self, path: str, limit: int = 1 << 30) -> bytes:
+        """See Disk."""
+        return self._first(path, lambda tier: tier.read(path, limit))
+
+    def open(self, path: str, direct: bool = False) -> Reader:
+        """See Disk."""
+        return self._first(path, lambda tier: tier.open(path, direct))
+
+    def size(self, path: str) -> int | None:
+        """See Disk."""
+        return next((size for size in self._ask(lambda t: t.size(path)) if size is not None), None)
+
+    def age_s(self, path: str) -> float | None:
+        """See Disk."""
+        return next((age for age in self._ask(lambda t: t.age_s(path)) if age is not None), None)
+
+    def bytes_in(self, directory: str) -> int:
+        """Of the files in this directory, in the tier that has the most."""
+        return max(self._ask(lambda tier: tier.bytes_in(directory)), default=0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tiers[0], name)
+
+    def _first(self, path: str, read: "Callable[[Tier], _T]") -> _T:
+        missing: Missing | None = None
+        for tier in self._answering():
+            try:
+                return read(tier)
+            except Missing as error:
+                missing = missing or error
+            except Unavailable as error:
+                self._leave_out(tier, error)
+        raise missing or self.problem or Missing(f"reading {self.root / path}: no tier answers")
+
+    def _ask(self, question: "Callable[[Tier], _T]") -> "Iterator[_T]":
+        """The answers, nearest first. Raises Unavailable where there is none."""
+        answered = 0
+        for tier in self._answering():
+            try:
+                answer = question(tier)
+            except Unavailable as error:
+                self._leave_out(tier, error)
+            else:
+                answered += 1
+                yield answer
+        if not answered and (problem := self.problem):
+            raise problem
+
+    def _answering(self) -> "Iterator[Tier]":
+        for tier in self.tiers:
+            away = self._away.get(id(tier))
+            if away is None or time.monotonic() > away[0]:
+                self._away.pop(id(tier), None)
+                yield tier
+
+    def _leave_out(self, tier: "Tier", problem: Unavailable) -> None:
+        self._away[id(tier)] = time.monotonic() + _AWAY_S, problem
+        log.warning("%s. The other tiers are read without it", problem)
