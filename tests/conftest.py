@@ -11,6 +11,7 @@ import pytest
 import forked_keepers
 from buckets import bucket, bucket_server, proxy  # noqa: F401 - fixtures
 from everstep.keeper import home
+from partners import partner  # noqa: F401 - a fixture
 from stores import end_keeper
 
 forked_keepers.install()

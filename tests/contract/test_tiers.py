@@ -1,4 +1,4 @@
-"""What holds for all tiers: a directory, and a prefix of a bucket."""
+"""What holds for all tiers: a directory, a prefix of a bucket, memory, and a partner's memory."""
 
 import os
 import threading
@@ -7,15 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from everstep import Corrupt, Missing, Unavailable, Unsupported
+from everstep.tiers.memory import Memory
 from everstep.tiers.tier import name_of, tier_at
 
 DATA = os.urandom(100_000)
 
 
-@pytest.fixture(params=["disk", "bucket"])
+@pytest.fixture(params=["disk", "bucket", "memory", "peer"])
 def tier(request, tmp_path):
-    place = tmp_path / "tier" if request.param == "disk" else request.getfixturevalue("bucket")
-    found = tier_at(place)
+    kind = request.param
+    if kind == "disk":
+        found = tier_at(tmp_path / "tier")
+    elif kind == "bucket":
+        found = tier_at(request.getfixturevalue("bucket"))
+    elif kind == "memory":
+        found = Memory(64 << 20)
+    else:
+        found = request.getfixturevalue("partner").peer()
     found.make_directories(["", "data"])
     return found
 

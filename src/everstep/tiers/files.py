@@ -77,7 +77,7 @@ class FileWriter:
         """The same through the page cache, in this thread."""
         file = NewFile(self._system, self._system.open(name, _CREATE))
         try:
-            for view, offset in _extents(data):
+            for view, offset in extents_of(data):
                 await_bytes(offset + len(view))
                 file.write(view, offset)
         except BaseException:
@@ -108,7 +108,7 @@ class FileWriter:
         futures: list[Future[None]] = []
         done = 0
         try:
-            for extent, offset in _extents(data):
+            for extent, offset in extents_of(data):
                 await_bytes(offset + len(extent))
                 while done < len(futures) and futures[done].done():
                     futures[done].result()  # a full disk is told before all has arrived
@@ -265,7 +265,8 @@ def _write_all(system: System, fd: int, view: memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def _extents(data: Sequence[memoryview]) -> Iterator[tuple[memoryview, int]]:
+def extents_of(data: Sequence[memoryview]) -> Iterator[tuple[memoryview, int]]:
+    """What is written at once, and where."""
     offset = 0
     for view in data:
         for at in range(0, len(view), EXTENT_BYTES):

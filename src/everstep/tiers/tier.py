@@ -6,14 +6,15 @@ from pathlib import Path
 
 from everstep.tiers.bucket import PATIENCE_S, Bucket, Url
 from everstep.tiers.disk import Disk
+from everstep.tiers.memory import Memory
+from everstep.tiers.peer import Peer
 from everstep.tiers.system import System
 from everstep.tiers.union import Union
 
-Tier = Disk | Bucket | Union
-"""A medium that holds a whole store, by itself. All have the same methods, and `Disk` says what
-each promises; a bucket, whose objects are durable when they are there, does nothing where a disk
-syncs; a union reads several tiers as one. Errors are Missing, Corrupt, Unavailable and
-Unsupported."""
+Tier = Disk | Bucket | Memory | Peer | Union
+"""A medium that holds a store. All have the same methods, and `Disk` says what each promises; a
+bucket, whose objects are durable when they are there, does nothing where a disk syncs; a union
+reads several tiers as one. Errors are Missing, Corrupt, Unavailable and Unsupported."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 

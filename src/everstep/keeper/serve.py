@@ -1,0 +1,305 @@
+"""What a keeper serves to those of other nodes, and to trainers that restore (tiers/peer.py): the
+memory that it holds for a partner, to read and write, and this node's own store, to read.
+
+Several nodes without a directory that all see commit through the store of rank 0's node: what they
+write there is part documents and piece tables, and nothing else can be written.
+
+Invariants:
+* Nothing of a stranger's is looked at before it has proved to have the secret, and that is bounded
+  in bytes, time and number.
+* What arrives in part, or with another digest, is not there; its memory is free when the connection
+  ends.
+"""
+
+import json
+import logging
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from everstep.errors import Corrupt, EverstepError, Unavailable, kind_of
+from everstep.store import names
+from everstep.tiers.files import Reader
+from everstep.tiers.memory import Memory, MemoryReader, NewInMemory
+from everstep.tiers.peer import Link, Message
+from everstep.tiers.tier import Tier
+
+log = logging.getLogger("everstep.keeper")
+
+STRANGERS_MAX = 16
+PARTNERS_MAX = 256
+IDLE_S = 3600.0
+DOCUMENT_BYTES_MAX = 256 << 20
+RANGE_BYTES_MAX = 64 << 20
+TEXT_MAX = 2000
+_WARN_S = 60.0
+_PATH = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
+_SHARED = re.compile(
+    rf"{names.CHECKPOINTS}/[0-9]+-[0-9]+/part-[0-9]+\.json|{names.TABLES}/[0-9a-f]+\.json"
+)
+
+Room = Callable[[int], memoryview]
+
+
+class Address(NamedTuple):
+    """Where a keeper serves, and by which secret. It goes through the ranks' store."""
+
+    host: str
+    port: int
+    secret: str
+
+    @classmethod
+    def of(cls, said: Any) -> "Address":
+        """From a message. Raises ValueError, TypeError."""
+        host, port, secret = said
+        if type(host) is not str or type(port) is not int or len(bytes.fromhex(secret)) < 16:
+            raise ValueError(f"an address of a partner: {host!r}, {port!r}")
+        return cls(host, port, secret)
+
+
+class Service:
+    """Listens, with threads of its own, until `close`."""
+
+    def __init__(self, memory: Memory, store: Tier, address: Address) -> None:
+        """At that address, any free port where that is 0. Raises OSError."""
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._listener = socket.create_server((address.host, address.port), family=family)
+        self.address = address._replace(port=self._listener.getsockname()[1])
+        self._tiers: Mapping[str, Tier] = {"memory": memory, "store": store}
+        self._strangers = self._partners = 0
+        self._is_closed = False
+        self._links: set[Link] = set()
+        self._lock = threading.Lock()
+        self._warned = float("-inf")
+        threading.Thread(target=self._listen, name="everstep-serve", daemon=True).start()
+
+    @staticmethod
+    def secret() -> str:
+        """A new one."""
+        return secrets.token_hex(32)
+
+    def close(self) -> None:
+        """Listen no more, and end all connections."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            link.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, (host, *_) = self._listener.accept()
+            except OSError as error:
+                if self._is_closed:
+                    return
+                log.warning("accepting a partner: %r", error)
+                time.sleep(0.05)
+                continue
+            with self._lock:
+                is_full = self._strangers >= STRANGERS_MAX or self._partners >= PARTNERS_MAX
+                self._strangers += not is_full
+            if is_full:
+                self._warn(host, "there are too many")
+                connection.close()
+            else:
+                name = "everstep-partner"
+                threading.Thread(
+                    target=self._greet, args=(connection, host), name=name, daemon=True
+                ).start()
+
+    def _greet(self, connection: socket.socket, host: str) -> None:
+        """Hear whether a stranger is a partner, and serve it then."""
+        link = Link(connection)
+        try:
+            link.challenge(bytes.fromhex(self.address.secret))
+        except (OSError, EOFError, ValueError) as error:
+            self._warn(host, error)
+            link.close()
+            return
+        finally:
+            with self._lock:
+                self._strangers -= 1
+        with self._lock:
+            self._partners += 1
+            self._links.add(link)
+        try:
+            Requests(link, self._tiers).serve()
+        finally:
+            link.close()
+            with self._lock:
+                self._partners -= 1
+                self._links.discard(link)
+
+    def _warn(self, host: str, reason: object) -> None:
+        """Not of each: a scanner of ports may come again and again."""
+        if time.monotonic() - self._warned > _WARN_S:
+            self._warned = time.monotonic()
+            log.warning("refused a connection from %s to the partners' port: %s", host, reason)
+
+
+class Requests:
+    """Those of one partner, one after another. For the thread of its connection."""
+
+    def __init__(self, link: Link, tiers: Mapping[str, Tier]) -> None:
+        self._link, self._tiers = link, tiers
+        self._file: NewInMemory | None = None
+        self._path = ""
+        self._problem: EverstepError | None = None
+        self._data, self._buffer = bytearray(), bytearray()
+        self._open: tuple[str, Reader] | None = None
+
+    def serve(self) -> None:
+        """Until the connection ends, or something comes that no partner says."""
+        try:
+            while True:
+                self._link.wait(IDLE_S)
+                self._answer(self._receive())
+        except (OSError, EOFError):
+            return
+        except Exception as error:  # noqa: BLE001 - whatever one partner says, the others are served
+            log.warning("a partner: %r", error)
+        finally:
+            self._drop()
+            self._close()
+
+    def _receive(self) -> Message:
+        """Data of a new file goes to its place at once."""
+        self._data = bytearray()
+        try:
+            return self._link.receive(self._room)
+        except Corrupt as error:
+            if self._file is None:
+                raise
+            self._problem = self._problem or error.with_traceback(None)
+            return {"op": "at"}
+
+    def _room(self, message: Message, size: int) -> memoryview:
+        if message.get("op") == "at" and self._file and not self._problem:
+            try:
+                return self._file.room(_number(message["offset"]), size)
+            except Unavailable as error:  # told when it is finished; what comes is dropped
+                self._problem = error.with_traceback(None)
+        if size > DOCUMENT_BYTES_MAX:
+            raise ValueError(f"{size} bytes, at most {DOCUMENT_BYTES_MAX} make sense")
+        self._data = bytearray(size)
+        return memoryview(self._data)
+
+    def _answer(self, message: Message) -> None:
+        if message.get("op") == "at":
+            return
+        data: memoryview | bytes = b""
+        answer: Message = {}
+        try:
+            found = self._do(message)
+            if isinstance(found, (bytes, memoryview)):
+                data = found
+            else:
+                answer["value"] = found
+        except EverstepError as error:
+            answer = {"error": kind_of(error), "text": str(error)[:TEXT_MAX]}
+        self._link.send(answer, data)
+
+    def _do(self, message: Message) -> Any:
+        match message:
+            case {"op": "finish"}:
+                return self._finish()
+            case {"op": "new", "tier": "memory", "path": str(path), "room": int(size)}:
+                return self._begin(_checked(path), _number(size))
+            case {"op": str(op), "tier": str(name), "path": str(path)} if name in self._tiers:
+                tier = self._tiers[name]
+                path = _checked(path) if path else path
+                if op in ("create", "replace", "delete"):
+                    if name == "store" and not _SHARED.fullmatch(path):
+                        raise ValueError(f"writing to {path!r} of a node's store")
+                    return _write(tier, op, path, bytes(self._data))
+                return self._look(tier, op, path, message)
+        raise ValueError(f"no request: {str(message)[:200]}")
+
+    def _look(self, tier: Tier, op: str, path: str, message: Message) -> Any:
+        match op:
+            case "size":
+                return tier.size(path)
+            case "holds":
+                return tier.holds(path)
+            case "age_s":
+                return tier.age_s(path)
+            case "bytes_in":
+                return tier.bytes_in(path)
+            case "list":
+                return json.dumps(tier.list(path)).encode()
+            case "read":
+                return tier.read(path, min(_number(message["limit"]), DOCUMENT_BYTES_MAX))
+            case "range":
+                return self._range(tier, path, _number(message["offset"]), message["count"])
+        raise ValueError(f"no request: {op!r}")
+
+    def _range(self, tier: Tier, path: str, offset: int, count: int) -> memoryview:
+        """Of a pack: the file stays open, as it is read range by range."""
+        if not 0 <= _number(count) <= RANGE_BYTES_MAX:
+            raise ValueError(f"{count} bytes at once")
+        name = f"{tier.root}/{path}"
+        if self._open is None or self._open[0] != name:
+            self._close()
+            self._open = name, tier.open(path)
+        reader = self._open[1]
+        if isinstance(reader, MemoryReader) and offset + count <= reader.size:
+            return reader.view[offset : offset + count]
+        if len(self._buffer) < count:
+            self._buffer = bytearray(count)
+        data = memoryview(self._buffer)[:count]
+        reader.read_into(offset, data)
+        return data
+
+    def _close(self) -> None:
+        if self._open:
+            self._open[1].close()
+        self._open = None
+
+    def _begin(self, path: str, size: int) -> None:
+        self._drop()
+        memory = self._tiers["memory"]
+        assert isinstance(memory, Memory)
+        self._file, self._problem = NewInMemory(memory, path, size), None
+
+    def _finish(self) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            raise ValueError("there is no new file")
+        if self._problem:
+            file.abandon()
+            raise self._problem
+        file.finish()
+
+    def _drop(self) -> None:
+        if self._file:
+            self._file.abandon()
+        self._file = None
+
+
+def _write(tier: Tier, op: str, path: str, data: bytes) -> bool | None:
+    if op == "create":
+        return tier.create(path, data)
+    if op == "replace":
+        return tier.replace(path, data)
+    return tier.delete(path)
+
+
+def _checked(path: str) -> str:
+    if len(path) > 1000 or not _PATH.fullmatch(path):
+        raise ValueError(f"no path of a store: {path[:200]!r}")
+    return path
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 50:
+        raise ValueError(f"not a size: {value!r}")
+    return value

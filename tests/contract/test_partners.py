@@ -1,0 +1,278 @@
+"""What a keeper serves to other nodes: to partners what is theirs, and to nobody else anything."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from everstep import Corrupt, Missing, Unavailable
+from everstep.format.document import digest_of
+from everstep.keeper import serve
+from everstep.keeper.serve import Address, Service
+from everstep.tiers import peer as peers
+from everstep.tiers.peer import Link, Peer
+
+
+def connected(partner):
+    host, port, _ = partner.service.address
+    return socket.create_connection((host, port), 10)
+
+
+def is_closed(connection, within_s=10.0):
+    """Whether the other end closes it."""
+    connection.settimeout(within_s)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def wait_until(holds, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(peers, "GREETING_S", 0.5)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3, b"\0" * 64, os.urandom(1 << 16), b"half"],
+    ids=["nothing", "http", "zeros", "noise", "half"],
+)
+def test_strangers_are_told_nothing_and_harm_nobody(partner, impatient, caplog, says):
+    other = partner.peer()
+    other.create("everstep.json", b"{}")
+    with connected(partner) as stranger:
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(says)
+        assert is_closed(stranger)
+    assert other.read("everstep.json") == b"{}"
+    refusals = [each for each in caplog.records if "refused a connection" in each.message]
+    assert len(refusals) == 1
+    with connected(partner) as stranger:
+        stranger.sendall(says or b"?")
+    assert other.list("") == ["everstep.json"]
+    assert len([each for each in caplog.records if "refused" in each.message]) == 1
+
+
+def test_a_stranger_that_drips_has_as_little_time_as_any(partner, impatient):
+    with connected(partner) as stranger:
+        began = time.monotonic()
+        with pytest.raises(ConnectionError):  # noqa: PT012 - until it is refused
+            while time.monotonic() < began + 10:
+                stranger.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() < began + 5
+
+
+def test_many_strangers_are_refused_and_partners_served_after_them(partner, impatient, caplog):
+    crowd = [connected(partner) for _ in range(serve.STRANGERS_MAX + 5)]
+    assert all(map(is_closed, crowd))
+    assert "there are too many" in caplog.text
+    for each in crowd:
+        each.close()
+    assert partner.peer(away_s=5.0).list("") == []
+
+
+def test_a_partner_of_another_run_is_refused(partner, caplog):
+    with pytest.raises(Unavailable, match="it has another secret: it is of another run"):
+        partner.peer(secret=Service.secret()).read("everstep.json")
+    assert "it does not have the secret of this run" in caplog.text
+
+
+def test_who_serves_must_have_the_secret_too(partner):
+    """Else whoever listens at a port that was a partner's would get what is sent there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Peer(listener.getsockname(), b"secret" * 6, patience_s=5.0)
+        client_says = []
+
+        def serve_wrongly():
+            connection, _ = listener.accept()
+            connection.sendall(peers._GREETING + bytes(32))
+            client_says.append(connection.recv(64))
+            connection.sendall(bytes(32))
+            client_says.append(connection.recv(64))
+            connection.close()
+
+        thread = threading.Thread(target=serve_wrongly)
+        thread.start()
+        with pytest.raises(Unavailable, match="does not have the secret"):
+            client.create("everstep.json", b"content")
+        thread.join()
+    assert len(client_says[0]) == 64
+    assert client_says[1] == b""
+
+
+def linked(partner):
+    """A connection of one who has the secret."""
+    link = Link(connected(partner), 5.0)
+    link.introduce(bytes.fromhex(partner.service.address.secret))
+    return link
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"op": "size"},
+        {"op": "size", "tier": "disk", "path": "x"},
+        {"op": "size", "tier": "store", "path": "../secret"},
+        {"op": "size", "tier": "store", "path": "/etc/passwd"},
+        {"op": "read", "tier": "store", "path": "a/../../b", "limit": 10},
+        {"op": "read", "tier": "memory", "path": "x\0y", "limit": 10},
+        {"op": "range", "tier": "memory", "path": "x", "offset": 0, "count": 1 << 40},
+        {"op": "new", "tier": "store", "path": "data/pack", "room": 10},
+        {"op": "new", "tier": "memory", "path": "data/pack", "room": -1},
+        {"op": "finish"},
+        {"op": "create", "tier": "store", "path": "checkpoints/00000001-0001/manifest.json"},
+        {"op": "delete", "tier": "store", "path": "epochs/0001.json"},
+        {"op": "eval", "tier": "memory", "path": "x"},
+        {"op": ["size"], "tier": {}, "path": 3},
+    ],
+)
+def test_what_no_partner_says_ends_the_connection(partner, tmp_path, caplog, message):
+    (tmp_path / "secret").write_text("secret")
+    link = linked(partner)
+    link.send(message)
+    with pytest.raises((EOFError, ConnectionError)):
+        link.receive(peers.NOTHING)
+    link.close()
+    assert "a partner: " in caplog.text
+    assert partner.memory.used_bytes == 0
+    assert partner.peer().list("") == []
+    assert not partner.store.root.exists()
+
+
+def test_sizes_are_checked_before_memory_is_taken(partner):
+    link = linked(partner)
+    text = b'{"op":"create","tier":"memory","path":"x","size":1000000000000}'
+    link._connection.sendall(struct.pack("!I", len(text)) + text)
+    with pytest.raises((EOFError, ConnectionError)):
+        link.receive(peers.NOTHING)
+    link.close()
+    link = linked(partner)
+    link._connection.sendall(struct.pack("!I", 1 << 31))
+    with pytest.raises((EOFError, ConnectionError)):
+        link.receive(peers.NOTHING)
+    link.close()
+
+
+def test_bytes_that_differ_from_their_digest_are_not_there(partner, monkeypatch):
+    digests = iter(["0" * 32])
+    monkeypatch.setattr(peers, "digest_of", lambda data: next(digests, None) or digest_of(data))
+    client = partner.peer()
+    with pytest.raises(Corrupt, match="data/pack"):
+        client.write("data/pack", [memoryview(bytes(1000))])
+    assert client.list("data") == []
+    assert partner.memory.used_bytes == 0
+
+
+def test_a_budget_holds_and_what_failed_frees_its_memory(partner):
+    client = partner.peer()
+    client.write("data/one", [memoryview(bytes(40 << 20))])
+    with pytest.raises(Unavailable, match=r"data/two .* bytes are in use"):
+        client.write("data/two", [memoryview(bytes(40 << 20))])
+    with client.new_file("data/three") as file:
+        for at in range(0, 40 << 20, 8 << 20):
+            file.write(memoryview(bytes(8 << 20)), at)
+    with pytest.raises(Unavailable, match="in use"):
+        client.finish("data/three", file)
+    assert partner.memory.used_bytes == 40 << 20
+    client.delete("data/one")
+    client.write("data/two", [memoryview(bytes(40 << 20))])
+    assert client.list("data") == ["two"]
+
+
+def test_half_a_file_is_not_there_and_its_memory_is_free(partner):
+    client = partner.peer()
+    with client.new_file("data/half", 1 << 20) as file:
+        file.write(memoryview(bytes(1000)), 0)
+    assert partner.memory.used_bytes == 1 << 20
+    file.abandon()
+    wait_until(lambda: partner.memory.used_bytes == 0)
+    assert partner.memory.list("data") == []
+
+
+def test_a_store_is_read_by_others_and_written_only_where_nodes_meet(partner):
+    partner.store.create("everstep.json", b"{}")
+    partner.store.write("data/pack", [memoryview(b"bytes")])
+    client = partner.peer("store")
+    assert client.read("everstep.json") == b"{}"
+    view = memoryview(bytearray(3))
+    client.open("data/pack").read_into(1, view)
+    assert view == b"yte"
+    client.replace("checkpoints/00000001-0001/part-1.json", b"part")
+    assert partner.store.read("checkpoints/00000001-0001/part-1.json") == b"part"
+    client.delete("checkpoints/00000001-0001/part-1.json")
+    assert client.create("data/tables/00ff.json", b"table")
+    with pytest.raises(Unavailable):
+        client.replace("everstep.json", b"other")
+    assert client.read("everstep.json") == b"{}"
+    with pytest.raises(Missing):
+        client.open("data/other")
+
+
+def test_a_partner_that_went_away_is_unavailable_and_found_again(partner):
+    client, late = partner.peer(), partner.peer(away_s=10.0)
+    for each in (client, late):
+        each.create("everstep.json", b"{}")
+    address = partner.service.address
+    partner.service.close()
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="is not there"):
+        client.read("everstep.json")
+    assert time.monotonic() - began < 5
+    again = Service(partner.memory, partner.store, Address(*address))
+    try:
+        assert late.read("everstep.json") == b"{}"
+        assert client.read("everstep.json") == b"{}"
+    finally:
+        again.close()
+
+
+def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
+    """Stopped with a connection open, and a new one."""
+    ready, pid = os.pipe(), os.fork()
+    if pid == 0:
+        try:
+            service = Service(partner.memory, partner.store, Address("127.0.0.1", 0, "00" * 32))
+            os.write(ready[1], struct.pack("!I", service.address.port))
+            signal.pause()
+        finally:
+            os._exit(0)
+    try:
+        (port,) = struct.unpack("!I", os.read(ready[0], 4))
+        client = Peer(("127.0.0.1", port), bytes(32), patience_s=1.0)
+        assert client.list("") == []
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(Unavailable, match="no answer for 1 s"):
+                client.list("")
+            assert time.monotonic() - began < 8
+        client.close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for each in ready:
+            os.close(each)
+
+
+@pytest.fixture(autouse=True)
+def _hear(caplog):
+    caplog.set_level(logging.INFO)

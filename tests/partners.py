@@ -1,0 +1,38 @@
+"""A partner in the test's own process: what a keeper serves to other nodes."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from everstep.keeper.serve import Address, Service
+from everstep.tiers.disk import Disk
+from everstep.tiers.memory import Memory
+from everstep.tiers.peer import Peer
+
+
+@dataclass
+class Partner:
+    """Its memory, its store, and its service on loopback."""
+
+    memory: Memory
+    store: Disk
+    service: Service
+    peers: list[Peer] = field(default_factory=list)
+
+    def peer(self, tier: str = "memory", secret: str | None = None, **options: float) -> Peer:
+        """A client of it."""
+        host, port, own = self.service.address
+        self.peers.append(Peer((host, port), bytes.fromhex(secret or own), tier, **options))
+        return self.peers[-1]
+
+
+@pytest.fixture
+def partner(tmp_path):
+    """One with 64 MiB of memory."""
+    memory, store = Memory(64 << 20), Disk(tmp_path / "partner")
+    service = Service(memory, store, Address("127.0.0.1", 0, Service.secret()))
+    made = Partner(memory, store, service)
+    yield made
+    for peer in made.peers:
+        peer.close()
+    service.close()
