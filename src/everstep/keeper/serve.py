@@ -32,7 +32,7 @@ from everstep.tiers.tier import Tier
 log = logging.getLogger("everstep.keeper")
 
 STRANGERS_MAX = 16
-PARTNERS_MAX = 256
+LINKS_MAX = 256
 IDLE_S = 3600.0
 DOCUMENT_BYTES_MAX = 256 << 20
 RANGE_BYTES_MAX = 64 << 20
@@ -71,7 +71,7 @@ class Service:
         self._listener = socket.create_server((address.host, address.port), family=family)
         self.address = address._replace(port=self._listener.getsockname()[1])
         self._tiers: Mapping[str, Tier] = {"memory": memory, "store": store}
-        self._strangers = self._partners = 0
+        self._strangers = 0
         self._is_closed = False
         self._links: set[Link] = set()
         self._lock = threading.Lock()
@@ -85,12 +85,12 @@ class Service:
 
     def close(self) -> None:
         """Listen no more, and end all connections."""
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
+            links = list(self._links)
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        with self._lock:
-            links = list(self._links)
         for link in links:
             link.close()
 
@@ -104,40 +104,41 @@ class Service:
                 log.warning("accepting a partner: %r", error)
                 time.sleep(0.05)
                 continue
+            link = Link(connection)
             with self._lock:
-                is_full = self._strangers >= STRANGERS_MAX or self._partners >= PARTNERS_MAX
-                self._strangers += not is_full
+                is_full = self._strangers >= STRANGERS_MAX or len(self._links) >= LINKS_MAX
+                is_full |= self._is_closed
+                if not is_full:
+                    self._strangers += 1
+                    self._links.add(link)
             if is_full:
                 self._warn(host, "there are too many")
-                connection.close()
-            else:
-                name = "everstep-partner"
-                threading.Thread(
-                    target=self._greet, args=(connection, host), name=name, daemon=True
-                ).start()
+                link.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(link, host), name="everstep-partner", daemon=True
+            ).start()
 
-    def _greet(self, connection: socket.socket, host: str) -> None:
-        """Hear whether a stranger is a partner, and serve it then."""
-        link = Link(connection)
+    def _serve(self, link: Link, host: str) -> None:
+        try:
+            if self._is_partner(link, host):
+                Requests(link, self._tiers).serve()
+        finally:
+            link.close()
+            with self._lock:
+                self._links.discard(link)
+
+    def _is_partner(self, link: Link, host: str) -> bool:
+        """Hear who a stranger is."""
         try:
             link.challenge(bytes.fromhex(self.address.secret))
         except (OSError, EOFError, ValueError) as error:
             self._warn(host, error)
-            link.close()
-            return
+            return False
         finally:
             with self._lock:
                 self._strangers -= 1
-        with self._lock:
-            self._partners += 1
-            self._links.add(link)
-        try:
-            Requests(link, self._tiers).serve()
-        finally:
-            link.close()
-            with self._lock:
-                self._partners -= 1
-                self._links.discard(link)
+        return True
 
     def _warn(self, host: str, reason: object) -> None:
         """Not of each: a scanner of ports may come again and again."""

@@ -9,12 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from everstep.errors import Corrupt, Missing, Unavailable
 from everstep.tiers.bucket import Url
 from everstep.tiers.disk import DOCUMENT_BYTES_MAX
-from everstep.tiers.files import Await, extents_of
+from everstep.tiers.whole import WholeFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class _File:
     written: float = field(default_factory=time.time)
 
 
-class Memory:
+class Memory(WholeFiles):
     """A tier of at most `budget_bytes`, beyond which it raises Unavailable. Thread-safe. See Disk
     for what methods promise; here, durable means for as long as this process lives."""
 
@@ -36,43 +35,6 @@ class Memory:
         self.used_bytes = 0
         self._files: dict[str, _File] = {}
         self._lock = threading.RLock()
-
-    def write(
-        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> None:
-        """Write the new file `path`."""
-        self.finish(path, self.begin(path, data, await_bytes))
-
-    def begin(
-        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> Any:
-        """As `write`, but it is not there before `finish`."""
-        file = NewInMemory(self, path, sum(map(len, data)))
-        try:
-            for extent, offset in extents_of(data):
-                await_bytes(offset + len(extent))
-                file.write(extent, offset)
-        except BaseException:
-            file.abandon()
-            raise
-        return file
-
-    @contextmanager
-    def new_file(self, path: str, size: int = 0) -> Iterator[Any]:
-        """Write the new file piece by piece. `size`: for which memory is taken at once."""
-        file = NewInMemory(self, path, size)
-        try:
-            yield file
-        except BaseException:
-            file.abandon()
-            raise
-
-    def finish(self, path: str, file: Any) -> None:
-        """From now on it is there."""
-        file.finish()
-
-    def sync_entries(self, paths: Sequence[str]) -> None:
-        """Nothing to do."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Publish `data` under `path`; False where `path` exists already."""
@@ -87,9 +49,6 @@ class Memory:
         with self._lock:
             self.reserve(path, len(data))
             self.put(path, bytes(data))
-
-    def make_directories(self, directories: Sequence[str]) -> None:
-        """Nothing to do: there are none."""
 
     def holds(self, path: str) -> bool:
         """Whether the file is there."""
@@ -150,9 +109,6 @@ class Memory:
         for path in paths:
             self.delete(path)
 
-    def sync(self, directory: str) -> None:
-        """Nothing to do."""
-
     @contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[None]:
         """Hold the tier, for others of this process."""
@@ -174,6 +130,9 @@ class Memory:
         return path in self._files
 
     # ---- for its new files -----------------------------------------------------------------
+
+    def _new(self, path: str, size: int) -> "NewInMemory":
+        return NewInMemory(self, path, size)
 
     def reserve(self, path: str, size: int) -> None:
         """Take memory for so many bytes more. Raises Unavailable."""

@@ -27,7 +27,7 @@ from everstep.errors import KINDS, Corrupt, Missing, Unavailable
 from everstep.format.document import digest_of
 from everstep.tiers.bucket import Url
 from everstep.tiers.disk import DOCUMENT_BYTES_MAX
-from everstep.tiers.files import Await, extents_of
+from everstep.tiers.whole import WholeFiles
 
 PATIENCE_S = 20.0
 """How long one may take to send or take the next bytes."""
@@ -168,7 +168,7 @@ def _proof(secret: bytes, role: bytes, challenge: bytes, answer: bytes) -> bytes
     return hmac.digest(secret, role + b"\0" + challenge + answer, hashlib.sha256)
 
 
-class Peer:
+class Peer(WholeFiles):
     """A tier that another process serves (keeper/serve.py). Thread-safe: each call takes one of a
     few connections. See Disk for what methods promise, and the tier at the other end for what
     durable means.
@@ -196,39 +196,6 @@ class Peer:
         self._idle: list[Link] = []
         self._lock = threading.Lock()
 
-    def write(
-        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> None:
-        """Write the new file `path`."""
-        self.finish(path, self.begin(path, data, await_bytes))
-
-    def begin(
-        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> Any:
-        """As `write`, but it is not there before `finish`."""
-        with self.new_file(path, sum(map(len, data))) as file:
-            for extent, offset in extents_of(data):
-                await_bytes(offset + len(extent))
-                file.write(extent, offset)
-        return file
-
-    @contextmanager
-    def new_file(self, path: str, size: int = 0) -> Iterator[Any]:
-        """Write the new file piece by piece. `size`: for which it takes memory at once."""
-        file = Sending(self, path, size)
-        try:
-            yield file
-        except BaseException:
-            file.abandon()
-            raise
-
-    def finish(self, path: str, file: Any) -> None:
-        """The partner has all of it, and its digests are right."""
-        file.finish()
-
-    def sync_entries(self, paths: Sequence[str]) -> None:
-        """Nothing to do."""
-
     def create(self, path: str, data: bytes) -> bool:
         """Publish `data` under `path` at once; False where something else is there already."""
         return bool(self._ask("create", path, data)) or self.read(path) == data
@@ -236,9 +203,6 @@ class Peer:
     def replace(self, path: str, data: bytes) -> None:
         """Publish `data` under `path`; readers see what was there before, or this."""
         self._ask("replace", path, data)
-
-    def make_directories(self, directories: Sequence[str]) -> None:
-        """Nothing to do: the partner makes what it needs."""
 
     def holds(self, path: str) -> bool:
         """Whether the file exists, and durably."""
@@ -304,9 +268,6 @@ class Peer:
             with contextlib.suppress(Unavailable):
                 self.delete(path)
 
-    def sync(self, directory: str) -> None:
-        """Nothing to do: what the partner has done is durable."""
-
     @contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[None]:
         """Nothing is held: one node writes there, in order."""
@@ -334,6 +295,9 @@ class Peer:
             link.close()
 
     # ---- connections -----------------------------------------------------------------------
+
+    def _new(self, path: str, size: int) -> "Sending":
+        return Sending(self, path, size)
 
     def _ask(
         self, op: str, path: str, data: bytes = b"", room: Room | None = None, **more: Any
