@@ -98,13 +98,13 @@ class Service:
         while True:
             try:
                 connection, (host, *_) = self._listener.accept()
+                link = Link(connection)
             except OSError as error:
                 if self._is_closed:
                     return
                 log.warning("accepting a partner: %r", error)
                 time.sleep(0.05)
                 continue
-            link = Link(connection)
             with self._lock:
                 is_full = self._strangers >= STRANGERS_MAX or len(self._links) >= LINKS_MAX
                 is_full |= self._is_closed
