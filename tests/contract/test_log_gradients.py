@@ -1,6 +1,8 @@
 """strategy="log" and gradients that are shared, reused, changed late, or of unusual kinds: a record
 holds what the optimizer consumed."""
 
+import os
+import signal
 import threading
 from functools import partial
 
@@ -14,30 +16,76 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import everstep
+import forked
 from choices import chosen
 from everstep import Unsupported
 from everstep.capture.copier import Copier
 from everstep.redo.recorder import Recorder
 
 
+def gan(seed):
+    """Two networks, of which the maker's backward adds to the judge's gradients."""
+    torch.manual_seed(seed)
+    maker, judge = nn.Linear(6, 6), nn.Linear(6, 1)
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (maker, judge)]
+    return {"maker": maker, "judge": judge, "optimizers": optimizers}
+
+
+def train_maker(state, has_added=lambda: None):
+    state["optimizers"][0].zero_grad()
+    state["judge"](state["maker"](torch.randn(8, 6))).square().mean().backward()
+    has_added()
+    state["optimizers"][0].step()
+
+
+def train_judge(state):
+    judge, inputs = state["judge"], torch.randn(8, 6)
+    state["optimizers"][1].zero_grad()
+    (judge(inputs) - judge(state["maker"](inputs).detach())).square().mean().backward()
+    state["optimizers"][1].step()
+
+
 def test_gan_whose_second_backward_adds_to_the_first_gradients(store):
-    def make(seed):
-        torch.manual_seed(seed)
-        maker, judge = nn.Linear(6, 6), nn.Linear(6, 1)
-        optimizers = [torch.optim.Adam(model.parameters()) for model in (maker, judge)]
-        return {"maker": maker, "judge": judge, "optimizers": optimizers}
-
     def step(state, _):
-        maker, judge = state["maker"], state["judge"]
-        inputs = torch.randn(8, 6)
-        state["optimizers"][1].zero_grad()
-        (judge(inputs) - judge(maker(inputs).detach())).square().mean().backward()
-        state["optimizers"][1].step()
-        state["optimizers"][0].zero_grad()
-        judge(maker(inputs)).square().mean().backward()
-        state["optimizers"][0].step()
+        train_judge(state)
+        train_maker(state)
 
-    check_run(store, make, step)
+    check_run(store, gan, step)
+
+
+def trains_a_gan_and_dies(store):
+    """Each step is copied when the next one has added to its gradients."""
+    added, copy_one = threading.Semaphore(0), Copier._copy_one
+
+    def copied_late(self, capture):
+        assert added.acquire(timeout=30)
+        copy_one(self, capture)
+
+    Copier._copy_one = copied_late
+    state = gan(1)
+    saver = checkpointer(store, state, strategy="log")
+    for step in range(1, 12):
+        train_maker(state, added.release if step > 1 else lambda: None)
+        train_judge(state)
+        saver.step(step)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_gan_that_adds_to_gradients_of_a_step_that_is_being_copied(store):
+    """Of all steps up to the kill that one is lost, and the one in flight."""
+    assert forked.run(trains_a_gan_and_dies, store).returncode == -signal.SIGKILL
+    expected, frozen = gan(1), {}
+    for step in range(1, 11):
+        train_maker(expected)
+        train_judge(expected)
+        frozen[step] = snapshot(expected)
+    restored = gan(2)
+    with checkpointer(store, restored) as restorer:
+        assert restorer.restore() == 10
+        check_same(snapshot(restored), frozen[10])
+    del frozen[5]
+    assert kinds(store) == "brrr" + "brrrr"
+    check_steps(store, gan(2), frozen)
 
 
 @pytest.mark.parametrize("how", ["zero_grad", "mul_", "data"])

@@ -1,5 +1,6 @@
 """Lightning: automatic optimization with all that a trainer counts, and a GAN by hand."""
 
+import functools
 import os
 import signal
 import warnings
@@ -90,7 +91,7 @@ def _automatic(trace):  # noqa: C901  # it is a class
     return Automatic()
 
 
-def _gan(trace):
+def _gan(trace, toggles=True):
     import lightning.pytorch as pl
 
     class Gan(pl.LightningModule):
@@ -111,12 +112,14 @@ def _gan(trace):
             )
 
         def _update(self, optimizer, loss_of):
-            self.toggle_optimizer(optimizer)
+            if toggles:
+                self.toggle_optimizer(optimizer)
             loss = loss_of()
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
-            self.untoggle_optimizer(optimizer)
+            if toggles:
+                self.untoggle_optimizer(optimizer)
             trace.note("loss", self.global_step, loss)
             self.log("loss", loss)
 
@@ -217,6 +220,15 @@ def gan(store, trace):
     _train(store, trace, _gan, loader, None)
 
 
+def shared(store, trace):
+    """The first network's backward adds to gradients of the second one, which are being copied."""
+
+    def loader():
+        return torch.utils.data.DataLoader(Noisy(noise=False), batch_size=4, shuffle=True)
+
+    _train(store, trace, functools.partial(_gan, toggles=False), loader, None)
+
+
 def streamed(store, trace):
     def loader():
         return torch.utils.data.DataLoader(Stream(), batch_size=4)
@@ -229,6 +241,7 @@ CASES = {
     "stateful": (stateful, 24, 8),
     "stopped": (stopped, 16, 8),
     "gan": (gan, 48, 16),
+    "shared": (shared, 48, 16),
     "streamed": (streamed, 48, 16),
 }
 SHORT = [(name, 1) for name in ("automatic", "gan")]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.capture.trust import HEARD_WITHIN, JOIN_EVERY, SURPRISES_MAX, Trust
-from everstep.errors import Mismatch, Unavailable
+from everstep.errors import Mismatch, Unavailable, Unsupported
 
 
 @dataclass
@@ -115,6 +115,17 @@ def test_what_does_not_come_again_does_not_count():
     for call in range(10):
         trust.surprise(call, call, "it is copied from now on", counts=False)
     assert trust.lost is None
+
+
+def test_what_is_torn_after_the_call_counts_alone():
+    trust = Trust(is_alone=True)
+    for call in (1, 5):
+        trust.note_failure(call, Unsupported("a gradient was written to"))
+        trust.note_failure(call, Unavailable("what goes before it was not saved"))
+        assert not trust.may_follow(call)
+    assert trust.lost is None
+    trust.note_failure(9, Unsupported("a gradient was written to"))
+    assert "a gradient was written to" in trust.lost
 
 
 @given(st.permutations([(10, Mismatch("x")), (30, Mismatch("x")), (60, Mismatch("x"))]))

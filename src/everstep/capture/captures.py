@@ -93,9 +93,12 @@ class Captures:
         """The state as it is now, by reference."""
         for hook in self._hooks:
             hook.put_in_order()
-        torn = self._copier.take_torn()
-        self._state.suspect(name for name in torn if not is_own(name))
-        self._recorder.distrust([name for name in torn if is_own(name)])
+        self._copier.settle()
+        for torn in self._copier.take_torn():
+            self._state.suspect(name for name in torn.names if not is_own(name))
+            self._recorder.distrust([name for name in torn.names if is_own(name)])
+            if self._state.world.is_alone:  # else all hear of it from their keepers
+                self._saves.fail(torn.handle, Unsupported(torn.problem))
         collected = self._state.collect()
         self._metrics.user_seconds = self._state.user_seconds
         return collected
@@ -191,7 +194,6 @@ class Captures:
         self, handle: SaveHandle, request: Request, captured: Captured, *, waits: bool
     ) -> None:
         plan = self._planner(captured).plan(captured.collected)
-        self._copier.settle()
         if (lent := self.pool.lent) and not self._copier.was_given(lent):  # that call was cut off
             self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
             self.pool.take_back(lent)

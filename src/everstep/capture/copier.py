@@ -47,6 +47,14 @@ _LOOK_S, _LOOK_MAX_S = 0.0005, 0.02
 """From one look at the frames to the next: each interrupts what runs Python."""
 
 
+class Torn(NamedTuple):
+    """A save of which something was written to while it was copied, and what the user is told."""
+
+    handle: SaveHandle
+    names: list[str]
+    problem: str
+
+
 @dataclass(slots=True)
 class Owned:
     """One optimizer's tensors in one capture."""
@@ -90,8 +98,8 @@ class Capture:
     eager: list[Landing]
     devices: set[torch.device]
     keep_alive: Collected | None
-    torn: "queue.SimpleQueue[list[str]]"
-    """Gets the names of what was written to while it was copied."""
+    torn: "queue.SimpleQueue[Torn]"
+    """Gets what was written to while it was copied."""
     trainer: int = field(default_factory=threading.get_ident)
     """The thread that called."""
     problem: str | None = None
@@ -165,8 +173,8 @@ class Capture:
                 continue
             changed = fingerprint.changed() if fingerprint else []
             if changed and not owned.checked and not self.problem:
-                self.torn.put(changed)
                 self.problem = describe(self.step, changed)
+                self.torn.put(Torn(self.handle, changed, self.problem))
             if changed or is_sure:
                 owned.is_torn |= bool(changed)
                 owned.checked = True
@@ -200,7 +208,7 @@ class Copier:
         self._movers = ThreadPoolExecutor(MOVERS, "everstep-move")
         self._copied: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._last: Capture | None = None
-        self._torn: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._torn: queue.SimpleQueue[Torn] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._copy_all, name="everstep-copy", daemon=True),
             threading.Thread(target=self._seal_all, name="everstep-seal", daemon=True),
@@ -257,7 +265,7 @@ class Copier:
         )
 
     def settle(self) -> None:
-        """Before `begin`, and before memory for it is waited for.
+        """Before the state is looked at again, and memory for it is waited for.
 
         The step before is sealed before this one's call returns: so a death now loses one step,
         and not two. That is long done, but where steps take milliseconds or the keeper hangs; then
@@ -268,13 +276,10 @@ class Copier:
             self._is_sealing = True
         self._look()
 
-    def take_torn(self) -> list[str]:
-        """What tore captures, as far as became known since this was asked last: mostly the last
-        one, but also older ones, where no update was held for them. Trainer's thread."""
-        names: list[str] = []
-        while not self._torn.empty():
-            names += self._torn.get()
-        return names
+    def take_torn(self) -> list[Torn]:
+        """The captures that were found torn since this was asked last: mostly the last one, but
+        also older ones, where no update was held for them. Trainer's thread."""
+        return [self._torn.get() for _ in range(self._torn.qsize())]
 
     def go_on(self, capture: Capture) -> None:
         """Let the copying thread make the lazy copies."""

@@ -5,7 +5,8 @@ of an update, or moved them) ends the chain of records, and a whole state begins
 one, with no whole base interval between, ends it for the run: whole states stay. So does a run of
 several ranks, where nobody asks anybody. A surprise of one rank makes the step fail on all of them,
 as the others have captured their record of it already; the keepers report the failed call, by its
-number, to all, and all count alike.
+number, to all, and all count alike. What is known only when the call is over (a gradient that was
+written to while its record was copied) costs that step, and the next one is a whole state.
 
 What follows a step that was not saved is worth nothing, whatever the reason (a full disk), so a
 chain goes on from a whole state that came later. Several ranks have to take the same one. Where
@@ -17,7 +18,7 @@ to one by which they will have heard, and go on from that.
 import logging
 import threading
 
-from everstep.errors import EverstepError, Mismatch
+from everstep.errors import EverstepError, Mismatch, Unsupported
 
 log = logging.getLogger("everstep")
 
@@ -65,7 +66,8 @@ class Trust:
                 return
             is_next = self._is_alone or call > self._join + 1
             self._join = call + 1 if is_next else _join_after(call)
-            if isinstance(error, Mismatch) and not self._is_alone:  # what they saved does not fit
+            if isinstance(error, Unsupported if self._is_alone else Mismatch):
+                self._reason = str(error) if self._is_alone else self._reason
                 self._count(call)
 
     def note_interval(self, call: int) -> None:

@@ -242,13 +242,13 @@ class Recorder:
         )
 
     def distrust(self, names: Collection[str]) -> None:
-        """These gradients, by their names in a record, were written to while that was copied: they
-        are copied at the call from now on."""
+        """These gradients, by their names in a record, were written to while that was copied: all
+        of their optimizers' are copied at the call from now on, as others will follow them."""
         wanted = {name.partition(".")[2] for name in names}
-        for optimizer in self._optimizers:
-            for _, name, parameter, _ in optimizer.parameters() if wanted else ():
-                if name in wanted:
-                    self._copied.add(id(parameter))
+        for optimizer in self._optimizers if wanted else ():
+            parameters = {name: id(parameter) for _, name, parameter, _ in optimizer.parameters()}
+            if not wanted.isdisjoint(parameters):
+                self._copied.update(parameters.values())
 
     @property
     def _depth(self) -> Literal["sample", "all"]:

@@ -128,10 +128,16 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def describe(step: int, changed: Sequence[str]) -> str:
-    """What the handle's error says of a torn copy."""
+    """What the handle's error says of a torn copy: of gradients, or of the state."""
     shown = ", ".join(map(repr, changed[:5])) + (
         f" and {len(changed) - 5} more" if len(changed) > 5 else ""
     )
+    if changed[0].startswith("@"):
+        return (
+            f"saving step {step}: the gradients {shown} were written to while they were being "
+            f"copied, by a backward that added to them, perhaps, so that the record was thrown "
+            f"away. They are copied in the update from now on"
+        )
     return (
         f"saving step {step}: {shown} changed while the copy was being made, outside of "
         f"optimizer.step(), so that "
