@@ -17,6 +17,7 @@ COMMANDS = {
     "ls": "list checkpoints, branches, tags and metrics",
     "show": "show one checkpoint: its tensors, packs, hyperparameters and objects",
     "verify": "read every byte and compare it with its digest",
+    "cp": "copy checkpoints to another store, with what they go back to",
     "rm": "delete checkpoints, and the data that only they need",
     "gc": "delete files that failed attempts left behind",
     "materialize": "make a whole state of a step that is a log, by replaying its records",

@@ -2,15 +2,13 @@
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from everstep.cli import text
 from everstep.cli.chains import Chains
+from everstep.cli.progress import progress_bar
 from everstep.cli.target import add_target, split_words
-from everstep.restore.store import Progress, Store, Verdict
+from everstep.restore.store import Store, Verdict
 from everstep.store import catalog, names
 from everstep.tiers.tier import Tier, tier_at
 
@@ -25,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     path, steps = split_words(args.words, 1)
     store = Store(path)
     began = time.monotonic()
-    with _progress_bar() as progress:
+    with progress_bar("verifying") as progress:
         verdict = store.verify(steps[0] if steps else None, progress)
     seconds = time.monotonic() - began
     cut_off = [] if verdict.ok else _cut_off(tier_at(path), verdict)
@@ -78,17 +76,3 @@ def _report(verdict: Verdict, seconds: float, cut_off: list[str], is_one: bool) 
 def _complain(names: list[str], problem: str) -> None:
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     print(f"{text.paint(f'✗ {which}', 'bad')}  {text.clean(problem)}")
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Progress | None]:
-    """A bar on standard error where that is a terminal; rich is loaded for nothing else."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress
-    from rich.console import Console
-
-    with progress.Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("verifying", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
