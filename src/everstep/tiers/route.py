@@ -167,8 +167,8 @@ def _attainable(steps: Sequence[Step], tiers: frozenset[Name]) -> tuple[list[Ste
             hopeless.append(each.step)
         else:
             found.append(replace(each, promised=promised) if each.durable else each)
-        is_settled = each.durable or not possible
-        reach[each.step] = each.durable | promised if is_settled else possible
+        will_be = each.durable | promised | ({each.writing} if each.writing else frozenset())
+        reach[each.step] = will_be if each.durable or not possible else possible
     return found, hopeless
 
 
