@@ -3,29 +3,43 @@
 import argparse
 import json
 import time
+from dataclasses import replace
 
 from everstep.cli import text
 from everstep.cli.chains import Chains
 from everstep.cli.progress import progress_bar
 from everstep.cli.target import add_target, split_words
+from everstep.errors import EverstepError
 from everstep.restore.store import Store, Verdict
 from everstep.store import catalog, names
+from everstep.store.repair import Mender
 from everstep.tiers.tier import Tier, tier_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_target(parser, "?", "all on all branches")
+    parser.add_argument(
+        "--repair", action="store_true", help="mend what is damaged from another store of the run"
+    )
+    parser.add_argument(
+        "--from", dest="source", metavar="STORE", help="the store that --repair takes it from"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Verify one checkpoint, or all on all branches; 1 where something is damaged."""
     path, steps = split_words(args.words, 1)
+    if args.repair != (args.source is not None):
+        raise argparse.ArgumentError(None, "--repair and --from STORE go together")
     store = Store(path)
     began = time.monotonic()
     with progress_bar("verifying") as progress:
         verdict = store.verify(steps[0] if steps else None, progress)
     seconds = time.monotonic() - began
+    mended: list[str] = []
+    if args.repair and not verdict.ok:
+        verdict, mended = _repair(tier_at(path), tier_at(args.source), verdict)
     cut_off = [] if verdict.ok else _cut_off(tier_at(path), verdict)
     if args.json:
         found = {
@@ -35,12 +49,29 @@ def run(args: argparse.Namespace) -> int:
             "seconds": seconds,
             "problems": verdict.problems,
             "cut_off": cut_off,
+            "mended": mended,
             "unproven": verdict.unproven,
         }
         print(json.dumps(found, indent=2))
     else:
+        for each in mended:
+            print(f"mended {each} from {args.source}")
         _report(verdict, seconds, cut_off, bool(steps))
     return 0 if verdict.ok else 1
+
+
+def _repair(disk: Tier, source: Tier, verdict: Verdict) -> tuple[Verdict, list[str]]:
+    """The verdict afterwards, and what was mended."""
+    mender = Mender(disk, source)
+    left = dict(verdict.problems)
+    for folder in verdict.problems:
+        name = names.parse_checkpoint(folder)
+        try:
+            mender.mend(name) if name else mender.mend_claims_and_tags()
+            del left[folder]
+        except EverstepError as error:
+            left[folder] = [*left[folder], f"it cannot be mended: {error}"]
+    return replace(verdict, problems=left), mender.mended
 
 
 def _cut_off(disk: Tier, verdict: Verdict) -> list[str]:

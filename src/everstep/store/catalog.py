@@ -226,17 +226,26 @@ def read_table_document(disk: Tier, part: Part) -> tuple[bytes, Table]:
     return document, table
 
 
+def tags(disk: Tier) -> list[str]:
+    """Every tag; reads one directory, no file."""
+    found = (file_name.rpartition(".") for file_name in disk.list(names.TAGS))
+    return [stem for stem, _, kind in found if kind == "json"]
+
+
+def read_tag(disk: Tier, tag: str) -> CheckpointName:
+    """What it names. Raises Missing, Corrupt."""
+    path = f"{names.TAGS}/{tag}.json"
+    value = unseal(disk.read(path), disk.root / path, _TAG)
+    return CheckpointName(value["step"], value["epoch"])
+
+
 def read_tags(disk: Tier) -> dict[str, CheckpointName]:
     """Each tag and the checkpoint that it names."""
-    tags: dict[str, CheckpointName] = {}
-    for file_name in disk.list(names.TAGS):
-        stem, _, kind = file_name.rpartition(".")
-        if kind == "json":
-            path = f"{names.TAGS}/{file_name}"
-            with contextlib.suppress(Missing):  # deleted meanwhile
-                value = unseal(disk.read(path), disk.root / path, _TAG)
-                tags[stem] = CheckpointName(value["step"], value["epoch"])
-    return tags
+    found: dict[str, CheckpointName] = {}
+    for tag in tags(disk):
+        with contextlib.suppress(Missing):  # deleted meanwhile
+            found[tag] = read_tag(disk, tag)
+    return found
 
 
 def read_unproven(disk: Tier) -> dict[CheckpointName, str]:
@@ -271,8 +280,7 @@ def find(disk: Tier, reference: int | str | None) -> CheckpointName:
             return named
         there = [each for each in everything if named and each.step == named.step]
         known = ", ".join(f"{each.step}-{each.epoch}" for each in there)
-        tags = sorted(read_tags(disk))
-        hint = f"of that step it has {known}" if there else f"its tags are {tags}"
+        hint = f"of that step it has {known}" if there else f"its tags are {tags(disk)}"
         raise Missing(f"there is no checkpoint or tag {reference!r} in {disk.root}; {hint}")
     run = current(read_epochs(disk, everything), everything)
     if reference is None:

@@ -1,0 +1,75 @@
+"""Mending: what digests prove to be damaged is taken from another tier that has the same run.
+
+Nothing is written to in place. A file of the same name, whose bytes are verified, takes the place
+of the damaged one at once: who reads meanwhile, reads the one or the other.
+"""
+
+from collections.abc import Callable
+
+from everstep.errors import Corrupt, Missing
+from everstep.format.manifest import Manifest, Part
+from everstep.store import catalog, names, read
+from everstep.store.copy import check_run, copy_checkpoint
+from everstep.store.names import CheckpointName
+from everstep.tiers.tier import Tier
+
+
+class Mender:
+    """Mends one store from another. Blocks; for one thread. What it does raises what is the matter
+    with the other one's copy, where that is bad or gone, too."""
+
+    def __init__(self, tier: Tier, source: Tier) -> None:
+        """Raises Conflict where they are of two runs, Missing where there is no source."""
+        check_run(source, tier)
+        self._tier, self._source = tier, source
+        self.mended: list[str] = []
+        """What was bad, and is right now: paths in the store."""
+
+    def mend(self, name: CheckpointName) -> None:
+        """Mend a checkpoint: its documents, tables and packs; and what it goes on from, where that
+        is gone."""
+        if not catalog.is_there(self._tier, name):  # deleted since
+            return
+        self._mend_document(names.manifest_path(name), catalog.read_manifest, name)
+        manifest, state = catalog.read_manifest(self._tier, name), None
+        if self._tier.size(names.state_path(name)) is not None:
+            self._mend_document(names.state_path(name), catalog.read_state, name)
+            state = catalog.read_state(self._tier, name)
+        for part in (*manifest.all_parts, *(state.all_parts if state else ())):
+            self._mend_part(part)
+        if not state or not state.ends_chain:
+            self._bring_previous(manifest)
+
+    def mend_claims_and_tags(self) -> None:
+        """Mend what names checkpoints."""
+        for number in catalog.known_epochs(self._tier):
+            self._mend_document(names.epoch_path(number), catalog.read_epoch, number)
+        for tag in catalog.tags(self._tier):
+            self._mend_document(names.tag_path(tag), catalog.read_tag, tag)
+
+    def _mend_part(self, part: Part) -> None:
+        self._mend_document(part.table.path, catalog.read_table, part)
+        table = catalog.read_table(self._tier, part)
+        for index, link in enumerate(part.packs):
+            check = read.PackCheck(part, index, table)
+            if not check.is_passed_by(self._tier):
+                with read.opened(self._source, link) as reader:
+                    self._tier.stream(link.path, check.checked(reader), link.size)
+                self.mended.append(link.path)
+
+    def _bring_previous(self, manifest: Manifest) -> None:
+        if manifest.previous is None:
+            return
+        behind = CheckpointName(manifest.previous.step, manifest.previous.epoch)
+        if not catalog.is_there(self._tier, behind):
+            found = copy_checkpoint(self._source, self._tier, behind).checkpoints
+            self.mended += map(names.manifest_path, found)
+
+    def _mend_document(self, path: str, read: Callable[..., object], what: object) -> None:
+        """`read(tier, what)` raises what is wrong with it."""
+        try:
+            read(self._tier, what)
+        except (Corrupt, Missing):
+            read(self._source, what)
+            self._tier.replace(path, self._source.read(path))
+            self.mended.append(path)
