@@ -1,0 +1,333 @@
+"""`python -m benchmarks.tiers.simulate`: the policy that routes, on traces of two tiers' speeds.
+
+A discrete-event simulation. Training takes a step of STEP_S, copies its state of STATE_BYTES into
+the arena, and waits where there is no room. Each tier writes one step at a time, at the speed that
+the trace gives at that moment, times a random factor of its own for each write. What is done with
+the steps that wait is asked of `everstep.tiers.route.decide`, the very function, with speeds as
+`Throughput` measured them from the writes before.
+"""
+
+import argparse
+import heapq
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from everstep.tiers.route import (
+    Decision,
+    Durable,
+    Figures,
+    Memory,
+    Name,
+    Route,
+    Step,
+    Throughput,
+    decide,
+)
+
+STEP_S = 1.0
+STATE_BYTES = 10**9
+SLOTS = 3
+SPILL_BYTES_PER_S = 5e9
+"""Of a copy from the arena to the second memory."""
+JITTER = 0.1
+STEPS = 1200
+ROUTES: tuple[Route, ...] = ("local", "remote", "auto")
+PICTURE = Path(__file__).parents[2] / "docs" / "spill.png"
+
+Speed = Callable[[float], float]
+"""Bytes per second at a time."""
+
+
+def constant(bytes_per_s: float) -> Speed:
+    """Always the same."""
+    return lambda now: bytes_per_s
+
+
+def changing(first: float, second: float, period_s: float) -> Speed:
+    """The one for a period, then the other, and so on."""
+    return lambda now: second if int(now / period_s) % 2 else first
+
+
+TRACES: dict[str, dict[Name, Speed]] = {
+    "fast remote": {"local": constant(1.25e9), "remote": constant(2.5e9)},
+    "slow remote": {"local": constant(1.25e9), "remote": constant(0.25e9)},
+    "changing remote": {"local": constant(1.25e9), "remote": changing(2.5e9, 0.25e9, 150.0)},
+    "neither is enough": {"local": constant(0.7e9), "remote": constant(0.7e9)},
+}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of one run: seconds until each step was durable, by step; stall by the time at which it
+    ended; how many steps were given up."""
+
+    durable_s: dict[int, float] = field(default_factory=dict)
+    stalls: list[tuple[float, float]] = field(default_factory=list)
+    dropped: int = 0
+    copies: int = 0
+    """Of steps that were durable already: to measure a tier, or as was promised."""
+    seconds: float = 0.0
+    """Until the last step of training had ended."""
+
+    @property
+    def mean_s(self) -> float:
+        """Until durable."""
+        return statistics.fmean(self.durable_s.values())
+
+    @property
+    def p99_s(self) -> float:
+        """Until durable."""
+        return statistics.quantiles(self.durable_s.values(), n=100)[-1]
+
+    @property
+    def stall_s(self) -> float:
+        """Of training."""
+        return sum(seconds for _, seconds in self.stalls)
+
+
+@dataclass(slots=True)
+class Writing:
+    """One tier: its speed, and what it writes."""
+
+    speed: Speed
+    measured: Throughput = field(default_factory=Throughput)
+    step: int | None = None
+
+
+class Simulation:
+    """One run. Everything happens in `_events`, in the order of time."""
+
+    def __init__(
+        self,
+        tiers: dict[Name, Speed],
+        route: Route,
+        steps: int = STEPS,
+        spill_bytes: int = 0,
+        drops: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.outcome = Outcome()
+        self._tiers = {name: Writing(speed) for name, speed in tiers.items()}
+        self._route = route
+        self._steps = steps
+        self._spill_bytes = spill_bytes
+        self._drops = drops
+        self._random = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._now = 0.0
+        self._waiting: dict[int, Step] = {}
+        self._moving: set[int] = set()
+        self._begun: dict[int, float] = {}
+        self._newest = 0
+        """The last that was captured: its image stays in the arena until there is another."""
+        self._stalled_since: float | None = None
+        self._favourite: Name = "local"
+
+    def run(self) -> Outcome:
+        """Until all steps are durable or given up."""
+        self._at(STEP_S, self._capture)
+        while self._events:
+            self._now, _, event = heapq.heappop(self._events)
+            event()
+            self._decide()
+        assert not self._waiting
+        return self.outcome
+
+    def _at(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now + seconds, next(self._order), event))
+
+    # ---- training --------------------------------------------------------------------------
+
+    def _capture(self) -> None:
+        """A step of training has ended: its state is copied, where there is room."""
+        if self._arena().free_bytes < STATE_BYTES:
+            self._stalled_since = self._now if self._stalled_since is None else self._stalled_since
+            return
+        if self._stalled_since is not None:
+            self.outcome.stalls.append((self._now, self._now - self._stalled_since))
+            self._stalled_since = None
+        self._newest += 1
+        self._begun[self._newest] = self._now
+        self._waiting[self._newest] = Step(self._newest, STATE_BYTES)
+        self.outcome.seconds = self._now
+        if self._newest < self._steps:
+            self._at(STEP_S, self._capture)
+
+    def _arena(self) -> Memory:
+        held = {each.step for each in self._waiting.values() if each.place == "arena"}
+        held |= {self._newest} - {0}
+        return Memory(SLOTS * STATE_BYTES, len(held | self._moving) * STATE_BYTES)
+
+    # ---- what is decided -------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        decision = decide(self._offered(), self._figures(), self._route)
+        self._favourite = decision.favourite
+        self._follow(decision)
+        if self._stalled_since is not None:
+            self._capture()
+
+    def _offered(self) -> list[Step]:
+        return [each for each in self._waiting.values() if each.step not in self._moving]
+
+    def _figures(self) -> Figures:
+        spilled = sum(each.size_bytes for each in self._waiting.values() if each.place == "spill")
+        tiers = {
+            name: Durable(
+                1 << 60,
+                tier.measured.bytes_per_s(self._now),
+                tier.measured.age_s(self._now),
+                STATE_BYTES if tier.step else 0,
+            )
+            for name, tier in self._tiers.items()
+        }
+        spill = Memory(self._spill_bytes, spilled + len(self._moving) * STATE_BYTES)
+        need = STATE_BYTES if self._newest < self._steps else 0
+        return Figures(tiers, self._arena(), spill, need, self._favourite, self._drops)
+
+    def _follow(self, decision: Decision) -> None:
+        for step in (*decision.dropped, *decision.given_up):
+            del self._waiting[step]
+        self.outcome.dropped += len(decision.dropped)
+        if decision.probe:
+            step, tier = decision.probe
+            each = self._waiting[step]
+            self._waiting[step] = replace(each, promised=each.promised | {tier})
+        for step, tier in decision.writes:
+            if self._tiers[tier].step is None and self._waiting[step].writing is None:
+                self._begin(step, tier)
+        for step in decision.spills:
+            if self._waiting[step].writing is None:
+                self._moving.add(step)
+                self._at(STATE_BYTES / SPILL_BYTES_PER_S, lambda step=step: self._moved(step))
+
+    def _moved(self, step: int) -> None:
+        self._moving.remove(step)
+        self._waiting[step] = replace(self._waiting[step], place="spill")
+
+    # ---- tiers -----------------------------------------------------------------------------
+
+    def _begin(self, step: int, name: Name) -> None:
+        tier = self._tiers[name]
+        tier.step = step
+        self._waiting[step] = replace(self._waiting[step], writing=name)
+        tier.measured.begin(STATE_BYTES, self._now)
+        factor = self._random.uniform(1 - JITTER, 1 + JITTER)
+        self._at(self._duration(tier.speed, factor), lambda: self._end(step, name))
+
+    def _duration(self, speed: Speed, factor: float) -> float:
+        """Of a write that begins now, in slices of a tenth of a second."""
+        left, seconds, slice_s = float(STATE_BYTES), 0.0, 0.1
+        while (done := speed(self._now + seconds) * factor * slice_s) < left:
+            left, seconds = left - done, seconds + slice_s
+        return seconds + slice_s * left / done
+
+    def _end(self, step: int, name: Name) -> None:
+        tier = self._tiers[name]
+        tier.step = None
+        tier.measured.end(self._now)
+        each = self._waiting[step]
+        if each.durable:
+            self.outcome.copies += 1
+        else:
+            self.outcome.durable_s[step] = self._now - self._begun[step]
+        # What local has is copied from there; what only remote has stays in memory till it is.
+        place = "tier" if name == "local" else each.place
+        each = replace(each, durable=each.durable | {name}, writing=None, place=place)
+        self._waiting[step] = each
+        if not each.missing:
+            del self._waiting[step]
+
+
+def compare(steps: int = STEPS) -> dict[str, dict[str, Outcome]]:
+    """Each route on each trace."""
+    return {
+        trace: {route: Simulation(tiers, route, steps).run() for route in ROUTES}
+        for trace, tiers in TRACES.items()
+    }
+
+
+def show(found: dict[str, dict[str, Outcome]], console: Console) -> None:
+    """One table."""
+    heads = ("remote tier", "route", "durable after, mean", "99th percentile", "stall of training",
+             "given up", "copies to measure")  # fmt: skip
+    table = Table(*heads, title=f"{STATE_BYTES / 1e9:g} GB at every step of {STEP_S:g} s", box=None)
+    for trace, outcomes in found.items():
+        for route, outcome in outcomes.items():
+            stall = outcome.stall_s / outcome.seconds
+            table.add_row(trace, route, f"{outcome.mean_s:.2f} s", f"{outcome.p99_s:.2f} s",
+                          f"{stall:.1%}", str(outcome.dropped), str(outcome.copies))  # fmt: skip
+    console.print(table)
+
+
+# ---- the spill ---------------------------------------------------------------------------------
+
+DISKS: dict[str, Speed] = {
+    "always 0.8 GB/s": constant(0.8e9),
+    "1.5 GB/s, but 0.4 for 60 s in each 180 s": lambda now: 0.4e9 if now % 180 >= 120 else 1.5e9,
+}
+SPILL_SIZES = (0, 10, 20, 40, 80)
+"""In states."""
+STYLES = ("-", "-", "-", "-", "--")  # where two lie on one another, both are seen
+
+
+def stalls(speed: Speed, steps: int, sizes: Sequence[int] = SPILL_SIZES) -> dict[int, Outcome]:
+    """A disk that is slower than training, beside a second memory of so many states."""
+    return {
+        size: Simulation({"local": speed}, "local", steps, size * STATE_BYTES).run()
+        for size in sizes
+    }
+
+
+def draw(path: Path, steps: int = 600) -> None:
+    """The stall over time, by the size of the second memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(DISKS), figsize=(11, 4.2), layout="constrained")
+    for axis, (title, speed) in zip(axes, DISKS.items(), strict=True):
+        for (size, outcome), style in zip(stalls(speed, steps).items(), STYLES, strict=True):
+            times = [0.0, *(at for at, _ in outcome.stalls), outcome.seconds]
+            lost = [0.0, *itertools.accumulate(seconds for _, seconds in outcome.stalls)]
+            label = f"{size * STATE_BYTES / 1e9:g} GB" if size else "none"
+            axis.plot(
+                times, [*lost, lost[-1]], label=label, linestyle=style, drawstyle="steps-post"
+            )
+        axis.set_title(f"disk: {title}", fontsize=10)
+        axis.set_xlabel("seconds since the start")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("seconds for which training stood still")
+    axes[0].legend(title="second memory")
+    figure.suptitle(
+        f"A state of {STATE_BYTES / 1e9:g} GB at every step of {STEP_S:g} s (simulated)"
+    )
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Show the table, and draw."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tiers.simulate", description=__doc__
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each run (%(default)s)")
+    parser.add_argument("--plot", type=Path, nargs="?", const=PICTURE, metavar="FILE")
+    args = parser.parse_args(words)
+    show(compare(args.steps), Console(width=130))
+    if args.plot:
+        draw(args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

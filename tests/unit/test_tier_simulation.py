@@ -1,0 +1,65 @@
+"""The simulator of tiers, and what it says of the policy: the aims of `route="auto"`."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tiers import simulate
+from benchmarks.tiers.simulate import STATE_BYTES, STEP_S, Simulation, compare, constant
+
+STEPS = 620
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, simulate.Outcome]]:
+    return compare(STEPS)
+
+
+def test_all_steps_are_durable_or_given_up(found) -> None:
+    for outcomes in found.values():
+        for outcome in outcomes.values():
+            assert len(outcome.durable_s) + outcome.dropped == STEPS
+
+
+@pytest.mark.parametrize("trace", ["fast remote", "slow remote"])
+def test_auto_is_as_good_as_the_better_choice(found, trace: str) -> None:
+    outcomes = found[trace]
+    best_s = min(outcomes[route].mean_s for route in ("local", "remote"))
+    assert outcomes["auto"].mean_s <= 1.05 * best_s
+    assert outcomes["auto"].stall_s == 0.0
+
+
+def test_auto_is_ahead_of_both_where_speeds_change(found) -> None:
+    outcomes = found["changing remote"]
+    for route in ("local", "remote"):
+        assert outcomes["auto"].mean_s < outcomes[route].mean_s
+        assert outcomes["auto"].stall_s <= outcomes[route].stall_s
+
+
+def test_auto_uses_both_where_neither_is_enough(found) -> None:
+    outcomes = found["neither is enough"]
+    assert outcomes["local"].stall_s > 100
+    assert outcomes["auto"].stall_s < 1
+
+
+def test_a_spill_saves_the_stall_of_as_many_states() -> None:
+    """A disk that takes 0.8 states in each step falls behind by one state in five steps: so long a
+    second memory of ten lets training go on."""
+    speed = constant(0.8 * STATE_BYTES / STEP_S)
+    found = simulate.stalls(speed, 200, (0, 10))
+    first = {size: outcome.stalls[0][0] for size, outcome in found.items()}
+    assert first[10] - first[0] == pytest.approx(50, abs=8)
+    saved_s = found[0].stall_s - found[10].stall_s
+    assert saved_s == pytest.approx(10 / 0.8, rel=0.15)
+
+
+def test_training_that_must_not_wait_gives_steps_up_instead() -> None:
+    speed = constant(0.5 * STATE_BYTES / STEP_S)
+    outcome = Simulation({"local": speed}, "local", 100, drops=True).run()
+    assert outcome.stall_s < 3
+    assert 40 <= outcome.dropped <= 50
+
+
+def test_it_draws(tmp_path: Path) -> None:
+    simulate.draw(tmp_path / "spill.png", steps=60)
+    assert (tmp_path / "spill.png").stat().st_size > 10_000
