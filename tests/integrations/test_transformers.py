@@ -220,8 +220,8 @@ def test_a_folder_of_the_trainers_own_is_gone_on_from(tmp_path, store):
 
 
 def test_what_is_not_known_is_told(tmp_path, store):
-    with pytest.raises(ValueError, match="names no store"):
-        trainer_of(CASES["gpt2"], tmp_path, {})
+    with pytest.raises(TypeError, match="'store'"):
+        trainer_of(CASES["gpt2"], tmp_path, {}).train()
     trainer = trainer_of(CASES["gpt2"], tmp_path, store)
     with pytest.raises(Unsupported, match="search of hyperparameters"):
         trainer.train(trial={"learning_rate": 0.1})

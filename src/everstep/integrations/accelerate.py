@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from everstep.errors import Unsupported
-from everstep.integrations.loaders import LoaderPosition
+from everstep.integrations.loaders import LoaderPosition, samplers_of
 
 
 def state_of(accelerator: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class _Prepared(LoaderPosition):
 
     def state_dict(self) -> dict[str, Any]:
         """Accelerate counts an epoch only when the loop asks for more than its last batch."""
-        seeds = [each.initial_seed for each in self.samplers if hasattr(each, "initial_seed")]
+        seeds = [each.initial_seed for each in self._seedable()]
         is_over = self.is_at_end and self._prepared.iteration == self._epoch
         epoch = self._prepared.iteration + is_over
         return super().state_dict() | {"iteration": epoch, "seeds": seeds}
@@ -96,11 +96,13 @@ class _Prepared(LoaderPosition):
         """Go on from that."""
         super().load_state_dict(state)
         self._prepared.iteration = state["iteration"]
-        seedable = (each for each in self.samplers if hasattr(each, "initial_seed"))
-        for sampler, seed in zip(seedable, state["seeds"], strict=True):
+        for sampler, seed in zip(self._seedable(), state["seeds"], strict=True):
             sampler.initial_seed = seed
 
     def iterate(self) -> Iterator[Any]:
         """Of that epoch."""
         self._epoch = self._prepared.iteration
         return super().iterate()
+
+    def _seedable(self) -> list[Any]:
+        return [each for each in samplers_of(self._loader) if hasattr(each, "initial_seed")]

@@ -13,32 +13,24 @@ by itself, since it draws nothing for what is skipped. Tested with transformers 
 
 import logging
 import os
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from everstep import Checkpointer, Unsupported
 from everstep.integrations.loaders import generators_of, set_generators
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-else:
-    Trainer = object
-
 log = logging.getLogger("everstep")
 
 _BEST = "best"
-_RESUMED = "a step of the store"
-"""Stands where the Trainer has the folder from which it resumes."""
 _COUNTED = ["epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"]
 _COUNTED += ["best_metric", "best_global_step", "best_model_checkpoint"]
 """Of TrainerState; the rest follows from the arguments."""
 _SUMS = ["current_flos", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"]
 """Of the Trainer, which begins them anew in each process."""
+_Trainer: Any = object  # what it is, is known at run time only
 
 
 def everstep_trainer(base: Any) -> Any:
-    """Return a subclass of `base` (transformers.Trainer or a subclass of it) that checkpoints with
-    everstep in place of the Trainer's folders.
+    """Return a subclass of `base` (a Trainer) that checkpoints with everstep and without folders.
 
     Its constructor takes one more argument. everstep: the store, or a dict of Checkpointer's
     arguments ({"store": "runs/gpt", "every": 10}). Where the Trainer would save (save_strategy),
@@ -52,7 +44,7 @@ def everstep_trainer(base: Any) -> Any:
     return type(f"Everstep{base.__name__}", (_EverstepTrainer, base), {})
 
 
-class _EverstepTrainer(Trainer):  # type: ignore[misc]
+class _EverstepTrainer(_Trainer):  # type: ignore[misc]
     """A Trainer that is a part of its own Checkpointer's state (state_dict, load_state_dict)."""
 
     is_by_rank = True
@@ -60,12 +52,8 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
     """What a subclass counts beside the Trainer, as plain values; these are TRL's."""
 
     def __init__(self, *args: Any, everstep: Any, **rest: Any) -> None:
-        options = everstep if isinstance(everstep, dict) else {"store": everstep}
-        if "store" not in options:
-            raise ValueError(f"everstep={options!r} names no store")
-        self._options = options
-        self._checkpointer: Checkpointer | None = None
-        self._seconds_before = 0.0
+        self._options = everstep if isinstance(everstep, dict) else {"store": everstep}
+        self._checkpointer: Any = None
         self._loaded: dict[str, Any] | None = None
         super().__init__(*args, **rest)
 
@@ -75,11 +63,11 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
                 "training with everstep: a search of hyperparameters, and DeepSpeed within the "
                 "Trainer, are not known here. For an engine see everstep.integrations.deepspeed"
             )
-        asked = resume_from_checkpoint
-        is_folder = isinstance(asked, (str, os.PathLike)) and os.path.isdir(asked)
-        self._asked = None if is_folder else asked
+        is_path = isinstance(resume_from_checkpoint, (str, os.PathLike))
+        folder = is_path and os.path.isdir(resume_from_checkpoint) and resume_from_checkpoint
+        self._asked = None if folder else resume_from_checkpoint
         try:
-            return super().train(asked if is_folder else None, trial, *rest)
+            return super().train(folder or None, trial, *rest)
         finally:
             self._close()
 
@@ -93,9 +81,8 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
         self._steps_per_epoch = per_epoch
         self._prepared = super()._prepare_for_training(max_steps, self._loader, rest[1])
         self._close()  # of a try with a larger batch
-        self._loaded = None
-        self._checkpointer = self._attach()
-        self._began, self._put_off, self._must_save = time.monotonic(), -1, False
+        self._loaded, self._must_save = None, False
+        self._checkpointer = Checkpointer(**self._options, state=self._parts())
         asked = None if self._asked is True else self._asked
         restored = self._checkpointer.restore(asked) if self._asked else 0
         self._restored_generators, self._saved = generators_of(self._loader), self.state.global_step
@@ -108,61 +95,56 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
     def _prepare_for_training(self, *_: Any) -> Any:
         return self._prepared
 
-    def _attach(self) -> Checkpointer:
-        state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
-        state["trainer"] = self
-        if self.accelerator.scaler is not None:
-            state["scaler"] = self.accelerator.scaler
-        return Checkpointer(**self._options, state=state)
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+        parts |= {"trainer": self, "scaler": self.accelerator.scaler}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def _close(self) -> None:
         if self._checkpointer:
             self._checkpointer.close()
-        self._checkpointer = None
 
     def _run_epoch(self, **arguments: Any) -> None:
-        if self._begin_epoch():
-            arguments["resume_from_checkpoint"] = _RESUMED
+        if self._loaded is None:
+            self._epoch_generators = generators_of(self._loader)
+        else:
+            self._go_on(self._loaded)
+            arguments["resume_from_checkpoint"] = True
         if not self.control.should_training_stop:
             super()._run_epoch(**arguments)
+            self._save()
 
-    def _begin_epoch(self) -> bool:
-        """Put what the Trainer has set to 0 since the restore; whether this is the first epoch
-        after it."""
-        loaded, self._loaded = self._loaded, None
-        if loaded is None:
-            self._epoch_generators = generators_of(self._loader)
-            return False
+    def _go_on(self, loaded: dict[str, Any]) -> None:
+        """Put what the Trainer has set to 0 since the restore."""
+        self._loaded = None
         self._tr_loss = loaded["loss"].to(self.args.device)
-        _put(self, loaded["sums"])
+        self.__dict__.update(loaded["sums"])
         is_over = self.state.global_step >= self.state.max_steps
         self.control.should_training_stop |= is_over or loaded["was_stopped"]
         if self.state.global_step % self._steps_per_epoch == 0:
             self._epoch_generators = self._restored_generators
         elif not self.args.ignore_data_skip:  # its order and its workers' seeds are drawn anew
             set_generators(self._loader, self._epoch_generators)
-        return True
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        if checkpoint is _RESUMED:
+        if checkpoint is True:
             set_generators(self._loader, self._restored_generators)
         else:
             super()._load_rng_state(checkpoint)
 
     def _maybe_log_save_evaluate(self, *args: Any, **rest: Any) -> None:
-        """Saves the step, if nothing of it comes any more: an epoch's last one comes twice."""
+        """Saves the step, if nothing of it comes any more; at an epoch's end more does."""
         super()._maybe_log_save_evaluate(*args, **rest)
-        step, history = self.state.global_step, self.state.log_history
         ends_epoch = self.control.should_epoch_stop or self.control.should_training_stop
-        ends_epoch |= step % self._steps_per_epoch == 0
-        if step == self._saved or (ends_epoch and self._put_off != step):
-            self._put_off = step
-            return
-        assert self._checkpointer
+        if not ends_epoch and self.state.global_step % self._steps_per_epoch:
+            self._save()
+
+    def _save(self) -> None:
+        step, history = self.state.global_step, self.state.log_history
         if self._must_save:
             tag = _BEST if self.state.best_global_step == step else None
             self._checkpointer.save(step, tag=tag, metrics=history[-1] if history else None)
-        else:
+        elif step != self._saved:
             self._checkpointer.step(step)
         self._saved, self._must_save = step, False
 
@@ -173,12 +155,12 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
             self.state.best_model_checkpoint = _BEST
 
     def _load_best_model(self) -> None:
-        assert self._checkpointer
         self._checkpointer.restore(_BEST, only="model")
 
-    def _finalize_training(self, trial: Any, samples: Any, start_time: float) -> Any:
-        self._begin_epoch()  # where all was trained before, the sums are still to be put
-        return super()._finalize_training(trial, samples, start_time - self._seconds_before)
+    def _finalize_training(self, *args: Any) -> Any:
+        if self._loaded:  # nothing was left to be trained
+            self._go_on(self._loaded)
+        return super()._finalize_training(*args)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the Trainer and its callbacks count."""
@@ -191,22 +173,20 @@ class _EverstepTrainer(Trainer):  # type: ignore[misc]
             "loss": self._tr_loss,
             "was_stopped": was_stopped and self.state.global_step < self.state.max_steps,
             "generators": self._epoch_generators,
-            "seconds": self._seconds_before + time.monotonic() - self._began,
             "steps_per_epoch": self._steps_per_epoch,
         }
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
         """Put that back, but for what the Trainer sets to 0 afterwards."""
-        self._loaded = loaded
-        self._seconds_before, self._epoch_generators = loaded["seconds"], loaded["generators"]
-        _put(self.state, loaded["state"])
-        _put(self, loaded["attributes"])
-        here = self.callback_handler.callbacks
-        if [kind for kind, _ in loaded["callbacks"]] != [type(each).__name__ for each in here]:
-            log.warning("the callbacks are others than when this was saved: they begin anew")
-        else:
-            for callback, (_, state) in zip(here, loaded["callbacks"], strict=True):
-                _put(callback, state)
+        self._loaded, self._epoch_generators = loaded, loaded["generators"]
+        self.state.__dict__.update(loaded["state"])
+        self.__dict__.update(loaded["attributes"])
+        rows = zip(self.callback_handler.callbacks, loaded["callbacks"], strict=False)
+        for callback, (kind, state) in rows:
+            if kind == type(callback).__name__:
+                callback.__dict__.update(state)
+            else:
+                log.warning("there was a %s when this was saved: %r begins anew", kind, callback)
         if loaded["steps_per_epoch"] != self._steps_per_epoch:
             log.warning("an epoch has another number of steps than when this was saved: other data")
 
@@ -215,12 +195,6 @@ def _take(holder: Any, names: Any) -> dict[str, Any]:
     return {name: getattr(holder, name) for name in names if hasattr(holder, name)}
 
 
-def _put(holder: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(holder, name, value)
-
-
 def _state_of(callback: Any) -> list[Any]:
-    """The name of its class, and what it counts (transformers' ExportableState)."""
-    state = getattr(callback, "state", None)
+    state = getattr(callback, "state", None)  # of transformers' ExportableState
     return [type(callback).__name__, state()["attributes"] if callable(state) else {}]
