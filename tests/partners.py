@@ -30,7 +30,7 @@ class Partner:
 def partner(tmp_path):
     """One with 64 MiB of memory."""
     memory, store = Memory(64 << 20), Disk(tmp_path / "partner")
-    service = Service(memory, store, Address("127.0.0.1", 0, Service.secret()))
+    service = Service(memory, store, Address.new("127.0.0.1"))
     made = Partner(memory, store, service)
     yield made
     for peer in made.peers:

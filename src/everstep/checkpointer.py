@@ -39,13 +39,15 @@ from everstep.options import (
 from everstep.preemption import Preemption
 from everstep.redo.derived import Derived, Rule
 from everstep.restore.restores import Restores
+from everstep.sharding.partners import meet, new_address, open_stores
 from everstep.sharding.world import World, form_team
 from everstep.state.objects import plain_json
 from everstep.state.view import State
 from everstep.store import catalog
-from everstep.store.commit import open_store, set_tag
+from everstep.store.commit import set_tag
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
+from everstep.tiers.peer import Peer
 from everstep.tiers.tier import tier_at
 from everstep.tiers.union import Union
 
@@ -127,15 +129,15 @@ class Checkpointer:
         around = tiers.around(self._disk)
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._derived.parts)
-        place = form_team(self._world, self._disk.root, alike)
+        place = form_team(self._world, self._disk, alike)
         self._world.local = place.ranks
         choice = Choice(options, self._state, self._derived)
         check_room(self._state)
-        all_tiers = Union([self._disk, *around]) if around else self._disk
-        open_store(self._disk, around)
+        run = open_stores(self._world, place, self._disk, around)
         remote_every = tiers.remote_every if tiers.remote else None
         levels = Levels(self._disk.level, remote_every, bool(tiers.peers))
         self._saves = Saves(self.metrics, choice.run.trust, levels)
+        has_partners = place.nodes > 1 and (place.own_store or tiers.peers > 0)
         self._client = Client(
             self._disk.root,
             keep,
@@ -143,7 +145,11 @@ class Checkpointer:
             catch_up=how.catch_up,
             place=place,
             tiers=tiers.to_json(),
+            serve=new_address() if has_partners else None,
         )
+        self._partners = self._meet(run) if has_partners else []
+        around = [*self._partners, *around]
+        all_tiers = Union([self._disk, *around]) if around else self._disk
         self._captures = Captures(
             self._state, choice, options, self._client, self._saves, self.metrics
         )
@@ -268,6 +274,8 @@ class Checkpointer:
             self._captures.close()
             self._saves.close()
             self._client.close()
+            for partner in self._partners:
+                partner.close()
             if not self._saves.pending:  # else something is still being copied
                 self._captures.pool.close()
             if self._saves.newest and isinstance(self._saves.newest.error, Skipped):
@@ -336,6 +344,13 @@ class Checkpointer:
             assert self._captures.epoch is not None
             set_tag(self._disk, tag, CheckpointName(step, self._captures.epoch))
         return last
+
+    def _meet(self, run: str) -> list[Peer]:
+        try:
+            return meet(self._world, self._client, self._disk, run)
+        except BaseException:
+            self._client.close()
+            raise
 
     # ---- small things ----------------------------------------------------------------------
 

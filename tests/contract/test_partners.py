@@ -91,7 +91,7 @@ def test_many_strangers_are_refused_and_partners_served_after_them(partner, impa
 
 def test_a_partner_of_another_run_is_refused(partner, caplog):
     with pytest.raises(Unavailable, match="it has another secret: it is of another run"):
-        partner.peer(secret=Service.secret()).read("everstep.json")
+        partner.peer(secret="00" * 32).read("everstep.json")
     assert "it does not have the secret of this run" in caplog.text
 
 

@@ -24,6 +24,7 @@ from everstep.keeper import wire
 from everstep.keeper.arena import Arena
 from everstep.keeper.home import IDLE_S, START_S, cannot_start, endpoint, spawn
 from everstep.keeper.patience import Patience
+from everstep.keeper.serve import Address
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
 from everstep.tiers.bucket import Url
@@ -65,9 +66,11 @@ class Client:
         catch_up: int | None = None,
         place: wire.Place = wire.ALONE,
         tiers: wire.Message | None = None,
+        serve: Address | None = None,
     ) -> None:
         """Connects, which starts a keeper where none runs. `catch_up`: see Log. `place`: among the
-        ranks of a run. `tiers`: see Tiers.to_json. Raises Unavailable."""
+        ranks of a run. `tiers`: see Tiers.to_json. `serve`: where the keeper serves those of other
+        nodes, unless it does so already. Raises Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event
@@ -75,6 +78,10 @@ class Client:
         self._catch_up = catch_up
         self.place = place
         self._tiers = tiers
+        self.address = serve
+        """Where other nodes find the keeper; None where it serves none. The next keeper serves
+        there, too."""
+        self._partners: wire.Message | None = None
         self._claims = 0
         self._token = secrets.token_hex(8)
         self._epoch: int | None = None
@@ -117,6 +124,12 @@ class Client:
         if "epoch" not in reply:
             raise KINDS.get(reply["kind"], Unavailable)(reply["message"])
         return int(reply["epoch"])
+
+    def meet(self, partners: wire.Message) -> None:
+        """Tell where the keepers of other nodes are; blocks until it is heard. Raises
+        Unavailable."""
+        self._partners = partners
+        self._request({"type": "partners", "partners": partners})
 
     def add_arena(self, key: str, arena: Arena) -> None:
         """Give the keeper an arena, which the client owns from now on; it is handed over again to
@@ -404,6 +417,8 @@ class Client:
             "epoch": self._epoch,
             "catch_up": self._catch_up,
             "tiers": self._tiers,
+            "serve": self.address,
+            "partners": self._partners,
             "place": None if self.place.is_alone else self.place._asdict(),
         }
         try:
@@ -421,4 +436,6 @@ class Client:
                 f"Wait until its trainer ends"
             )
         self.keeper_pid = received[0]["pid"]
+        found = received[0].get("address")
+        self.address = Address(*found) if found else None
         return None

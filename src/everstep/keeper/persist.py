@@ -266,7 +266,7 @@ class Save:
             self.digest = digest_of(encoded)
         warning = None
         if is_whole := share is None or share.publishes:
-            warning = self._set_tag() if self.job.commits else None
+            warning = self._set_tag() if self.job.tags else None
             warning = self._extend_base() or warning
             writer.parent, writer.parent_digest = self.name, self.digest
         self._outcome = Outcome(

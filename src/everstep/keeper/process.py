@@ -9,6 +9,7 @@ finished, its arena stays as the memory tier until a successor adopts it or comm
 most one run's arenas are kept, one of each of its ranks, and those of ranks whose others live.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -21,7 +22,9 @@ from everstep.keeper import wire
 from everstep.keeper.arena import SlotState
 from everstep.keeper.home import Home
 from everstep.keeper.ranks.team import Team
+from everstep.keeper.serve import Address, Service, clear_unless_of
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
+from everstep.tiers.memory import Memory
 from everstep.tiers.system import System
 from everstep.tiers.tier import tier_at
 
@@ -69,6 +72,8 @@ class Keeper:
     def __init__(self, store: str, home: Home, idle_s: float) -> None:
         self._system = _Counting()
         self._disk = tier_at(store, self._system)
+        self._memory = Memory(_available_bytes() // 2)
+        self._service: Service | None = None
         self._home = home
         self._idle_s = idle_s
         self._sessions: list[Session] = []
@@ -154,6 +159,7 @@ class Keeper:
             self._leaving = self._leaving or all(session.orphan for session in self._sessions)
             wire.send(connection, {"type": "refused", "protocol": wire.PROTOCOL})
             raise ValueError(f"protocol {hello['protocol']!r}")
+        self._serve_others(hello.get("serve"))
         session = self._find(pid, hello.get("token"))
         if session is None:
             place = wire.Place.of(hello.get("place"))
@@ -175,7 +181,16 @@ class Keeper:
         self._selector.modify(connection, selectors.EVENT_READ, lambda: self._serve(session))
         self._last_use = time.monotonic()
         self._was_used = True
-        session.tell({"type": "attached", "id": -1, "pid": os.getpid()})
+        address = self._service and self._service.address
+        session.tell({"type": "attached", "id": -1, "pid": os.getpid(), "address": address})
+
+    def _serve_others(self, wanted: object) -> None:
+        """Those of other nodes: where a former keeper of this run did, or at a new address."""
+        if wanted is not None and self._service is None:
+            try:
+                self._service = Service(self._memory, self._disk, Address.of(wanted))
+            except OSError as error:
+                log.warning("serving other nodes: %s. They do without this one", error)
 
     def _team_of(self, place: wire.Place, hello: wire.Message) -> Team:
         """The one whose other ranks are here already, or a new one."""
@@ -238,6 +253,10 @@ class Keeper:
                 self._settle(session, number)
             case {"type": "adopt", "arena": str(key), "id": int(number)}:
                 self._adopt(session, key, number)
+            case {"type": "partners", "id": int(number), "partners": dict(partners)}:
+                clear_unless_of(self._memory, str(partners["run"]))
+                session.team.meet(partners)
+                session.tell({"type": "met", "id": number})
             case {"type": "detach"}:
                 session.detached = True
                 self._abandon(session)
@@ -392,6 +411,15 @@ class Keeper:
 
     def _wake(self) -> None:
         os.eventfd_write(self._alarm, 1)
+
+
+def _available_bytes() -> int:
+    """Of this machine's memory."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _worth(session: Session) -> tuple[bool, int, int]:

@@ -18,15 +18,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from everstep.errors import Corrupt, EverstepError, Unavailable, kind_of
-from everstep.store import names
+from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, kind_of
+from everstep.format.manifest import decode_manifest
+from everstep.store import catalog, names
 from everstep.tiers.files import Reader
 from everstep.tiers.memory import Memory, MemoryReader, NewInMemory
-from everstep.tiers.peer import Link, Message
+from everstep.tiers.peer import Link, Message, Peer
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep.keeper")
@@ -43,7 +44,7 @@ _SHARED = re.compile(
     rf"{names.CHECKPOINTS}/[0-9]+-[0-9]+/part-[0-9]+\.json|{names.TABLES}/[0-9a-f]+\.json"
 )
 
-Room = Callable[[int], memoryview]
+_MANIFEST = names.manifest_path(names.CheckpointName(0, 0)).rpartition("/")[2]
 
 
 class Address(NamedTuple):
@@ -61,6 +62,15 @@ class Address(NamedTuple):
             raise ValueError(f"an address of a partner: {host!r}, {port!r}")
         return cls(host, port, secret)
 
+    @classmethod
+    def new(cls, host: str) -> "Address":
+        """Any free port there, and a new secret."""
+        return cls(host, 0, secrets.token_hex(32))
+
+    def peer(self, tier: str, away_s: float = 0.0) -> Peer:
+        """One of the tiers that are served there: "memory" or "store"."""
+        return Peer((self.host, self.port), bytes.fromhex(self.secret), tier, away_s=away_s)
+
 
 class Service:
     """Listens, with threads of its own, until `close`."""
@@ -77,11 +87,6 @@ class Service:
         self._lock = threading.Lock()
         self._warned = float("-inf")
         threading.Thread(target=self._listen, name="everstep-serve", daemon=True).start()
-
-    @staticmethod
-    def secret() -> str:
-        """A new one."""
-        return secrets.token_hex(32)
 
     def close(self) -> None:
         """Listen no more, and end all connections."""
@@ -145,6 +150,24 @@ class Service:
         if time.monotonic() - self._warned > _WARN_S:
             self._warned = time.monotonic()
             log.warning("refused a connection from %s to the partners' port: %s", host, reason)
+
+
+def clear_unless_of(memory: Memory, run: str) -> None:
+    """What it holds of another run is of no use: its store was put away."""
+    with suppress(Missing, Corrupt):
+        if catalog.read_run(memory) == run:
+            return
+    memory.keep_only(())
+
+
+def keep_newest(memory: Memory, path: str) -> None:
+    """The manifest `path` has arrived. Where nothing comes before it, nothing else is needed any
+    more: older checkpoints, and what was sent of some in vain."""
+    manifest = decode_manifest(memory.read(path), path)
+    if manifest.previous is None:
+        epochs = [f"{names.EPOCHS}/{name}" for name in memory.list(names.EPOCHS)]
+        files = [link.path for link in manifest.files]
+        memory.keep_only({path, names.STORE, *epochs, *files})
 
 
 class Requests:
@@ -221,7 +244,10 @@ class Requests:
                 if op in ("create", "replace", "delete"):
                     if name == "store" and not _SHARED.fullmatch(path):
                         raise ValueError(f"writing to {path!r} of a node's store")
-                    return _write(tier, op, path, bytes(self._data))
+                    done = _write(tier, op, path, bytes(self._data))
+                    if isinstance(tier, Memory) and path.endswith(_MANIFEST) and op != "delete":
+                        keep_newest(tier, path)
+                    return done
                 return self._look(tier, op, path, message)
         raise ValueError(f"no request: {str(message)[:200]}")
 

@@ -29,13 +29,15 @@ Message = dict[str, Any]
 class Place(NamedTuple):
     """Where a rank is: its run's attachment (`id`; None: a run of one process), the numbers of the
     ranks of its node, by local number, which of the run's nodes that is (0 is that of rank 0, which
-    commits), of how many; and its own local number."""
+    commits), of how many; its own local number; and whether each node has a store of its own, which
+    the others do not see."""
 
     id: str | None = None
     ranks: tuple[int, ...] = (0,)
     node: int = 0
     nodes: int = 1
     local: int = 0
+    own_store: bool = False
 
     @classmethod
     def of(cls, said: Message | None) -> "Place":
@@ -51,7 +53,7 @@ class Place(NamedTuple):
             raise ValueError(f"node {node} of {nodes} with ranks {ranks}")
         if type(said["id"]) is not str or not 0 < len(said["id"]) <= _ID_LENGTH_MAX:
             raise ValueError(f"a team called {said['id']!r}")
-        return cls(said["id"], ranks, node, nodes, local)
+        return cls(said["id"], ranks, node, nodes, local, bool(said.get("own_store")))
 
     @property
     def here(self) -> tuple[int, int]:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from everstep.errors import KINDS, EverstepError, Unavailable, kind_of
 from everstep.keeper.home import node
 from everstep.keeper.wire import ALONE, Place
-from everstep.tiers.bucket import Url
-from everstep.tiers.tier import name_of
+from everstep.store.names import CLAIMS
+from everstep.tiers.bucket import Bucket
+from everstep.tiers.tier import Tier, name_of
 
 log = logging.getLogger("everstep")
 
@@ -203,12 +204,12 @@ class World:
             pause = min(2 * pause, _PAUSE_S_MAX)
 
 
-def form_team(world: World, store: Path | Url, alike: Mapping[str, Any]) -> Place:
+def form_team(world: World, store: Tier, alike: Mapping[str, Any]) -> Place:
     """This rank's place among those of its node, and of the run. All ranks call it.
 
     `alike`: what else all ranks have to say alike, as JSON: lists of names, and single settings.
-    Raises ValueError where ranks save to different stores, or differ in that; Unavailable where
-    one does not come.
+    Raises ValueError where ranks of a node save to different stores, or differ in that; Unavailable
+    where one does not come.
     """
     if world.is_alone:
         return ALONE
@@ -216,21 +217,37 @@ def form_team(world: World, store: Path | Url, alike: Mapping[str, Any]) -> Plac
     mine = [
         secrets.token_hex(8),
         here,
-        name_of(store),
+        name_of(store.root),
         dict(alike),
     ]
     said = world.gather("attaching", mine)
-    if elsewhere := [rank for rank, each in enumerate(said) if each[2] != said[0][2]]:
-        raise ValueError(
-            f"rank {elsewhere[0]} saves to {said[elsewhere[0]][2]}, rank 0 to {said[0][2]}: all "
-            f"ranks of a run save to one store"
-        )
+    for rank, (_, where, name, _) in enumerate(said):
+        first = next(each for each in said if each[1] == where or isinstance(store, Bucket))
+        if name != first[2]:
+            raise ValueError(
+                f"rank {rank} saves to {name}, rank {said.index(first)} to {first[2]}: all ranks "
+                f"of a node save to one store"
+            )
     for what in alike:
         _check_alike(what, [each[3].get(what) for each in said])
     nodes = list(dict.fromkeys(each[1] for each in said))
     local = tuple(rank for rank, each in enumerate(said) if each[1] == here)
     own = local.index(world.rank)
-    return Place(said[0][0], local, nodes.index(here), len(nodes), own)
+    own_store = len(nodes) > 1 and not _see_one_store(world, store, said[0][0])
+    return Place(said[0][0], local, nodes.index(here), len(nodes), own, own_store)
+
+
+def _see_one_store(world: World, store: Tier, token: str) -> bool:
+    """Whether all ranks find in their stores what rank 0 puts into its own."""
+    if isinstance(store, Bucket):
+        return True
+    path = f"{CLAIMS}/{token}"
+    with contextlib.ExitStack() as stack:
+        if world.rank == 0:
+            world.together("looking at the stores", lambda: stack.enter_context(store.claim(path)))
+        else:
+            world.together("looking at the stores", lambda: None)
+        return all(world.gather("comparing the stores", store.size(path) is not None))
 
 
 def _check_alike(what: str, said: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ and as long as they are in the tier.
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -128,6 +128,11 @@ class Memory(WholeFiles):
     def is_claimed(self, path: str) -> bool:
         """Whether `path` is held."""
         return path in self._files
+
+    def keep_only(self, paths: Container[str]) -> None:
+        """Delete all other files."""
+        with self._lock:
+            self.forget([path for path in self._files if path not in paths])
 
     # ---- for its new files -----------------------------------------------------------------
 

@@ -127,6 +127,15 @@ class Link:
                 raise Corrupt(f"receiving {message.get('path', 'data')}: {size} bytes differ")
         return dict(message)
 
+    def exchange(self, message: Message, data: memoryview | bytes, room: Room) -> Message:
+        """A message and its answer. Raises what the two raise, and it is closed then."""
+        try:
+            self.send(message, data)
+            return self.receive(room)
+        except BaseException:
+            self.close()
+            raise
+
     def wait(self, seconds: float) -> None:
         """Until the next message begins. Raises TimeoutError."""
         self._connection.settimeout(seconds)
@@ -187,8 +196,8 @@ class Peer(WholeFiles):
         patience_s: float = PATIENCE_S,
         away_s: float = 0.0,
     ) -> None:
-        """`tier`: which of those that it serves. `away_s`: for how long a partner that does not
-        listen is tried again (its keeper may be starting)."""
+        """`tier`: which of those that it serves. `away_s`: for how long a partner that is not there
+        is tried again (another keeper may be starting)."""
         self.root = Url(f"peer://{address[0]}:{address[1]}/{tier}")
         self.tier = tier
         self._address, self._secret = address, secret
@@ -314,35 +323,26 @@ class Peer(WholeFiles):
         """One request, its answer, and the connection, which is the caller's. All can be made
         twice: a connection that had been idle may be gone, and then another one is taken. Raises
         Unavailable, Corrupt."""
+        began, pause = time.monotonic(), _PAUSE_S_MIN
         while True:
-            link, is_new = self._take(what)
+            is_new = True
             try:
-                link.send(message, data)
-                return link, link.receive(room)
+                link, is_new = self._take()
+                return link, link.exchange(message, data, room)
             except (OSError, EOFError, ValueError) as error:
-                link.close()
-                if is_new or isinstance(error, (TimeoutError, ValueError)):
+                is_over = is_new and time.monotonic() - began >= self._away_s
+                if is_over or isinstance(error, (TimeoutError, ValueError)):
                     raise self.lost(what, error) from error
-            except BaseException:
-                link.close()
-                raise
+            if is_new:
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE_S_MAX)
 
-    def _take(self, what: str) -> tuple[Link, bool]:
-        """A connection for one thread, and whether it is a new one. Raises Unavailable."""
+    def _take(self) -> tuple[Link, bool]:
+        """A connection for one thread, and whether it is a new one."""
         with self._lock:
             if self._idle:
                 return self._idle.pop(), False
-        began, pause = time.monotonic(), _PAUSE_S_MIN
-        while True:
-            try:
-                return self._connect(), True
-            except (OSError, EOFError) as error:
-                if time.monotonic() - began >= self._away_s:
-                    raise self.lost(what, error) from error
-            except ValueError as error:
-                raise self.lost(what, error) from error
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSE_S_MAX)
+        return self._connect(), True
 
     def give(self, link: Link) -> None:
         """It is free again."""
@@ -394,8 +394,7 @@ class Sending:
         """Make it appear. Raises Unavailable, Corrupt, and then it does not."""
         assert self._link
         try:
-            self._link.send({"op": "finish", "path": self._path})
-            answer = self._link.receive(NOTHING)
+            answer = self._link.exchange({"op": "finish", "path": self._path}, b"", NOTHING)
         except (OSError, EOFError, ValueError) as error:
             self.abandon()
             raise self._peer.lost(self._what, error) from error

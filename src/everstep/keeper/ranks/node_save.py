@@ -64,9 +64,9 @@ class NodeSave:
         return self.jobs[0].call
 
     @property
-    def commits(self) -> bool:
-        """Whether the manifest is this node's to create."""
-        return self.place.commits
+    def tags(self) -> bool:
+        """Whether this node says in its store what a tag names."""
+        return self.place.commits or self.place.own_store
 
     def describe(self) -> dict[str, Any]:
         """What the trainers say of this step together; read once. Raises Corrupt, Mismatch."""

@@ -1,4 +1,4 @@
-"""Several nodes commit one checkpoint, through the storage that they share and nothing else.
+"""Several nodes commit one checkpoint, through the store that they share.
 
     other nodes   data, table ──▶ part document ──▶ wait for the manifest ──▶ local
     rank 0's      data ──▶ wait for all part documents ──▶ check, merge ──▶ manifest ──▶ local
@@ -7,6 +7,9 @@ Invariants:
 * The node of rank 0 alone creates manifests, and only of parts of one attempt: a call of a run's
   attachment. What a dead attempt left never joins.
 * A node that has nothing of a step says so, with the reason: then it fails on all nodes at once.
+* Where each node has a store of its own, the others read and write that of rank 0's node (by
+  tiers/peer.py), and take over from there what is committed: each store has all tables and
+  manifests, and the packs of its node.
 * Every wait is bounded: by PARTS_S, and by ORPHANS_S where no trainer of this node lives.
 """
 
@@ -65,6 +68,8 @@ class Nodes:
         """`is_awaited`: whether a trainer of this node lives, which wants to know."""
         self.node, self.commits = place.node, place.commits
         self._writer, self._disk, self._place = writer, writer.disk, place
+        self.shared: Tier = writer.disk
+        """Where nodes meet: the store, or where each has its own, that of rank 0's node."""
         self._is_awaited = is_awaited
         self._orphaned: float | None = None
         self._untold: deque[tuple[int, int, str, str | None]] = deque(maxlen=_UNTOLD_MAX)
@@ -76,15 +81,15 @@ class Nodes:
     def check_not_given_up(self, name: CheckpointName, call: int) -> None:
         """A keeper of this node that died may have said that there is nothing of it: others have
         believed it. Raises Unavailable."""
-        said = parts.find(self._disk, name, self.node, self._place.named(call))
+        said = parts.find(self.shared, name, self.node, self._place.named(call))
         if said and said.failed is not None:
             raise _failure(f"saving step {name.step}: it was given up before: {said.failed}", said)
 
     def tell(self, name: CheckpointName, own: NodePart, table: bytes) -> None:
         """What is here, durably (its packs are). Raises Unavailable, Conflict."""
-        commit.check_epoch(self._disk, name.epoch, name.step)
-        commit.write_table(self._disk, table)
-        parts.publish(self._disk, name, own)
+        commit.check_epoch(self.shared, name.epoch, name.step)
+        commit.write_table(self.shared, table)
+        parts.publish(self.shared, name, own)
 
     def commit(
         self, manifest: Manifest, own: NodePart, table: bytes
@@ -95,26 +100,36 @@ class Nodes:
         name = CheckpointName(manifest.step, manifest.epoch)
         if self.commits:
             every = [own, *self._await_parts(name, own.attempt)]
-            manifest, tables = unite(self._disk, manifest, every, table)
+            manifest, tables = unite(self.shared, manifest, every, table)
             document = encode_manifest(manifest)
-            commit.publish(self._disk, manifest, document, tables)
-            parts.clear(self._disk, name)
+            commit.publish(self.shared, manifest, document, tables)
+            parts.clear(self.shared, name)
             return manifest, digest_of(document)
         found = self._await_commit(name, own.attempt)
+        if self._place.own_store:
+            self._take_over(found)
         packs = {link.path for part in found.all_parts for link in part.packs}
         links = [link for part in manifest.all_parts for link in part.packs]
         if any(link.path not in packs for link in links):  # those of a keeper that died after it
             check_same(self._disk, manifest, table, node=self.node)
             commit.discard_packs(self._disk, name, links)
-            self._disk.forget([names.part_path(name, self.node)])  # perhaps told after it
+            self.shared.forget([names.part_path(name, self.node)])  # perhaps told after it
         return found, None
+
+    def _take_over(self, found: Manifest) -> None:
+        """Let this node's own store have what was committed: its packs are there."""
+        name = CheckpointName(found.step, found.epoch)
+        paths = {part.table.path for part in found.all_parts}
+        tables = [self.shared.read(path) for path in paths if not self._disk.holds(path)]
+        document = self.shared.read(names.manifest_path(name))
+        commit.publish(self._disk, found, document, tables)
 
     # ---- what this node has nothing of -----------------------------------------------------
 
     def tell_absence(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
         """There is nothing of this step, in this call: durably, unless it or a later one is
         committed, or there is no epoch yet. `kind`: of which error."""
-        writer, disk = self._writer, self._disk
+        writer, disk = self._writer, self.shared
         if writer.epoch is None:
             self._untold.append((step, call, reason, kind))
             return
@@ -145,21 +160,25 @@ class Nodes:
         self._told = [each for each in self._told if each not in old]
         with contextlib.suppress(EverstepError):
             for each in old:
-                self._disk.delete(names.part_path(each, self.node))
+                self.shared.delete(names.part_path(each, self.node))
 
     # ---- waiting ---------------------------------------------------------------------------
 
     def await_epoch(self, attachment: str) -> int:
         """The epoch that rank 0's node has claimed for this run; blocks. Raises Unavailable."""
         seen: set[int] = set()
-        return self._await(
+        number = self._await(
             None,
-            lambda: catalog.find_attachment(self._disk, attachment, seen),
+            lambda: catalog.find_attachment(self.shared, attachment, seen),
             lambda: (
                 "the epoch of this run did not appear in it. The node of rank 0 claims it: is "
                 "this directory the same on all nodes?"
             ),
         )
+        if self._place.own_store:
+            path = names.epoch_path(number)
+            self._disk.create(path, self.shared.read(path))
+        return number
 
     def _await_parts(self, name: CheckpointName, attempt: str) -> list[NodePart]:
         """Those of all other nodes. Raises Unavailable where one has nothing, or does not come."""
@@ -167,9 +186,9 @@ class Nodes:
         found: dict[int, NodePart] = {}
 
         def look() -> list[NodePart] | None:
-            there = set(parts.listed(self._disk, name))
+            there = set(parts.listed(self.shared, name))
             for node in [node for node in missing if names.part_path(name, node) in there]:
-                if part := parts.find(self._disk, name, node, attempt):
+                if part := parts.find(self.shared, name, node, attempt):
                     if part.failed is not None:
                         text = f"saving step {name.step}: node {node} has nothing: {part.failed}"
                         raise _failure(text, part)
@@ -181,7 +200,7 @@ class Nodes:
 
     def _await_commit(self, name: CheckpointName, attempt: str) -> Manifest:
         """The manifest, which rank 0's node creates. Raises GivenUp, Unavailable, Conflict."""
-        disk = self._disk
+        disk = self.shared
         path, directory = names.manifest_path(name), f"{names.CHECKPOINTS}/{name}"
 
         def look() -> Manifest | None:
@@ -214,10 +233,10 @@ class Nodes:
             if is_orphan or now - began > PARTS_S:
                 what = "claiming an epoch" if name is None else f"saving step {name.step}"
                 seconds = f"within {now - began:.0f} s"
-                raise Unavailable(f"{what} in {self._disk.root}: {late()} ({seconds})")
+                raise Unavailable(f"{what} in {self.shared.root}: {late()} ({seconds})")
             if name and now - looked > _LOOK_S:
                 looked = now
-                commit.check_epoch(self._disk, name.epoch, name.step)
+                commit.check_epoch(self.shared, name.epoch, name.step)
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSE_S_MAX)
         return found

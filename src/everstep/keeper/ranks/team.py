@@ -28,6 +28,7 @@ from everstep.keeper.job import Gap, Job
 from everstep.keeper.persist import apply_retention, end_window, is_plain, persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import Nodes
+from everstep.keeper.serve import Address
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
@@ -45,6 +46,9 @@ GROUP_BYTES_MAX = 256 << 20
 
 TASKS_MAX = 1000
 
+FIRST_AWAY_S = 10.0
+"""How long the keeper of rank 0's node is awaited, when it has died and another one starts."""
+
 
 class Team:
     """The ranks of one run on this node, by their local number. Any thread, but for what says
@@ -58,7 +62,8 @@ class Team:
         self.place = place
         self.size = len(self.place.ranks)
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
-        self.writer = Writer(disk, keep if self.place.commits else None)
+        deletes = self.place.commits or self.place.own_store
+        self.writer = Writer(disk, keep if deletes else None)
         self._nodes: Nodes | None = None
         if self.place.nodes > 1:
             self._nodes = Nodes(self.writer, self.place, self._is_awaited)
@@ -73,9 +78,17 @@ class Team:
         self._changed = threading.Condition()
         every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
         is_resumed = hello["epoch"] is not None
-        has_log = bool(every) and self.place.commits
+        has_log = bool(every) and self.place.commits and not self.place.own_store
+        if hello.get("partners"):
+            self.meet(hello["partners"])
         self._catch_up = self._catch_up_every(every, is_resumed) if has_log else None
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
+
+    def meet(self, partners: wire.Message) -> None:
+        """Where the keepers of other nodes are: of rank 0's node, and of the next one, the partner
+        of this. Raises ValueError, KeyError or TypeError."""
+        if self._nodes and self.place.own_store and not self.place.commits:
+            self._nodes.shared = Address.of(partners["first"]).peer("store", away_s=FIRST_AWAY_S)
 
     @property
     def idle(self) -> bool:

@@ -1,0 +1,106 @@
+"""The nodes of a run as partners: where each one's keeper serves the others, and what their stores
+have of each other, where each node has a directory of its own.
+
+Secrets and addresses go through the ranks' store, to which none but the run's processes have
+access. Each keeper has a secret of its own: one that has outlived its trainers tells it to those
+that come, so that they find what it holds.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+
+from everstep.errors import Conflict, Missing, Unavailable
+from everstep.format.document import unseal
+from everstep.keeper.client import Client
+from everstep.keeper.serve import Address
+from everstep.keeper.wire import Place
+from everstep.sharding.world import World
+from everstep.store import catalog, names
+from everstep.store.commit import open_store
+from everstep.tiers.peer import Peer
+from everstep.tiers.tier import Tier
+
+
+def new_address() -> Address:
+    """For this node's keeper, where it serves none yet: EVERSTEP_ADDRESS, or the address by which
+    this node reaches that of rank 0."""
+    return Address.new(os.environ.get("EVERSTEP_ADDRESS") or _routed() or "127.0.0.1")
+
+
+def open_stores(world: World, place: Place, disk: Tier, around: Sequence[Tier]) -> str:
+    """As open_store. Stores of several nodes are of one run: that of the first that has one. All
+    ranks call it. Raises Conflict where they are of two."""
+    if not place.own_store:
+        return open_store(disk, around)
+    said = world.gather("opening the stores", [str(disk.root), _document(disk)])
+    known = {unseal(text.encode(), root)["run"]: root for root, text in said if text}
+    if len(known) > 1:
+        raise Conflict(
+            f"opening the stores of several nodes: they are of different runs ({known}). Delete "
+            f"those that are not wanted"
+        )
+    if not known and place.node == 0:
+        open_store(disk, around)
+    first = world.gather("making the stores", _document(disk) if place.node == 0 else None)
+    document = next((text for _, text in said if text), None) or first[0]
+    disk.create(names.STORE, document.encode())
+    return open_store(disk, around)
+
+
+def meet(world: World, client: Client, disk: Tier, run: str) -> list[Peer]:
+    """Tell the keepers of each other. Returns what nodes hold of each other in memory, and, where
+    each has a directory of its own, the stores of the others. All ranks call it. Raises
+    Unavailable."""
+    place = client.place
+    known = dict(world.gather("meeting the other nodes", [place.node, client.address]))
+    missing = [node for node, address in known.items() if address is None]
+    if missing and place.own_store:
+        raise Unavailable(
+            f"meeting the other nodes: the keepers of nodes {missing} do not serve (their logs say "
+            f"why), and nodes that share no directory save through them"
+        )
+    addresses = {node: Address.of(address) for node, address in known.items() if address}
+    following = addresses.get((place.node + 1) % place.nodes)
+    client.meet({"run": run, "first": addresses.get(0), "next": following})
+    world.gather("the nodes have met", None)
+    found = [address.peer("memory") for address in addresses.values()]
+    if place.own_store:
+        stores = {n: a.peer("store") for n, a in addresses.items() if n != place.node}
+        _take_over_epochs(world, place, disk, stores)
+        found += stores.values()
+    return found
+
+
+def _take_over_epochs(world: World, place: Place, disk: Tier, stores: dict[int, Peer]) -> None:
+    """What the others' stores have, and this one has missed, or lost."""
+    said = world.gather("comparing epochs", [place.node, catalog.claimed(disk)])
+    having = {number: node for node, numbers in said for number in numbers}
+
+    def take_over() -> None:
+        for number in sorted(having.keys() - set(catalog.claimed(disk))):
+            path = names.epoch_path(number)
+            disk.create(path, stores[having[number]].read(path))
+
+    world.together("taking over epochs", take_over)
+
+
+def _document(disk: Tier) -> str | None:
+    with contextlib.suppress(Missing):
+        return disk.read(names.STORE).decode()
+    return None
+
+
+def _routed() -> str | None:
+    """The address from which packets to rank 0's node go; the host's own where that is this one."""
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    with contextlib.suppress(OSError):
+        family, kind, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            found = str(probe.getsockname()[0])
+        if not found.startswith("127.") or master in ("localhost", "127.0.0.1"):
+            return found
+        return socket.gethostbyname(socket.gethostname())
+    return None
