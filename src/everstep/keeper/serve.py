@@ -163,7 +163,11 @@ def clear_unless_of(memory: Memory, run: str) -> None:
 def keep_newest(memory: Memory, path: str) -> None:
     """The manifest `path` has arrived. Where nothing comes before it, nothing else is needed any
     more: older checkpoints, and what was sent of some in vain."""
-    manifest = decode_manifest(memory.read(path), path)
+    try:
+        manifest = decode_manifest(memory.read(path), path)
+    except EverstepError as error:
+        log.warning("%s, as a partner sent it", error)
+        return
     if manifest.previous is None:
         epochs = [f"{names.EPOCHS}/{name}" for name in memory.list(names.EPOCHS)]
         files = [link.path for link in manifest.files]
