@@ -228,6 +228,8 @@ WRITES |= {
     "buffer": lambda state: net_of(state).norm.running_mean.zero_(),
     "channels last": lambda state: net_of(state).conv.weight.data.mul_(0.5),
 }
+COUNTED = {"in place", "swap", "moments", "buffer"}
+"""What a fingerprint sees whichever bytes it looks at: by version counters and addresses."""
 
 
 def train(plan, state, step):
