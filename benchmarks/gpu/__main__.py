@@ -39,7 +39,7 @@ CONTENDERS = {
     "2b": "everstep-log everstep-spread everstep-full dcp-async torch_checkpointing torch.save",
 }
 """Of each size, the most telling first."""
-WANTED = ("tests", "kills", "cases", "restores", *CONTENDERS)
+WANTED = ("tests", "kills", "restores", *CONTENDERS)
 TIMING = REPOSITORY / "tests/gpu/test_cuda_timing.py"
 """Has the machine for itself."""
 EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -83,7 +83,6 @@ def stages(wanted: Sequence[str]) -> list[list[Part]]:
         if size in wanted
     }
     at_once = [Part("tests", "tests", 170, 30, tests=others), Part("kills", "kills", 170, 60)]
-    at_once.append(Part("cases", "cases", 170, 40))
     found = [
         [Part("machine", "machine", 40, 10)],
         [Part("timing tests", "tests", 60, 20, tests=(str(TIMING),))] if "tests" in wanted else [],

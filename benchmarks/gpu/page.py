@@ -20,7 +20,6 @@ def text_of(results: Results) -> str:
         ("Machine", [_words(row) for row in _rows(results, "machine")] + _rates(results)),
         ("Tests", [_words(row["counts"]) for row in _rows(results, "counts")]),
         ("Kills", _listed(results, "lost", ["strategy", "restored", "lost", "equal", "wrong"])),
-        ("Cases", _listed(results, "case", ["case", "strategy", "outcome", "warnings"])),
         ("Training with checkpoints", _table(FIGURES, list(_figures(results)))),
         ("Restores", _listed(results, "restore", ["restore", "seconds", "equal"])),
         ("Traces of a save", list(_traces(results))),
@@ -44,7 +43,7 @@ def problems(results: Results) -> list[str]:
             found += [f"    | {line}" for line in part["log"].splitlines()[-LOG_LINES:]]
         for row in part["rows"]:
             found += [f"{name}: {test} failed" for test in row.get("failed", ())]
-            if row.get("equal") is False or row.get("good") is False:
+            if row.get("equal") is False:
                 found.append(f"{name}: {_words(row)}")
     return found
 

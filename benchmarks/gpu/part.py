@@ -16,7 +16,6 @@ MODULES = {
     "figures": "measure",
     "kills": "kills",
     "trainer": "kills",
-    "cases": "cases",
     "restores": "restores",
     "write": "restores",
     "read": "restores",

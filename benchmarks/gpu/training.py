@@ -6,7 +6,7 @@ waits for the device: batches come from pinned memory, and nobody asks for a los
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ SIZES = {
     "300m": Shape(24, heads=16, width=1024, sequence=1024, batch=24, learning_rate=3e-4),
     "2b": Shape(26, heads=20, width=2560, sequence=1024, batch=16, learning_rate=1e-4),
     "killed": Shape(24, heads=16, width=1024, sequence=256, batch=8, learning_rate=3e-4),
-    "case": Shape(4, heads=8, width=512, sequence=256, batch=8, learning_rate=1e-3),
     "small": Shape(2, heads=2, width=64, sequence=32, batch=4, learning_rate=1e-3),
 }
 """The batches of the first two make steps that last as long as a copy of the state."""
@@ -36,31 +35,16 @@ RECOMPUTED = "2b"
 class DeviceRun(workload.Run):
     """A run whose steps do not wait for the device."""
 
-    forward: Callable[[Tensor], Tensor] = field(kw_only=True)
-    """The model, or what was compiled of it."""
-    scaler: Any = field(kw_only=True)
-    dtype: torch.dtype = torch.bfloat16
-    micro_batches: int = 1
-    replay: Callable[..., None] | None = None
-    """A CUDA graph of forward and backward; `is_updated`: and of the update."""
-    is_updated: bool = False
-
-    def state(self) -> dict[str, Any]:
-        """As workload.Run's, and a scaler where there is one."""
-        state = workload.Run.state(self)
-        return {**state, "scaler": self.scaler} if self.scaler.is_enabled() else state
-
     def train_step(self, mark: Callable[[str], object] = lambda phase: None) -> Any:
-        """One update."""
-        if self.replay:
-            self.replay(*self.batch())
-            if not self.is_updated:
-                self.update()
-            return
+        """One update; all of it is enqueued."""
+        inputs, targets = self.batch()
         self.optimizer.zero_grad(set_to_none=True)
-        for _ in range(self.micro_batches):
-            self.backward(*self.batch())
-        self.update()
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = self.model(inputs)
+        functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
+        self.clip(self.model.parameters(), workload.GRADIENT_NORM_MAX)
+        self.optimizer.step()
+        self.scheduler.step()
 
     def batch(self) -> tuple[Tensor, ...]:
         """Inputs and targets on the device."""
@@ -69,37 +53,18 @@ class DeviceRun(workload.Run):
             drawn = tuple(part.contiguous().pin_memory() for part in drawn)
         return tuple(part.to(self.device, non_blocking=True) for part in drawn)
 
-    def backward(self, inputs: Tensor, targets: Tensor) -> None:
-        """Forward and backward."""
-        with torch.autocast(self.device.type, self.dtype):
-            logits = self.forward(inputs)
-        loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        self.scaler.scale(loss / self.micro_batches).backward()
 
-    def update(self) -> None:
-        """Clip and step; all of it is enqueued."""
-        self.scaler.unscale_(self.optimizer)
-        self.clip(self.model.parameters(), workload.GRADIENT_NORM_MAX)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.scheduler.step()
-
-
-def build(size: str, device: str, seed: int, **options: Any) -> DeviceRun:
-    """A fresh run, built on the device; seeds torch's generators. `options`: recompute, fp16,
-    capturable, micro_batches."""
+def build(size: str, device: str, seed: int) -> DeviceRun:
+    """A fresh run, built on the device; seeds torch's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
     place, shape = torch.device(device), SIZES[size]
     with place:
         model = workload.GPT(shape).train()
-    if options.get("recompute", size == RECOMPUTED):
+    if size == RECOMPUTED:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    is_capturable, is_fp16 = options.get("capturable", False), options.get("fp16", False)
-    rate = shape.learning_rate
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=is_capturable)
-    scale = 2.0**40  # the first updates overflow and are skipped
+    optimizer = torch.optim.AdamW(model.parameters(), lr=shape.learning_rate, fused=True)
     text = workload.load_text()
     return DeviceRun(
         model,
@@ -108,10 +73,6 @@ def build(size: str, device: str, seed: int, **options: Any) -> DeviceRun:
         workload.Loader(text, batch=shape.batch, sequence=shape.sequence, seed=seed),
         {"size": size, "seed": seed},
         place,
-        forward=model,
-        scaler=torch.amp.GradScaler(device, init_scale=scale, enabled=is_fp16),
-        dtype=torch.float16 if is_fp16 else torch.bfloat16,
-        micro_batches=options.get("micro_batches", 1),
     )
 
 

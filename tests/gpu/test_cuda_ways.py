@@ -42,8 +42,16 @@ def autocast(state, data):
         return state["model"](data)
 
 
+def accumulated(state, data):
+    """Onto gradients of another batch."""
+    state["model"](data).square().mean().backward()
+    return state["model"](data)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("forward", [recomputed, autocast], ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "forward", [recomputed, autocast, accumulated], ids=lambda way: way.__name__
+)
 def test_every_step_comes_back(store, strategy, forward):
     state, expected = build(0, width=256, fused=True), {}
     with everstep.Checkpointer(store, state, **chosen(strategy=strategy)) as checkpointer:
