@@ -4,11 +4,9 @@ python keepers.py STORE SCRIPT IDLE_S: runs the script with `trainer` and the na
 """
 
 import os
-import select
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -20,17 +18,7 @@ from everstep.format.tables import encode_table
 from everstep.keeper import home
 from everstep.keeper.arena import Arena, Row, SlotState  # noqa: F401 - for the scripts
 from everstep.keeper.client import Client
-
-PATIENCE_S = 60.0
-
-
-def until(condition, what):
-    """Wait for a condition that nothing announces."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-    return found
+from processes import PATIENCE_S, ended, stopped, until  # noqa: F401 - for the tests
 
 
 class Trainer:
@@ -183,20 +171,6 @@ def crash(store, script, idle_s=600.0):
     said = process.read()
     process.kill()
     return said
-
-
-def ended(pid, timeout=PATIENCE_S):
-    """Whether a process that is no child ends within the time."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(timeout * 1000))
-    finally:
-        os.close(pidfd)
 
 
 def arenas_mapped(pid):

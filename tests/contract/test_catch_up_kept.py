@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from keepers import ended, until
-from runs import check_steps, logged, restore, snapshot
-from wholes import advance, build, fill, train, whole_steps
+from keepers import ended
+from runs import check_steps, logged, restore
+from wholes import advance, build, fill, whole_steps
 
 from everstep import Conflict, Keep, Missing, Store, Unsupported
 from everstep.restore.materialize import materialize
@@ -15,39 +15,6 @@ from everstep.tiers.disk import Disk
 from stores import files_of, packs_of
 
 pytestmark = pytest.mark.timeout(300)  # workers give way to whatever else this machine does
-
-
-def _is_trimmed(store, oldest_kept):
-    """Nothing is there from before what the oldest kept step is rebuilt from."""
-    whole = [step for step in whole_steps(store) if step <= oldest_kept]
-    return Store(store).steps()[0] == max(whole, default=1)
-
-
-@pytest.mark.slow
-def test_retention_keeps_the_disk_bounded(store):
-    """One base, a hundred records, and never more than a few of them on the disk."""
-    state, frozen, most = build(1), {}, 0
-    with logged(store, state, catch_up=10, keep=Keep(last=3)) as saver:
-        for step in range(1, 101):
-            train(state)
-            saver.step(step).wait("local")
-            if step % 25 == 0:
-                until(lambda step=step: (saver.metrics.whole_step or 0) > step - 25, "a catch-up")
-                until(lambda step=step: _is_trimmed(store, step - 2), "retention")
-                most = max(most, len(packs_of(store)))
-            frozen[step] = snapshot(state)
-        bases = [step for step in Store(store).steps() if not Store(store).manifest(step).previous]
-        assert not bases  # the only base, of step 1, is gone
-        keeper = saver._client.keeper_pid
-    assert ended(keeper)  # no retention changes anything any more
-    assert most < 50
-    steps = Store(store).steps()
-    assert steps[-3:] == [98, 99, 100]
-    verdict = Store(store).verify()
-    assert verdict.ok, verdict.problems
-    check_steps(store, build(2), frozen)
-    Store(store).gc()
-    check_steps(store, build(2), frozen)
 
 
 def test_a_claim_holds_what_is_read(store):

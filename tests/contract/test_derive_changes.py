@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from derived import anew, averaged, build, by_hand, check_all, run, twice
+from derived import averaged, build, by_hand, check_all, run, twice
 from logs import train
 from runs import check_same, check_steps, checkpointer, kinds, snapshot
 
@@ -34,41 +34,6 @@ def test_a_derived_part_that_somebody_else_changes(store, caplog, how, at):
     assert "by something else than the rule" in caplog.text or how is swap
     assert "'ema." in caplog.text or how is swap
     check_all(store, averaged, frozen)
-
-
-CHANGES = {
-    "tensor": lambda ema: ema["weights"].update({"0.weight": ema["weights"]["0.weight"] + 1}),
-    "new": lambda ema: ema["weights"].update(extra=torch.ones(3)),
-    "gone": lambda ema: ema.update(other=ema["weights"].pop("0.bias")),
-}
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_derived_value_that_somebody_else_changes(store, caplog, what):
-    def each(state, step):
-        train(state)
-        if step == 5:
-            CHANGES[what](state["ema"])
-
-    def make(state):
-        rule = anew(state)["ema"]
-
-        def keeping(step):
-            gone = state["ema"].pop("other", None)
-            if gone is not None:
-                state["ema"]["weights"]["0.bias"] = gone
-            rule(step)
-
-        return {"ema": keeping}
-
-    frozen = run(store, make, each=each)
-    assert kinds(store) == "brrrbrrrr"
-    assert what in ("new", "gone") or "by something else than the rule" in caplog.text
-    for step in Store(store).steps():
-        fresh, rules = build(2, make)
-        if what == "new" and step > 4:
-            fresh["ema"]["weights"]["extra"] = torch.zeros(3)
-        check_steps(store, fresh, frozen, [step], derive=rules)
 
 
 def test_a_part_that_gets_more_tensors_by_its_rule(store):

@@ -6,10 +6,9 @@ import contextlib
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
-from keepers import PATIENCE_S, until
+from keepers import PATIENCE_S, stopped, until
 from logs import build, train
 from runs import check_steps, checkpointer, kinds, logged, snapshot
 
@@ -18,19 +17,6 @@ from everstep.capture import copier
 from everstep.capture.saves import Skipped
 from everstep.keeper import patience
 from examples import slow
-
-
-@contextlib.contextmanager
-def stopped(saver):
-    """The keeper stands still within."""
-    keeper = saver._client.keeper_pid
-    os.kill(keeper, signal.SIGSTOP)
-    try:
-        stat = Path(f"/proc/{keeper}/stat")
-        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it stops")
-        yield keeper
-    finally:
-        os.kill(keeper, signal.SIGCONT)
 
 
 def is_full(saver):
@@ -55,7 +41,7 @@ def stopped_until_somebody_waits(saver):
         finally:
             os.kill(keeper, signal.SIGCONT)
 
-    with stopped(saver) as keeper:
+    with stopped(saver._client.keeper_pid) as keeper:
         thread = threading.Thread(target=release, args=(keeper,))
         thread.start()
         yield
@@ -96,7 +82,7 @@ def test_they_do_not_wait_for_ever(store, monkeypatch, caplog, pressure):
     with logged(store, state, when_full=pressure) as saver:
         handles = advance(saver, state, range(1, 5), frozen)
         saver.wait()
-        with stopped(saver):
+        with stopped(saver._client.keeper_pid):
             handles |= advance(saver, state, range(5, 12), frozen)
         for handle in handles.values():
             until(handle.done, "it is saved or not")
@@ -124,7 +110,7 @@ def test_a_tag_does_not_wait_for_ever(store, monkeypatch):
     with logged(store, state, when_full="wait") as saver:
         advance(saver, state, range(1, 4), {})
         saver.wait()
-        with stopped(saver):
+        with stopped(saver._client.keeper_pid):
             handle = advance(saver, state, [4], {})[4]
             with pytest.raises(Unavailable, match="step 4 to be durable: nothing is being saved"):
                 saver.save(4, tag="best")
@@ -154,7 +140,7 @@ def test_whole_states_do_not_wait(store, options):
     with logged(store, state, when_full="skip", **options) as saver:
         advance(saver, state, range(1, 3), frozen)
         saver.wait()
-        with stopped(saver):
+        with stopped(saver._client.keeper_pid):
             handles = advance(saver, state, range(3, 10), frozen)
             assert is_full(saver)
         assert saver.metrics.skips > 0

@@ -4,7 +4,7 @@ chain ends, a whole state is saved instead, and that is told."""
 import pytest
 import torch
 from logs import WRITES, build, check_run, durable, train, write
-from runs import bits, check_steps, checkpointer, kinds, logged, snapshot
+from runs import bits, checkpointer, logged
 from torch import nn
 
 import forked
@@ -145,25 +145,3 @@ def test_optimizer_state_changed_by_hand(store, caplog):
 
     check_run(store, build, change, "brrrbrrr", each=durable)
     assert ".exp_avg' changed" in caplog.text
-
-
-def test_weights_that_forward_rewrites(store):
-    def make(seed):
-        torch.manual_seed(seed)
-        model = nn.ModuleDict({"embed": nn.Embedding(9, 6, max_norm=0.5), "head": nn.Linear(6, 60)})
-        optimizer = torch.optim.Adam(model.parameters(), lr=1.0, weight_decay=0.1)
-        return {"model": model, "optimizer": optimizer}
-
-    state, frozen = make(1), {}
-    embed, head = state["model"]["embed"], state["model"]["head"]
-    with logged(store, state) as saver:
-        for _ in range(2):  # as two torn copies do
-            saver._state.suspect(["model.embed.weight"])
-        for number in range(1, 9):
-            state["optimizer"].zero_grad()
-            head(embed(torch.arange(9))).square().mean().backward()
-            state["optimizer"].step()
-            saver.save(number)
-            frozen[number] = snapshot(state)
-    assert kinds(store) == "b" * 8
-    check_steps(store, make(2), frozen)

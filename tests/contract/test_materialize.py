@@ -3,12 +3,9 @@
 import json
 
 import pytest
-import torch
-from runs import logged
-from torch import nn
-from wholes import advance, build, fill
+from wholes import fill
 
-from everstep import Corrupt, Missing, Store, Unsupported
+from everstep import Corrupt, Missing, Store
 from everstep.cli.main import main
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
@@ -32,14 +29,6 @@ def test_the_command(store, capsys):
         materialize(Disk(store), CheckpointName(99, 1))
 
 
-def test_twice_is_once(store):
-    fill(store)
-    for _ in range(2):
-        materialize(Disk(store), CheckpointName(5, 1))
-    packs = {path.name for path in (store / "data").glob("00000005-*.safetensors")}
-    assert len(packs) == 2  # the record's and the state's
-
-
 def test_it_goes_with_its_step(store):
     fill(store)
     Store(store).delete(8)
@@ -50,30 +39,6 @@ def test_it_goes_with_its_step(store):
     assert before - after == freed
     assert not list((store / "data").glob("00000007-*"))
     assert not (store / "checkpoints" / "00000007-0001").exists()
-
-
-def test_gradients_of_another_dtype(store):
-    model = nn.Linear(20, 2, bias=False, dtype=torch.bfloat16)
-    model.weight.grad_dtype = torch.float32
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    with logged(store, state) as saver:
-        for step in range(1, 5):
-            model.weight.grad = torch.randn(2, 20)
-            state["optimizer"].step()
-            saver.step(step)
-    assert materialize(Disk(store), CheckpointName(4, 1)).exact
-    assert torch.equal(Store(store).read(4)["model.weight"], model.weight)
-
-
-class Own(torch.optim.SGD):
-    pass
-
-
-def test_only_torchs_optimizers_are_built(store):
-    with logged(store, state := build(1, Own)) as saver:
-        advance(saver, state, range(1, 6))
-    with pytest.raises(Unsupported, match="only torch's own"):
-        materialize(Disk(store), CheckpointName(5, 1))
 
 
 def test_a_state_of_another_step_is_refused(store):

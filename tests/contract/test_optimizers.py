@@ -155,27 +155,6 @@ def test_groups_in_another_order_get_theirs_by_name(store):
         restore(store, joined)
 
 
-def test_parameters_without_gradients_frozen_and_in_no_module(store):
-    def build(seed):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
-        model[0].requires_grad_(False)
-        free = [nn.Parameter(torch.randn(6)), torch.randn(2, requires_grad=True)]
-        unused = nn.Parameter(torch.randn(3))
-        parameters = [*model.parameters(), *free, unused]
-        optimizer = torch.optim.AdamW(parameters, lr=0.1)
-        return {"model": model, "free": free, "optimizer": optimizer}
-
-    def train(state):
-        scale, pair = state["free"]
-        supervised(
-            state, lambda model, inputs: (model(inputs) * scale + pair.sum()).square().mean()
-        )
-
-    state = round_trip(store, build, train)
-    assert len(state["optimizer"].state) == 6
-
-
 def test_state_appears_disappears_and_is_replaced(store):
     state, frozen = build_plain(1), {}
     with checkpointer(store, state) as saver:

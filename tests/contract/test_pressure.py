@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepers import until
+from keepers import stopped, until
 from runs import checkpointer, restore
 from torch import nn
 
@@ -27,15 +27,11 @@ def test_a_growing_state_stays_within_two_arenas(store):
     history: list[torch.Tensor] = []
     saver = checkpointer(store, {"history": history}, when_full="skip")
     saver.save(0).wait()
-    keeper = saver._client.keeper_pid
-    os.kill(keeper, signal.SIGSTOP)
-    try:
+    with stopped(saver._client.keeper_pid):
         for step in range(1, 13):
             history.append(torch.zeros(300_000))
             saver.save(step)
             assert len(saver._captures.pool._retired) <= 1
-    finally:
-        os.kill(keeper, signal.SIGCONT)
     assert saver.metrics.skips > 0
     assert saver.metrics.failures == 0
     saver.wait()
@@ -85,15 +81,11 @@ def test_copies_go_on_while_the_epoch_cannot_be_claimed(store, monkeypatch):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saver = checkpointer(store, {"model": model, "optimizer": optimizer}, when_full="skip")
-    keeper = saver._client.keeper_pid
-    os.kill(keeper, signal.SIGSTOP)
-    try:
+    with stopped(saver._client.keeper_pid):
         for step in range(1, 9):  # hangs where a copy waits for the claim
             model(torch.ones(1, 8)).sum().backward()
             optimizer.step()
             saver.step(step)
-    finally:
-        os.kill(keeper, signal.SIGCONT)
     saver.wait()
     saver.close()
     assert everstep.Store(store).steps()[0] == 1
@@ -248,17 +240,13 @@ def test_a_captured_copy_that_is_torn_raises_where_it_is_waited_for(store):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saver = checkpointer(store, {"model": model, "optimizer": optimizer})
-    keeper = saver._client.keeper_pid
     saver.save(1).wait()
-    os.kill(keeper, signal.SIGSTOP)  # so that nobody looks before we do
-    try:
+    with stopped(saver._client.keeper_pid):  # so that nobody looks before we do
         handle = saver.save(2)
         with torch.no_grad():
             model.weight.mul_(2.0)
         with pytest.raises(everstep.Unsupported, match=r"model\.weight"):
             handle.wait("captured")
-    finally:
-        os.kill(keeper, signal.SIGCONT)
     with pytest.raises(everstep.Unsupported):
         saver.close()
     assert everstep.Store(store).steps() == [1]

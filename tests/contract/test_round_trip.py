@@ -9,7 +9,6 @@ import torch
 from runs import bits, check_same, checkpointer, freeze, restore, round_trip, save, supervised
 from torch import nn
 
-from alone import one_rank
 from everstep import Mismatch, Store
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.sharding.leaves import canonical
@@ -161,21 +160,6 @@ def test_untied_weights_take_those_of_a_tied_checkpoint(store):
     save(store, tied)
     restore(store, {"model": untied}, only="model")
     assert torch.equal(untied.head.weight, tied["model"].embed.weight)
-
-
-def test_buffers_that_forward_mutates_while_they_are_copied(store):
-    torch.manual_seed(0)
-    wide = nn.Sequential(nn.Linear(6, 3000), nn.BatchNorm1d(3000), nn.Linear(3000, 1000), nn.ReLU())
-    state = {"model": wide, "optimizer": torch.optim.SGD(wide.parameters(), lr=0.1, momentum=0.9)}
-    frozen = []
-    with checkpointer(store, state) as saver:
-        for step in range(1, 6):
-            supervised(state)
-            saver.step(step)
-            frozen.append(freeze(state))
-    for step, expected in enumerate(frozen, 1):
-        assert restore(store, state, step) == step
-        check_same(freeze(state), expected)
 
 
 class Counting(nn.Module):
@@ -337,15 +321,3 @@ def test_wrappers_leave_the_names_as_they_are(store, other_store):
     assert (
         canonical("a._orig_mod.b._checkpoint_wrapped_module.my_orig_mod.c") == "a.b.my_orig_mod.c"
     )
-
-
-def test_distributed_data_parallel(store, tmp_path):
-    with one_rank(tmp_path):
-        torch.manual_seed(0)
-        plain, wrapped = nn.Linear(6, 6), nn.Linear(6, 6)
-        parallel = nn.parallel.DistributedDataParallel(wrapped)
-        state = {"model": parallel, "optimizer": torch.optim.Adam(parallel.parameters())}
-        supervised(state)
-        save(store, state)
-        restore(store, {"model": plain}, only="model")
-        check_same(freeze(plain), freeze(wrapped))

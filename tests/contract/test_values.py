@@ -11,9 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from runs import bits, check_same, checkpointer, freeze, restore, round_trip, supervised
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from runs import bits, check_same, checkpointer, freeze, restore, round_trip, save
 
 from everstep import Corrupt, Mismatch, Unsupported
 from everstep.state.objects import decode, encode, plain_json
@@ -208,63 +206,8 @@ def test_two_tensors_under_one_name_are_refused(store):
         saver.save(1)
 
 
-def test_grad_scaler(store):
-    def build(seed):
-        torch.manual_seed(seed)
-        model = nn.Linear(6, 6)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0 * seed, growth_interval=2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return {"model": model, "optimizer": optimizer, "scaler": scaler, "turn": 0}
-
-    def train(state):
-        state["turn"] += 1
-        state["optimizer"].zero_grad()
-        loss = state["model"](torch.randn(4, 6)).square().mean()
-        if state["turn"] == 2:
-            loss = loss * float("inf")
-        state["scaler"].scale(loss).backward()
-        state["scaler"].step(state["optimizer"])
-        state["scaler"].update()
-
-    state = round_trip(store, build, train)
-    assert state["scaler"].get_scale() == 256.0 * 0.5 * 4
-    disabled = {**build(1), "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+def test_a_grad_scaler_that_is_enabled_no_more(store):
+    """What it counts and draws: test_machine.py."""
+    save(store, {"scaler": torch.amp.GradScaler("cpu")})
     with pytest.raises(Mismatch, match="'scaler' was enabled"):
-        restore(store, disabled)
-
-
-class Ema:
-    """An EMA copy as an object with state_dict."""
-
-    def __init__(self, model):
-        self.model, self.shadow, self.count = (
-            model,
-            [p.detach().clone() for p in model.parameters()],
-            0,
-        )
-
-    def update(self):
-        self.count += 1
-        torch._foreach_lerp_(self.shadow, [p.detach() for p in self.model.parameters()], 0.1)
-
-    def state_dict(self):
-        return {"shadow": self.shadow, "count": self.count}
-
-    def load_state_dict(self, state):
-        self.shadow, self.count = state["shadow"], state["count"]
-
-
-def test_ema_copies(store):
-    def build(seed):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        return {"model": model, "optimizer": optimizer, "average": average, "ema": Ema(model)}
-
-    def train(state):
-        supervised(state)
-        state["average"].update_parameters(state["model"])
-        state["ema"].update()
-
-    assert round_trip(store, build, train)["ema"].count == 6
+        restore(store, {"scaler": torch.amp.GradScaler("cpu", enabled=False)})

@@ -5,7 +5,6 @@ A run is `trains` on each rank; what happened is in files, since nobody who is k
 rank was told is durable). `come_back` starts it again, and checks that nothing was lost.
 """
 
-import contextlib
 import os
 import signal
 import time
@@ -18,21 +17,12 @@ from jobs import RECIPE, attached, trains_alone
 from comparing import check_equal
 from everstep import Store
 from everstep.keeper.arena import SlotState
+from processes import until
 
 LAYOUT = "fsdp2"
 AT = 4
 """The step at which picked deaths happen."""
 LAST = 6
-PATIENCE_S = 60.0
-
-
-def until(condition, what):
-    """Wait for a condition that nothing announces."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
-    return found
 
 
 def die():
@@ -124,17 +114,6 @@ def noted(folder, what, ranks=2):
         path = folder / f"{what}-{rank}"
         found.append(int(path.read_text()) if path.exists() else 0)
     return found
-
-
-@contextlib.contextmanager
-def stopped(pid):
-    """A process that does nothing meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 def come_back(gang, store, folder, reference, last=LAST + 1, size=2, is_memory_lost=False):

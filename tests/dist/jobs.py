@@ -5,6 +5,8 @@ run = gang.run(trains, "ddp", store, 9, size=2, strategy="log")[0]  # goes on fr
 assert run.first == 7
 """
 
+import contextlib
+import logging
 import os
 from dataclasses import dataclass
 
@@ -143,3 +145,13 @@ def check_restored(gang, layout, store, states, size=None, **options):
     found = gang.run(restores, layout, store, sorted(states), size=size, **options)[0]
     for step, state in states.items():
         check_equal(found[step], state)
+
+
+@contextlib.contextmanager
+def unheard():
+    """What is said of each step that is lost is of no interest within."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -8,8 +8,9 @@ import time
 
 import deaths
 import pytest
-from deaths import AT, LAST, come_back, noted, stopped, trains, until
+from deaths import AT, LAST, come_back, noted, trains
 
+from processes import stopped, until
 from stores import end_keeper, keeper_pid
 
 SEEDS = range(int(os.environ.get("EVERSTEP_DEATHS", "12")))

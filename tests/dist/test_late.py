@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from deaths import LAYOUT, RECIPE, _note, noted, opened, stopped, until
+from deaths import LAYOUT, RECIPE, _note, noted, opened
 from jobs import trains
 
 import everstep.checkpointer
 from comparing import check_equal
 from everstep import Conflict, Store, Unavailable, Unsupported
 from examples import slow
+from processes import stopped, until
 from stores import end_keeper, keeper_pid
 
 RANKS = 2  # of the gang

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 import zoo
-from deaths import until
 from jobs import (
     attached,
     check_restored,
@@ -22,6 +21,7 @@ from comparing import check_equal, kinds
 from everstep import Store, Unsupported
 from examples import slow
 from independent_reader import read_log
+from processes import until
 
 STEPS, AFTER = 7, 2
 LOG = {"strategy": "log", "base_every": 5}
@@ -70,12 +70,13 @@ def test_other_ranks_are_exact_for_what_goes_by_single_elements(gang, store, fus
         assert "other ranks" in said if fused else said == 3
 
 
-def test_all_ranks_go_over_to_a_log_at_the_same_step(gang, store):
-    outcomes = gang.run(trains, "fsdp2", store, 24, size=2)
+@pytest.mark.parametrize("nodes", ["", *slow("ab")])
+def test_all_ranks_go_over_to_a_log_at_the_same_step(gang, store, nodes):
+    outcomes = gang.run(trains, "fsdp2", store, 24, size=2, nodes=nodes)
     assert [run.errors for run in outcomes] == [{}, {}]
     found = kinds(store)
     assert (len(found), found[0], found[-1]) == (24, "b", "r")
-    check_restored(gang, "fsdp2", store, {24: outcomes[0].states[24]}, size=2)
+    check_restored(gang, "fsdp2", store, {24: outcomes[0].states[24]}, size=2, nodes=nodes)
 
 
 # ---- gradients that are compressed, clipped, or written to -------------------------------------

@@ -4,7 +4,6 @@ EVERSTEP_NODE tells them apart."""
 import contextlib
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from everstep.restore import apply
 from everstep.store import catalog, names
 from everstep.tiers.disk import Disk
 from examples import slow
+from processes import until
 from stores import keeper_pid
 
 NODES = "aabb"
@@ -57,13 +57,6 @@ def test_two_nodes_commit_one_checkpoint_that_any_number_restores(gang, store, l
         assert run.losses == pytest.approx(saved.losses[2:], abs=2e-6)
 
 
-def wait_until(holds, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
-
-
 def trains_on(store, nodes, steps, files, **options):
     """Step after step, each but the first when there is a file go-STEP: the step that it began
     with, why steps are not durable, and the state after each."""
@@ -73,7 +66,7 @@ def trains_on(store, nodes, steps, files, **options):
         first = made.restore() + 1
         for step in range(first, first + steps):
             if step > 1:
-                wait_until((files / f"go-{step}").exists)
+                until((files / f"go-{step}").exists, "it did not come to that")
             job.train(step)
             states[step] = job.full_state()
             try:
@@ -109,12 +102,12 @@ def check_steps(store, steps):
 @pytest.mark.parametrize("node", ["a", *slow("b")])
 def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node):
     gang.start(trains_on, store, NODES, 2, files)
-    wait_until(done(files, 1))
+    until(done(files, 1), "it did not come to that")
     stopped = keeper_pid(store, node)
     os.kill(stopped, signal.SIGSTOP)
     go(files, 2)
     if node == "a":  # that of rank 0: the part of the other one is there before
-        wait_until(lambda: part_documents(store) == ["part-1.json"])
+        until(lambda: part_documents(store) == ["part-1.json"], "it did not come to that")
     assert not any((files / f"done-2-{rank}").exists() for rank in range(4))
     check_steps(store, [1])
     os.kill(stopped, signal.SIGCONT)
@@ -135,15 +128,15 @@ def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
     gang, store, files, impatient, node
 ):
     gang.start(trains_on, store, NODES, 3, files)
-    wait_until(done(files, 1))
+    until(done(files, 1), "it did not come to that")
     stopped = keeper_pid(store, node)
     os.kill(stopped, signal.SIGSTOP)
     go(files, 2)
     others = [rank for rank in range(4) if NODES[rank] != node]
-    wait_until(done(files, 2, others))
+    until(done(files, 2, others), "it did not come to that")
     check_steps(store, [1])
     os.kill(stopped, signal.SIGCONT)
-    wait_until(done(files, 2))
+    until(done(files, 2), "it did not come to that")
     go(files, 3)
     outcomes = gang.finish()
     for outcome in outcomes:
@@ -171,16 +164,16 @@ def test_a_node_that_dies_between_part_and_commit(
     """Its step does not exist where its part was not there, else it is whole; the next save
     works."""
     gang.start(trains_on, store, NODES, 9, files)
-    wait_until(done(files, 1))
+    until(done(files, 1), "it did not come to that")
     go(files, 2)
-    wait_until(done(files, 2))
+    until(done(files, 2), "it did not come to that")
     keepers = {each: keeper_pid(store, each) for each in "ab"}
     other = "b" if node == "a" else "a"
     os.kill(keepers[other], signal.SIGSTOP)
     go(files, 3)
-    wait_until(done(files, 3, what="captured"))
+    until(done(files, 3, what="captured"), "it did not come to that")
     if node == "b":
-        wait_until(lambda: part_documents(store) == ["part-1.json"])
+        until(lambda: part_documents(store) == ["part-1.json"], "it did not come to that")
     gang.kill(*(rank for rank in range(4) if NODES[rank] == node))
     if with_keeper:
         os.kill(keepers[node], signal.SIGKILL)
@@ -306,47 +299,6 @@ def test_ranks_of_different_nodes_keep_their_own(gang, store):
         assert sets[groups[f"model.stage{rank}.bias"]]["lr"] == 1.0
 
 
-def changes_a_replica(store, nodes, culprit):
-    """What became of three steps, at the second of which one rank has other bytes."""
-    job = zoo.build("hsdp", RECIPE)
-    ended = []
-    with attached(job, store, nodes=nodes, strategy="full", check=True) as made:
-        for step in range(1, 4):
-            job.train(step)
-            local = job.optimizer.param_groups[0]["params"][2].detach().to_local()
-            before = local.clone()
-            if step == 2 and dist.get_rank() == culprit:
-                local.view(-1)[0] += 1
-            try:
-                made.step(step).wait("local")
-                ended.append("")
-            except EverstepError as error:
-                ended.append(f"{type(error).__name__}: {error}")
-            local.copy_(before)
-    return ended
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("culprit", [1, *slow(2)])
-def test_replicas_on_different_nodes_are_compared(gang, store, culprit):
-    for ended in gang.run(changes_a_replica, store, NODES, culprit):
-        assert ended[::2] == ["", ""]
-        for part in ("blocks.0", "has other bytes on"):
-            assert part in ended[1]
-    check_steps(store, [1, 3])
-
-
-@pytest.mark.slow
-def test_a_node_may_have_one_rank(gang, store):
-    saved, *_ = gang.run(trains, "fsdp2", store, 2, size=2, nodes="ab", strategy="full")
-    check_stored(store, saved.states[2])
-    manifest = Store(store).manifest()
-    assert [part.rank for part in manifest.parts] == [0, 1]
-    run, *_ = gang.run(trains, "ddp", store, size=2, nodes="ba")
-    assert run.first == 2
-    check_equal(run.begun, saved.states[2])
-
-
 def how_it_reads(layout, store, nodes):
     """Whether this rank restores through the page cache, as others of its node read the same."""
     said = []
@@ -375,12 +327,3 @@ def test_what_ranks_of_a_node_read_alike_is_read_once(gang, store):
     ):
         found = gang.run(how_it_reads, layout, store, nodes, size=len(nodes))
         assert found == expected, (layout, nodes)
-
-
-def kills_keepers(store, chance):
-    """Four times one of a node, at random moments."""
-    for _ in range(4):
-        time.sleep(chance.uniform(0.0, 0.4))  # the moment is what is tried
-        if pid := keeper_pid(store, chance.choice("ab")):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)

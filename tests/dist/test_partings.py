@@ -2,7 +2,6 @@
 ends for a few steps, and goes on."""
 
 import contextlib
-import logging
 import os
 import signal
 from functools import partial
@@ -10,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import unheard
 from torch import nn
 
 from choices import chosen
@@ -68,16 +68,6 @@ class Run:
         """By step, when all is saved or has failed."""
         self.saver.close()
         return {step: str(made.error) for step, made in self.handles.items() if made and made.error}
-
-
-@contextlib.contextmanager
-def unheard():
-    """What is said of each step that is lost is of no interest within."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def is_surprised(store, steps, options, nodes=""):

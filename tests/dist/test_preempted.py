@@ -9,11 +9,12 @@ import time
 import deaths
 import pytest
 import zoo
-from deaths import LAYOUT, RECIPE, _note, noted, opened, until
+from deaths import LAYOUT, RECIPE, _note, noted, opened
 
 from comparing import check_equal
 from everstep import Store
 from examples import slow
+from processes import until
 
 RANKS = 2  # of the gang
 

@@ -1,5 +1,7 @@
 """check: different bytes under one name on several ranks are found when they are saved."""
 
+import os
+
 import pytest
 import torch
 import zoo
@@ -16,9 +18,11 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def trains(layout, store, changed_rank, what):
+def trains(layout, store, changed_rank, what, nodes=""):
     """What became of three steps, at the second of which one rank has changed `what`."""
     rank = torch.distributed.get_rank()
+    if nodes:
+        os.environ["EVERSTEP_NODE"] = nodes[rank]
     job = zoo.build(layout, zoo.Recipe())
     state = {"model": job.model, "optimizer": job.optimizer}
     ended = []
@@ -64,11 +68,11 @@ def test_equal_replicas_pass_and_are_written_once(gang, store, layout):
 
 
 @pytest.mark.parametrize("what", ["parameter", "moment"])
-@pytest.mark.parametrize("layout", ["ddp", *slow("hsdp")])
+@pytest.mark.parametrize(("layout", "nodes"), [("ddp", ""), *slow(("hsdp", ""), ("hsdp", "aabb"))])
 @pytest.mark.parametrize("changed", [0, 1])
-def test_a_changed_replica_fails_the_save_on_all_ranks(gang, store, layout, what, changed):
+def test_a_changed_replica_fails_the_save_on_all_ranks(gang, store, layout, nodes, what, changed):
     size = zoo.SIZES[layout]
-    for ended, _ in gang.run(trains, layout, store, changed, what, size=size):
+    for ended, _ in gang.run(trains, layout, store, changed, what, nodes, size=size):
         assert ended[::2] == [None, None]
         kind, text = ended[1]
         assert kind is Mismatch

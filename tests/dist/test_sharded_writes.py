@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from jobs import RECIPE, attached, parts_of, trains
+from jobs import RECIPE, attached, parts_of, trains, unheard
 from zoo_model import loss_of
 
 from comparing import check_equal
@@ -80,20 +80,11 @@ class Run:
         return steps
 
 
-@contextlib.contextmanager
-def quietly():
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def edits_gradients(store, edit, options):
     """After everstep's clipping, from before which gradients are recorded."""
     recording = Recording()
     recording.set(True, pre_clip=True)
-    with quietly():
+    with unheard():
         run = Run(store, **options)
         for step in range(1, STEPS + 1):
             run.backward(step)
@@ -121,7 +112,7 @@ def test_gradients_written_to_after_clipping(gang, store, size, edit, options):
 
 
 def writes_after_updates(store):
-    with quietly():
+    with unheard():
         run = Run(store, strategy="log")
         for step in range(1, STEPS + 1):
             run.backward(step)
@@ -174,7 +165,7 @@ def writes_while_copied(store):
         clamps(model)
         may_copy.set()
 
-    with quietly(), patch.object(Copier, "_copy_one", copied_late):
+    with unheard(), patch.object(Copier, "_copy_one", copied_late):
         run = Run(store, strategy="full")
         for step in range(1, STEPS + 1):
             run.backward(step)

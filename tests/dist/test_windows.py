@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from deaths import _note, noted, until
+from deaths import _note, noted
 from jobs import RECIPE, attached, check_restored, parts_of, trains, trains_alone
 
 from comparing import check_equal
@@ -15,6 +15,7 @@ from everstep import Store
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 from examples import slow
+from processes import until
 from stores import end_keeper
 
 LOG = {"strategy": "log", "base_every": 6, "window": 3}
