@@ -11,7 +11,6 @@ import zoo
 from jobs import attached, trains
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 
 from comparing import check_equal, check_stored
 from everstep import Store
@@ -88,28 +87,10 @@ def test_flat_parameters(gang, store, saved):
     check_stored(store, check(gang, saved, FLAT, store, recipe=UNGROUPED))
 
 
-@pytest.mark.parametrize("saved", ["fsdp_tp", *slow("fsdp2", "tp", "hsdp")])
+@pytest.mark.parametrize("saved", ["fsdp2", *slow("fsdp_tp", "tp", "hsdp")])
 def test_a_state_dict_of_dtensors_goes_on_in_others(gang, store, saved):
     """As programs have it that come from torch.distributed.checkpoint: one object for all."""
     check(gang, saved, [saved, "dense", "hsdp"], store, state_of=app_of)
-
-
-def shards():
-    """Of FSDP and TP: what kinds of placements there are, and the sizes of dimension 0."""
-    tensors = zoo.build("fsdp_tp").model.parameters()
-    placed = [tensor.placements for tensor in tensors if isinstance(tensor, DTensor)]
-    named = zoo.build("fsdp2").model.named_parameters()
-    sizes = {name: tensor.to_local().shape[0] for name, tensor in named}
-    return {type(each).__name__ for placements in placed for each in placements}, sizes
-
-
-@pytest.mark.slow
-def test_shards_are_uneven_empty_and_strided(gang):
-    found = gang.run(shards)
-    assert found[0][0] == {"Shard", "Replicate", "_StridedShard"}
-    assert [rank[1]["embedding.weight"] for rank in found] == [13, 13, 13, 12]
-    assert [rank[1]["blocks.0.up.weight"] for rank in found] == [12, 12, 12, 9]
-    assert [rank[1]["blocks.1.scale"] for rank in found] == [1, 0, 0, 0]
 
 
 # ---- what else FSDP1 can be told ----------------------------------------------------------------

@@ -17,6 +17,7 @@ import everstep
 from comparing import check_equal
 from everstep import Checkpointer, Mismatch, Shard, Store
 from everstep.format.boxes import Box
+from examples import slow
 
 
 def numbers(name, shape, step):
@@ -182,8 +183,9 @@ def rate(name):
     return 0.1
 
 
-def test_fused_matrices_with_grouped_queries(gang, stores):
-    check(gang, [(dense, 1), (fused, 2), (fused, 4), (fused, 1), (unfused, 2)], stores)
+@pytest.mark.parametrize("more", [[], *slow([(fused, 2), (fused, 1)])])
+def test_fused_matrices_with_grouped_queries(gang, stores, more):
+    check(gang, [(dense, 1), (fused, 4), *more, (unfused, 2)], stores)
 
 
 # ---- experts, and stages with replicas ---------------------------------------------------------
@@ -215,14 +217,17 @@ def expert_rate(name):
     return 0.01 * int(name.split(".")[-2]) + 0.02 if "experts" in name else 0.1
 
 
+EVERY = ((1, 1), (2, 2), (2, 4), (4, 4))
+"""By which all experts are had, on so many ranks."""
+UNASKED = ("model.layer.experts.3.weight",)
+
+
 @pytest.mark.parametrize(
-    "but",
-    [pytest.param((), marks=pytest.mark.slow), ("model.layer.experts.3.weight",)],
+    ("but", "ways"), [(UNASKED, EVERY[::2]), *slow((UNASKED, EVERY), ((), EVERY))]
 )
-def test_experts(gang, stores, but):
+def test_experts(gang, stores, but, ways):
     """With `but`, one that nobody asked in the first step: it has no optimizer state then."""
-    makes = [(partial(experts, of), size) for of, size in ((1, 1), (2, 2), (2, 4), (4, 4))]
-    check(gang, makes, stores, but)
+    check(gang, [(partial(experts, of), size) for of, size in ways], stores, but)
 
 
 LAYERS = 4
@@ -256,8 +261,7 @@ def stage_rate(name):
 
 @pytest.mark.slow
 def test_stages_with_replicas(gang, stores):
-    makes = [(partial(stages, of), size) for of, size in ((1, 1), (2, 2), (2, 4), (4, 4))]
-    check(gang, makes, stores)
+    check(gang, [(partial(stages, of), size) for of, size in EVERY], stores)
 
 
 def restores_tied(source):

@@ -6,8 +6,6 @@ the run; they keep none themselves. (Logs that they kept once: tests/golden.)
 import pytest
 import zoo
 from jobs import attached, clipped, trains
-from test_mapped_layouts import contents, copied, dense, fused, unfused
-from test_mapped_layouts import trains as trains_parts
 
 from comparing import check_equal, kinds
 from everstep import Store, Unsupported
@@ -57,18 +55,6 @@ def test_no_log_is_kept(gang, store, other_store, layout):
         assert "log" in message
     gang.run(trains, layout, store, 4, size=size, recipe=RECIPE)
     assert kinds(store) == "bbbb"
-
-
-@pytest.mark.slow
-def test_fused_matrices_with_grouped_queries(gang, store, stores):
-    reference = stores("reference")
-    gang.run(trains_parts, dense, reference, range(1, 5), size=1)
-    gang.run(trains_parts, dense, store, range(1, 4), size=1, strategy="log")
-    assert kinds(store) == "brr"
-    for number, (other, size) in enumerate([(fused, 2), (fused, 4), (unfused, 2)]):
-        copy = stores(f"copy{number}")
-        gang.run(copied, other, store, copy, 4, size=size)
-        check_equal(contents(copy, 4), contents(reference, 4))
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def part_documents(store):
 )
 @pytest.mark.parametrize(
     "layout",
-    ["fsdp_tp", *slow("fsdp2", "hsdp")],
+    ["fsdp2", *slow("fsdp_tp", "hsdp")],
 )
 def test_two_nodes_commit_one_checkpoint_that_any_number_restores(gang, store, layout, more):
     options = {"nodes": NODES, "strategy": "full", **more}

@@ -171,7 +171,7 @@ def check(gang, store, states, lost, since, more=None):
         check_equal(found, states[step])
 
 
-@pytest.mark.parametrize("size", [3, *slow(2)])
+@pytest.mark.parametrize("size", [2, *slow(3)])
 def test_a_log_goes_on_after_a_surprise_on_one_rank(gang, store, size):
     (states, lost), *_ = gang.run(is_surprised, store, [AT], {}, size=size)
     assert min(lost) == AT + 1
@@ -179,6 +179,7 @@ def test_a_log_goes_on_after_a_surprise_on_one_rank(gang, store, size):
     check(gang, store, states, lost, AT + WITHIN)
 
 
+@pytest.mark.slow
 def test_each_surprise_counts_once(gang, store):
     """Two of them, of the three that end a log."""
     (states, lost), *_ = gang.run(is_surprised, store, [AT, AT + WITHIN], {}, size=2)
@@ -186,7 +187,7 @@ def test_each_surprise_counts_once(gang, store):
 
 
 @pytest.mark.parametrize("nodes", ["", *slow("ab")])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [3, *slow(1)])
 def test_a_log_that_ends_on_one_rank_ends_on_all(gang, store, nodes, every):
     """And what is due from then on is saved: ranks that have ended save at fewer steps than those
     that have not heard."""
@@ -205,7 +206,7 @@ def test_calls_are_the_same_where_one_rank_saves_once_more(gang, store):
     check(gang, store, states, lost, AT + WITHIN, more={"part": Failing()})
 
 
-@pytest.mark.parametrize(("times", "is_on"), [(1, True), (4, False)])
+@pytest.mark.parametrize(("times", "is_on"), [(4, False), *slow((1, True))])
 def test_ranks_that_come_apart_again_and_again(gang, store, times, is_on):
     assert gang.run(names_alone, store, times, size=2, timeout=100) == [is_on] * 2
     known = Store(store)

@@ -49,7 +49,7 @@ def trains(layout, store, changed_rank, what, nodes=""):
 
 @pytest.mark.parametrize(
     "layout",
-    ["ddp", "hsdp", *slow("fsdp2", "fsdp_tp")],
+    ["ddp", *slow("hsdp", "fsdp2", "fsdp_tp")],
 )
 def test_equal_replicas_pass_and_are_written_once(gang, store, layout):
     size = zoo.SIZES[layout]

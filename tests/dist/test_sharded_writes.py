@@ -146,6 +146,7 @@ def trains_more_later(store):
     return run.check(store), [told.get().getMessage() for _ in range(told.qsize())]
 
 
+@pytest.mark.slow
 def test_weights_that_are_trained_later(gang, store):
     """Nothing is in other memory then."""
     for steps, told in gang.run(trains_more_later, store, size=2):
@@ -196,6 +197,7 @@ def writes_to_the_teacher(job, step):
     return job.teacher.head.weight.full_tensor()
 
 
+@pytest.mark.slow
 def test_a_frozen_weight_written_to(gang, store):
     """Ranks may find it at different steps, and lose these; what is there is right."""
     options = {"state_of": has_teacher, "train": writes_to_the_teacher, "strategy": "log"}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from deaths import _note, noted
-from jobs import RECIPE, attached, check_restored, parts_of, trains, trains_alone
+from jobs import RECIPE, attached, check_restored, trains, trains_alone
 
 from comparing import check_equal
 from everstep import Store
@@ -79,90 +79,6 @@ def test_gradients_that_are_placed_otherwise(gang, store):
     run, *_ = gang.run(trains, "tp", store, 3, size=2, **options)
     states = {step: run.states[step] for step in (1, 2, 3)}
     check_restored(gang, "tp", store, states, restore={"exact": "require"}, **options)
-
-
-def averaged(job, layout, way):
-    """An average of the weights, in the layout of these, and the rule that brings it forward."""
-    weights = bare(job.model)
-    if way == "model":
-        ema = zoo.build(layout, RECIPE).model
-        named = bare(ema)
-    else:
-        named = ema = {name: weight.detach().clone() for name, weight in weights.items()}
-
-    @torch.no_grad()
-    def rule(step):
-        for name, weight in weights.items():
-            named[name].lerp_(weight, 1 / (1 + step))
-
-    return ema, named, rule
-
-
-def derives(layout, store, way, steps, **options):
-    """From what is restored on; where that was, the averages there and at the end, what failed."""
-    job = zoo.build(layout, RECIPE)
-    ema, named, rule = averaged(job, layout, way)
-    options |= {"state_of": lambda job: {**parts_of(job), "ema": ema}, "derive": {"ema": rule}}
-
-    def averages():
-        return {name: whole(tensor) for name, tensor in named.items()}
-
-    with attached(job, store, **options) as checkpointer:
-        first = checkpointer.restore()
-        found, handles = averages(), []
-        for step in range(first + 1, steps + 1):
-            job.train(step)
-            handles.append(checkpointer.step(step))
-        checkpointer.wait()
-        errors = [str(handle.error) for handle in handles if handle and handle.error]
-        return first, found, averages(), errors
-
-
-def bare(model):
-    return {name.removeprefix("module."): each for name, each in model.named_parameters()}
-
-
-def whole(tensor):
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verify", ["full", "rolling"])
-@pytest.mark.parametrize(
-    ("layout", "way"),
-    [
-        ("ddp", "values"),
-        ("ddp", "model"),
-        ("fsdp2", "values"),
-        ("fsdp2", "model"),
-        ("hsdp", "model"),
-    ],
-)
-def test_averages_are_derived_on_each_rank(gang, store, other_store, layout, way, verify):
-    size, log = zoo.SIZES[layout], {**LOG, "verify": verify}
-    full = {"strategy": "full", "size": size}
-    _, _, expected, _ = gang.run(derives, layout, other_store, way, 12, **full)[0]
-    (first, _, at, errors), *_ = gang.run(derives, layout, store, way, 9, size=size, **log)
-    assert (first, errors) == (0, [])
-    assert bases(store) == {7: [5, 6, 7]}
-    owned = {name for step in (3, 9) for name in held(store, step)}
-    assert not any(name.startswith("ema.") for name in owned)
-    other = "fsdp2" if layout == "ddp" else "ddp"
-    (first, found, _, _), *_ = gang.run(derives, other, store, way, 0, size=zoo.SIZES[other], **log)
-    assert first == 9
-    check_equal(found, at)
-    (first, found, last, errors), *_ = gang.run(derives, layout, store, way, 12, size=size, **log)
-    assert (first, errors) == (9, [])
-    check_equal(found, at)
-    check_equal(last, expected)
-
-
-def held(store, step):
-    """The names of the tensors that a step brings itself."""
-    disk = Disk(store)
-    manifest = Store(store).manifest(step)
-    return {name for part in manifest.all_parts for name in catalog.read_table(disk, part).tensors}
 
 
 def is_surprised(job, step):
