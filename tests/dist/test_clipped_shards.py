@@ -23,12 +23,11 @@ SHARDED = ["fsdp2", *slow("tp", "hsdp", "fsdp_tp")]
 SIZES = {**zoo.SIZES, "fsdp2": 2}
 
 
-def lists_of(model, least=0):
+def lists_of(model):
     """The parameters that torch can clip together: those of one mesh, and those of none."""
     lists = {}
     for parameter in model.parameters():
-        if parameter.numel() >= least:
-            lists.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        lists.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return list(lists.values())
 
 

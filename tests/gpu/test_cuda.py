@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import everstep
+from choices import chosen
 
 
 def build(seed: int, width: int = 1024, layers: int = 6, dtype=torch.float32, **options):
@@ -46,12 +47,23 @@ def state_bytes(state) -> dict[str, bytes]:
     }
 
 
-def check_steps(store, fresh, expected: dict[int, dict[str, bytes]]) -> None:
+def saved(store, state, work, steps: int, bytes_of=state_bytes, **options):
+    """Do `work` and save, so many times; the bytes after each."""
+    expected = {}
+    with everstep.Checkpointer(store, state, **chosen(**options)) as saver:
+        for step in range(1, steps + 1):
+            work()
+            saver.step(step)
+            expected[step] = bytes_of(state)
+    return expected
+
+
+def check_steps(store, fresh, expected, bytes_of=state_bytes, **options) -> None:
     """Each of these steps, the newest first, is restored to just these bytes."""
-    with everstep.Checkpointer(store, fresh) as restorer:
+    with everstep.Checkpointer(store, fresh, **options) as restorer:
         for step, wanted in sorted(expected.items(), reverse=True):
             assert restorer.restore(step) == step
-            assert state_bytes(fresh) == wanted, step
+            assert bytes_of(fresh) == wanted, step
 
 
 @pytest.mark.filterwarnings("ignore:This instance was constructed with capturable")
@@ -77,11 +89,7 @@ def test_every_step_is_exact_while_training_runs_ahead(tmp_path, options):
             if step % 2:  # a synchronisation at some steps only, so that others overlap fully
                 expected[step] = state_bytes(state)
         losses = [train(state) for _ in range(3)]
-    for step, wanted in expected.items():
-        other = build(1, **options)
-        with everstep.Checkpointer(tmp_path / "run", other) as checkpointer:
-            assert checkpointer.restore(step) == step
-            assert state_bytes(other) == wanted, step
+    check_steps(tmp_path / "run", build(1, **options), expected)
     other = build(2, **options)
     with everstep.Checkpointer(tmp_path / "run", other) as checkpointer:
         assert checkpointer.restore(8) == 8
@@ -123,10 +131,7 @@ def test_memory_freed_after_the_call_is_not_reused_under_the_copy(tmp_path):
         junk = [torch.full((1024, 1024), 3.0, device="cuda") for _ in range(64)]
         handle.wait()
         del junk
-    other = build(1)
-    with everstep.Checkpointer(tmp_path / "run", other) as checkpointer:
-        checkpointer.restore(1)
-        assert state_bytes(other) == expected
+    check_steps(tmp_path / "run", build(1), {1: expected})
 
 
 def test_grad_scaler_and_cuda_generators(tmp_path):
@@ -181,10 +186,7 @@ def test_captured_means_that_the_device_has_been_read(tmp_path):
             for parameter in state["model"].parameters():
                 parameter.zero_()
         handle.wait()
-    other = build(1, width=2048)
-    with everstep.Checkpointer(tmp_path / "run", other) as checkpointer:
-        checkpointer.restore()
-        assert state_bytes(other) == expected
+    check_steps(tmp_path / "run", build(1, width=2048), {1: expected})
 
 
 def test_a_write_behind_the_optimizers_back_is_found(tmp_path):

@@ -1,8 +1,11 @@
 """Compressed gradients on CUDA, sent by NCCL: every step of a log comes back byte for byte."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from test_cuda import saved
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,12 +63,8 @@ def are_equal(left, right):
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
 def test_every_step_comes_back(store, kind, is_view, clips):
-    state, expected = build(kind, 1, is_view), {}
-    with everstep.Checkpointer(store, state, strategy=everstep.Log(base_every=100)) as saver:
-        for step in range(1, 10):
-            train(state, clips)
-            saver.step(step)
-            expected[step] = tensors_of(state)
+    state, log = build(kind, 1, is_view), {"strategy": "log", "base_every": 100}
+    expected = saved(store, state, partial(train, state, clips), 9, tensors_of, **log)
     assert Store(store).manifest(9).records[0].calls[0]["compressed"]
     fresh = build(kind, 2, is_view)
     with everstep.Checkpointer(store, fresh) as restorer:

@@ -1,8 +1,10 @@
 """strategy="log" on CUDA: whatever is done with gradients, every step comes back byte for byte."""
 
+from functools import partial
+
 import pytest
 import torch
-from test_cuda import build, check_steps, state_bytes
+from test_cuda import build, check_steps, saved, state_bytes
 
 import everstep
 from everstep.redo import clipping
@@ -11,6 +13,7 @@ from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 DATA = (64, 512)
+LOG = {"strategy": "log", "base_every": 100}
 
 
 def plain(state):
@@ -49,25 +52,21 @@ def kept(state):
     state["optimizer"].step()
 
 
-def scaled(state):
+def scaled(state, clips=False):
     """The first ones overflow and are skipped; a fused optimizer is told so by a tensor."""
     state["optimizer"].zero_grad()
     with torch.autocast("cuda", torch.float16):
         loss = loss_of(state)
     state["scaler"].scale(loss).backward()
+    if clips:
+        state["scaler"].unscale_(state["optimizer"])
+        everstep.clip_grad_norm_(state["model"].parameters(), 0.01)
     state["scaler"].step(state["optimizer"])
     state["scaler"].update()
 
 
 def scaled_and_clipped(state):
-    state["optimizer"].zero_grad()
-    with torch.autocast("cuda", torch.float16):
-        loss = loss_of(state)
-    state["scaler"].scale(loss).backward()
-    state["scaler"].unscale_(state["optimizer"])
-    everstep.clip_grad_norm_(state["model"].parameters(), 0.01)
-    state["scaler"].step(state["optimizer"])
-    state["scaler"].update()
+    scaled(state, clips=True)
 
 
 def in_closure(state):
@@ -98,20 +97,12 @@ def make(seed, train, options):
 @pytest.mark.parametrize("verify", ["rolling", "full"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
 def test_every_step_comes_back(store, train, verify, options):
-    state, expected = make(1, train, options), {}
-    with everstep.Checkpointer(
-        store, state, strategy=everstep.Log(base_every=100, verify=verify)
-    ) as saver:
-        for step in range(1, 16):
-            train(state)
-            saver.step(step)
-            expected[step] = state_bytes(state)
+    state = make(1, train, options)
+    expected = saved(store, state, partial(train, state), 15, **LOG, verify=verify)
     assert everstep.Store(store).manifest(15).previous is not None
     fresh = make(2, train, options)
+    check_steps(store, fresh, expected)
     with everstep.Checkpointer(store, fresh) as restorer:
-        for step in range(15, 0, -1):
-            assert restorer.restore(step) == step
-            assert state_bytes(fresh) == expected[step], step
         assert restorer.restore(7) == 7
         for step in range(8, 16):
             train(fresh)
@@ -126,18 +117,14 @@ def test_a_learning_rate_on_the_device_is_noted_as_it_was(store):
         state["optimizer"].param_groups[0]["lr"] = torch.tensor(1e-2, device="cuda")
         return state
 
-    state, expected = with_rate(1), {}
-    with everstep.Checkpointer(store, state, strategy=everstep.Log(base_every=100)) as saver:
-        for step in range(1, 10):
-            plain(state)
-            state["optimizer"].param_groups[0]["lr"].mul_(0.7)
-            saver.step(step)
-            expected[step] = state_bytes(state)
-    fresh = with_rate(2)
+    def train_and_decay():
+        plain(state)
+        state["optimizer"].param_groups[0]["lr"].mul_(0.7)
+
+    state, fresh = with_rate(1), with_rate(2)
+    expected = saved(store, state, train_and_decay, 9, **LOG)
+    check_steps(store, fresh, expected)
     with everstep.Checkpointer(store, fresh) as restorer:
-        for step in range(9, 0, -1):
-            assert restorer.restore(step) == step
-            assert state_bytes(fresh) == expected[step], step
         assert restorer.restore() == 9
         rates = [one["optimizer"].param_groups[0]["lr"] for one in (state, fresh)]
         assert rates[0].equal(rates[1])
@@ -149,24 +136,15 @@ def test_without_room_the_clipped_gradients_are_recorded(store, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
     monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
     assert not clipping.has_room([torch.zeros(1, device=device)])
-    state, expected = make(1, clipped, {"fused": True}), {}
-    with everstep.Checkpointer(store, state, strategy=everstep.Log(base_every=100)) as saver:
-        for step in range(1, 8):
-            clipped(state)
-            saver.step(step)
-            expected[step] = state_bytes(state)
+    state = make(1, clipped, {"fused": True})
+    expected = saved(store, state, partial(clipped, state), 7, **LOG)
     check_steps(store, make(2, clipped, {"fused": True}), expected)
 
 
 def test_a_replay_on_the_cpu_is_not_exact_and_no_damage(store):
     """As `materialize`, host catch-up and restore(only=) make them."""
     state = build(1, width=DATA[1], layers=2)
-    with everstep.Checkpointer(
-        store, state, strategy=everstep.Log(base_every=100, verify="full")
-    ) as saver:
-        for step in range(1, 6):
-            plain(state)
-            saver.step(step)
+    saved(store, state, partial(plain, state), 5, **LOG, verify="full")
     weight = state["model"][0].weight.detach()
     made = materialize(Disk(store), CheckpointName(5, 1))
     assert not made.exact

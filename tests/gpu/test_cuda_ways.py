@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from test_cuda import build, check_steps, state_bytes
+from test_cuda import build, check_steps, saved
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -53,15 +53,14 @@ def accumulated(state, data):
     "forward", [recomputed, autocast, accumulated], ids=lambda way: way.__name__
 )
 def test_every_step_comes_back(store, strategy, forward):
-    state, expected = build(0, width=256, fused=True), {}
-    with everstep.Checkpointer(store, state, **chosen(strategy=strategy)) as checkpointer:
-        for step in range(1, 10):
-            data = torch.randn(64, 256, device="cuda", requires_grad=True)
-            state["optimizer"].zero_grad()
-            functional.mse_loss(forward(state, data).float(), data.detach()).backward()
-            state["optimizer"].step()
-            checkpointer.step(step)
-            expected[step] = state_bytes(state)
+    def train():
+        data = torch.randn(64, 256, device="cuda", requires_grad=True)
+        state["optimizer"].zero_grad()
+        functional.mse_loss(forward(state, data).float(), data.detach()).backward()
+        state["optimizer"].step()
+
+    state = build(0, width=256, fused=True)
+    expected = saved(store, state, train, 9, strategy=strategy)
     check_steps(store, build(1, width=256, fused=True), expected)
 
 
@@ -74,16 +73,14 @@ def test_every_step_of_a_compiled_model_comes_back(store, strategy):
         model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), fused=True)}
 
-    state, expected = layers(0), {}
+    def train():
+        state["optimizer"].zero_grad()
+        compiled(torch.randn(64, 512, device="cuda")).square().mean().backward()
+        state["optimizer"].step()
+
+    state = layers(0)
     compiled = torch.compile(state["model"])
-    with everstep.Checkpointer(store, state, **chosen(strategy=strategy)) as checkpointer:
-        for step in range(1, 10):
-            state["optimizer"].zero_grad()
-            compiled(torch.randn(64, 512, device="cuda")).square().mean().backward()
-            state["optimizer"].step()
-            checkpointer.step(step)
-            expected[step] = state_bytes(state)
-    check_steps(store, layers(1), expected)
+    check_steps(store, layers(1), saved(store, state, train, 9, strategy=strategy))
 
 
 @pytest.mark.slow

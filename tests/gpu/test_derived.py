@@ -1,11 +1,13 @@
 """Derived parts on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
-from test_cuda import build, state_bytes, train
+from test_cuda import build, check_steps, saved, state_bytes, train
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import everstep
+from comparing import kinds
 
 
 def averaged(seed, **options):
@@ -24,21 +26,10 @@ def all_bytes(state):
 
 @pytest.mark.parametrize("verify", ["rolling", "full"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
-def test_an_average_follows_at_the_replay(tmp_path, options, verify):
+def test_an_average_follows_at_the_replay(store, options, verify):
     state, derive = averaged(0, **options)
-    expected = {}
-    with everstep.Checkpointer(
-        tmp_path / "run", state, derive=derive, strategy=everstep.Log(verify=verify)
-    ) as checkpointer:
-        for step in range(1, 7):
-            train(state)
-            checkpointer.step(step)
-            expected[step] = all_bytes(state)
-    store = everstep.Store(tmp_path / "run")
-    manifests = [store.manifest(step) for step in range(1, 7)]
-    assert [manifest.previous is None for manifest in manifests] == [True] + [False] * 5
+    log = {"strategy": "log", "verify": verify, "derive": derive}
+    expected = saved(store, state, partial(train, state), 6, all_bytes, **log)
+    assert kinds(store) == "brrrrr"
     fresh, derive = averaged(1, **options)
-    with everstep.Checkpointer(tmp_path / "run", fresh, derive=derive) as checkpointer:
-        for step in range(6, 0, -1):
-            assert checkpointer.restore(step) == step
-            assert all_bytes(fresh) == expected[step], step
+    check_steps(store, fresh, expected, all_bytes, derive=derive)
