@@ -27,25 +27,22 @@ def test_no_optimizer(store):
         logged(store, {"model": nn.Linear(2, 2)})
 
 
-def test_a_name_that_begins_with_the_records_prefix(store):
+@pytest.mark.parametrize(
+    ("model", "optimizer", "saved"),
+    [("@model", "optimizer", None), ("model", "@0", "bbbbbbbb")],
+)
+def test_names_that_begin_as_a_records_do(store, model, optimizer, saved):
+    """Where its own tensors have that name, parts could not be told from them, nor restored
+    alone."""
+
     def make(seed):
         state = build(seed)
-        return {"@model": state["model"], "optimizer": state["optimizer"]}
+        return {model: state["model"], optimizer: state["optimizer"]}
 
     def step(state, _):
-        train({"model": state["@model"], "optimizer": state["optimizer"]})
+        train({"model": state[model], "optimizer": state[optimizer]})
 
-    check_run(store, make, step)
-
-
-def test_a_name_that_a_records_tensors_have(store):
-    """Its parts could not be told from the record's, nor restored alone."""
-
-    def make(seed):
-        state = build(seed)
-        return {"model": state["model"], "@0": state["optimizer"]}
-
-    check_run(store, make, lambda state, _: train({**state, "optimizer": state["@0"]}), "bbbbbbbb")
+    check_run(store, make, step, saved)
 
 
 def test_a_class_of_the_program_that_was_started_and_is_imported_now(store, monkeypatch):
@@ -154,7 +151,9 @@ def test_a_tensor_that_goes(store, kind):
     check_run(store, make, step)
 
 
-def test_a_learning_rate_that_is_a_tensor_at_first(store):
+def test_hyperparameters_of_other_kinds_and_names(store):
+    """A learning rate is a tensor at first; a note comes and goes."""
+
     def make(seed):
         state = build(seed)
         state["optimizer"].param_groups[0]["lr"] = torch.tensor(0.01)
@@ -162,21 +161,15 @@ def test_a_learning_rate_that_is_a_tensor_at_first(store):
 
     def step(state, number):
         train(state)
-        if number == 4:
-            state["optimizer"].param_groups[0]["lr"] = 0.02
+        group = state["optimizer"].param_groups[0]
+        if number == 3:
+            group["note"] = 1
+        elif number == 4:
+            group["lr"] = 0.02
+        elif number == 5:
+            del group["note"]
 
     check_run(store, make, step)
-
-
-def test_a_hyperparameter_that_goes(store):
-    def step(state, number):
-        train(state)
-        if number == 3:
-            state["optimizer"].param_groups[0]["note"] = 1
-        if number == 5:
-            del state["optimizer"].param_groups[0]["note"]
-
-    check_run(store, build, step)
 
 
 def test_a_hyperparameter_that_cannot_be_stored(store):

@@ -7,6 +7,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import logs
 import pytest
 import torch
 from runs import check_same, check_steps, checkpointer, freeze, restore, snapshot, supervised
@@ -108,36 +109,18 @@ def slow_copy(monkeypatch):
     return gate
 
 
-def in_place(weight, state):
-    with torch.no_grad():
-        weight.add_(1.0)
-
-
-def through_data(weight, state):
-    weight.data.fill_(7.0)
-
-
-def through_numpy(weight, state):
-    weight.detach().numpy()[:] = 7.0
-
-
-def through_a_view(weight, state):
-    weight.detach().view(-1)[:] = 7.0
-
-
-def clear_moments(weight, state):
-    state["optimizer"].state[weight]["exp_avg"].zero_()
-
-
-WRITES = [in_place, through_data, through_numpy, through_a_view, clear_moments]
+WRITES = {
+    **{name: logs.WRITES[name] for name in ("in place", "data", "numpy")},
+    "a view": lambda weight: weight.detach().view(-1).fill_(7.0),
+}
 
 
 @pytest.mark.parametrize(
     ("write", "seen_by"),
     [
-        *((write, "keeper") for write in WRITES),
-        *((write, "update") for write in (in_place, clear_moments)),
-        *slow(*((write, "update") for write in (through_data, through_numpy, through_a_view))),
+        *((write, "keeper") for write in (*WRITES, "moments")),
+        *((write, "update") for write in ("in place", "moments")),
+        *slow(*((write, "update") for write in ("data", "numpy", "a view"))),
     ],
 )
 def test_a_write_during_the_capture_is_noticed(store, slow_copy, write, seen_by):
@@ -145,23 +128,31 @@ def test_a_write_during_the_capture_is_noticed(store, slow_copy, write, seen_by)
     state = build(1)
     weight = state["model"][1].weight
     supervised(state)
+
+    @torch.no_grad()
+    def change():
+        if write == "moments":
+            state["optimizer"].state[weight]["exp_avg"].zero_()
+        else:
+            WRITES[write](weight)
+
     with checkpointer(store, state, strategy="full") as saver:
         saver.step(1).wait("local")
         supervised(state)
         slow_copy.clear()
         handle = saver.step(2)
-        write(weight, state)
+        change()
         slow_copy.set()
         if seen_by == "update":
             supervised(state)
-        name = "optimizer.model.1.weight.exp_avg" if write is clear_moments else "model.1.weight"
+        name = "optimizer.model.1.weight.exp_avg" if write == "moments" else "model.1.weight"
         with pytest.raises(Unsupported, match=r"wait\('captured'\) before you do") as caught:
             handle.wait("local")
         assert f"saving step 2: {name!r} changed while the copy was being made" in str(caught.value)
         supervised(state)
         handle = saver.step(3)
         handle.wait("captured")
-        write(weight, state)  # now it may be
+        change()  # now it may be
         handle.wait("local")
         saver.step(4)
     assert Store(store).steps() == [1, 3, 4]
