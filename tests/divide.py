@@ -23,6 +23,17 @@ from stores import image_of, write_packs
 PARTS = 3
 
 
+def halves(box, dim, at):
+    """A box in two, along a dim, the first of which has a length of `at`."""
+    found = []
+    for start, length in ((0, at), (at, box.lengths[dim] - at)):
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        offsets[dim] += start
+        lengths[dim] = length
+        found.append(Box(tuple(offsets), tuple(lengths)))
+    return found
+
+
 def random_boxes(shape, seed):
     """A tensor in up to eight boxes: cut along its dims, or in ranges of its elements."""
     generator = random.Random(seed)
@@ -40,12 +51,7 @@ def random_boxes(shape, seed):
             found.append(box)
             continue
         dim = generator.choice(dims)
-        at = generator.randrange(1, box.lengths[dim])
-        for start, length in ((0, at), (at, box.lengths[dim] - at)):
-            offsets, lengths = list(box.offsets), list(box.lengths)
-            offsets[dim] += start
-            lengths[dim] = length
-            found.append(Box(tuple(offsets), tuple(lengths)))
+        found += halves(box, dim, generator.randrange(1, box.lengths[dim]))
     return found
 
 

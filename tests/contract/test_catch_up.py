@@ -3,12 +3,12 @@
 import pytest
 import torch
 from keepers import ended, until
-from runs import check_same, check_steps, checkpointer, end_keeper, logged, restore, snapshot
+from runs import check_same, check_steps, end_keeper, logged, snapshot
 from torch import nn
-from wholes import advance, build, fill, same, tensors_of, train, whole_steps, workers_of
+from wholes import advance, build, fill, same, tensors_of, train, whole_steps
 
 import everstep
-from everstep import Checkpointer, Keep, Store, Unsupported
+from everstep import Keep, Store, Unsupported
 from everstep.restore.materialize import materialize
 from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
@@ -113,12 +113,6 @@ def test_going_on_after_a_restore_from_what_was_made_whole(store):
     assert Store(store).verify().ok
 
 
-def test_arguments(store):
-    for wrong in (0, -1, 2.0, True, "3"):
-        with pytest.raises(ValueError, match="catch_up must be"):
-            Checkpointer(store, build(1), strategy=everstep.Log(catch_up=wrong))
-
-
 def test_the_settings_of_then_are_adopted(store):
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -172,15 +166,3 @@ def test_reading_a_log_names_the_nearest_whole_states(store, whole, step, neares
         f"which Checkpointer.restore replays. Make it whole with: everstep materialize {store} "
         f"{step}. Whole states nearest to it: {nearest}"
     )
-
-
-def test_full_and_auto_take_the_argument(store, other_store):
-    for path, strategy in ((store, "full"), (other_store, "auto")):
-        state = build(1)
-        with checkpointer(path, state, strategy=strategy, catch_up=2) as saver:
-            for step in range(1, 5):
-                train(state)
-                saver.step(step)
-            saver.wait()
-            assert not workers_of(saver._client.keeper_pid)
-        assert restore(path, build(2)) == 4

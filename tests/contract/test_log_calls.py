@@ -221,24 +221,6 @@ def test_two_checkpointers_with_logs_on_one_optimizer(store, other_store, clip):
         check_steps(path, build(2), frozen)
 
 
-def test_a_users_hook_between_two_checkpointers(store, other_store):
-    """It may change gradients after one of them has noted them."""
-    state, frozen = build(1), {}
-    with logged(store, state) as one, logged(other_store, state) as two:
-        for step in range(1, 9):
-            if step == 4:
-                state["optimizer"].register_step_pre_hook(halve)
-            train(state)
-            one.step(step)
-            if step == 5:
-                state["optimizer"].register_step_pre_hook(replace_gradients)
-            two.step(step)
-            frozen[step] = snapshot(state)
-    for path in (store, other_store):
-        assert kinds(path).startswith("brrb")
-        check_steps(path, build(2), frozen)
-
-
 def test_hooks_of_a_closed_checkpointer_are_gone(store, other_store):
     state = build(1)
     with logged(store, state) as one:

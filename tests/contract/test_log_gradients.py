@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import everstep
 import forked
 from choices import chosen
-from everstep import Unsupported
+from everstep import Store, Unsupported
 from everstep.capture.copier import Copier
 from everstep.redo.recorder import Recorder
 from everstep.restore.materialize import materialize
@@ -248,6 +248,29 @@ def test_gradients_of_another_dtype(store):
 
     check_run(store, make, step, "brrrrrrr")
     assert materialize(Disk(store), CheckpointName(8, 1)).exact
+
+
+def test_gradients_of_before_clipping_take_fewer_bytes(stores):
+    """Where they have the bits of bfloat16."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(160, 160)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    def step(state, _):
+        state["optimizer"].zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = state["model"](torch.randn(8, 160)).square().sum()
+        loss.backward()
+        everstep.clip_grad_norm_(state["model"].parameters(), 0.5)
+        state["optimizer"].step()
+
+    sizes = []
+    for pre_clip in (False, True):
+        check_run(stores(pre_clip), make, step, "br", steps=2, pre_clip=pre_clip)
+        sizes.append(Store(stores(pre_clip)).manifest(2).size)
+    assert sizes[1] < 0.8 * sizes[0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from runs import check_same, check_steps, checkpointer, freeze, restore, snapshot, supervised
 from torch import nn
 
-from everstep import Checkpointer, Conflict, EverstepError, Missing, Store, Unsupported
+from everstep import Checkpointer, EverstepError, Missing, Store, Unsupported
 from everstep.capture import copier
 from everstep.capture.copies import Batch
 from examples import slow
@@ -26,32 +26,6 @@ def build(seed, width=6):
 
 
 # ---- two trainers ----------------------------------------------------------------------------
-
-
-def test_two_trainers_in_one_process(store):
-    old, new = build(1), build(2)
-    first = checkpointer(store, old)
-    for step in (1, 2):
-        supervised(old)
-        first.step(step).wait("local")
-    with checkpointer(store, new) as second:
-        assert second.restore() == 2
-        supervised(new)
-        second.step(3).wait("local")
-        for step in (3, 4):
-            supervised(old)
-            with pytest.raises(Conflict, match="epoch 2 has started since"):
-                first.step(step).wait("local")
-        supervised(new)
-        second.step(4).wait("local")
-        frozen = freeze(new)
-    with pytest.raises(Conflict):
-        first.close()
-    assert first.metrics.failures == 2
-    assert Store(store).steps() == [1, 2, 3, 4]
-    assert [Store(store).manifest(step).epoch for step in (1, 2, 3, 4)] == [1, 1, 2, 2]
-    restore(store, fresh := build(3))
-    check_same(freeze(fresh), frozen)
 
 
 # ---- going back ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from jobs import trains
 
 import everstep.checkpointer
 from comparing import check_equal
-from everstep import Conflict, Store, Unavailable, Unsupported
+from everstep import Store, Unavailable, Unsupported
 from examples import slow
 from processes import stopped, until
 from stores import end_keeper, keeper_pid
@@ -191,24 +191,3 @@ def tears(store):
 def test_a_copy_torn_on_one_rank_is_saved_by_none(gang, store):
     gang.run(tears, store)
     assert Store(store).steps() == [1, 3]
-
-
-def is_replaced(store):
-    """Another run of the same ranks goes on in the store."""
-    job = zoo.build(LAYOUT, RECIPE)
-    with opened(job, store) as other:
-        job.train(1)
-        other.step(1).wait("local")
-        with opened(job, store) as saver:
-            assert saver.restore() == 1
-            job.train(2)
-            saver.step(2).wait("local")
-            with pytest.raises(Conflict):
-                other.step(2).wait("local")
-        other._saves.newest = None
-
-
-@pytest.mark.slow
-def test_two_runs_on_one_store(gang, store):
-    gang.run(is_replaced, store)
-    assert Store(store).steps() == [1, 2]

@@ -4,6 +4,7 @@ import math
 
 from hypothesis import strategies as st
 
+from divide import halves
 from everstep.format.boxes import Box
 
 
@@ -37,10 +38,5 @@ def partitions(draw, shape, cuts=12):
             found.append(box)
             continue
         dim = draw(st.sampled_from(dims))
-        at = draw(st.integers(1, box.lengths[dim] - 1))
-        low, high = list(box.lengths), list(box.lengths)
-        low[dim], high[dim] = at, box.lengths[dim] - at
-        offsets = list(box.offsets)
-        offsets[dim] += at
-        found += [Box(box.offsets, tuple(low)), Box(tuple(offsets), tuple(high))]
+        found += halves(box, dim, draw(st.integers(1, box.lengths[dim] - 1)))
     return draw(st.permutations(found))

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from partitions import boxes_in
 
+from divide import halves
 from everstep import Mismatch, Unsupported
 from everstep.format import packs
 from everstep.format.boxes import Box
@@ -37,13 +38,7 @@ def partitions(draw, shape: tuple[int, ...], cuts_max: int = 5) -> list[Box]:
     for _ in range(draw(st.integers(0, cuts_max)) if shape else 0):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(0, box.lengths[dim]))
-        rest = list(box.lengths)
-        rest[dim], left = box.lengths[dim] - at, at
-        lengths, offsets = list(box.lengths), list(box.offsets)
-        lengths[dim] = left
-        offsets[dim] += at
-        for piece in (Box(box.offsets, tuple(lengths)), Box(tuple(offsets), tuple(rest))):
+        for piece in halves(box, dim, draw(st.integers(0, box.lengths[dim]))):
             if piece not in boxes:
                 boxes.append(piece)
     return boxes
