@@ -13,8 +13,8 @@ from everstep.keeper.arena import SlotState
 from everstep.keeper.job import ALL, Arrival
 from everstep.tiers.files import EXTENT_BYTES
 
-LARGE = (*stores.SMALL, stores.Spec("large", "float32", (6 * EXTENT_BYTES // 4,)))
-HALF = 3 * EXTENT_BYTES
+LARGE = (*stores.SMALL, stores.Spec("large", "float32", (3 * EXTENT_BYTES // 4,)))
+HALF = 3 * EXTENT_BYTES // 2
 
 
 def bytes_on_disk(store):
@@ -70,7 +70,7 @@ def test_what_is_torn_is_thrown_away(store, trainer):
 
 def test_a_death_before_the_end_leaves_what_was_there(store):
     script = f"""
-trainer.specs = [*trainer.specs, stores.Spec("large", "float32", ({6 * EXTENT_BYTES // 4},))]
+trainer.specs = [*trainer.specs, stores.Spec("large", "float32", ({3 * EXTENT_BYTES // 4},))]
 trainer.__init__({str(store)!r}, specs=trainer.specs)
 trainer.start().save(1)
 trainer.announce(2)

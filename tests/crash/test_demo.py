@@ -14,7 +14,7 @@ from everstep.cli.demo.report import Report, lost_max, make_report
 from everstep.cli.demo.table import show, verdict
 from everstep.cli.main import main
 
-STEPS, KILLS = 30, 3
+STEPS, KILLS = 30, 2
 
 
 _PARAMETERS = [
