@@ -156,7 +156,7 @@ def test_a_state_that_does_not_fit_is_left_alone(store):
     run_logged(store, build(1), train, steps=4)
     larger = build(2, torch.optim.SGD, momentum=0.9)
     larger["model"] = nn.Linear(6, 7)
-    for other, step, why in ((larger, None, "shape"), (build(2, torch.optim.Adam), 4, "AdamW")):
+    for other, step, why in ((larger, None, "differ"), (build(2, torch.optim.Adam), 4, "AdamW")):
         before = freeze(other)
         with checkpointer(store, other) as restorer, pytest.raises(Mismatch, match=why):
             restorer.restore(step)
