@@ -17,7 +17,6 @@ from benchmarks.bench import ALL, SECTIONS, Bench, chosen
 from benchmarks.machine import describe
 
 PLAIN_WIDTH = 170
-PICTURE = Path(__file__).parent.parent / "docs" / "bench.png"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -45,8 +44,6 @@ def main(words: Sequence[str] | None = None) -> int:
     show.show(report, console)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-    if args.plot:
-        show.draw(report, args.plot)
     return 1 if bench.failed else 0
 
 
@@ -72,7 +69,6 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     add("--simulate", action="store_true", help="only: what `spread` saves where copies are slow")
     add("--store-root", type=Path, default=Path("runs"), metavar="DIR", help="where stores go")
     add("--json", type=Path, metavar="FILE", help="write all samples and figures")
-    add("--plot", type=Path, nargs="?", const=PICTURE, metavar="FILE", help=f"({PICTURE.name})")
     args = parser.parse_args(words)
     args.onto = args.onto or args.ranks
     if (args.ranks > 1) != (args.onto > 1):

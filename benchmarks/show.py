@@ -1,8 +1,7 @@
-"""What a bench found: a report as data, its tables, and its picture."""
+"""What a bench found: a report as data, and its tables."""
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.bench import BASELINE, BEFORE, LOG, PLAIN, Bench, Contender
+from benchmarks.bench import BEFORE, Bench, Contender
 from benchmarks.figures import Samples, ratio, summary
 
 SCHEMA = 5
@@ -220,11 +219,6 @@ def cell(found: dict[str, Any] | None, form: str) -> str:
     return " … ".join(f"{scale * value:{sign}.{digits}f}" for value in row)
 
 
-def _when(settings: dict[str, Any]) -> str:
-    every = settings["every"]
-    return "every step" if every == 1 else f"every {every}th step"
-
-
 def _ratio_cells(found: dict[str, Any] | None) -> list[str]:
     if found is None:
         return ["", ""]
@@ -242,130 +236,3 @@ def _table(title: str, heads: Sequence[str]) -> Table:
 
 def _label(name: str, entry: dict[str, Any]) -> Text:
     return Text(entry["label"], "bold green" if name.startswith("everstep") else "")
-
-
-# The picture
-
-OURS, LOGS, PEERS, FLOOR, INK = "#0b6e63", "#63c5a4", "#7f8fa6", "#c9ced6", "#333333"
-PANELS: tuple[tuple[str, str, float, bool], ...] = (
-    ("slowdown of the loop (%)", "slowdown", 100, False),
-    ("the call (ms, log)", "call_s", 1000, True),
-    ("peak memory (MiB)", "memory_bytes", 2**-20, False),
-    ("bytes of a save (MB)", "bytes", 1e-6, False),
-    ("until finished, training beside it (s)", "finished_s", 1, False),
-    ("until durable, by itself (s)", "durable_s", 1, False),
-    ("restore, cold disk (s)", "restore_s", 1, False),
-)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Write the figures as a picture (PNG)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    entries = {
-        name: entry
-        for name, entry in report["contenders"].items()
-        if name != BASELINE.name and entry["figures"]
-    }
-    figure, grid = pyplot.subplots(2, 4, figsize=(18, 8), layout="constrained")
-    panels = [*grid.flatten()]
-    for panel, (title, name, scale, is_log) in zip(panels, PANELS, strict=False):
-        _draw_bars(panel, entries, title, name, scale, is_log)
-        if panel not in (panels[0], panels[4]):
-            panel.set_yticklabels([])
-    _draw_recovery(panels[7], report)
-    figure.suptitle(_title(report), fontsize=10, x=0.01, ha="left")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _draw_bars(
-    panel: Any, entries: dict[str, Any], title: str, name: str, scale: float, is_log: bool
-) -> None:
-    """One bar per contender, with a whisker over its interval."""
-    for row, (who, entry) in enumerate(entries.items()):
-        found = entry["figures"].get(name)
-        if found is None:
-            continue
-        middle, (low, high) = scale * found["median"], (scale * v for v in found["interval"])
-        panel.barh(row, middle, color=_colour(who), height=0.62)
-        whisker = [[max(0, middle - low)], [max(0, high - middle)]]
-        panel.errorbar(middle, row, xerr=whisker, color=INK, lw=1, capsize=2)
-        weight = "bold" if who.startswith("everstep") else "normal"
-        panel.annotate(
-            f"{middle:.3g}",
-            (max(middle, high), row),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            fontweight=weight,
-        )
-    if found := entries.get(PLAIN.name, {}).get("figures", {}).get(name):
-        panel.axvline(scale * found["median"], color=INK, lw=0.8, ls=":")
-    panel.set_yticks(range(len(entries)), [entry["label"] for entry in entries.values()])
-    panel.tick_params(axis="y", length=0, labelsize=9)
-    panel.set_ylim(len(entries) - 0.5, -0.5)
-    if is_log:
-        panel.set_xscale("log")
-    panel.margins(x=0.18)
-    _dress(panel, title)
-    panel.spines["left"].set_visible(False)
-
-
-def _draw_recovery(panel: Any, report: Report) -> None:
-    """Restores of a log by the number of records, below the line that they should keep to."""
-    for name in report["recovery"]:
-        figures = report["contenders"][name]["figures"]
-        counts = [0, *report["settings"]["records"]]
-        rows = [figures[f"recover_{count}_s"] for count in counts]
-        middle = [row["median"] for row in rows]
-        whiskers = [
-            [m - row["interval"][0] for m, row in zip(middle, rows, strict=True)],
-            [row["interval"][1] - m for m, row in zip(middle, rows, strict=True)],
-        ]
-        bounds = [middle[0], *(figures[f"bound_{count}_s"]["median"] for count in counts[1:])]
-        label = report["contenders"][name]["label"]
-        colour = _colour(name)
-        panel.errorbar(counts, middle, whiskers, fmt="o-", color=colour, capsize=2, label=label)
-        panel.plot(counts, bounds, ":", color=INK, lw=1.2, label="base, plain reads, updates")
-    if not report["recovery"]:
-        panel.set_visible(False)
-        return
-    panel.set_xlim(0)
-    panel.set_ylim(0)
-    panel.set_xlabel("records after the base", fontsize=9)
-    panel.legend(frameon=False, fontsize=8, loc="upper left")
-    _dress(panel, "restore of a log (s)")
-
-
-def _dress(panel: Any, title: str) -> None:
-    panel.set_title(title, fontsize=10, loc="left")
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="x", color="#eeeeee")
-    panel.set_axisbelow(True)
-
-
-def _colour(name: str) -> str:
-    if name.endswith(BEFORE):
-        return "#d7a15a"
-    if name.startswith(LOG.name):
-        return LOGS
-    if name.startswith("everstep"):
-        return OURS
-    return FLOOR if name == PLAIN.name else PEERS
-
-
-def _title(report: Report) -> str:
-    machine, settings = report["machine"], report["settings"]
-    sizes = [entry["figures"].get("state_bytes") for entry in report["contenders"].values()]
-    size = max((found["median"] for found in sizes if found), default=0) / 1e6
-    return (
-        f"everstep beside its peers: {size:.3g} MB of state, a save at {_when(settings)}, medians "
-        f"of {settings['rounds']} rounds, whiskers: where 19 of 20 such benches lie. "
-        f"Dotted: plain I/O\n{machine['processor']}; {machine['file system']}; "
-        f"torch {machine['torch']}"
-    )

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from hooked import Net, build, one_rank, said, train
+from hooked import Net, build, one_rank, train
 from runs import check_same, check_steps, checkpointer, freeze, restore, run_logged
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -62,15 +62,6 @@ def test_topk_owes_what_it_does_not_send(dtype):
         assert residual.dtype == owed.dtype
         assert torch.equal(residual, owed.flatten())
         owed = owed.float()
-
-
-def test_topk_without_feedback_has_no_memory(store):
-    options = {"density": 0.05, "error_feedback": False}
-    frozen = run_logged(store, build("topk", options=options), train, steps=7)
-    assert said(store, 7)
-    fresh = build("topk", 2, options=options)
-    check_steps(store, fresh, frozen)
-    assert not fresh["compression"].state_dict()["tensors"]["residual"]
 
 
 def test_topk_forgets_what_is_not_finite():

@@ -95,24 +95,6 @@ def test_another_rule_is_found_out(store, caplog):
     assert "Its rule is another one now" in caplog.text
 
 
-def test_a_rule_that_depends_on_something_that_no_state_has(store):
-    def make(state):
-        ema, calls = averaged(state), []
-
-        def rule(step):
-            calls.append(step)
-            return len(calls) % 3 or ema["ema"](step)
-
-        return {"ema": rule}
-
-    run(store, make)
-    fresh, rules = build(2, make)
-    with checkpointer(store, fresh, derive=rules) as restorer:
-        assert restorer.restore(1) == 1
-        with pytest.raises(Corrupt, match="depends on something beside"):
-            restorer.restore(9)
-
-
 def test_a_tensor_that_the_rule_loses_at_the_replay(store):
     run(store, by_hand)
     fresh, rules = build(2, by_hand)

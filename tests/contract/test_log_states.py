@@ -61,32 +61,6 @@ def test_a_class_of_the_program_that_was_started_and_is_imported_now(store, monk
         restorer.restore(4)
 
 
-class Twice:
-    """One tensor under two keys."""
-
-    def __init__(self):
-        self.sum = self.total = torch.zeros(3)
-
-    def state_dict(self):
-        return {"sum": self.sum, "total": self.total}
-
-    def load_state_dict(self, state):
-        self.sum, self.total = state["sum"], state["total"]
-
-
-@pytest.mark.parametrize("strategy", ["full", "log"])
-def test_a_tensor_that_an_object_has_twice(store, strategy):
-    state, fresh = build(1) | {"twice": Twice()}, build(2) | {"twice": Twice()}
-    with checkpointer(store, state, strategy=strategy) as saver:
-        for step in range(1, 4):
-            train(state)
-            state["twice"].sum += step
-            saver.step(step)
-    assert restore(store, fresh) == 3
-    fresh["twice"].sum += 1
-    assert fresh["twice"].total.tolist() == [7, 7, 7]
-
-
 class Holder:
     """Its state_dict names a parameter of somebody else."""
 
