@@ -1,6 +1,8 @@
 """Accelerate: loaders in every form, and a whole run."""
 
+import gc
 import itertools
+import time
 import warnings
 from importlib.util import find_spec
 
@@ -192,6 +194,20 @@ def _check_loader(store, build):
             assert loader.iteration == step // epoch
             found = [each for _ in range(loader.iteration, 3) for each in drawn(loader)]
         assert found == expected[step:], step
+
+
+def test_workers_of_a_forgotten_loader_are_not_waited_for():
+    """In garbage torch's queues go first, so that workers hear of their end after 5 s, and are
+    waited for one after the other."""
+    from everstep.integrations.loaders import LoaderPosition
+
+    loader = torch.utils.data.DataLoader(torch.arange(4), num_workers=3, persistent_workers=True)
+    position = LoaderPosition(loader)
+    list(loader)
+    del loader, position
+    began = time.monotonic()
+    gc.collect()
+    assert time.monotonic() - began < 10  # not 15
 
 
 @pytest.mark.filterwarnings("ignore")

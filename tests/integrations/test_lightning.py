@@ -134,9 +134,9 @@ def _gan(trace, toggles=True):
     return Gan()
 
 
-def _train(store, trace, make, train, val, monitor="val_loss", **options):
+def _train(store, trace, make, train, val, monitor="val_loss", averages=False, **options):
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
     from everstep.integrations.lightning import EverstepCallback
 
@@ -149,6 +149,8 @@ def _train(store, trace, make, train, val, monitor="val_loss", **options):
         patience = 50 if monitor == "val_loss" else 1
         watching = [EarlyStopping(monitor, patience=patience), ModelCheckpoint(monitor="val_loss")]
 
+    averaging = [EMAWeightAveraging(decay=0.7)] if averages else []
+
     class Resumed(pl.Callback):
         def on_fit_start(self, trainer, module):
             trainer.noted = trainer.global_step
@@ -157,7 +159,7 @@ def _train(store, trace, make, train, val, monitor="val_loss", **options):
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=EPOCHS,
-        callbacks=[*watching, *callbacks, Resumed()],
+        callbacks=[*watching, *averaging, *callbacks, Resumed()],
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=val is not None,
@@ -181,6 +183,7 @@ def _train(store, trace, make, train, val, monitor="val_loss", **options):
         loops={name: each for name, each in loop.state_dict().items() if "progress" in name},
         steps=(trainer.global_step, trainer.current_epoch, loop.epoch_loop._batches_that_stepped),
         callbacks=kept,
+        averages=[each._average_model for each in averaging],
         draw=draw,
     )
 
@@ -220,6 +223,17 @@ def gan(store, trace):
     _train(store, trace, _gan, loader, None)
 
 
+def averaged(store, trace):
+    """Validations between two updates put the average in the place of the weights."""
+
+    def loader():
+        return torch.utils.data.DataLoader(Noisy(noise=False), batch_size=4, shuffle=True)
+
+    val = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=16)
+    options = {"val_check_interval": 1, "accumulate_grad_batches": 2, "averages": True}
+    _train(store, trace, _automatic, loader, val, **options)
+
+
 def shared(store, trace):
     """The first network's backward adds to gradients of the second one, which are being copied."""
 
@@ -241,6 +255,7 @@ CASES = {
     "stateful": (stateful, 24, 8),
     "stopped": (stopped, 16, 8),
     "gan": (gan, 48, 16),
+    "averaged": (averaged, 12, 4),
     "shared": (shared, 48, 16),
     "streamed": (streamed, 48, 16),
 }
@@ -258,7 +273,7 @@ def test_run(tmp_path, name, kills):
         epoch=epoch,
         kills=kills,
         seed=random_seed(),
-        losses_per_save=1 if run in (automatic, stateful, stopped) else 2,  # of two networks
+        losses_per_save=max(1, epoch // BATCHES),  # of two networks
     )
 
 
@@ -319,6 +334,20 @@ def test_what_reads_ahead_is_refused(store):
     trainer = pl.Trainer(accelerator="cpu", callbacks=[EverstepCallback(store)], logger=False)
     with pytest.raises(everstep.Unsupported, match="reads ahead"):
         trainer.fit(Ahead(), torch.utils.data.DataLoader(Noisy(noise=False)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_way_of_averaging_is_refused(store):
+    import lightning.pytorch as pl
+
+    from everstep.integrations.lightning import EverstepCallback
+
+    averaging = pl.callbacks.StochasticWeightAveraging(0.1)
+    trainer = pl.Trainer(
+        accelerator="cpu", callbacks=[EverstepCallback(store), averaging], logger=False
+    )
+    with pytest.raises(everstep.Unsupported, match="Take WeightAveraging"):
+        trainer.fit(_gan(None), torch.utils.data.DataLoader(Noisy(noise=False)))
 
 
 def ends_by_sigterm(store, notes):

@@ -8,11 +8,12 @@ A step, counted as `trainer.global_step`, is saved after its logging, validation
 last of an epoch after those of the epoch: so a kill skips none of them. What comes back: loops and
 their counters, the position in the data (torch's DataLoaders and StatefulDataLoaders, any number of
 workers), states of callbacks, of the data module and of the module's own on_save_checkpoint(),
-running means of what was logged, torchmetrics. Not exact: what everstep.integrations.loaders tells;
-names of files that ModelCheckpoint had written before the kill, and writes again ("-v1"); the time
-of val_check_interval. Tested with lightning 2.6.6, on one device.
+averages of weights, running means of what was logged, torchmetrics. Not exact: what
+everstep.integrations.loaders tells; names of files that ModelCheckpoint had written before the
+kill, and writes again ("-v1"); the time of val_check_interval. Tested with lightning 2.6.6.
 """
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -21,13 +22,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from everstep import Checkpointer, Unsupported
+from everstep import Checkpointer, EverstepError, Unsupported
 from everstep.integrations.lightning_state import TrainerState
 from everstep.integrations.loaders import LoaderPosition
 
@@ -52,6 +54,11 @@ class EverstepCallback(pl.Callback):  # type: ignore[misc]
                 "training with everstep: with overfit_batches or reload_dataloaders_every_n_epochs "
                 "the loader is another one than before. Leave them out"
             )
+        if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+            raise Unsupported(
+                "training with everstep: StochasticWeightAveraging makes a scheduler and an epoch "
+                "of its own in mid-training. Take WeightAveraging, whose average comes along"
+            )
         if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
             raise Unsupported(
                 "training with everstep: training_step(dataloader_iter) reads ahead, nobody knows "
@@ -63,6 +70,9 @@ class EverstepCallback(pl.Callback):  # type: ignore[misc]
         state["scheduler"] = [config.scheduler for config in schedulers]
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             state["scaler"] = scaler
+        self._averaging = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
+        if self._averaging:
+            state["average"] = [each._average_model for each in self._averaging]
         state["trainer"] = TrainerState(trainer, self)
         self._checkpointer = Checkpointer(self._store, state | self._also, **self._options)
         self._saved = self._checkpointer.restore()
@@ -77,6 +87,14 @@ class EverstepCallback(pl.Callback):  # type: ignore[misc]
             trainer.num_sanity_val_steps = 0
             if trainer.fit_loop.done:  # else an iterator would be made, and draw
                 trainer.limit_train_batches = 0
+                for each in self._averaging:
+                    each.on_train_end(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the copies of weights in whose place an average comes."""
+        if self._checkpointer and self._averaging:
+            with contextlib.suppress(EverstepError):  # told already
+                self._checkpointer.wait("captured")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait until all is durable, before tensors are moved."""
@@ -96,11 +114,8 @@ class EverstepCallback(pl.Callback):  # type: ignore[misc]
         """No hook of a callback is called when a step or an epoch is over: after plateau
         schedulers, and before the next batch is loaded."""
         epoch_loop = fit.epoch_loop
-        step_ends, epoch_ends, begins = (
-            epoch_loop.on_advance_end,
-            fit.on_advance_end,
-            epoch_loop.reset,
-        )
+        step_ends, epoch_ends = epoch_loop.on_advance_end, fit.on_advance_end
+        begins = epoch_loop.reset
 
         def on_step(fetcher: Any) -> None:
             self._after(fit, lambda: step_ends(fetcher), lambda: not epoch_loop.done)
@@ -110,6 +125,7 @@ class EverstepCallback(pl.Callback):  # type: ignore[misc]
                 if isinstance(loader, LoaderPosition):  # which is asked for no more
                     loader.is_at_end = True
             self._after(fit, epoch_ends, lambda: True)
+            self.on_validation_start(None, None)  # training may be over
 
         def reset() -> None:
             with warnings.catch_warnings():
@@ -118,11 +134,8 @@ class EverstepCallback(pl.Callback):  # type: ignore[misc]
             # The validation of a saved step is over, and schedulers go on as ever.
             fit._restarting = epoch_loop._restarting = False
 
-        self._undo = [
-            (epoch_loop, "on_advance_end"),
-            (fit, "on_advance_end"),
-            (epoch_loop, "reset"),
-        ]
+        self._undo = [(fit, "on_advance_end")]
+        self._undo += [(epoch_loop, name) for name in ("on_advance_end", "reset")]
         epoch_loop.on_advance_end, fit.on_advance_end, epoch_loop.reset = on_step, on_epoch, reset
 
     def _after(self, fit: Any, end: Callable[[], None], is_over: Callable[[], bool]) -> None:

@@ -3,7 +3,6 @@ far: running means of this epoch, and states of torchmetrics, too, which Lightni
 have not."""
 
 import builtins
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +24,8 @@ class TrainerState:
 
     def __init__(self, trainer: Any, own: Any) -> None:
         self._trainer = trainer
+        modules = trainer.lightning_module.named_modules()
+        self._metrics = {name: each for name, each in modules if isinstance(each, Metric)}
         self._callbacks = [each for each in trainer.callbacks if each is not own]
 
     def state_dict(self) -> dict[str, Any]:
@@ -32,10 +33,8 @@ class TrainerState:
         trainer, extra = self._trainer, dict[str, Any]()
         trainer.lightning_module.on_save_checkpoint(extra)
         fit = trainer.fit_loop
-        loaders, fit._combined_loader = (
-            fit._combined_loader,
-            None,
-        )  # whose state is a part by itself
+        # The loaders' state is a part by itself.
+        loaders, fit._combined_loader = fit._combined_loader, None
         loops = fit.state_dict()
         fit._combined_loader = loaders
         data = trainer.datamodule
@@ -45,7 +44,7 @@ class TrainerState:
             "callbacks": {each.state_key: each.state_dict() for each in self._callbacks},
             "module": extra,
             "data": data.state_dict() if data is not None else {},
-            "logged": _logged(trainer),
+            "logged": _logged(trainer, self._metrics),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -65,7 +64,7 @@ class TrainerState:
         trainer.lightning_module.on_load_checkpoint(state["module"])
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(state["data"])
-        _put_logged(trainer, state["logged"])
+        _put_logged(trainer, self._metrics, state["logged"])
 
 
 def _load(callback: Any, state: dict[str, Any]) -> None:
@@ -74,29 +73,23 @@ def _load(callback: Any, state: dict[str, Any]) -> None:
         vars(callback).update({name: state[name] for name in state if name != "dirpath"})
 
 
-def _logged(trainer: Any) -> dict[str, Any]:
+def _logged(trainer: Any, metrics: dict[str, Any]) -> dict[str, Any]:
     """All of it, as plain values and tensors."""
     results = trainer.fit_loop.epoch_loop._results
     return {
         "shown": {name: getattr(trainer._logger_connector, name) for name in _SHOWN},
         "running": {key: _running(each) for key, each in results.items()},
-        "metrics": {name: _metric(each) for name, each in _metrics(trainer)},
+        "metrics": {name: _metric(each) for name, each in metrics.items()},
     }
 
 
-def _put_logged(trainer: Any, state: dict[str, Any]) -> None:
+def _put_logged(trainer: Any, metrics: dict[str, Any], state: dict[str, Any]) -> None:
     """Put it back."""
     vars(trainer._logger_connector).update(state["shown"])
-    for name, metric in _metrics(trainer):
+    for name, metric in metrics.items():
         vars(metric).update(state["metrics"].get(name, {}))
     for key, running in state["running"].items():
         trainer.fit_loop.epoch_loop._results[key] = _result(trainer, running)
-
-
-def _metrics(trainer: Any) -> Iterator[tuple[str, Any]]:
-    for name, module in trainer.lightning_module.named_modules():
-        if isinstance(module, Metric):
-            yield name, module
 
 
 def _metric(metric: Any) -> dict[str, Any]:
