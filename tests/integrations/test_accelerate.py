@@ -196,6 +196,7 @@ def _check_loader(store, build):
         assert found == expected[step:], step
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3")
 def test_workers_of_a_forgotten_loader_are_not_waited_for():
     """In garbage torch's queues go first, so that workers hear of their end after 5 s, and are
     waited for one after the other."""
