@@ -21,11 +21,13 @@ trained again, to the same loss), that none is missing, what end() was given (by
 bytes), and that each life went on where the one before it had come.
 """
 
+import ctypes
 import hashlib
 import multiprocessing
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +40,7 @@ import torch
 import forked
 from stores import end_keeper
 
+_DIES_WITH_ITS_PARENT = 1  # PR_SET_PDEATHSIG
 LIBRARIES = ("torchdata.stateful_dataloader", "transformers", "accelerate", "lightning.pytorch")
 Trains = Callable[[Path | None, "Trace"], None]
 
@@ -62,6 +65,7 @@ class Trace:
 
     def __init__(self, path: Path, kill_at: int | None = None, late: float = 0.0) -> None:
         """`kill_at`: the step after whose loss the process is killed, by `late` step times."""
+        self.path = path
         self._file = open(path, "a", buffering=1)  # noqa: SIM115  # as long as the process
         self._kill_at, self._late = kill_at, late
         self._last_loss_s = time.monotonic()
@@ -96,6 +100,40 @@ class Trace:
             os.kill(os.getpid(), signal.SIGKILL)
         self._killer = threading.Thread(target=kill, name="killer", daemon=True)
         self._killer.start()
+
+
+class _SecondTrace(Trace):
+    """What the second rank tells, beside the first one."""
+
+    def resumed(self, step: int) -> None:
+        """The first one says so."""
+
+    def note(self, what: str, step: int, value: Any) -> None:
+        """The same under a name of its own."""
+        super().note(f"{what} of the second rank", step, value)
+
+
+def trains_on_two_ranks(trains: Trains, store: Path | None, trace: Trace) -> None:
+    """`trains` as torchrun would call it, in this process and in one that ends with it."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+    os.environ |= address | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    other = multiprocessing.Process(target=_second_rank, args=(trains, store, trace.path))
+    other.start()
+    _rank(0, trains, store, trace)
+    other.join()
+    assert other.exitcode == 0, "the second rank failed"
+
+
+def _second_rank(trains: Trains, store: Path | None, path: Path) -> None:
+    ctypes.CDLL(None).prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL)
+    _rank(1, trains, store, _SecondTrace(path))
+
+
+def _rank(rank: int, trains: Trains, store: Path | None, trace: Trace) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    trains(store, trace)
+    torch.distributed.destroy_process_group()
 
 
 def check_resumes(

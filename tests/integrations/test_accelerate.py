@@ -1,5 +1,6 @@
 """Accelerate: loaders in every form, and a whole run."""
 
+import functools
 import gc
 import itertools
 import time
@@ -8,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from harness import check_resumes, random_seed
+from harness import check_resumes, random_seed, trains_on_two_ranks
 from torch import nn
 
 import everstep
@@ -112,6 +113,12 @@ def _train(store, trace, accelerator, state, model, optimizer, loader, scheduler
 def test_run(tmp_path, run, kills):
     steps = EPOCHS * PER_EPOCH
     check_resumes(run, tmp_path, steps=steps, epoch=PER_EPOCH, kills=kills, seed=random_seed())
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_two_ranks(tmp_path, kills):
+    run, steps = functools.partial(trains_on_two_ranks, trains), EPOCHS * 2  # of 4 and 1 batches
+    check_resumes(run, tmp_path, steps=steps, epoch=2, kills=kills, seed=random_seed())
 
 
 class Stream(torch.utils.data.IterableDataset):
