@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from harness import Trace, check_resumes, random_seed
+from harness import Trace, check_resumes, random_seed, trains_on_two_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -68,7 +68,8 @@ def _automatic(trace):  # noqa: C901  # it is a class
                 trace.note("loss", self.trainer.global_step, self.last)
 
         def validation_step(self, batch, index):
-            self.log("val_loss", self.net(batch).square().mean() + torch.rand(()))
+            loss = self.net(batch).square().mean() + torch.rand(())
+            self.log("val_loss", loss, sync_dist=True)
             self.log("epochs", float(self.current_epoch))
 
         def on_validation_epoch_end(self):
@@ -234,6 +235,16 @@ def averaged(store, trace):
     _train(store, trace, _automatic, loader, val, **options)
 
 
+def two_ranks(store, trace):
+    def loader():
+        return torch.utils.data.DataLoader(Noisy(noise=True), batch_size=4, shuffle=True)
+
+    val = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=16)
+    ranks = {"strategy": "ddp", "devices": 2, "val_check_interval": 2}
+    trains = functools.partial(_train, make=_automatic, train=loader, val=val, **ranks)
+    trains_on_two_ranks(trains, store, trace)
+
+
 def shared(store, trace):
     """The first network's backward adds to gradients of the second one, which are being copied."""
 
@@ -256,6 +267,7 @@ CASES = {
     "stopped": (stopped, 16, 8),
     "gan": (gan, 48, 16),
     "averaged": (averaged, 12, 4),
+    "two ranks": (two_ranks, 12, 4),
     "shared": (shared, 48, 16),
     "streamed": (streamed, 48, 16),
 }

@@ -22,6 +22,8 @@ _RUNNING = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_up
 class TrainerState:
     """For the state of a Checkpointer. `own`: the callback that is none of the others."""
 
+    is_by_rank = True
+
     def __init__(self, trainer: Any, own: Any) -> None:
         self._trainer = trainer
         modules = trainer.lightning_module.named_modules()
