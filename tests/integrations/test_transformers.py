@@ -4,12 +4,11 @@ TRL does; evaluation, early stopping and the best model; LoRA."""
 import dataclasses
 import functools
 import re
-import tempfile
 import warnings
 
 import pytest
 import torch
-from harness import check_resumes, random_seed
+from harness import check_resumes, random_seed, trains_on_two_ranks
 
 transformers = pytest.importorskip("transformers")
 from everstep import Store, Unsupported  # noqa: E402
@@ -51,6 +50,9 @@ CASES = {
     "samplers": Case({"accelerator_config": {"use_seedable_sampler": False}}),
     "lora": Case({"learning_rate": 1e-2}, adapters=True),
 }
+
+
+TWO_RANKS = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
 
 
 class Data(torch.utils.data.Dataset):
@@ -149,17 +151,16 @@ class Notes(transformers.TrainerCallback):
 
 def trains(case, store, trace):
     notes = Notes(trace)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(case, folder, store, [notes])
-        train = trainer.training_step
+    trainer = trainer_of(case, f"{trace.path}.folder", store, [notes])
+    train = trainer.training_step
 
-        def training_step(*args, **rest):
-            loss = train(*args, **rest)
-            notes.losses.append(loss.item())
-            return loss
+    def training_step(*args, **rest):
+        loss = train(*args, **rest)
+        notes.losses.append(loss.item())
+        return loss
 
-        trainer.training_step = training_step
-        result = trainer.train(**({"resume_from_checkpoint": True} if store else {}))
+    trainer.training_step = training_step
+    result = trainer.train(**({"resume_from_checkpoint": True} if store else {}))
     end = {
         "model": trainer.model,
         "optimizer": trainer.optimizer.state_dict()["state"],
@@ -194,6 +195,14 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, name, kills):
         kills=kills,
         seed=random_seed(),
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "best"])
+def test_two_ranks(tmp_path, name):
+    case = dataclasses.replace(CASES[name], arguments={**CASES[name].arguments, **TWO_RANKS})
+    run = functools.partial(trains_on_two_ranks, functools.partial(trains, case))
+    check_resumes(run, tmp_path, steps=9, epoch=3, kills=3, seed=random_seed())
 
 
 def test_the_best_step_has_a_tag_and_its_metrics(tmp_path, store):

@@ -25,7 +25,8 @@ _COUNTED = ["epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_
 _COUNTED += ["best_metric", "best_global_step", "best_model_checkpoint"]
 """Of TrainerState; the rest follows from the arguments."""
 _SUMS = ["current_flos", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"]
-"""Of the Trainer, which begins them anew in each process."""
+_SUMS += ["_tr_loss", "_epoch_generators"]
+"""Of the Trainer, which begins them anew in each process, or in each epoch."""
 _Trainer: Any = object  # what it is, is known at run time only
 
 
@@ -117,8 +118,8 @@ class _EverstepTrainer(_Trainer):  # type: ignore[misc]
     def _go_on(self, loaded: dict[str, Any]) -> None:
         """Put what the Trainer has set to 0 since the restore."""
         self._loaded = None
-        self._tr_loss = loaded["loss"].to(self.args.device)
         self.__dict__.update(loaded["sums"])
+        self._tr_loss = loaded["sums"]["_tr_loss"].to(self.args.device)
         is_over = self.state.global_step >= self.state.max_steps
         self.control.should_training_stop |= is_over or loaded["was_stopped"]
         if self.state.global_step % self._steps_per_epoch == 0:
@@ -170,15 +171,13 @@ class _EverstepTrainer(_Trainer):  # type: ignore[misc]
             "sums": _take(self, _SUMS),
             "attributes": _take(self, self.everstep_attributes),
             "callbacks": [_state_of(each) for each in self.callback_handler.callbacks],
-            "loss": self._tr_loss,
             "was_stopped": was_stopped and self.state.global_step < self.state.max_steps,
-            "generators": self._epoch_generators,
             "steps_per_epoch": self._steps_per_epoch,
         }
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
         """Put that back, but for what the Trainer sets to 0 afterwards."""
-        self._loaded, self._epoch_generators = loaded, loaded["generators"]
+        self._loaded = loaded
         self.state.__dict__.update(loaded["state"])
         self.__dict__.update(loaded["attributes"])
         rows = zip(self.callback_handler.callbacks, loaded["callbacks"], strict=False)
