@@ -52,6 +52,8 @@ class SaveHandle:
     ) -> None:
         """`further`: the levels in other tiers that it is due at."""
         self.step = step
+        self.epoch: int | None = None
+        """Of the attachment that saves it; None before it is captured."""
         self.call = call
         """Of the calls of step() and save(): which one; the same on all ranks."""
         self.durable = durable

@@ -314,6 +314,7 @@ class Captures:
         slot = capture.slot
         self._descriptor_size = len(capture.descriptor)
         slot.arena.seal(slot.index, capture.row, capture.plan.table, capture.descriptor)
+        capture.handle.epoch = self.epoch
         capture.handle.advance("captured")
         self._client.submit(slot.key)
 

@@ -97,10 +97,13 @@ class Saves:
         for handle in list(self._spreading.values()):
             if level in handle.further:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                handle.wait(level, left)
+                with contextlib.suppress(EverstepError):
+                    handle.wait(level, left)
         newest = self.newest
         if newest and newest.error and not isinstance(newest.error, Skipped):
             raise newest.error
+        if newest and (problem := newest.problems.get(level)):
+            raise problem
 
     def await_durable(self, handle: SaveHandle) -> None:
         """Block until a save is durable, as long as patience lasts. Raises the save's error, or
@@ -189,7 +192,7 @@ class Saves:
 
     def _on_level(self, message: Message) -> None:
         handle, level = self._spreading.get(message["step"]), message["level"]
-        if handle is None or level not in handle.further:
+        if handle is None or handle.epoch != message["epoch"] or level not in handle.further:
             return
         if kind := message.get("kind"):
             handle.fail(KINDS.get(kind, Unavailable)(message["message"]), level)

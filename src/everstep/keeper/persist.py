@@ -333,7 +333,8 @@ def apply_retention(writer: Writer) -> None:
     if writer.keep is None:
         return
     try:
-        retain.apply(writer.disk, writer.keep, writer.cache)
+        waiting = frozenset(name for copies in writer.copies for name in copies.pinned)
+        retain.apply(writer.disk, writer.keep, writer.cache, waiting)
     except Exception:  # the next commit tries again
         log.exception("retention in %s", writer.disk.root)
 

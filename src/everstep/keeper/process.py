@@ -20,10 +20,12 @@ import time
 
 from everstep.keeper import wire
 from everstep.keeper.arena import SlotState
+from everstep.keeper.copies import Copies
 from everstep.keeper.home import Home
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.serve import Address, Service, clear_unless_of
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
+from everstep.store import retain
 from everstep.tiers.memory import Memory
 from everstep.tiers.system import System
 from everstep.tiers.tier import tier_at
@@ -45,6 +47,10 @@ GREETING_S = 5.0
 HALF_STEP_S = 5.0
 """How long somebody who restores waits for a step of others, of which some ranks are dead, and some
 live and have not handed in theirs."""
+
+TIER_PATIENCES_S = 20.0, 3.0
+"""How long one call to another tier is tried again, before that is told; then it is made anew; and
+how long where a trainer waits for it, who claims an epoch."""
 
 PULSE_S = 5.0
 """How often trainers are told how much was written, while something is."""
@@ -85,6 +91,8 @@ class Keeper:
         self._selector.register(
             self._alarm, selectors.EVENT_READ, lambda: os.eventfd_read(self._alarm)
         )
+        self._copies: dict[str, Copies] = {}
+        """To other tiers, by how they were asked for."""
         self._leaving = False
         self._was_used = False
         self._last_use = self._looked_home = self._told = time.monotonic()
@@ -109,6 +117,8 @@ class Keeper:
         if any(not session.orphan or not session.team.idle for session in self._sessions):
             self._last_use = time.monotonic()
             return False
+        if any(copies.is_awaited for copies in self._copies.values()):
+            return self._leaving
         patience = self._idle_s if self._sessions else min(LINGER_S, self._idle_s)
         patience = patience if self._was_used else FIRST_S
         return self._leaving or time.monotonic() - self._last_use > patience
@@ -183,6 +193,10 @@ class Keeper:
         self._was_used = True
         address = self._service and self._service.address
         session.tell({"type": "attached", "id": -1, "pid": os.getpid(), "address": address})
+        session.is_greeted = True
+        for copies in session.team.writer.copies:
+            for message in list(copies.told):
+                session.tell(message)
 
     def _serve_others(self, wanted: object) -> None:
         """Those of other nodes: where a former keeper of this run did, or at a new address."""
@@ -197,7 +211,31 @@ class Keeper:
         for session in self._sessions:
             if not place.is_alone and session.team.place.id == place.id:
                 return session.team
-        return Team(self._disk, place, hello, self._wake)
+        return Team(self._disk, place, hello, self._wake, self._copies_of(place, hello))
+
+    def _copies_of(self, place: wire.Place, hello: wire.Message) -> list[Copies]:
+        """To the tiers around the store, by the node that commits; of one trainer after another
+        that asks for the same, the same. Raises ValueError, KeyError or TypeError."""
+        asked = hello.get("tiers") or {}
+        remote = asked.get("remote")
+        if remote is None or not place.commits:
+            return []
+        every, keep = wire.number(asked["remote_every"]), hello["keep"]
+        key = repr((str(remote), every, keep))
+        for other in [known for known in self._copies if known != key]:
+            self._copies.pop(other).close()
+        if key not in self._copies:
+            tier, claims = (tier_at(str(remote), patience_s=each) for each in TIER_PATIENCES_S)
+            own = retain.Keep(**keep) if keep else None
+            tell = self._tell_all
+            self._copies[key] = Copies(self._disk, tier, "remote", every, own, tell, claims)
+        return [self._copies[key]]
+
+    def _tell_all(self, message: wire.Message) -> None:
+        """Any thread."""
+        for session in list(self._sessions):
+            if session.is_greeted:
+                session.tell(message)
 
     def _find(self, pid: int, token: object) -> Session | None:
         for session in self._sessions:

@@ -55,6 +55,8 @@ class Session:
         self.team = team
         self.arenas: dict[str, Arena] = {}
         self.orphan = False
+        self.is_greeted = False
+        """Whether its trainer has its answer, which comes before all else."""
         self.detached = False
         self.dead = False
         self.silent_since: float | None = None
@@ -207,6 +209,7 @@ class Session:
     def resume(self, connection: socket.socket) -> None:
         """The trainer has attached again."""
         self.disconnect()
+        self.is_greeted = False
         self.connection = connection
         self.silent_since = None
         self.orphan = False

@@ -4,13 +4,14 @@ A spread checkpoint is written step by step, and committed by the last of them.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
+from everstep.keeper.copies import Copies
 from everstep.store import retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
@@ -149,6 +150,8 @@ class Writer:
     cache: retain.NeedsCache = field(default_factory=dict)
     speed: Speed = field(default_factory=Speed)
     window: Window = field(default_factory=Window)
+    copies: Sequence[Copies] = ()
+    """To the tiers around the store."""
     hasher: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")
     )

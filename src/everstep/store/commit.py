@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
-from everstep.errors import Conflict, EverstepError, Missing, Unavailable
+from everstep.errors import Conflict, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import FORMAT_VERSION, digest_of, seal
 from everstep.format.manifest import Manifest, encode_manifest
 from everstep.format.tables import FileLink
@@ -28,6 +28,9 @@ from everstep.tiers.files import NewFile
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
+
+_UNSEEN = 1 << 20
+"""Numbers of which one is taken by chance, where nobody can be asked."""
 
 
 def open_store(disk: Tier, around: Sequence[Tier] = ()) -> str:
@@ -59,16 +62,26 @@ def _has_store(tier: Tier) -> bool:
         return False
 
 
-def claim_epoch(disk: Tier, parent: int | None, fork: int, attachment: str | None = None) -> int:
+def claim_epoch(
+    disk: Tier,
+    parent: int | None,
+    fork: int,
+    attachment: str | None = None,
+    around: Sequence[Tier] = (),
+) -> int:
     """Claim the next epoch by atomic create, and return its number.
 
     `parent` and `fork` say where the run goes on from: the epoch and step that were restored, or
     None and 0 for a start from nothing; `attachment`: see Epoch. Makes the store where there is
-    none.
+    none. The tiers `around` have the claim, too: where two writers have stores of their own, one
+    gets the number. Where one of them does not answer, the number is one that nobody else takes,
+    and `copy.lead` tells later whether another writer has gone on there.
     """
     open_store(disk)
     while True:
-        number = max(catalog.known_epochs(disk), default=0) + 1
+        shared = [tier for tier in around if _learn_epochs(disk, tier)]
+        skipped = secrets.randbelow(_UNSEEN) if len(shared) < len(around) else 0
+        number = max(catalog.known_epochs(disk), default=0) + 1 + skipped
         claim = {
             "format": FORMAT_VERSION,
             "parent": parent,
@@ -77,8 +90,31 @@ def claim_epoch(disk: Tier, parent: int | None, fork: int, attachment: str | Non
             "writer": f"{socket.gethostname()}:{os.getpid()}",
             **({} if attachment is None else {"attachment": attachment}),
         }
-        if disk.create(names.epoch_path(number), seal(claim)):
+        path, document = names.epoch_path(number), seal(claim)
+        if disk.create(path, document) and all(
+            _claim_there(tier, path, document) for tier in shared
+        ):
             return number
+
+
+def _learn_epochs(disk: Tier, tier: Tier) -> bool:
+    """Take over the claims of another tier. False where it does not answer."""
+    try:
+        for number in set(catalog.claimed(tier)) - set(catalog.claimed(disk)):
+            disk.create(names.epoch_path(number), tier.read(names.epoch_path(number)))
+    except (Missing, Unavailable) as error:
+        log.warning("claiming an epoch: %s. It is claimed without that tier", error)
+        return False
+    return True
+
+
+def _claim_there(tier: Tier, path: str, document: bytes) -> bool:
+    """Whether nobody else has it. One that nothing can be written to has no say."""
+    try:
+        return (tier.size(names.STORE) is None) or tier.create(path, document)
+    except (Unavailable, Unsupported) as error:
+        log.warning("claiming an epoch: %s. It is claimed without that tier", error)
+        return True
 
 
 def check_epoch(disk: Tier, epoch: int, step: int) -> None:

@@ -67,6 +67,24 @@ def copy_checkpoint(
     return copy.copied
 
 
+def lead(source: Tier, target: Tier) -> None:
+    """Let the target have the newest claim of the source, whose writer it is that copies there.
+    Raises Conflict where another writer has gone on in the target: it was there first, or has the
+    higher number; who writes its own claim before it looks for others' sees any that counts."""
+    open_copy(source, target)
+    mine, theirs = set(catalog.claimed(source)), set(catalog.claimed(target))
+    own, others = max(mine, default=0), theirs - mine
+    if own in theirs or not others:
+        _copy_epochs(source, target, own)
+        others = {number for number in catalog.claimed(target) if number > own}
+    if others:
+        raise Conflict(
+            f"copying to {target.root}: another writer has started epoch {max(others)} there (see "
+            f"epochs/{max(others):04d}.json for who did). What this one saves stays in "
+            f"{source.root} alone: stop it, or start it again to go on from the newest checkpoint"
+        )
+
+
 def open_copy(source: Tier, target: Tier) -> None:
     """Make the target's store, where there is none, of the same run. Raises as check_run."""
     if _find(target, names.STORE) is None:

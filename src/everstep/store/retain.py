@@ -46,8 +46,11 @@ class Keep:
         return {"last": self.last, "every": self.every, "tags": self.tags}
 
 
-def superfluous(disk: Tier, keep: Keep) -> list[CheckpointName]:
-    """The checkpoints that `keep` does not cover, oldest first."""
+def superfluous(
+    disk: Tier, keep: Keep, pinned: Set[CheckpointName] = frozenset()
+) -> list[CheckpointName]:
+    """The checkpoints that `keep` does not cover, oldest first. `pinned`: those that stay until
+    they are copied to another tier."""
     checkpoints = catalog.committed(disk)
     epochs = catalog.read_epochs(disk, checkpoints)
     lines = [current(epochs, checkpoints), *branches(epochs, checkpoints).values()]
@@ -56,7 +59,7 @@ def superfluous(disk: Tier, keep: Keep) -> list[CheckpointName]:
         kept |= {name for name in checkpoints if name.step % keep.every == 0}
     if keep.tags:
         kept |= set(catalog.read_tags(disk).values())
-    return [name for name in sorted(checkpoints) if name not in kept]
+    return [name for name in sorted(checkpoints) if name not in kept | pinned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +88,18 @@ NeedsCache = dict[str, Needs]
 """By the path of a manifest, or of the state that was made of a log step."""
 
 
-def apply(disk: Tier, keep: Keep, cache: NeedsCache | None = None) -> int:
-    """Delete what `keep` does not cover. Returns the bytes freed."""
+def apply(
+    disk: Tier,
+    keep: Keep,
+    cache: NeedsCache | None = None,
+    pinned: Set[CheckpointName] = frozenset(),
+) -> int:
+    """Delete what `keep` does not cover, nor is `pinned`. Returns the bytes freed."""
     cache = {} if cache is None else cache
-    if not any(_unneeded(disk, keep, cache)):
+    if not any(_unneeded(disk, keep, cache, pinned)):
         return 0
     with disk.locked(exclusive=True):  # decided again: a tag may have been set meanwhile
-        free, states = _unneeded(disk, keep, cache)
+        free, states = _unneeded(disk, keep, cache, pinned)
         return _delete_states(disk, states, cache) + _delete(disk, free, cache)
 
 
@@ -127,11 +135,11 @@ def delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache | Non
 
 
 def _unneeded(
-    disk: Tier, keep: Keep, cache: NeedsCache
+    disk: Tier, keep: Keep, cache: NeedsCache, pinned: Set[CheckpointName]
 ) -> tuple[list[CheckpointName], list[CheckpointName]]:
     """What `keep` does not cover: checkpoints that can go; and those of which only the state that
     was made of them can, as a restore replays the log all the same, and a later one is there."""
-    doomed, claimed = superfluous(disk, keep), claims.held(disk)
+    doomed, claimed = superfluous(disk, keep, pinned), claims.held(disk)
     free = _free(disk, doomed, cache, claimed)
     inexact = []
     for name in sorted(set(doomed) - set(free) - set(claimed)):

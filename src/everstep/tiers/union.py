@@ -81,6 +81,8 @@ class Union:
         for tier in self._answering():
             try:
                 answer = question(tier)
+            except Missing as error:  # the whole bucket
+                self._leave_out(tier, Unavailable(str(error)))
             except Unavailable as error:
                 self._leave_out(tier, error)
             else:

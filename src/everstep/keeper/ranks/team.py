@@ -17,12 +17,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from everstep.errors import EverstepError, Unavailable, kind_of
 from everstep.keeper import wire
 from everstep.keeper.catch_up import CatchUp
+from everstep.keeper.copies import Copies
 from everstep.keeper.existing import was_committed
 from everstep.keeper.job import Gap, Job
 from everstep.keeper.persist import apply_retention, end_window, is_plain, persist
@@ -55,15 +56,21 @@ class Team:
     otherwise."""
 
     def __init__(
-        self, disk: Tier, place: wire.Place, hello: wire.Message, wake: Callable[[], None]
+        self,
+        disk: Tier,
+        place: wire.Place,
+        hello: wire.Message,
+        wake: Callable[[], None],
+        copies: Sequence[Copies] = (),
     ) -> None:
         """As the first of its ranks greets. `wake` is called when the queue has become empty.
+        `copies`: to the tiers around the store, of what this node commits.
         Raises ValueError, KeyError or TypeError for a greeting that is none."""
         self.place = place
         self.size = len(self.place.ranks)
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
         deletes = self.place.commits or self.place.own_store
-        self.writer = Writer(disk, keep if deletes else None)
+        self.writer = Writer(disk, keep if deletes else None, copies=copies)
         self._nodes: Nodes | None = None
         if self.place.nodes > 1:
             self._nodes = Nodes(self.writer, self.place, self._is_awaited)
@@ -268,13 +275,14 @@ class Team:
         """A new one; of several ranks the one that this claim got before (from a keeper that has
         died), or that rank 0's node claims."""
         disk, place = self.writer.disk, self.place
+        around = [copies.claims for copies in self.writer.copies]
         if place.is_alone:
-            return commit.claim_epoch(disk, parent, fork)
+            return commit.claim_epoch(disk, parent, fork, around=around)
         attachment = place.named(number)
         if self._nodes and not place.commits:
             return self._nodes.await_epoch(attachment)
         known = catalog.find_attachment(disk, attachment)
-        return known or commit.claim_epoch(disk, parent, fork, attachment)
+        return known or commit.claim_epoch(disk, parent, fork, attachment, around)
 
     def _is_awaited(self) -> bool:
         """Whether a trainer lives. Any thread."""
@@ -337,6 +345,9 @@ class Team:
         if self.writer.epoch is None and not self.writer.unclaimed:
             self._end_save(first, Unavailable("saving: this trainer has claimed no epoch"))
             return
+        if taken := next((each.conflict for each in self.writer.copies if each.conflict), None):
+            self._end_save(first, taken)
+            return
         committed = self.committed
         for save, outcome in persist(self.writer, self._group(first), self._announce_written):
             self._end_save(save, outcome)
@@ -362,6 +373,8 @@ class Team:
                 session.fail(job, outcome)
         if isinstance(outcome, Outcome) and not outcome.is_part:
             self.committed += 1
+            for copies in self.writer.copies:
+                copies.note(outcome.name)
             if self._catch_up:
                 self._catch_up.note(outcome.name, outcome.takes_replay)
 

@@ -1,0 +1,262 @@
+"""A remote tier beside a local store: what goes there, what comes back from it, and what happens
+where it does not answer."""
+
+import os
+import shutil
+import signal
+
+import pytest
+from keepers import until
+from test_bucket_store import build, train
+
+import everstep
+from buckets import Proxy
+from everstep import Conflict, Keep, Store, Tiers, Unavailable
+from everstep.store import catalog
+from everstep.store.names import epoch_path
+from everstep.tiers.tier import tier_at
+from forked import Forked, run
+from stores import end_keeper
+
+STEPS = 12
+
+
+@pytest.fixture
+def local(tmp_path):
+    store = tmp_path / "local"
+    yield store
+    end_keeper(store)
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def remote(request, tmp_path):
+    if request.param == "directory":
+        return str(tmp_path / "remote")
+    return request.getfixturevalue("bucket")
+
+
+def weights(state):
+    return state["model"].weight.double().sum().item().hex()
+
+
+def undisturbed(steps=STEPS):
+    state = build()
+    for _ in range(steps):
+        train(state)
+    return weights(state)
+
+
+def trains(store, remote, strategy, die=None, steps=STEPS, copies=True):
+    """Goes on from what is there; prints the step that was restored, and the weights at the end."""
+    state = build()
+    tiers = Tiers(remote=remote)
+    with everstep.Checkpointer(store, state, strategy=strategy, tiers=tiers) as checkpointer:
+        start = checkpointer.restore()
+        print(start, flush=True)
+        for step in range(start + 1, steps + 1):
+            train(state)
+            handle = checkpointer.step(step)
+            if step == die:
+                if copies:
+                    handle.wait("remote", timeout=60)
+                os.kill(os.getpid(), signal.SIGKILL)
+        checkpointer.wait("remote", timeout=60)
+    print(weights(state), flush=True)
+
+
+@pytest.mark.parametrize("strategy", ["full", "spread", "log"])
+def test_a_run_whose_disk_is_lost_goes_on_from_there(local, remote, strategy):
+    with Forked(trains, local, remote, strategy, 7) as process:
+        assert process.stdout.readline() == "0\n"
+        assert process.wait() == -signal.SIGKILL
+    end_keeper(local)
+    shutil.rmtree(local)
+    start, found = run(trains, local, remote, strategy).stdout.split()
+    assert (int(start), found) == (7, undisturbed())
+    assert Store(remote).latest() == Store(local).latest() == STEPS
+    assert catalog.read_run(tier_at(local)) == catalog.read_run(tier_at(remote))
+    assert Store(remote).verify().ok
+
+
+def test_only_what_is_due_goes_there(local, remote):
+    state = build()
+    tiers = Tiers(remote=remote, remote_every=4)
+    with everstep.Checkpointer(
+        local, state, strategy="full", keep=Keep(last=2), tiers=tiers
+    ) as checkpointer:
+        for step in range(1, 10):
+            train(state)
+            tag = "best" if step == 6 else None
+            handle = checkpointer.save(step, tag=tag)
+            if handle.further:
+                handle.wait("remote", timeout=60)
+        with pytest.raises(ValueError, match="step 9"):
+            handle.wait("remote")
+        with pytest.raises(ValueError, match="replicated"):
+            checkpointer.wait("replicated")
+    until(lambda: Store(remote).steps() == [6, 8], "the tier keeps its own last two")
+    until(lambda: Store(local).steps() == [6, 8, 9], "what is copied may go")
+    assert catalog.read_tags(tier_at(remote)) == catalog.read_tags(tier_at(local))
+
+
+def test_the_same_manifests_are_in_both(local, remote):
+    run(trains, local, remote, "log")
+    near, far = tier_at(local), tier_at(remote)
+    copied = catalog.committed(far)
+    assert copied[-1].step == STEPS
+    assert set(copied) <= set(catalog.committed(near))
+    for name in copied:
+        assert catalog.digest_of_manifest(near, name) == catalog.digest_of_manifest(far, name)
+    assert [near.read(epoch_path(n)) for n in catalog.claimed(near)] == [
+        far.read(epoch_path(n)) for n in catalog.claimed(far)
+    ]
+
+
+def test_what_was_not_copied_is_copied_by_the_next_keeper(local, remote):
+    with Forked(trains, local, remote, "full", 5, STEPS, False) as process:
+        assert process.wait() == -signal.SIGKILL
+    end_keeper(local)
+    start, found = run(trains, local, remote, "full", None, 8).stdout.split()
+    assert int(start) >= 1
+    assert found == undisturbed(8)
+    assert {int(start), 8} <= set(Store(remote).steps())
+
+
+def test_a_run_that_went_back_stays_there(local, remote):
+    run(trains, local, remote, "full", None, 6)
+    state = build()
+    with everstep.Checkpointer(local, state, tiers=Tiers(remote=remote)) as checkpointer:
+        assert checkpointer.restore(3) == 3
+        train(state)
+        checkpointer.save(4).wait("remote", timeout=60)
+    end_keeper(local)
+    shutil.rmtree(local)
+    with everstep.Checkpointer(local, build(), tiers=Tiers(remote=remote)) as checkpointer:
+        assert checkpointer.restore() == 4
+    assert Store(remote).steps() == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def proxied(bucket, bucket_server, monkeypatch):
+    proxy = Proxy(bucket_server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    yield bucket, proxy
+    proxy.is_away = False
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr("everstep.options._PATIENCE_S", 0.5)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_training_goes_on_while_the_bucket_is_away(local, proxied, caplog):
+    bucket, proxy = proxied
+    state = build()
+    with everstep.Checkpointer(
+        local, state, strategy="full", keep=Keep(last=1), tiers=Tiers(remote=bucket)
+    ) as checkpointer:
+        train(state)
+        checkpointer.save(1).wait("remote", timeout=60)
+        proxy.is_away = True
+        handles = {}
+        for step in range(2, 22):
+            train(state)
+            handles[step] = checkpointer.save(step)
+            handles[step].wait("local", timeout=60)
+        with pytest.raises(TimeoutError, match="remote"):
+            handles[21].wait("remote", timeout=0.1)
+        proxy.is_away = False
+        handles[21].wait("remote", timeout=60)
+        with pytest.raises(Unavailable, match="given up"):
+            handles[3].wait("remote", timeout=60)
+    assert Store(bucket).latest() == 21
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_run_never_begins_anew_because_a_tier_is_away(local, proxied):
+    bucket, proxy = proxied
+    run(trains, local, bucket, "full", None, 3)
+    end_keeper(local)
+    shutil.rmtree(local)
+    proxy.is_away = True
+    checkpointer = everstep.Checkpointer(local, build(), tiers=Tiers(remote=bucket))
+    with checkpointer, pytest.raises(Unavailable, match="another tier does not answer"):
+        checkpointer.restore()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_of_two_writers_of_one_bucket_one_wins(tmp_path, proxied):
+    bucket, proxy = proxied
+    stores = tmp_path / "one", tmp_path / "two"
+    run(trains, stores[0], bucket, "full", None, 3)
+    end_keeper(stores[0])
+    shutil.copytree(*stores)  # as on another machine
+    proxy.is_away = True
+    writers, states = [], []
+    for store in stores:
+        states.append(build())
+        writers.append(everstep.Checkpointer(store, states[-1], tiers=Tiers(remote=bucket)))
+        assert writers[-1].restore() == 3
+        writers[-1].save(4).wait("local", timeout=60)
+    proxy.is_away = False
+    ended = []
+    for writer in writers:
+        try:
+            writer.wait("remote", timeout=60)
+        except Conflict:
+            ended.append(writer)
+    assert len(ended) == 1
+    with pytest.raises(Conflict, match="another writer"):
+        ended[0].save(5).wait(timeout=60)
+    for writer in writers:
+        if writer not in ended:
+            writer.close()
+        else:
+            with pytest.raises(Conflict):
+                writer.close()
+    for store in stores:
+        end_keeper(store)
+    assert Store(bucket).steps() == [1, 2, 3, 4]
+
+
+def test_another_runs_place_is_refused(tmp_path, local, remote):
+    run(trains, tmp_path / "other", remote, "full", None, 2)
+    end_keeper(tmp_path / "other")
+    with everstep.Checkpointer(local, build()):
+        pass
+    with pytest.raises(Conflict, match="another place"):
+        everstep.Checkpointer(local, build(), tiers=Tiers(remote=remote))
+
+
+def test_damage_is_made_good_from_there(local, remote):
+    run(trains, local, remote, "full", None, 2)
+    end_keeper(local)
+    [pack] = [path for path in (local / "data").iterdir() if path.name.startswith("00000002-")]
+    with open(pack, "r+b") as file:
+        file.seek(5000)
+        file.write(b"x" * 100)
+    state = build()
+    with everstep.Checkpointer(local, state, tiers=Tiers(remote=remote)) as checkpointer:
+        assert checkpointer.restore() == 2
+    assert weights(state) == undisturbed(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"remote": ""}, TypeError),
+        ({"remote": 5}, TypeError),
+        ({"remote_every": 0}, ValueError),
+        ({"peers": 2}, ValueError),
+        ({"route": "best"}, ValueError),
+    ],
+)
+def test_bad_arguments(arguments, error):
+    with pytest.raises(error):
+        Tiers(**arguments)
+
+
+def test_a_remote_that_is_the_store(local):
+    with pytest.raises(ValueError, match="itself"):
+        everstep.Checkpointer(local, build(), tiers=Tiers(remote=local))
