@@ -13,6 +13,8 @@ from everstep.cli.demo.events import Event, Settings, Strategy, read_events
 from everstep.cli.demo.report import Report, lost_max, make_report
 from everstep.cli.demo.table import show, verdict
 from everstep.cli.main import main
+from examples import slow
+from stores import end_keeper
 
 STEPS, KILLS = 30, 2
 
@@ -150,6 +152,30 @@ def test_what_a_kill_may_cost() -> None:
 def test_every_is_within_the_run(every: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--steps", "20", "--every", every]) == 1
     assert "--every" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("server", ["bucket", *slow("ceph_bucket")])
+def test_a_bucket_alone_brings_all_back(
+    server: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = request.getfixturevalue(server)
+    monkeypatch.chdir(tmp_path)
+    words = f"demo --size tiny --steps {STEPS} --kills {KILLS} --seed 5 --strategy log".split()
+    assert main([*words, "--store", url, "--json", "report.json"]) == 0
+    report = json.loads(Path("report.json").read_text())
+    assert report["ok"]
+    assert len(report["kills"]) == KILLS
+    assert max(kill["lost"] or 0 for kill in report["kills"]) <= 1
+    assert report["state"]["differences"] == []
+    assert not Path("runs/demo/store").exists()
+    assert main(["verify", url]) == 0
+    assert main([*words, "--store", url]) == 1
+    assert "not empty" in capsys.readouterr().err
+    end_keeper(url)
 
 
 def test_other_files_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

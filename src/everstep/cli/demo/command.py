@@ -23,12 +23,15 @@ from everstep.cli.demo.events import Event, Settings, Strategy, read_events
 from everstep.cli.demo.kills import Trainer, draw_aims
 from everstep.cli.demo.report import make_report
 from everstep.cli.demo.table import show
+from everstep.tiers.bucket import Url
+from everstep.tiers.tier import place_of, tier_at
 
 THREADS_MAX = 8
 SPREAD_EVERY = 5
 """Where a demo spreads its checkpoints: at every step there is nothing to spread over."""
 STEPS_MIN = 4
 PLAIN_COLUMNS = 120
+_DIRECTORY = "runs/demo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=6, help="how often it is killed (default 6)")
     parser.add_argument(
         "--store",
-        type=Path,
-        default=Path("runs/demo"),
-        help="directory of store and logs; an earlier demo's is replaced (default runs/demo)",
+        default=_DIRECTORY,
+        help="directory of store and logs; an earlier demo's is replaced (default %(default)s). Or "
+        "the URL of an empty place in a bucket: then after each kill nothing is left on this "
+        "machine, its keeper's memory neither",
     )
     parser.add_argument("--seed", type=int, help="of model, data and kills (default: a new one)")
     parser.add_argument("--picture", type=Path, help="PNG to write (default: in the directory)")
@@ -66,7 +70,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"everstep demo: --steps must be at least {STEPS_MIN}, --kills 0 or more")
     if args.every is not None and not 1 <= args.every <= args.steps:
         raise ValueError("everstep demo: --every must be at least 1, and no more than --steps")
-    killed = _settings(args, _prepare(args.store))
+    url = args.store if isinstance(place_of(args.store), Url) else None
+    if url and tier_at(url).list(""):
+        raise ValueError(f"everstep demo: {url} is not empty; give another one with --store")
+    killed = _settings(args, _prepare(Path(_DIRECTORY if url else args.store)), url)
     reference = replace(killed, role="reference")
     console = Console(width=None if sys.stdout.isatty() else PLAIN_COLUMNS)
     title = (
@@ -114,7 +121,7 @@ def run_reference(settings: Settings, progress: Progress) -> None:
         trainer.finish()
 
 
-def _settings(args: argparse.Namespace, directory: Path) -> Settings:
+def _settings(args: argparse.Namespace, directory: Path, url: str | None) -> Settings:
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     return Settings(
         role="killed",
@@ -125,6 +132,7 @@ def _settings(args: argparse.Namespace, directory: Path) -> Settings:
         strategy=args.strategy,
         threads=min(THREADS_MAX, len(os.sched_getaffinity(0))),
         every=args.every or (SPREAD_EVERY if args.strategy == "spread" else 1),
+        url=url,
     )
 
 

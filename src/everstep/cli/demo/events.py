@@ -34,11 +34,18 @@ class Settings:
     strategy: Strategy
     threads: int
     every: int = 1
+    url: str | None = None
+    """Of a bucket, which is the store then."""
 
     @property
-    def store(self) -> Path:
+    def store(self) -> Path | str:
         """Where the run that is killed keeps its checkpoints."""
-        return Path(self.directory) / "store"
+        return self.url or Path(self.directory) / "store"
+
+    @property
+    def level(self) -> str:
+        """Of what is durable."""
+        return "remote" if self.url else "local"
 
     @property
     def events(self) -> Path:

@@ -1,7 +1,10 @@
 """The demo's trainer as its parent sees it, and the moments at which it is killed."""
 
 import json
+import os
 import random
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +15,7 @@ from statistics import median
 
 from everstep.cli.demo.events import Event, EventLog, Settings, Tail
 from everstep.errors import EverstepError
+from everstep.keeper import home, wire
 
 POLL_S = 0.002
 SILENCE_S_MAX = 180.0
@@ -49,6 +53,22 @@ def draw_aims(steps: int, kills: int, seed: int) -> list[Aim]:
         step = 2 + int((index + rng.random()) * stretch)
         aims.append(Aim(event, step, share * rng.random()))
     return aims
+
+
+def end_keeper(store: str) -> None:
+    """Have the keeper of a store write what it holds, and wait until it has ended: then nothing of
+    the run is left on this machine."""
+    try:
+        with wire.connect(home.endpoint(store).with_suffix(".sock")) as connection:
+            pidfd = os.pidfd_open(wire.check_peer(connection))
+    except OSError:
+        return
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        if not select.select([pidfd], [], [], SILENCE_S_MAX)[0]:
+            raise DemoError(f"the keeper of {store} has not ended for {SILENCE_S_MAX:.0f} s")
+    finally:
+        os.close(pidfd)
 
 
 class Trainer:
@@ -102,6 +122,8 @@ class Trainer:
         self._process.kill()
         self._log.write("kill")
         self._process.wait()
+        if self._settings.url:
+            end_keeper(self._settings.url)
         for event in self._tail.read():
             self._note(event)
         return True

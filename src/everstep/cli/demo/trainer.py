@@ -107,18 +107,18 @@ def watch(handle: "SaveHandle", settings: Settings, log: EventLog) -> None:
     looks now and then, since to wait for a copy would have it checked."""
     from everstep import EverstepError, Store
 
-    for level in ("captured", "local"):
+    for name, level in (("captured", "captured"), ("local", settings.level)):
         while level not in handle.times:
             if handle.error:
                 return
             time.sleep(LOOK_S)
         facts: dict[str, Any] = {}
-        if level == "local":
+        if name == "local":
             with contextlib.suppress(EverstepError):  # it is gone again
                 manifest = Store(settings.store).manifest(handle.step)
                 kind = "record" if manifest.previous else "state"
                 facts = {"kind": kind, "bytes": manifest.size}
-        log.write(level, step=handle.step, at=handle.times[level], **facts)
+        log.write(name, step=handle.step, at=handle.times[level], **facts)
 
 
 if __name__ == "__main__":
