@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -76,10 +76,14 @@ def bucket(bucket_server, monkeypatch, request):
 
 
 class Proxy:
-    """Stands before a server: it can be away, or leave conditions out of what it passes on."""
+    """Stands before a server: it can be away, leave conditions out of what it passes on, or refuse
+    requests as servers do. `refuses`: given method and headers, the status and code, or None."""
 
     def __init__(self, endpoint: str) -> None:
         self.is_away = self.drops_conditions = False
+        self.refuses: Callable[[str, Mapping[str, str]], tuple[int, str] | None] = (
+            lambda method, headers: None
+        )
         proxy, host = self, endpoint.removeprefix("http://")
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -95,9 +99,19 @@ class Proxy:
                     return
                 self.pass_on()
 
+            def answer(self, status, code):
+                data = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data if self.command != "HEAD" else b"")
+
             def pass_on(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 headers = dict(self.headers)
+                if refused := proxy.refuses(self.command, headers):
+                    self.answer(*refused)
+                    return
                 if proxy.drops_conditions:
                     headers = {k: v for k, v in headers.items() if k.lower() != "if-none-match"}
                 connection = http.client.HTTPConnection(host, timeout=60)
@@ -127,8 +141,8 @@ class Proxy:
 
 @pytest.fixture
 def proxy(bucket_server, bucket, monkeypatch):
-    """A proxy, through which all clients of this test go."""
-    found = Proxy(bucket_server)
+    """A proxy, through which all clients of this test go to the server that they would ask."""
+    found = Proxy(os.environ["AWS_ENDPOINT_URL"])
     monkeypatch.setenv("AWS_ENDPOINT_URL", found.endpoint)
     yield found
     found.close()

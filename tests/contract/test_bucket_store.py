@@ -9,6 +9,7 @@ import torch
 import everstep
 from everstep import Conflict, Missing, Store, Unavailable, Unsupported
 from everstep.cli.main import main
+from examples import slow
 from forked import Forked, run
 from stores import end_keeper
 
@@ -41,10 +42,11 @@ def trains(url, strategy, die=None):
     print(state["model"].weight.double().sum().item().hex(), flush=True)
 
 
-@pytest.fixture
-def url(bucket):
-    yield bucket
-    end_keeper(bucket)
+@pytest.fixture(params=["bucket", *slow("ceph_bucket")])
+def url(request):
+    found = request.getfixturevalue(request.param)
+    yield found
+    end_keeper(found)
 
 
 @pytest.mark.parametrize("memory", ["kept", "lost"])

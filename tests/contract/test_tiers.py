@@ -9,17 +9,18 @@ import pytest
 from everstep import Corrupt, Missing, Unavailable, Unsupported
 from everstep.tiers.memory import Memory
 from everstep.tiers.tier import name_of, tier_at
+from examples import slow
 
 DATA = os.urandom(100_000)
 
 
-@pytest.fixture(params=["disk", "bucket", "memory", "peer"])
+@pytest.fixture(params=["disk", "bucket", "memory", "peer", *slow("ceph_bucket")])
 def tier(request, tmp_path):
     kind = request.param
     if kind == "disk":
         found = tier_at(tmp_path / "tier")
-    elif kind == "bucket":
-        found = tier_at(request.getfixturevalue("bucket"))
+    elif kind.endswith("bucket"):
+        found = tier_at(request.getfixturevalue(kind))
     elif kind == "memory":
         found = Memory(64 << 20)
     else:
@@ -161,6 +162,14 @@ def test_names_are_listed_by_directory(tier):
     assert tier.list("nowhere") == []
     assert tier.bytes_in("checkpoints/a") == 2
     assert tier.bytes_in("nowhere") == 0
+
+
+def test_what_holds_a_file_is_listed(tier):
+    for path in ("checkpoints/b/manifest.json", "checkpoints/a/manifest.json"):
+        tier.create(path, b"{}")
+    tier.create("checkpoints/c/state.json", b"{}")
+    assert tier.holders("checkpoints", "manifest.json") == ["a", "b"]
+    assert tier.holders("nowhere", "manifest.json") == []
 
 
 def test_a_document_that_is_too_large_is_not_read(tier):

@@ -3,6 +3,8 @@
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,7 @@ from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.store import catalog, names
 from everstep.store.copy import Copied, Progress, copy_checkpoint
 from everstep.store.names import CheckpointName
+from everstep.store.presence import Presence
 from everstep.tiers.tier import Tier, name_of, tier_at
 
 _GRAMMAR = "[STORE] [STEP ...] TARGET"
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             f"the store itself, as in: everstep cp {path} {place}/copy"
         )
     began = time.monotonic()
-    with progress_bar("copying") as progress:
+    with _shown(target), progress_bar("copying") as progress:
         if steps:
             copies = _Copies(source, target, progress)
             for name in [catalog.find(source, step) for step in steps]:
@@ -59,6 +62,17 @@ def run(args: argparse.Namespace) -> int:
             copies = _copy_all(source, target, progress)
     _report(copies, time.monotonic() - began, args.json)
     return 1 if copies.problems else 0
+
+
+@contextmanager
+def _shown(target: Tier) -> Iterator[None]:
+    """While this lasts, others know that somebody writes there."""
+    presence = Presence(target)
+    presence.show(True)
+    try:
+        yield
+    finally:
+        presence.end()
 
 
 @dataclass(slots=True)

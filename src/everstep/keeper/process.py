@@ -26,6 +26,7 @@ from everstep.keeper.ranks.team import Team
 from everstep.keeper.serve import Address, Service, clear_unless_of
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
 from everstep.store import retain
+from everstep.store.presence import Presence
 from everstep.tiers.memory import Memory
 from everstep.tiers.system import System
 from everstep.tiers.tier import tier_at
@@ -80,6 +81,7 @@ class Keeper:
         self._disk = tier_at(store, self._system)
         self._memory = Memory(_available_bytes() // 2)
         self._service: Service | None = None
+        self._presence = Presence(self._disk)
         self._home = home
         self._idle_s = idle_s
         self._sessions: list[Session] = []
@@ -111,10 +113,17 @@ class Keeper:
             self._answer_settled()
             self._tidy()
             self._tell_progress()
+            self._presence.show(self._is_needed)
             self._look_after_home()
+        self._presence.end()
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether trainers live, or have left something to do."""
+        return any(not session.orphan or not session.team.idle for session in self._sessions)
 
     def _is_over(self) -> bool:
-        if any(not session.orphan or not session.team.idle for session in self._sessions):
+        if self._is_needed:
             self._last_use = time.monotonic()
             return False
         if any(copies.is_awaited for copies in self._copies.values()):

@@ -113,8 +113,8 @@ def _epoch_from_manifests(disk: Tier, number: int) -> Epoch:
 
 def committed(disk: Tier) -> list[CheckpointName]:
     """Every checkpoint of the store, on whichever branch: those whose manifest exists."""
-    found = (names.parse_checkpoint(name) for name in disk.list(names.CHECKPOINTS))
-    return [name for name in found if name and disk.size(names.manifest_path(name)) is not None]
+    there = disk.holders(names.CHECKPOINTS, names.MANIFEST)
+    return [name for name in map(names.parse_checkpoint, there) if name]
 
 
 def lineage(disk: Tier) -> list[CheckpointName]:

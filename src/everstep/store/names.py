@@ -11,6 +11,9 @@ TABLES = "data/tables"
 TAGS = "tags"
 CLAIMS = "claims"
 UNPROVEN = "unproven"
+WRITERS = "writers"
+PROBES = "probes"
+MANIFEST = "manifest.json"
 
 _CHECKPOINT = re.compile(r"(\d{1,18})-(\d{1,9})")
 _DATA = re.compile(r"\d{8,18}-(\d{4,9})-[0-9a-f]+-\d+\.safetensors")
@@ -37,7 +40,7 @@ def parse_checkpoint(name: str) -> CheckpointName | None:
 
 def manifest_path(name: CheckpointName) -> str:
     """The commit point of a checkpoint."""
-    return f"{CHECKPOINTS}/{name}/manifest.json"
+    return f"{CHECKPOINTS}/{name}/{MANIFEST}"
 
 
 def state_path(name: CheckpointName) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.format.manifest import Manifest
-from everstep.store import catalog, claims, commit, names, parts
+from everstep.store import catalog, claims, commit, names, parts, presence
 from everstep.store.lineage import branches, current
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
@@ -112,6 +112,7 @@ def delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache | Non
     """
     if not doomed:
         return 0
+    presence.check_alone(disk, f"deleting {', '.join(map(str, doomed))} from")
     cache = {} if cache is None else cache
     with disk.locked(exclusive=True):
         claimed = claims.held(disk)
@@ -248,6 +249,7 @@ def sweep(disk: Tier) -> tuple[int, int]:
     What the newest epoch wrote is left alone, since its writer may be about to commit it; older
     epochs can publish nothing that counts. Returns (files, bytes) freed.
     """
+    presence.check_alone(disk, "deleting what nobody needs from")
     with disk.locked(exclusive=True):
         files, cleared = claims.clear(disk)
         live = catalog.newest_epoch(disk)
@@ -263,13 +265,19 @@ def sweep(disk: Tier) -> tuple[int, int]:
         doomed = {
             path for path in packs if (names.epoch_of_pack(path.rpartition("/")[2]) or live) < live
         }
-        doomed.update(_idle(disk, names.TABLES))
+        if not disk.has_locks:  # somebody may just be copying them here
+            doomed = _idle(disk, doomed)
+        doomed |= _idle(disk, _paths(disk, names.TABLES))
         doomed -= needed
+        if not disk.has_locks:  # somebody may have begun to write since
+            doomed -= _reachable(disk, catalog.committed(disk), {})
         doomed.update(_dead_parts(disk, set(committed), live))
+        doomed |= _idle(disk, _paths(disk, names.WRITERS) + _paths(disk, names.PROBES))
         directories = ["", names.EPOCHS, names.TAGS, names.DATA, names.TABLES]
         directories += [f"{names.CHECKPOINTS}/{name}" for name in disk.list(names.CHECKPOINTS)]
         for directory in directories:
-            doomed.update(path for path in _idle(disk, directory) if path.endswith(".tmp"))
+            drafts = [path for path in _paths(disk, directory) if path.endswith(".tmp")]
+            doomed |= _idle(disk, drafts)
         freed = sum(disk.size(path) or 0 for path in doomed)
         for path in sorted(doomed):
             disk.delete(path)
@@ -304,11 +312,14 @@ def _settle_absent(disk: Tier, committed: Set[CheckpointName], live: int) -> Non
                 disk.sync(f"{names.CHECKPOINTS}/{directory}")
 
 
-def _idle(disk: Tier, directory: str) -> list[str]:
-    """Files that nobody touched for an hour: a document is published within seconds."""
+def _idle(disk: Tier, paths: Iterable[str]) -> set[str]:
+    """Those that nobody touched for an hour: a document is published within seconds."""
+    return {path for path in paths if (disk.age_s(path) or 0.0) > _IDLE_S}
+
+
+def _paths(disk: Tier, directory: str) -> list[str]:
     prefix = f"{directory}/" if directory else ""
-    paths = [f"{prefix}{name}" for name in disk.list(directory)]
-    return [path for path in paths if (disk.age_s(path) or 0.0) > _IDLE_S]
+    return [f"{prefix}{name}" for name in disk.list(directory)]
 
 
 def _files(disk: Tier, name: CheckpointName, cache: NeedsCache) -> frozenset[str]:

@@ -29,9 +29,12 @@ _PARTS_MAX = 9_000  # S3 takes 10,000
 _CLAIM_S = 3600.0
 PATIENCE_S = 100.0
 _ADVICE = {
-    "PermissionDeniedError": ". The credentials do not allow it",
-    "UnauthenticatedError": ". Are the credentials set (AWS_ACCESS_KEY_ID, a profile, ...)?",
+    "://169.254.": ". No credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "403 Forbidden": ". The credentials are wrong, or do not allow it",
+    "401 Unauthorized": ". Are the credentials set (AWS_ACCESS_KEY_ID, a profile, ...)?",
+    "NoSuchBucket": ". There is no such bucket: make it first",
 }
+"""By what stands in the client's message; the first that does."""
 
 
 class Url(str):
@@ -51,6 +54,7 @@ class Bucket:
     level = "remote"
     """Of what is committed there."""
     shows_whole_files = True
+    has_locks = False
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
         """`patience_s`: for how long a call is tried again. Raises Unsupported for a URL of an
@@ -65,13 +69,15 @@ class Bucket:
                 f"opening {url}: object stores need obstore. pip install 'everstep[remote]'"
             ) from error
         self._api, self._errors = obstore, exceptions
+        retries = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience_s)}
         try:
-            retries = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience_s)}
             self._store = from_url(self.root, retry_config=retries)
+            self._impatient = from_url(self.root, retry_config={**retries, "max_retries": 1})
         except (exceptions.BaseError, ValueError) as error:
             what = str(error).partition("\n")[0]
             raise Unsupported(f"opening {url}: {what}. Say s3://, gs:// or az://") from error
         self._creates_once = False
+        self._offset_s: float | None = None
 
     def write(
         self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
@@ -157,9 +163,9 @@ class Bucket:
         with self._telling("creating", path, len(data)):
             return self._create(path, data)
 
-    def _create(self, path: str, data: bytes) -> bool:
+    def _create(self, path: str, data: bytes, store: Any = None) -> bool:
         try:
-            self._api.put(self._store, path, data, mode="create")
+            self._api.put(store or self._store, path, data, mode="create")
         except self._errors.AlreadyExistsError:
             return self.read(path) == data  # by a try whose answer was lost
         return True
@@ -171,7 +177,7 @@ class Bucket:
         path = f"probes/{secrets.token_hex(8)}"
         try:
             with self._telling("trying to create", path, 0):
-                first = self._create(path, b"first")
+                first = self._try_to_create(path, b"first")
                 again = self._create(path, b"again")
         except Missing as error:
             raise Unavailable(f"{error}. Make the bucket first") from error
@@ -185,6 +191,15 @@ class Bucket:
                 f"writers would not notice each other. It can be read from; save to another one"
             )
         self._creates_once = True
+
+    def _try_to_create(self, path: str, data: bytes) -> bool:
+        """Some servers say that they cannot, which a patient client takes for an outage."""
+        try:
+            return self._create(path, data, self._impatient)
+        except self._errors.BaseError as error:
+            if "501 Not Implemented" in str(error):
+                raise self._errors.NotSupportedError(str(error)) from error
+            return self._create(path, data)
 
     def replace(self, path: str, data: bytes) -> None:
         """Publish `data` under `path`; readers see what was there before, or this."""
@@ -207,13 +222,28 @@ class Bucket:
             return None
 
     def age_s(self, path: str) -> float | None:
-        """Since an object was written, by its clock and this one; None where there is none."""
+        """Since an object was written, by the server's clock; None where there is none."""
         try:
             with self._telling("looking at", path, 0):
                 written: datetime = self._api.head(self._store, path)["last_modified"]
         except Missing:
             return None
-        return max(0.0, time.time() - written.timestamp())
+        return max(0.0, time.time() + self._clock_offset_s() - written.timestamp())
+
+    def _clock_offset_s(self) -> float:
+        """By how much the server's clock is ahead; 0 where nothing can be written there."""
+        if self._offset_s is None:
+            path = f"probes/{secrets.token_hex(8)}"
+            try:
+                with self._telling("looking at the clock of", path, 0):
+                    self._api.put(self._store, path, b"now")
+                    there: datetime = self._api.head(self._store, path)["last_modified"]
+                self._offset_s = there.timestamp() - time.time()
+            except (Missing, Unavailable):
+                return 0.0
+            finally:
+                self.forget([path])
+        return self._offset_s
 
     def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
         """The whole of a small object; raises Missing, or Corrupt where it exceeds `limit`."""
@@ -251,6 +281,16 @@ class Bucket:
             found = self._api.list_with_delimiter(self._store, directory or None)
         paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
         return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
+
+    def holders(self, directory: str, name: str) -> Sequence[str]:
+        """See Disk; by one listing of all that is below."""
+        with self._telling("listing", directory, 0):
+            chunks = self._api.list(self._store, f"{directory}/", chunk_size=1000)
+            paths = [each["path"] for chunk in chunks for each in chunk]
+        ending = f"/{name}"
+        return sorted(
+            path.removesuffix(ending).rpartition("/")[2] for path in paths if path.endswith(ending)
+        )
 
     def bytes_in(self, directory: str) -> int:
         """Of the objects below a prefix, up to the next "/", together."""
@@ -304,8 +344,9 @@ class Bucket:
             raise
         except (self._errors.BaseError, OSError) as error:
             kind = type(error).__name__
-            text = " ".join(str(error).split())[:400]
-            advice = _ADVICE.get(kind, "")
+            text = " ".join(str(error).split())
+            advice = next((advice for part, advice in _ADVICE.items() if part in text), "")
+            text = text.partition(" Debug source:")[0][:400]
             raise Unavailable(f"{what} ({size} bytes): {kind}: {text}{advice}") from error
 
 

@@ -42,6 +42,8 @@ class Disk:
     """Of what is committed there."""
     shows_whole_files = False
     """Whether a file that is there is whole, whoever wrote it."""
+    has_locks = True
+    """Whether `locked` keeps others away."""
 
     def __init__(self, root: str | os.PathLike[str], system: System | None = None) -> None:
         self.root = Path(root)
@@ -224,6 +226,11 @@ class Disk:
             return []
         except OSError as error:
             raise Unavailable(f"listing {self.root / directory}: {error.strerror}") from error
+
+    def holders(self, directory: str, name: str) -> Sequence[str]:
+        """What lies in a directory and has a file of this name in it; sorted."""
+        found = self.list(directory)
+        return [each for each in found if self.size(f"{directory}/{each}/{name}") is not None]
 
     def bytes_in(self, directory: str) -> int:
         """Of the files in a directory, together; 0 where there is none. Raises Unavailable."""

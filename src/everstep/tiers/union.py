@@ -41,6 +41,11 @@ class Union:
         """The names in a directory of any of them."""
         return sorted({name for found in self._ask(lambda t: t.list(directory)) for name in found})
 
+    def holders(self, directory: str, name: str) -> Sequence[str]:
+        """See Disk."""
+        found = self._ask(lambda tier: tier.holders(directory, name))
+        return sorted({each for holders in found for each in holders})
+
     def read(self, path: str, limit: int = 1 << 30) -> bytes:
         """See Disk."""
         return self._first(path, lambda tier: tier.read(path, limit))

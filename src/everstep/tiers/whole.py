@@ -12,6 +12,7 @@ class WholeFiles:
     """See Disk for what methods promise."""
 
     shows_whole_files = True
+    has_locks = True  # who deletes is who writes
 
     def write(
         self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
@@ -56,6 +57,19 @@ class WholeFiles:
     def finish(self, path: str, file: Any) -> None:
         """Make a new file appear."""
         file.finish()
+
+    def holders(self, directory: str, name: str) -> Sequence[str]:
+        """See Disk."""
+        found = self.list(directory)
+        return [each for each in found if self.size(f"{directory}/{each}/{name}") is not None]
+
+    def list(self, directory: str) -> list[str]:
+        """See Disk."""
+        raise NotImplementedError
+
+    def size(self, path: str) -> int | None:
+        """See Disk."""
+        raise NotImplementedError
 
     def settle(self, path: str) -> None:
         """Nothing to do."""
