@@ -16,7 +16,7 @@ from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.store import catalog, names
 from everstep.store.copy import Copied, Progress, copy_checkpoint
 from everstep.store.names import CheckpointName
-from everstep.store.presence import Presence
+from everstep.store.presence import Presence, is_empty
 from everstep.tiers.tier import Tier, name_of, tier_at
 
 _GRAMMAR = "[STORE] [STEP ...] TARGET"
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if name_of(path) == name_of(place):
         raise argparse.ArgumentError(None, f"{place} is the store itself: name another place")
     source, target = tier_at(path), tier_at(place)
-    if target.size(names.STORE) is None and target.list(""):
+    if target.size(names.STORE) is None and not is_empty(target):
         raise Conflict(
             f"copying to {place}: it is no store, and there is something in it. Name a place for "
             f"the store itself, as in: everstep cp {path} {place}/copy"

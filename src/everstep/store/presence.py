@@ -76,6 +76,11 @@ class Presence:
             self._changed.wait(RENEW_S if is_wanted else None)
 
 
+def is_empty(tier: Tier) -> bool:
+    """Whether there is nothing but what a writer that died at once may have left."""
+    return set(tier.list("")) <= {names.WRITERS, names.PROBES}
+
+
 def living(tier: Tier) -> list[str]:
     """The paths of what writers that live have put there."""
     paths = [f"{names.WRITERS}/{name}" for name in tier.list(names.WRITERS)]

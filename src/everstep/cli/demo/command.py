@@ -23,6 +23,7 @@ from everstep.cli.demo.events import Event, Settings, Strategy, read_events
 from everstep.cli.demo.kills import Trainer, draw_aims
 from everstep.cli.demo.report import make_report
 from everstep.cli.demo.table import show
+from everstep.store.presence import is_empty
 from everstep.tiers.bucket import Url
 from everstep.tiers.tier import place_of, tier_at
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.every is not None and not 1 <= args.every <= args.steps:
         raise ValueError("everstep demo: --every must be at least 1, and no more than --steps")
     url = args.store if isinstance(place_of(args.store), Url) else None
-    if url and tier_at(url).list(""):
+    if url and not is_empty(tier_at(url)):
         raise ValueError(f"everstep demo: {url} is not empty; give another one with --store")
     killed = _settings(args, _prepare(Path(_DIRECTORY if url else args.store)), url)
     reference = replace(killed, role="reference")
