@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from everstep.errors import EverstepError, Unsupported
 
@@ -171,7 +172,15 @@ class Metrics:
     catch_up_failures: int = 0
     catch_up_seconds: float = 0.0
     whole_step: int | None = None
+    tiers: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    """By level ("remote", "replicated"): what went to that tier so far (copied, given_up, bytes,
+    seconds, waiting, newest), as of the newest step that reached it or never will."""
     last_error: str | None = None
+
+    def figures(self) -> dict[str, float]:
+        """Those that `everstep top` shows."""
+        shown = ("saves", "skips", "failures", "stall_seconds")
+        return {name: getattr(self, name) for name in shown}
 
     def add_stall(self, seconds: float) -> None:
         """Count one call."""

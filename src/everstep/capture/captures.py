@@ -283,7 +283,7 @@ class Captures:
         already. Any thread."""
         self._saves.fail(capture.handle, error)  # before the keeper says so, and knows no reason
         if is_announced:
-            self._client.submit(capture.slot.key)
+            self._client.submit(capture.slot.key, self._metrics.figures())
         else:
             self._leave_out(capture.step, capture.handle.call, str(error))
         self._saves.forget(capture)
@@ -302,7 +302,7 @@ class Captures:
         slot = capture.slot
         self._descriptor_size = len(capture.descriptor)
         slot.arena.announce(slot.index, capture.row, capture.plan.table, capture.descriptor)
-        self._client.submit(slot.key)
+        self._client.submit(slot.key, self._metrics.figures())
         return lambda count: self._client.tell_copied(capture.sequence, count)
 
     def _seal(self, capture: Capture) -> None:
@@ -316,7 +316,7 @@ class Captures:
         slot.arena.seal(slot.index, capture.row, capture.plan.table, capture.descriptor)
         capture.handle.epoch = self.epoch
         capture.handle.advance("captured")
-        self._client.submit(slot.key)
+        self._client.submit(slot.key, self._metrics.figures())
 
     def _claim(self) -> None:
         """Where that fails (a full disk) the state is sealed all the same: the keeper says what is

@@ -192,6 +192,7 @@ class Saves:
 
     def _on_level(self, message: Message) -> None:
         handle, level = self._spreading.get(message["step"]), message["level"]
+        self._metrics.tiers[level] = message["traffic"]
         if handle is None or handle.epoch != message["epoch"] or level not in handle.further:
             return
         if kind := message.get("kind"):

@@ -21,6 +21,7 @@ COMMANDS = {
     "rm": "delete checkpoints, and the data that only they need",
     "gc": "delete files that failed attempts left behind",
     "materialize": "make a whole state of a step that is a log, by replaying its records",
+    "top": "watch a run: saves in flight, tiers, memory, stalls, the age of checkpoints",
     "demo": "train a GPT, kill it at random moments, and compare with an undisturbed run",
 }
 _HOMES = {"demo": "demo.command"}

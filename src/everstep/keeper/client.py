@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from everstep.errors import KINDS, Corrupt, Unavailable
@@ -154,10 +154,10 @@ class Client:
             self.add_arena(key, arena)  # a keeper that came since does not know it
         return bool(reply["ok"])
 
-    def submit(self, key: str) -> None:
-        """Tell that a slot was announced, sealed or torn. Lost messages do no harm: a new keeper
-        looks itself."""
-        self._send({"type": "job", "arena": key})
+    def submit(self, key: str, figures: Mapping[str, float] | None = None) -> None:
+        """Tell that a slot was announced, sealed or torn; and figures for who looks on. Lost
+        messages do no harm: a new keeper looks itself."""
+        self._send({"type": "job", "arena": key, "figures": figures})
 
     def tell_copied(self, sequence: int, count: int) -> None:
         """Tell that the first `count` bytes of an announced image will not change any more."""

@@ -43,6 +43,8 @@ class Traffic:
     seconds: float = 0.0
     waiting: int = 0
     newest: int | None = None
+    newest_at: float | None = None
+    """time.time() at which that was told."""
     problem: str | None = None
 
 
@@ -103,6 +105,8 @@ class Copies:
 
     def status(self) -> wire.Message:
         """For who looks on."""
+        with self._changed:
+            self.traffic.waiting = len(self._waiting)
         return {"level": self._level, "place": str(self._tier.root), **asdict(self.traffic)}
 
     def close(self) -> None:
@@ -190,7 +194,8 @@ class Copies:
 
     def _reached(self, name: CheckpointName) -> None:
         self.traffic.copied += 1
-        self.traffic.newest = max(name.step, self.traffic.newest or 0)
+        if name.step >= (self.traffic.newest or 0):
+            self.traffic.newest, self.traffic.newest_at = name.step, time.time()
         self._say(name)
 
     def _give_up(self, name: CheckpointName, error: EverstepError) -> None:
@@ -203,7 +208,7 @@ class Copies:
     def _say(self, name: CheckpointName, error: EverstepError | None = None) -> None:
         said = wire.failure(error) if error else {}
         at = {"level": self._level, "step": name.step, "epoch": name.epoch}
-        self.told.append({"type": "level", **at, **said})
+        self.told.append({"type": "level", "traffic": self.status(), **at, **said})
         self._tell(self.told[-1])
 
     def _end(self, error: EverstepError) -> None:

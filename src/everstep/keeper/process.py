@@ -171,6 +171,10 @@ class Keeper:
 
     def _attach(self, connection: socket.socket, pid: int, hello: wire.Message) -> None:
         """Make a stranger's session, or resume it."""
+        if hello["type"] == "status":
+            wire.send(connection, self._status())
+            self._dismiss(connection)
+            return
         if hello["type"] != "attach":
             raise ValueError("the first message must be attach")
         if hello["protocol"] != wire.PROTOCOL:
@@ -206,6 +210,15 @@ class Keeper:
         for copies in session.team.writer.copies:
             for message in list(copies.told):
                 session.tell(message)
+
+    def _status(self) -> wire.Message:
+        """For `everstep top`."""
+        teams = {session.team for session in self._sessions}
+        local = [team.status() for team in teams if not team.is_empty]
+        sessions = [session.status() for session in self._sessions]
+        tiers = [copies.status() for copies in self._copies.values()]
+        said = {"type": "status", "pid": os.getpid(), "bytes_written": self._system.written}
+        return said | {"trainers": sessions, "runs": local, "tiers": tiers}
 
     def _serve_others(self, wanted: object) -> None:
         """Those of other nodes: where a former keeper of this run did, or at a new address."""

@@ -34,6 +34,7 @@ log = logging.getLogger("everstep.keeper")
 
 ARENAS_MAX = 8
 KEY_LENGTH_MAX = 64
+_FIGURES_MAX = 16
 
 
 class Session:
@@ -60,6 +61,7 @@ class Session:
         self.detached = False
         self.dead = False
         self.silent_since: float | None = None
+        self._figures: dict[str, float] = {}
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
@@ -91,6 +93,7 @@ class Session:
         """Take a message that concerns this session alone. Raises ValueError for what is none."""
         match message:
             case {"type": "job", "arena": str(key)}:
+                self._figures = _numbers(message.get("figures"))
                 if arena := self.arenas.get(key):
                     self.scan(arena)
             case {"sequence": int(sequence)}:
@@ -171,6 +174,22 @@ class Session:
             if slot is not None and (row := arena.row(slot)):
                 found.append((row.sequence, key, arena.state(slot)))
         return max(found, default=None)
+
+    def status(self) -> wire.Message:
+        """For who looks on."""
+        with self._lock:
+            jobs = list(self._jobs.values())
+        saves = [
+            {
+                "step": job.step,
+                "level": "held" if job.arrival.complete else "copying",
+                "bytes": row.image_size if (row := job.arena.row(job.slot)) else 0,
+            }
+            for job in jobs
+        ]
+        memory = sum(arena.size for arena in self.arenas.values())
+        said = {"pid": self.pid, "lives": not self.dead, "memory_bytes": memory}
+        return said | {"saves": saves, "figures": self._figures}
 
     def keep_newest(self) -> None:
         """Close all arenas but the one with the newest state; the session must be idle."""
@@ -277,6 +296,16 @@ class Session:
         with self._lock:
             del self._jobs[job.sequence]
             job.arena.set_state(job.slot, state)
+
+
+def _numbers(figures: object) -> dict[str, float]:
+    """What a trainer counts. Raises ValueError."""
+    found = figures if isinstance(figures, dict) else {}
+    if len(found) > _FIGURES_MAX or not all(
+        type(value) in (int, float) and type(key) is str for key, value in found.items()
+    ):
+        raise ValueError("no figures of a trainer")
+    return found
 
 
 def _physical_memory() -> int:

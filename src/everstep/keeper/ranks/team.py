@@ -75,6 +75,7 @@ class Team:
         if self.place.nodes > 1:
             self._nodes = Nodes(self.writer, self.place, self._is_awaited)
         self.committed = 0
+        self._newest: tuple[CheckpointName, float] | None = None
         self._wake = wake
         self._sessions: dict[int, Session] = {}
         self._queues: list[deque[Job | Gap]] = [deque() for _ in range(self.size)]
@@ -117,6 +118,18 @@ class Team:
     def is_empty(self) -> bool:
         """Whether no rank is left."""
         return not self._sessions
+
+    def status(self) -> wire.Message:
+        """For who looks on: steps that wait for the disk, its speed, and the newest that is
+        durable."""
+        speed, newest = self.writer.speed.bytes_per_s, self._newest
+        return {
+            "waiting": len(self._tasks) + max(map(len, self._queues)),
+            "bytes_per_s": speed,
+            "newest": newest and newest[0].step,
+            "newest_at": newest and newest[1],
+            "committed": self.committed,
+        }
 
     def join(self, place: wire.Place, session: "Session", hello: wire.Message) -> None:
         """A rank has attached. Raises ValueError, KeyError or TypeError where it cannot be."""
@@ -373,6 +386,7 @@ class Team:
                 session.fail(job, outcome)
         if isinstance(outcome, Outcome) and not outcome.is_part:
             self.committed += 1
+            self._newest = outcome.name, time.time()
             for copies in self.writer.copies:
                 copies.note(outcome.name)
             if self._catch_up:

@@ -1,0 +1,150 @@
+"""everstep top: what the keeper of a store is doing, while a run goes on."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from everstep.cli import text
+from everstep.cli.target import add_target, split_words
+from everstep.errors import Missing
+from everstep.keeper import wire
+from everstep.keeper.home import endpoint
+
+_PATIENCE_S = 5.0
+_COUNTERS = ("saves", "skips", "failures", "stall_seconds", "copied", "given_up", "bytes")
+"""Of figures: those that only grow."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_target(parser)
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (1)")
+    parser.add_argument(
+        "--openmetrics",
+        metavar="FILE",
+        help="keep a textfile for Prometheus' node exporter, in place of the view",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show it again and again until Ctrl-C, or the keeper has ended; once with --json."""
+    path, _ = split_words(args.words, 0)
+    if args.json:
+        print(json.dumps(status(path)))
+    elif args.openmetrics:
+        for found in _snapshots(path, args.interval):
+            _replace(Path(args.openmetrics), "".join(f"{line}\n" for line in openmetrics(found)))
+    else:
+        _watch(path, args.interval)
+    return 0
+
+
+def status(store: str) -> dict[str, Any]:
+    """What the keeper of the store on this node says of itself. Raises Missing where none runs."""
+    try:
+        connection = wire.connect(endpoint(store).with_suffix(".sock"))
+        with connection:
+            connection.settimeout(_PATIENCE_S)
+            wire.send(connection, {"type": "status"})
+            received = wire.receive(connection)
+    except OSError as error:
+        raise Missing(
+            f"looking at {store}: no keeper of it runs on this node ({error.strerror or error}), "
+            f"so that nothing is being saved. `everstep ls {store}` shows what is there"
+        ) from error
+    said = received[0] if received else {}
+    if said.get("type") != "status":
+        raise Missing(f"looking at {store}: its keeper is one of another everstep")
+    return {"store": store, "time": time.time(), **said}
+
+
+def _snapshots(store: str, interval_s: float) -> Iterator[dict[str, Any]]:
+    found = status(store)
+    while True:
+        yield found
+        time.sleep(interval_s)
+        try:
+            found = status(store)
+        except Missing:  # the run has ended
+            return
+
+
+def _watch(store: str, interval_s: float) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(refresh_per_second=4) as live:
+        for found in _snapshots(store, interval_s):
+            live.update(Text("\n".join(lines(found))))
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The view."""
+    now = found["time"]
+    memory = sum(trainer["memory_bytes"] for trainer in found["trainers"])
+    lives = sum(trainer["lives"] for trainer in found["trainers"])
+    head = f"{found['store']}   keeper {found['pid']}   {text.plural(lives, 'trainer')}"
+    shown = [f"{head}   {text.size(memory)} of memory", ""]
+    rows = [_tier_row("local", found["store"], run, now) for run in found["runs"]]
+    rows += [_tier_row(tier["level"], tier["place"], tier, now) for tier in found["tiers"]]
+    titles = ("level", "newest", "age", "waiting", "speed", "given up", "place")
+    shown += [*text.table(titles, rows, ("newest", "age", "waiting", "speed", "given up")), ""]
+    saves = [save for trainer in found["trainers"] for save in trainer["saves"]]
+    rows = [[str(save["step"]), save["level"], text.size(save["bytes"])] for save in saves]
+    shown += text.table(("step", "is", "bytes"), rows, ("step", "bytes")) if rows else ["no saves"]
+    for trainer in found["trainers"]:
+        if figures := trainer["figures"]:
+            said = {key.replace("_seconds", "_s"): value for key, value in figures.items()}
+            shown += ["", f"trainer {trainer['pid']}: {text.settings(said)}"]
+    problems = [f"{tier['level']}: {tier['problem']}" for tier in found["tiers"] if tier["problem"]]
+    return [*shown, *map(text.clean, problems)]
+
+
+def _tier_row(level: str, place: str, tier: dict[str, Any], now: float) -> list[str]:
+    speed = tier.get("bytes_per_s") or (
+        tier["bytes"] / tier["seconds"] if tier.get("seconds") else 0
+    )
+    return [
+        level,
+        "" if tier["newest"] is None else str(tier["newest"]),
+        "" if tier["newest_at"] is None else text.seconds(max(0.0, now - tier["newest_at"])),
+        str(tier["waiting"]),
+        f"{text.size(round(speed))}/s" if speed else "",
+        str(tier.get("given_up", "")),
+        text.clean(place),
+    ]
+
+
+def openmetrics(found: dict[str, Any]) -> Iterator[str]:
+    """One snapshot as OpenMetrics text."""
+    samples: list[tuple[str, dict[str, str], float]] = []
+    for trainer in found["trainers"]:
+        who = {"pid": str(trainer["pid"])}
+        samples.append(("memory_bytes", who, trainer["memory_bytes"]))
+        samples.append(("saves_in_flight", who, len(trainer["saves"])))
+        samples += [(key, who, value) for key, value in trainer["figures"].items()]
+    for tier in [*({"level": "local"} | run for run in found["runs"]), *found["tiers"]]:
+        which = {"level": tier["level"]}
+        values = {key: value for key, value in tier.items() if isinstance(value, int | float)}
+        if (at := values.pop("newest_at", None)) is not None:
+            values["newest_age_seconds"] = max(0.0, found["time"] - at)
+        samples += [(key, which, value) for key, value in values.items()]
+    for name in sorted({name for name, _, _ in samples}):
+        is_counter = name in _COUNTERS
+        yield f"# TYPE everstep_{name} {'counter' if is_counter else 'gauge'}"
+        for each, labels, value in samples:
+            if each == name:
+                told = ",".join(f'{key}="{label}"' for key, label in labels.items())
+                yield f"everstep_{name}{'_total' * is_counter}{{{told}}} {value}"
+    yield "# EOF"
+
+
+def _replace(path: Path, content: str) -> None:
+    """So that a reader sees this one or the one before it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(content)
+    draft.replace(path)
