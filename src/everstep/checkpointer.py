@@ -129,6 +129,7 @@ class Checkpointer:
         around = tiers.around(self._disk)
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._derived.parts)
+        alike["peers"] = tiers.peers
         place = form_team(self._world, self._disk, alike)
         self._world.local = place.ranks
         choice = Choice(options, self._state, self._derived)
@@ -147,7 +148,7 @@ class Checkpointer:
             tiers=tiers.to_json(),
             serve=new_address() if has_partners else None,
         )
-        self._partners = self._meet(run) if has_partners else []
+        self._partners = self._meet(run, tiers) if has_partners else []
         around = [*self._partners, *around]
         all_tiers = Union([self._disk, *around]) if around else self._disk
         self._captures = Captures(
@@ -319,6 +320,7 @@ class Checkpointer:
         try:
             handle = self._saved_already(request)
             if handle is None:
+                self._saves.await_partner()
                 must_wait = self._preemption.is_last
                 handle = self._captures.begin(replace(request, must_wait=must_wait))
                 self._begun = handle or self._begun
@@ -345,9 +347,10 @@ class Checkpointer:
             set_tag(self._disk, tag, CheckpointName(step, self._captures.epoch))
         return last
 
-    def _meet(self, run: str) -> list[Peer]:
+    def _meet(self, run: str, tiers: Tiers) -> list[Peer]:
+        replicates = tiers.peers > 0
         try:
-            return meet(self._world, self._client, self._disk, run)
+            return meet(self._world, self._client, self._disk, run, replicates=replicates)
         except BaseException:
             self._client.close()
             raise

@@ -1,17 +1,21 @@
 """Several nodes, each with a directory and a keeper of its own, which the others do not see."""
 
 import os
+import random
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from jobs import trains
+import zoo
+from jobs import RECIPE, attached, trains, trains_alone
 
 from comparing import check_equal, check_stored
-from everstep import Store
+from everstep import Store, Tiers
+from examples import slow
 from stores import keeper_pid, packs_of
 
 NODES = "aabb"
@@ -80,3 +84,88 @@ def test_each_node_has_its_packs_and_what_all_need(gang, folders, layout):
         run, *_ = gang.run(on_node, folders, nodes, trains, layout, after=1)
         assert run.first == 3
         check_equal(run.begun, saved.states[3])
+
+
+def trains_on(files, store, nodes, until=1000, **options):
+    """Step after step; a file tells the newest whose call has returned. What was restored, its
+    step, and the steps that other nodes have held when the call after them began."""
+    job = zoo.build("fsdp2", RECIPE)
+    options = {"strategy": "full", "tiers": Tiers(peers=1), **options}
+    with attached(job, store, nodes=nodes, **options) as made:
+        first = made.restore()
+        begun, handles = job.full_state(), []
+        for step in range(first + 1, until + 1):
+            job.train(step)
+            handles.append(made.step(step))
+            note = Path(files) / f"{dist.get_rank()}"
+            note.with_suffix(".new").write_text(str(step))
+            note.with_suffix(".new").replace(note)
+        made.wait("replicated")
+    return first, begun, ["replicated" in handle.times for handle in handles]
+
+
+def newest(files, ranks):
+    """The newest step whose calls have returned on all ranks."""
+    notes = [Path(files) / str(rank) for rank in range(ranks)]
+    return min(int(note.read_text()) if note.exists() else 0 for note in notes)
+
+
+def wait_until(holds, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+def lose(gang, folders, nodes, lost):
+    """A node is gone at once: its ranks, its keeper, its disk; and then, as torchrun does it, the
+    other ranks. What is left of it."""
+    keeper = node_keeper(folders, lost)
+    os.kill(keeper, signal.SIGKILL)
+    gang.kill(*(rank for rank, node in enumerate(nodes) if node == lost))
+    gang.kill()
+    gang.finish()
+    shutil.rmtree(at(folders, lost))
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setenv("EVERSTEP_PARTS_S", "3")
+
+
+@pytest.mark.parametrize("strategy", ["full", *slow("log")])
+@pytest.mark.parametrize(
+    ("nodes", "lost"), [("ab", "b"), *slow(("ab", "a"), ("aabb", "b"), ("abc", "a"), ("abc", "c"))]
+)
+def test_the_loss_of_a_node_loses_a_step_at_most(
+    gang, folders, files, impatient, nodes, lost, strategy
+):
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance, size = random.Random(seed), len(nodes)
+    first = done = 0
+    for _ in range(2):
+        options = {"size": size, "strategy": strategy, "keep": None}
+        gang.start(on_node, folders, nodes, trains_on, files, **options)
+        end = done + chance.randint(3, 9)
+        wait_until(lambda end=end: newest(files, size) >= end, 60)
+        time.sleep(chance.random() * 0.1)
+        lose(gang, folders, nodes, lost)
+        done = newest(files, size)
+        runs = gang.run(on_node, folders, nodes, trains_on, files, until=0, **options)
+        first, begun, _ = runs[0]
+        assert first >= done - 1
+        done = first
+        check_equal(begun, trains_alone_on(gang, size, first)[first])
+    runs = gang.run(on_node, folders, nodes, trains_on, files, until=first + 3, **options)
+    assert [run[0] for run in runs] == [first] * size
+    assert all(run[2][-1] for run in runs)
+    assert Store(united(folders, sorted(set(nodes)))).verify(first + 3).ok
+    last, state, _ = gang.run(on_node, folders, nodes, trains_on, files, until=0, **options)[0]
+    assert last == first + 3
+    check_equal(state, trains_alone_on(gang, size, last)[last])
+
+
+def trains_alone_on(gang, size, last):
+    _, states = gang.run(trains_alone, "fsdp2", last, size=size)[0]
+    return states

@@ -27,6 +27,9 @@ _TOLD_MAX = 10
 """Failures in a row that are logged one by one; then each hundredth is."""
 
 
+PARTNER_S = 5.0
+"""How long a call waits for the save before it to be held by another node."""
+
 STALLED = (
     "nothing is being saved. Does the disk hang? Training goes on, and waits no more before "
     "something is saved again"
@@ -54,6 +57,7 @@ class Saves:
         self._failures_in_row = 0
         self._metrics = metrics
         self._begun: dict[int, Capture] = {}
+        self._partner_is_away = False
         self._spreading: dict[int, SaveHandle] = {}
         """By step: what other tiers have not, or not all, yet."""
         self._torn: dict[int, str] = {}
@@ -104,6 +108,22 @@ class Saves:
             raise newest.error
         if newest and (problem := newest.problems.get(level)):
             raise problem
+
+    def await_partner(self) -> None:
+        """Block until the save before this one is held by the other node, so that the loss of this
+        one loses one step, never two; a few seconds at most, and not again before it answers. For
+        the thread that trains."""
+        newest = self.newest
+        if newest is None or "replicated" not in newest.further or self._partner_is_away:
+            return
+        try:
+            newest.wait("replicated", PARTNER_S)
+        except (EverstepError, TimeoutError) as error:
+            if newest.error is None:
+                self._partner_is_away = True
+                log.warning(
+                    "%s. Training waits for the other node no more before it answers", error
+                )
 
     def await_durable(self, handle: SaveHandle) -> None:
         """Block until a save is durable, as long as patience lasts. Raises the save's error, or
@@ -199,7 +219,17 @@ class Saves:
             handle.fail(KINDS.get(kind, Unavailable)(message["message"]), level)
         else:
             handle.advance(level)
+            if level == "replicated":
+                self._note_replica(handle)
         self._drop_settled()
+
+    def _note_replica(self, newest: SaveHandle) -> None:
+        """The other node holds this one, and none that came before it any more."""
+        self._partner_is_away = False
+        for step, handle in list(self._spreading.items()):
+            if step < newest.step and "replicated" not in handle.times:
+                text = f"step {step}: the other node holds step {newest.step} in its place"
+                handle.fail(Unavailable(text), "replicated")
 
     def _drop_settled(self) -> None:
         """Of what has come everywhere, or failed, nothing more is heard."""

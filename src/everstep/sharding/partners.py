@@ -49,8 +49,9 @@ def open_stores(world: World, place: Place, disk: Tier, around: Sequence[Tier]) 
     return open_store(disk, around)
 
 
-def meet(world: World, client: Client, disk: Tier, run: str) -> list[Peer]:
-    """Tell the keepers of each other. Returns what nodes hold of each other in memory, and, where
+def meet(world: World, client: Client, disk: Tier, run: str, *, replicates: bool) -> list[Peer]:
+    """Tell the keepers of each other: where to meet, and whether each `replicates` what it commits
+    to the next one. Returns what nodes hold of each other in memory, and, where
     each has a directory of its own, the stores of the others. All ranks call it. Raises
     Unavailable."""
     place = client.place
@@ -62,7 +63,7 @@ def meet(world: World, client: Client, disk: Tier, run: str) -> list[Peer]:
             f"why), and nodes that share no directory save through them"
         )
     addresses = {node: Address.of(address) for node, address in known.items() if address}
-    following = addresses.get((place.node + 1) % place.nodes)
+    following = addresses.get((place.node + 1) % place.nodes) if replicates else None
     client.meet({"run": run, "first": addresses.get(0), "next": following})
     world.gather("the nodes have met", None)
     found = [address.peer("memory") for address in addresses.values()]

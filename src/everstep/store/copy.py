@@ -8,7 +8,7 @@ Invariants held here:
 * What is there already is not copied again: a copy that was broken off goes on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -45,9 +45,11 @@ def copy_checkpoint(
     name: CheckpointName,
     *,
     tags: Sequence[str] = (),
+    nodes: Collection[int] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Copied:
     """Copy one checkpoint, and before it all that it goes back to; then let `tags` name it.
+    `nodes`: packs of these nodes alone go there, with all tables (None: of all).
 
     Blocks. Any number of threads may copy, also the same to the same target. Takes about 100 MiB of
     memory, whatever the sizes. Makes the target's store where there is none.
@@ -58,7 +60,7 @@ def copy_checkpoint(
     """
     open_copy(source, target)
     steps = _to_copy(source, target, name)
-    copy = _Copy(source, target, progress, sum(step.size for step in steps))
+    copy = _Copy(source, target, progress, sum(step.size for step in steps), nodes)
     _copy_epochs(source, target, name.epoch)
     for step in steps:
         copy.copy(step)
@@ -181,22 +183,33 @@ def _copy_epochs(source: Tier, target: Tier, newest: int) -> None:
 class _Copy:
     """A copy under way. For one thread."""
 
-    def __init__(self, source: Tier, target: Tier, progress: Progress, total: int) -> None:
+    def __init__(
+        self,
+        source: Tier,
+        target: Tier,
+        progress: Progress,
+        total: int,
+        nodes: Collection[int] | None,
+    ) -> None:
         self.copied = Copied()
         self._source, self._target = source, target
         self._progress, self._total, self._done = progress, total, 0
         self._tables: dict[str | None, tuple[bytes, Table]] = {}  # most steps share one
         self._packs: set[str] = set()
+        self._nodes = nodes
 
     def copy(self, step: _Step) -> None:
         """Let the target have it: all that it goes back to is there."""
         with self._telling(step.name):
-            for part in step.parts:
+            for part in filter(self._is_to_go, step.parts):
                 for index, pack in enumerate(part.packs):
                     if pack.path not in self._packs:
                         self._copy_pack(part, index)
                         self._packs.add(pack.path)
         self._publish(step)
+
+    def _is_to_go(self, part: Part) -> bool:
+        return self._nodes is None or part.rank in self._nodes
 
     def _copy_pack(self, part: Part, index: int) -> None:
         link = part.packs[index]
@@ -243,7 +256,8 @@ class _Copy:
         with target.locked(exclusive=False):
             for document in {self._table(part)[0] for part in step.parts}:
                 commit.write_table(target, document)
-            for link in {pack.path: pack for part in step.parts for pack in part.packs}.values():
+            going = filter(self._is_to_go, step.parts)
+            for link in {pack.path: pack for part in going for pack in part.packs}.values():
                 if target.size(link.path) != link.size:
                     raise Unavailable(
                         f"copying {step.name} to {target.root}: {link.path} was deleted meanwhile, "

@@ -29,6 +29,7 @@ from everstep.keeper.job import Gap, Job
 from everstep.keeper.persist import apply_retention, end_window, is_plain, persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import Nodes
+from everstep.keeper.replica import Replica
 from everstep.keeper.serve import Address
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
@@ -74,6 +75,7 @@ class Team:
         self._nodes: Nodes | None = None
         if self.place.nodes > 1:
             self._nodes = Nodes(self.writer, self.place, self._is_awaited)
+        self._replica: Replica | None = None
         self.committed = 0
         self._newest: tuple[CheckpointName, float] | None = None
         self._wake = wake
@@ -93,10 +95,13 @@ class Team:
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
 
     def meet(self, partners: wire.Message) -> None:
-        """Where the keepers of other nodes are: of rank 0's node, and of the next one, the partner
-        of this. Raises ValueError, KeyError or TypeError."""
+        """Where the keepers of other nodes are: of rank 0's node, and of the `next` one, which
+        holds what this one commits. Raises ValueError, KeyError or TypeError."""
         if self._nodes and self.place.own_store and not self.place.commits:
             self._nodes.shared = Address.of(partners["first"]).peer("store", away_s=FIRST_AWAY_S)
+        if partners["next"] and self._replica is None:
+            partner, disk = Address.of(partners["next"]).peer("memory"), self.writer.disk
+            self._replica = Replica(disk, partner, self.place.node, self._tell_all)
 
     @property
     def idle(self) -> bool:
@@ -189,6 +194,8 @@ class Team:
         """End the thread; nothing is queued any more."""
         if self._catch_up:
             self._catch_up.close()
+        if self._replica:
+            self._replica.close()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -314,6 +321,8 @@ class Team:
             claim = catalog.read_epoch(writer.disk, epoch)
             parent = None if claim.parent is None else CheckpointName(claim.fork, claim.parent)
             writer.parent = max(own, default=parent)
+            if self._replica and own:
+                self._replica.note(max(own))
         except EverstepError as error:
             log.warning("looking for the newest checkpoint: %s", error)
 
@@ -389,6 +398,8 @@ class Team:
             self._newest = outcome.name, time.time()
             for copies in self.writer.copies:
                 copies.note(outcome.name)
+            if self._replica:
+                self._replica.note(outcome.name)
             if self._catch_up:
                 self._catch_up.note(outcome.name, outcome.takes_replay)
 
