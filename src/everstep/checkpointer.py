@@ -136,9 +136,12 @@ class Checkpointer:
         check_room(self._state)
         run = open_stores(self._world, place, self._disk, around)
         remote_every = tiers.remote_every if tiers.remote else None
-        levels = Levels(self._disk.level, remote_every, bool(tiers.peers))
+        replicates = tiers.peers > 0 and place.nodes > 1
+        if tiers.peers and not replicates:
+            log.warning("tiers: peers=%s, but there is no other node", tiers.peers)
+        levels = Levels(self._disk.level, remote_every, replicates)
         self._saves = Saves(self.metrics, choice.run.trust, levels)
-        has_partners = place.nodes > 1 and (place.own_store or tiers.peers > 0)
+        has_partners = place.own_store or replicates
         self._client = Client(
             self._disk.root,
             keep,
@@ -148,7 +151,7 @@ class Checkpointer:
             tiers=tiers.to_json(),
             serve=new_address() if has_partners else None,
         )
-        self._partners = self._meet(run, tiers) if has_partners else []
+        self._partners = self._meet(run, replicates) if has_partners else []
         around = [*self._partners, *around]
         all_tiers = Union([self._disk, *around]) if around else self._disk
         self._captures = Captures(
@@ -347,10 +350,9 @@ class Checkpointer:
             set_tag(self._disk, tag, CheckpointName(step, self._captures.epoch))
         return last
 
-    def _meet(self, run: str, tiers: Tiers) -> list[Peer]:
-        replicates = tiers.peers > 0
+    def _meet(self, run: str, replicates: bool) -> list[Peer]:
         try:
-            return meet(self._world, self._client, self._disk, run, replicates=replicates)
+            return meet(self._world, self._client, self._disk, run, replicates)
         except BaseException:
             self._client.close()
             raise

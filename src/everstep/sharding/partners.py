@@ -49,7 +49,7 @@ def open_stores(world: World, place: Place, disk: Tier, around: Sequence[Tier]) 
     return open_store(disk, around)
 
 
-def meet(world: World, client: Client, disk: Tier, run: str, *, replicates: bool) -> list[Peer]:
+def meet(world: World, client: Client, disk: Tier, run: str, replicates: bool) -> list[Peer]:
     """Tell the keepers of each other: where to meet, and whether each `replicates` what it commits
     to the next one. Returns what nodes hold of each other in memory, and, where
     each has a directory of its own, the stores of the others. All ranks call it. Raises
