@@ -4,7 +4,7 @@ import copy
 
 import logs
 import torch
-from runs import check_steps, logged, snapshot
+from runs import check_steps, run_logged
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
@@ -157,13 +157,7 @@ WAYS = [
 def run(store, make, steps=9, each=logs.train, **options):
     """A run of so many steps, saved as a log unless options say else; each step's snapshot."""
     state, rules = build(1, make)
-    frozen = {}
-    with logged(store, state, derive=rules, **options) as saver:
-        for step in range(1, steps + 1):
-            each(state, step)
-            saver.step(step)
-            frozen[step] = snapshot(state)
-    return frozen
+    return run_logged(store, state, each, steps, derive=rules, **options)
 
 
 def check_all(store, make, frozen, **options):

@@ -193,7 +193,7 @@ def run_logged(store, state, train, steps=8, each=lambda handle: None, **options
     with logged(store, state, **options) as saver:
         for step in range(1, steps + 1):
             train(state, step)
-            each(saver.save(step))
+            each(saver.step(step))
             frozen[step] = snapshot(state)
     return frozen
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from logs import build, check_run, train
-from runs import check_steps, checkpointer, kinds, snapshot
+from runs import check_steps, checkpointer, kinds, run_logged
 
 from everstep import Store
 from everstep.capture import choice
@@ -26,12 +26,7 @@ def test_it_goes_over_to_a_log_and_every_step_is_exact(store):
     [(torch.optim.SGD, 1, "bbbbbb"), (torch.optim.AdamW, 3, "bb"), (torch.optim.Adam, 1, "brrrrr")],
 )
 def test_by_sizes(store, kind, every, saved):
-    state, frozen = build(1, kind), {}
-    with checkpointer(store, state, every=every) as saver:
-        for step in range(1, 7):
-            train(state)
-            saver.step(step)
-            frozen[step] = snapshot(state)
+    frozen = run_logged(store, build(1, kind), train, 6, strategy="auto", every=every)
     assert kinds(store) == saved
     check_steps(store, build(2, kind), frozen)
     if kind is torch.optim.SGD:

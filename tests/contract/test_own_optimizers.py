@@ -13,6 +13,7 @@ from runs import (
     kinds,
     restore,
     round_trip,
+    run_logged,
     snapshot,
     supervised,
 )
@@ -244,44 +245,6 @@ def test_lookaheads_go_on_in_the_midst_of_a_round(store, kind):
         Checkpointer(store, build(3), strategy="log")
 
 
-class Remembers(torch.optim.SGD):
-    """Keeps the last gradients of each parameter in a list."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            kept = self.state[parameter].setdefault("kept", [])
-            kept[:] = [*kept[-2:], parameter.grad.clone()]
-        super().step(closure)
-
-
-@pytest.mark.parametrize("strategy", ["full", "log"])
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Remembers])
-def test_no_tensor_is_printed_to_compare_it(store, monkeypatch, strategy, kind):
-    """On a GPU that would wait for it."""
-    if strategy == "log" and kind is torch.optim.LBFGS:
-        return  # refused
-    state = logs.build(1, kind)
-
-    def closure():
-        state["optimizer"].zero_grad()
-        return logs.backward(state)
-
-    def printed(self, **_):
-        raise AssertionError("a tensor was printed")
-
-    with checkpointer(store, state, strategy=strategy) as saver:
-        for step in range(1, 5):
-            state["optimizer"].step(closure) if kind is torch.optim.LBFGS else logs.train(state)
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.Tensor, "__repr__", printed)
-                saver.save(step)
-        saved = snapshot(state)
-    again = logs.build(2, kind)
-    assert restore(store, again) == 4
-    assert snapshot(again) == saved
-
-
 class Around(torch.optim.Optimizer):
     """Its groups and its state are those of the optimizer that it wraps."""
 
@@ -320,12 +283,9 @@ def build_lazy(seed):
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("strategy", ["full", "log", "spread", "auto"])
 def test_parameters_that_are_not_initialised_yet(store, strategy):
-    state, frozen = build_lazy(1), {}
-    with checkpointer(store, state, strategy=strategy) as saver:
-        for step in range(1, 5):
-            supervised(state)
-            saver.save(step)
-            frozen[step] = snapshot(state)
+    frozen = run_logged(
+        store, build_lazy(1), lambda state, _: supervised(state), 4, strategy=strategy
+    )
     fresh = build_lazy(2)
     fresh["model"](torch.zeros(1, 6))
     for step, expected in frozen.items():

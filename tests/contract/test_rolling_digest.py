@@ -7,8 +7,8 @@ import threading
 
 import pytest
 import torch
-from logs import Plain, build, train
-from runs import check_same, kinds, logged, snapshot, threads
+from logs import Plain, build, durable, train
+from runs import check_same, kinds, logged, run_logged, snapshot, threads
 from safetensors.torch import load_file
 
 from everstep import Corrupt, Store
@@ -33,12 +33,7 @@ def slices(monkeypatch):
 
 def run(store, kind=Plain, **options):
     """A base and records; what the state was at each step."""
-    state, frozen = build(1, kind), {}
-    with logged(store, state, base_every=1000, **options) as saver:
-        for step in range(1, STEPS + 1):
-            train(state)
-            saver.step(step).wait("local")
-            frozen[step] = snapshot(state)
+    frozen = run_logged(store, build(1, kind), train, STEPS, durable, base_every=1000, **options)
     assert kinds(store) == "b" + "r" * (STEPS - 1)
     return frozen
 

@@ -1,6 +1,7 @@
 """Logs of which steps are made whole, for the tests of catch_up."""
 
 import atexit
+import contextlib
 import functools
 import shutil
 import tempfile
@@ -40,8 +41,9 @@ def train(state, clip=None):
 def workers_of(keeper):
     """The processes that a keeper has begun."""
     found = []
-    for task in Path(f"/proc/{keeper}/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        for task in Path(f"/proc/{keeper}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
     return found
 
 

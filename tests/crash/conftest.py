@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from everstep.tiers import files
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _small_extents(monkeypatch):
+    """Several extents in flight also for a pack of two pages."""
+    monkeypatch.setattr(files, "EXTENT_BYTES", 4096)
 
 
 @pytest.fixture

@@ -13,18 +13,11 @@ from everstep import EverstepError, Store, Unavailable
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
-from everstep.tiers import files
 from everstep.tiers.disk import Disk
 from examples import slow
 from stores import Trainer, files_of, go_on, make_store, packs_of
 
 FAULTS = [Fault.EIO, Fault.BURST, Fault.NO_SYNC, Fault.KILL]
-
-
-@pytest.fixture(autouse=True)
-def _small_extents(monkeypatch):
-    """Several extents in flight also for a pack of two pages."""
-    monkeypatch.setattr(files, "EXTENT_BYTES", 4096)
 
 
 def _two_checkpoints(disk: Disk) -> Promises:

@@ -21,23 +21,17 @@ from everstep import Keep, Store, Unavailable
 from everstep.restore.materialize import materialize
 from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
-from everstep.tiers import files
 from everstep.tiers.disk import Disk
 from examples import slow
+from processes import ended, until
 from stores import end_keeper, packs_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
-from keepers import ended, until
+from wholes import workers_of
 
 STEPS = 5
 FAULTS = [Fault.KILL, *slow(Fault.EIO, Fault.NO_SYNC)]
 ALL = {CheckpointName(step, 1) for step in range(1, STEPS + 1)}
-
-
-@pytest.fixture(autouse=True)
-def _small_extents(monkeypatch):
-    """Several extents in flight also for a pack of two pages."""
-    monkeypatch.setattr(files, "EXTENT_BYTES", 4096)
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +129,6 @@ def test_deleting_what_was_made_whole(folder, logged, fault):
         assert len(disk.list(names.CHECKPOINTS)) == 1
 
     assert sweep(folder, prepare, apply, fault, finish) > 10
-
-
-def workers_of(keeper):
-    found = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for task in Path(f"/proc/{keeper}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
 
 
 def kill(pid):

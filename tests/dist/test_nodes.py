@@ -244,61 +244,6 @@ def test_what_a_rank_leaves_out_fails_on_all_nodes_at_once(gang, store, culprit)
     assert part_documents(store) == []
 
 
-class Stages(torch.nn.Module):
-    """A model of which each rank has one layer, under its own name."""
-
-    def __init__(self, rank):
-        super().__init__()
-        setattr(self, f"stage{rank}", torch.nn.Linear(3, 3))
-
-
-def trains_stages(store, nodes, restores):
-    """The weights of this rank's stage; a draw; and a value that ranks differ in."""
-    rank = dist.get_rank()
-    os.environ["EVERSTEP_NODE"] = nodes[rank]
-    torch.manual_seed(rank)
-    model, held = Stages(rank), {"seen": 10 + rank, "same": True}
-    rates = [0.5, 0.25, 0.25, 0.125]
-    groups = [
-        {"params": [getattr(model, f"stage{rank}").weight], "lr": rates[rank]},
-        {"params": [getattr(model, f"stage{rank}").bias], "lr": 1.0},
-    ]
-    optimizer = torch.optim.SGD(groups, momentum=0.9)
-    state = {"model": model, "optimizer": optimizer, "held": held}
-    with Checkpointer(store, state, strategy="full") as made:
-        if restores:
-            held["seen"] = None
-            assert made.restore(only=["held", "rng"]) == 1
-        else:
-            sum(p.square().sum() for p in model.parameters()).backward()
-            optimizer.step()
-            made.step(1).wait("local")
-    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return parameters, torch.rand(3), dict(held)
-
-
-@pytest.mark.slow
-def test_ranks_of_different_nodes_keep_their_own(gang, store):
-    """Hyperparameters by name though each node counts its sets from 0; generators; objects."""
-    saved = gang.run(trains_stages, store, NODES, False)
-    found = gang.run(trains_stages, store, NODES, True)
-    stored = Store(store).read()
-    for (parameters, draw, held), (_, draw2, held2) in zip(saved, found, strict=True):
-        for name, parameter in parameters.items():
-            assert torch.equal(stored[f"model.{name}"], parameter)
-        assert torch.equal(draw, draw2)
-        assert held == held2
-        assert type(held2["same"]) is bool
-    manifest = Store(store).manifest()
-    sets = manifest.hyperparameters["optimizer"]
-    groups = {}
-    for table in Store(store).tables(manifest):
-        groups |= table.optimizers["optimizer"]["groups"]
-    for rank, rate in enumerate([0.5, 0.25, 0.25, 0.125]):
-        assert sets[groups[f"model.stage{rank}.weight"]]["lr"] == rate
-        assert sets[groups[f"model.stage{rank}.bias"]]["lr"] == 1.0
-
-
 def how_it_reads(layout, store, nodes):
     """Whether this rank restores through the page cache, as others of its node read the same."""
     said = []
