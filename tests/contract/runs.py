@@ -218,6 +218,6 @@ def check_steps(store, fresh, frozen, steps=None, **options):
     with checkpointer(store, fresh, **options) as restorer:
         for step in reversed(offered) if steps is None else steps:
             assert restorer.restore(step) == step
-            found = difference(snapshot(fresh), frozen[step], f"step {step} of {kinds(store)}")
-            assert found is None, found
+            found = difference(snapshot(fresh), frozen[step], f"step {step}")
+            assert found is None, f"{kinds(store)}: {found}"
     return offered
