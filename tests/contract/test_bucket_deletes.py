@@ -52,6 +52,12 @@ def store(bucket, tmp_path):
     return target
 
 
+@pytest.fixture
+def store_of_its_own(tmp_path):
+    yield tmp_path / "local"
+    end_keeper(tmp_path / "local")
+
+
 def old(monkeypatch, tier, *paths):
     """Let these be two hours old."""
     age_s = tier.age_s
@@ -126,6 +132,19 @@ def test_a_trainer_that_was_killed_is_no_writer_when_its_keeper_is_done(url, mon
         assert process.wait() == -signal.SIGKILL
     monkeypatch.setattr(presence, "LEAVE_S", 30.0)
     assert main(["rm", url, "3"]) == 0
+
+
+def test_who_copies_to_a_bucket_is_a_writer_there(store_of_its_own, bucket, monkeypatch):
+    tiers = everstep.Tiers(remote=bucket)
+    with everstep.Checkpointer(store_of_its_own, {"x": torch.ones(3)}, tiers=tiers) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step).wait("remote", timeout=60)
+        until(lambda: presence.living(Bucket(bucket)), "it is shown")
+        monkeypatch.setattr(presence, "LEAVE_S", 0.5)
+        with pytest.raises(Conflict, match="somebody writes"):
+            Store(bucket).delete(1)
+    monkeypatch.setattr(presence, "LEAVE_S", 30.0)
+    assert Store(bucket).delete(1)
 
 
 def test_what_no_manifest_reaches_goes_when_it_is_old(store, monkeypatch):

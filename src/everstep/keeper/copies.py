@@ -18,6 +18,7 @@ from everstep.keeper import wire
 from everstep.store import catalog, retain
 from everstep.store.copy import copy_checkpoint, lead
 from everstep.store.names import CheckpointName
+from everstep.store.presence import Presence
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep.keeper")
@@ -72,6 +73,7 @@ class Copies:
         self._disk, self._tier, self._level = disk, tier, level
         self._every, self._keep, self._tell = every, keep, tell
         self._cache: retain.NeedsCache = {}
+        self._presence = Presence(tier)
         self._waiting: set[CheckpointName] = set()
         self._changed = threading.Condition()
         self._is_busy = True
@@ -103,15 +105,21 @@ class Copies:
         if self._is_closed.is_set():
             self._give_up(name, self.conflict or Unavailable(str(self.traffic.problem)))
 
+    def show(self, is_needed: bool) -> None:
+        """Let others know that somebody writes to the tier: while trainers need the keeper, or
+        something is on its way. Does not block."""
+        self._presence.show(not self._is_closed.is_set() and (is_needed or self.is_awaited))
+
     def status(self) -> wire.Message:
         """For who looks on."""
         with self._changed:
             self.traffic.waiting = len(self._waiting)
         return {"level": self._level, "place": str(self._tier.root), **asdict(self.traffic)}
 
-    def close(self) -> None:
+    def close(self, patience_s: float = 0.0) -> None:
         """End the thread; what it is copying is broken off at the next block of bytes."""
         self._is_closed.set()
+        self._presence.end(patience_s)
         with self._changed:
             self._changed.notify_all()
 

@@ -58,6 +58,7 @@ PULSE_S = 5.0
 
 SESSIONS_MAX = 1024
 _TICK_S = 0.5
+_LEAVE_S = 2.0
 _MESSAGES_AT_ONCE = 64
 
 
@@ -113,9 +114,17 @@ class Keeper:
             self._answer_settled()
             self._tidy()
             self._tell_progress()
-            self._presence.show(self._is_needed)
+            self._show_presence()
             self._look_after_home()
-        self._presence.end()
+        for copies in self._copies.values():
+            copies.close(_LEAVE_S)
+        self._presence.end(_LEAVE_S)
+
+    def _show_presence(self) -> None:
+        is_needed = self._is_needed
+        self._presence.show(is_needed)
+        for copies in self._copies.values():
+            copies.show(is_needed)
 
     @property
     def _is_needed(self) -> bool:

@@ -50,7 +50,7 @@ class Presence:
             self._thread.start()
 
     def end(self, patience_s: float = 5.0) -> None:
-        """Not any more; waits a little until that is known."""
+        """Not any more; waits at most so long until that is known."""
         self._is_over = True
         self.show(False)
         self._changed.set()
