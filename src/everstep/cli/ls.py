@@ -11,6 +11,7 @@ epoch 2 · from step 80 of epoch 1
 import argparse
 import json
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -27,6 +28,7 @@ from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier, name_of, tier_at
 
 _TITLES = ("STEP", "KIND", "TAGS", "SIZE", "WRITTEN", "AGE", "METRICS")
+_READS_IN_FLIGHT = 8
 _HEAD, _TAIL = 2, 6
 """How many checkpoints in a row are listed at the beginning and at the end, when not all are."""
 
@@ -70,6 +72,11 @@ class Listing:
         except EverstepError as error:
             return error
 
+    def read_all(self, names: Sequence[CheckpointName]) -> list[Manifest | EverstepError]:
+        """The same of several, in their order; some at a time, as a bucket answers late."""
+        with ThreadPoolExecutor(_READS_IN_FLIGHT) as pool:
+            return list(pool.map(self.read, names))
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -110,7 +117,7 @@ def _lines(listing: Listing, is_whole: bool) -> Iterator[str]:
         return
     rows = list(_rows(listing, listing.checkpoints if is_whole else listing.tags.keys()))
     shown = [row for row in rows if isinstance(row, CheckpointName)]
-    found = [listing.read(name) for name in shown]
+    found = listing.read_all(shown)
     has_logs = any(isinstance(each, Manifest) and each.previous for each in found)
     cells = [_cells(listing, *pair, has_logs) for pair in zip(shown, found, strict=True)]
     titles, *aligned = text.table(_TITLES, cells, right=("SIZE", "AGE"))
@@ -209,17 +216,20 @@ def _kind(listing: Listing, name: CheckpointName, manifest: Manifest) -> str:
 
 
 def _to_json(listing: Listing) -> dict[str, Any]:
+    found = zip(listing.checkpoints, listing.read_all(listing.checkpoints), strict=True)
     return {
         "store": str(listing.disk.root),
         "run": listing.run,
         "latest": listing.latest.step if listing.latest else None,
         "size": listing.size_bytes,
         "epochs": [asdict(epoch) for _, epoch in sorted(listing.epochs.items())],
-        "checkpoints": [_entry(listing, name) for name in listing.checkpoints],
+        "checkpoints": [_entry(listing, name, manifest) for name, manifest in found],
     }
 
 
-def _entry(listing: Listing, name: CheckpointName) -> dict[str, Any]:
+def _entry(
+    listing: Listing, name: CheckpointName, manifest: Manifest | EverstepError
+) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": str(name),
         "step": name.step,
@@ -227,7 +237,6 @@ def _entry(listing: Listing, name: CheckpointName) -> dict[str, Any]:
         "current": name in listing.current,
         "tags": listing.tags.get(name, []),
     }
-    manifest = listing.read(name)
     if isinstance(manifest, EverstepError):
         return {**entry, "problem": str(manifest)}
     base, records = listing.chains.origin(name) or (None, None)
