@@ -260,6 +260,18 @@ def test_what_is_being_iterated_is_refused(store, accelerator):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_deepspeed_is_refused(accelerator):
+    from accelerate import DistributedType
+
+    from everstep.integrations.accelerate import state_of
+
+    made = accelerator()
+    made.state.distributed_type = DistributedType.DEEPSPEED  # which is not installed
+    with pytest.raises(everstep.Unsupported, match=r"parts\(engine\)"):
+        state_of(made)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_loader_without_state_of_is_refused(store, accelerator):
     loader = accelerator().prepare(torch.utils.data.DataLoader(torch.arange(24.0), batch_size=3))
     with pytest.raises(everstep.Unsupported, match=r"state_of\(accelerator\)"):

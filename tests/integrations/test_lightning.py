@@ -362,6 +362,19 @@ def test_another_way_of_averaging_is_refused(store):
         trainer.fit(_gan(None), torch.utils.data.DataLoader(Noisy(noise=False)))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_deepspeed_is_refused(store):
+    import lightning.pytorch as pl
+
+    from everstep.integrations.lightning import EverstepCallback
+
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    unmade = object.__new__(pl.strategies.DeepSpeedStrategy)  # it is not installed
+    trainer._accelerator_connector.strategy = unmade
+    with pytest.raises(everstep.Unsupported, match="Take DDP"):
+        EverstepCallback(store).on_fit_start(trainer, _gan(None))
+
+
 def ends_by_sigterm(store, notes):
     """In the middle of the second epoch, in a step."""
     import lightning.pytorch as pl

@@ -28,8 +28,13 @@ def state_of(accelerator: Any) -> dict[str, Any]:
     register_for_checkpointing() got, and how far accumulation is. Parts of your own may be added.
 
     Call it once, after the last prepare(), and before loaders are iterated. Raises Unsupported
-    where a loader's position could not be known.
+    where a loader's position could not be known, and for DeepSpeed.
     """
+    if accelerator.distributed_type == "DEEPSPEED":
+        raise Unsupported(
+            "taking an Accelerator's state: DeepSpeed's engine has its own. Take parts(engine) of "
+            "everstep.integrations.deepspeed in its place"
+        )
     parts = {
         "model": accelerator._models,
         "optimizer": accelerator._optimizers,

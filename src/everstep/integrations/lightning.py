@@ -22,15 +22,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from everstep import Checkpointer, EverstepError, Unsupported
-from everstep.integrations.lightning_state import TrainerState
+from everstep.integrations.lightning_state import TrainerState, check
 from everstep.integrations.loaders import LoaderPosition
 
 
@@ -49,21 +48,7 @@ class EverstepCallback(pl.Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore: before loaders are iterated. Raises Unsupported, and what restore() raises."""
-        if trainer.overfit_batches or trainer.reload_dataloaders_every_n_epochs:
-            raise Unsupported(
-                "training with everstep: with overfit_batches or reload_dataloaders_every_n_epochs "
-                "the loader is another one than before. Leave them out"
-            )
-        if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
-            raise Unsupported(
-                "training with everstep: StochasticWeightAveraging makes a scheduler and an epoch "
-                "of its own in mid-training. Take WeightAveraging, whose average comes along"
-            )
-        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
-            raise Unsupported(
-                "training with everstep: training_step(dataloader_iter) reads ahead, nobody knows "
-                "how far. Take a batch"
-            )
+        check(trainer, pl_module)
         self._loaders = _watch(trainer, _loaders_of(trainer))
         optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
         state = {"model": pl_module, "optimizer": list(optimizers), "loader": self._loaders}

@@ -7,16 +7,44 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
+
+from everstep.errors import Unsupported
 
 _SHOWN = ["_callback_metrics", "_logged_metrics", "_progress_bar_metrics"]
 _SHOWN += ["_first_loop_iter", "_current_fx"]
 _META = ["fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"]
 _META += ["add_dataloader_idx", "dataloader_idx", "metric_attribute"]
 _RUNNING = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_update_count")
+
+
+def check(trainer: Any, module: Any) -> None:
+    """Raises Unsupported for what has a state that nobody here knows."""
+    why = None
+    if trainer.overfit_batches or trainer.reload_dataloaders_every_n_epochs:
+        why = (
+            "with overfit_batches or reload_dataloaders_every_n_epochs the loader is another one "
+            "than before. Leave them out"
+        )
+    elif any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+        why = (
+            "StochasticWeightAveraging makes a scheduler and an epoch of its own in mid-training. "
+            "Take WeightAveraging, whose average comes along"
+        )
+    elif isinstance(trainer.strategy, DeepSpeedStrategy):
+        why = (
+            "DeepSpeedStrategy divides the state in its own way. Take DDP, or an engine in a loop "
+            "of your own: everstep.integrations.deepspeed"
+        )
+    elif is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        why = "training_step(dataloader_iter) reads ahead, nobody knows how far. Take a batch"
+    if why:
+        raise Unsupported(f"training with everstep: {why}")
 
 
 class TrainerState:
