@@ -7,10 +7,13 @@ with what that goes back to, and the one that arrives.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 from everstep.errors import EverstepError, Unavailable
 from everstep.keeper import wire
+from everstep.keeper.copies import Traffic
 from everstep.store.copy import copy_checkpoint
 from everstep.store.names import CheckpointName
 from everstep.tiers.peer import Peer
@@ -28,9 +31,9 @@ class Replica:
         self, disk: Tier, partner: Peer, node: int, tell: Callable[[wire.Message], None]
     ) -> None:
         """`tell`: the trainers, of each step that is there, or that could not be copied."""
+        self.traffic = Traffic()
         self._disk, self._partner, self._node, self._tell = disk, partner, node, tell
         self._noted: set[CheckpointName] = set()
-        self._problem: str | None = None
         self._is_closed = False
         self._changed = threading.Condition()
         threading.Thread(target=self._work, name="everstep-replica", daemon=True).start()
@@ -41,6 +44,10 @@ class Replica:
             self._noted.add(name)
             self._changed.notify_all()
 
+    def status(self) -> wire.Message:
+        """For who looks on."""
+        return {"level": LEVEL, "place": str(self._partner.root), **asdict(self.traffic)}
+
     def close(self) -> None:
         """End the thread; what it is copying is broken off."""
         with self._changed:
@@ -49,6 +56,7 @@ class Replica:
 
     def _work(self) -> None:
         while noted := self._take():
+            began = time.monotonic()
             try:
                 copied = copy_checkpoint(
                     self._disk,
@@ -60,8 +68,12 @@ class Replica:
             except Exception as error:  # noqa: BLE001 - each reaches its handle
                 self._fail(max(noted), error)
                 continue
-            self._problem = None
+            self.traffic.problem = None
+            self.traffic.bytes += copied.bytes
+            self.traffic.seconds += time.monotonic() - began
             for name in sorted(noted & {max(noted), *copied.checkpoints}):
+                self.traffic.copied += 1
+                self.traffic.newest, self.traffic.newest_at = name.step, time.time()
                 self._say(name, {})
         self._partner.close()
 
@@ -76,8 +88,9 @@ class Replica:
         """Training goes on; what is committed next is tried again."""
         if self._is_closed:
             return
-        level = logging.INFO if self._problem else logging.WARNING
-        self._problem = str(error)
+        level = logging.INFO if self.traffic.problem else logging.WARNING
+        self.traffic.problem = str(error)
+        self.traffic.given_up += 1
         if not isinstance(error, EverstepError):
             log.exception("copying to %s", self._partner.root)
         log.log(level, "%s: no other node holds step %s", error, name.step)
@@ -85,7 +98,7 @@ class Replica:
 
     def _say(self, name: CheckpointName, more: wire.Message) -> None:
         at = {"level": LEVEL, "step": name.step, "epoch": name.epoch}
-        self._tell({"type": "level", **at, **more})
+        self._tell({"type": "level", "traffic": self.status(), **at, **more})
 
     def _look_up(self, done: int, total: int) -> None:
         if self._is_closed:
