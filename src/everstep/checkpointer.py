@@ -26,6 +26,7 @@ from everstep.capture.strategy import Request
 from everstep.errors import EverstepError
 from everstep.handle import Levels, Metrics, SaveHandle
 from everstep.keeper.client import Client
+from everstep.keeper.spill import check_directory
 from everstep.options import (
     Full,
     Log,
@@ -48,7 +49,7 @@ from everstep.store.commit import set_tag
 from everstep.store.names import CheckpointName, tag_path
 from everstep.store.retain import Keep
 from everstep.tiers.peer import Peer
-from everstep.tiers.tier import tier_at
+from everstep.tiers.tier import name_of, tier_at
 from everstep.tiers.union import Union
 
 log = logging.getLogger("everstep")
@@ -127,6 +128,8 @@ class Checkpointer:
         self._disk = tier_at(store)
         tiers = tiers or Tiers()
         around = tiers.around(self._disk)
+        if tiers.spill is not None:
+            check_directory(name_of(tiers.spill))
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
         alike["derive"] = list(self._derived.parts)
         alike["peers"] = tiers.peers

@@ -153,6 +153,8 @@ class Metrics:
     saves: int = 0
     commits: int = 0
     skips: int = 0
+    spills: int = 0
+    """Captures that went to the second memory (Tiers.spill)."""
     failures: int = 0
     bytes_written: int = 0
     stall_seconds: float = 0.0

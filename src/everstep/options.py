@@ -121,6 +121,7 @@ class Tiers:
     peers: how many other nodes hold each node's newest checkpoint in their memory: 0 or 1.
     spill: a second, slower memory, a directory on DAX, tmpfs or a disk: captures go there when
         memory_bytes are full and earlier ones are still being written.
+    spill_bytes: how much of it may be used, by all ranks of a node. None: half of what is free.
     route: which durable tier gets a step first: "local", "remote", or "auto", by what is measured.
     """
 
@@ -128,6 +129,7 @@ class Tiers:
     remote_every: int = 1
     peers: int = 0
     spill: str | os.PathLike[str] | None = None
+    spill_bytes: int | None = None
     route: Literal["auto", "local", "remote"] = "auto"
 
     def __post_init__(self) -> None:
@@ -136,6 +138,7 @@ class Tiers:
             if value is not None and not (isinstance(value, str | os.PathLike) and str(value)):
                 raise TypeError(f"{name} must be a directory or a URL, not {value!r}")
         _check_count("remote_every", self.remote_every, "steps")
+        _check_count("spill_bytes", self.spill_bytes, "bytes")
         if type(self.peers) is not int or self.peers not in (0, 1):
             raise ValueError(f"peers must be 0 or 1, not {self.peers!r}")
         _check_choice("route", self.route, ("auto", "local", "remote"))
@@ -155,6 +158,7 @@ class Tiers:
         named = {"remote": self.remote, "spill": self.spill}
         places = {key: None if at is None else name_of(at) for key, at in named.items()}
         return places | {
+            "spill_bytes": self.spill_bytes,
             "remote_every": self.remote_every,
             "peers": self.peers,
             "route": self.route,

@@ -24,7 +24,7 @@ from processes import PATIENCE_S, ended, stopped, until  # noqa: F401 - for the 
 class Trainer:
     """Attached to the keeper of `store`; `confirms=False`: "written" is left to the test."""
 
-    def __init__(self, store, idle_s=600.0, specs=stores.SMALL, confirms=True, slots=3):
+    def __init__(self, store, idle_s=600.0, specs=stores.SMALL, confirms=True, slots=3, tiers=None):
         self.specs, self.confirms = specs, confirms
         self.events = []
         self._changed = threading.Condition()
@@ -32,7 +32,7 @@ class Trainer:
         self.table = encode_table(self.layout, {}, {}, {})
         self.slots = slots
         self.key, self.arena, self.sequence = f"key-{os.getpid()}-{id(self)}", None, 0
-        self.client = Client(Path(store), None, self._on_event, idle_s)
+        self.client = Client(Path(store), None, self._on_event, idle_s, tiers=tiers)
 
     @property
     def keeper(self):

@@ -74,7 +74,8 @@ class Pool:
             arena.close()
         self._inherited = []
         for key, arena in arenas:
-            if place_of(arena) in (self._client.place.here, None):
+            is_place = place_of(arena) in (self._client.place.here, None)
+            if is_place and not arena.is_spill:
                 self._inherited.append((key, arena))
             else:
                 arena.close()

@@ -152,6 +152,9 @@ class Saves:
             capture.handle.advance("held")
         elif kind == "written":
             self._written.put(capture)
+        elif kind == "spilled":
+            self._metrics.spills += 1
+            self._pool.notify()
         elif kind == "local":
             self._on_commit(capture, message)
         elif kind == "failed":

@@ -13,6 +13,7 @@ never fault. A slot's `state` is one byte, written last, and says who may change
                           └──trainer──▶ ANNOUNCED ──trainer──┘                    │
                                             └──trainer──▶ TORN ──keeper──▶ FREE   └─▶ CAPTURING
 
+SEALED becomes FREE where the keeper has moved the image to the spill, or where it is worth nothing.
 An announced slot has its row and documents, while its image still arrives: the keeper works on
 what is there. A process that dies leaves either the old state or the new one. The row carries
 digests of itself and of its documents: what a dying trainer half wrote is not taken for a job.
@@ -24,6 +25,7 @@ import fcntl
 import mmap
 import os
 import resource
+import stat
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -44,6 +46,9 @@ _STATE_AT = 120
 _HUGE_PAGE_BYTES = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 SLOTS_MAX = (PAGE_BYTES - 128) // _ROW_STRIDE
+SPILL = "spill."
+"""The key of an arena that is a file in the spill begins with it (keeper/spill.py)."""
+
 DOCUMENTS_BYTES_MAX = 1 << 30
 """Of one slot: whoever reads a document copies it, so that its size must have a bound."""
 
@@ -80,13 +85,14 @@ class Row:
 class Arena:
     """One arena, mapped. Not thread-safe by itself: a slot belongs to one thread at a time."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, is_spill: bool = False) -> None:
         """Map the arena behind `fd`, which this object owns from now on.
 
-        Raises Corrupt where it is not a sealed arena of consistent sizes: nothing that the other
-        process wrote is believed before that.
+        Raises Corrupt where it is not a sealed arena of consistent sizes (of the spill: a file of
+        this user without a name): nothing that the other process wrote is believed before that.
         """
         self.fd = fd
+        self.is_spill = is_spill
         self.identity = (0, 0)
         """Device and inode of the memory: the same in every process that maps it."""
         try:
@@ -99,7 +105,8 @@ class Arena:
         fd, found = self.fd, os.fstat(self.fd)
         size = found.st_size
         self.identity = found.st_dev, found.st_ino
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or size < PAGE_BYTES:
+        is_safe = _is_private(found) if self.is_spill else _is_sealed(fd)
+        if not is_safe or size < PAGE_BYTES:
             raise Corrupt(f"mapping an arena of {size} bytes: it is not sealed against resizing")
         self._map = mmap.mmap(fd, size)
         magic, *sizes = _HEAD.unpack_from(self._map)
@@ -132,8 +139,7 @@ class Arena:
         check_file_size("making an arena", size)
         fd = os.memfd_create("everstep-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, round_up(size, _HUGE_PAGE_BYTES))
-            os.pwrite(fd, _HEAD.pack(_MAGIC, slot_count, documents_size, image_size, 0), 0)
+            lay_out(fd, slot_count, documents_size, image_size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(fd)
@@ -235,6 +241,10 @@ class Arena:
         at = self._slot_at(slot) + self.documents_size
         return self.memory[at : at + self.image_size]
 
+    def range(self, slot: int) -> tuple[int, int]:
+        """Where the slot begins behind the descriptor, and its bytes: documents, then image."""
+        return self._slot_at(slot), self.documents_size + self.image_size
+
     def image_address(self, slot: int) -> int:
         """Where the image starts in this process."""
         return self.address + self._slot_at(slot) + self.documents_size
@@ -318,6 +328,22 @@ class Arena:
         digest = xxhash.xxh3_64(repr(row).encode())
         digest.update(self.descriptor(slot, row))
         return digest.intdigest()
+
+
+def lay_out(fd: int, slot_count: int, documents_size: int, image_size: int) -> None:
+    """Make an empty file an arena of such slots; the sizes are of whole pages. Raises OSError."""
+    size = PAGE_BYTES + slot_count * (documents_size + image_size)
+    os.ftruncate(fd, round_up(size, _HUGE_PAGE_BYTES))
+    os.pwrite(fd, _HEAD.pack(_MAGIC, slot_count, documents_size, image_size, 0), 0)
+
+
+def _is_sealed(fd: int) -> bool:
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+
+
+def _is_private(found: os.stat_result) -> bool:
+    is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+    return is_own and not found.st_nlink and not found.st_mode & 0o077
 
 
 def check_file_size(purpose: str, size: int) -> None:

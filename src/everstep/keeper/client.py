@@ -21,7 +21,7 @@ from pathlib import Path
 
 from everstep.errors import KINDS, Corrupt, Unavailable
 from everstep.keeper import wire
-from everstep.keeper.arena import Arena
+from everstep.keeper.arena import SPILL, Arena
 from everstep.keeper.home import IDLE_S, START_S, cannot_start, endpoint, spawn
 from everstep.keeper.patience import Patience
 from everstep.keeper.serve import Address
@@ -188,7 +188,7 @@ class Client:
         arenas = []
         for key, fd in zip(reply["arenas"], fds, strict=False):
             try:
-                arenas.append((key, Arena(fd)))
+                arenas.append((key, Arena(fd, is_spill=key.startswith(SPILL))))
             except (Corrupt, OSError) as error:  # the disk serves
                 log.warning("mapping what the keeper holds: %s", error)
         return arenas
@@ -311,6 +311,9 @@ class Client:
         if message["type"] == "claimed" and "epoch" in message:
             # Here, since this thread greets the next keeper, which must be told.
             self._claims, self._epoch = message["number"], message["epoch"]
+        if message["type"] == "spill":
+            self._take_spill(message["arena"], fds)
+            return
         with self._lock:
             waiting = self._waiting.get(message.get("id", -1))
             if waiting:
@@ -319,6 +322,21 @@ class Client:
         for fd in fds:
             os.close(fd)
         self._announce(message)
+
+    def _take_spill(self, key: str, fds: list[int]) -> None:
+        """An arena of the keeper's own, for whichever keeper comes next; or it is not needed any
+        more (no descriptor)."""
+        with self._lock:
+            known = self._arenas.get(key)
+            if known is None and fds:
+                try:
+                    self._arenas[key] = Arena(fds.pop(), is_spill=True)
+                except (Corrupt, OSError) as error:
+                    log.warning("mapping the spill: %s", error)
+            elif known and not fds:
+                self._arenas.pop(key).close()
+        for fd in fds:
+            os.close(fd)
 
     def _announce(self, message: wire.Message) -> None:
         try:
@@ -373,8 +391,11 @@ class Client:
                 self._connection.close()
             self._connection = connection
             self.patience.note_keeper()
+            left = len(self._arenas)
             for key, arena in self._arenas.items():
-                self._send({"type": "arena", "arena": key}, [arena.fd])
+                left -= 1
+                message = {"type": "arena", "arena": key, "has_more": left > 0}
+                self._send(message, [arena.fd])
             for message in self._gaps:
                 self._send(message)
             self._wake_waiting()

@@ -68,6 +68,22 @@ class Job:
     written: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
     problem: str | None = None
+    is_taken: bool = False
+    """Whether somebody works on the image: it stays where it is, then."""
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def take(self) -> None:
+        """The image stays where it is from now on. Whoever reads it calls this first."""
+        with self._lock:
+            self.is_taken = True
+
+    def move(self, arena: Arena, slot: int) -> bool:
+        """All of it lies in another slot as well, and is read from there from now on. False where
+        it is taken already."""
+        with self._lock:
+            if not self.is_taken:
+                self.arena, self.slot = arena, slot
+            return not self.is_taken
 
     @property
     def state(self) -> SlotState:
@@ -77,20 +93,24 @@ class Job:
     @property
     def row(self) -> Row:
         """The slot's. Raises Corrupt."""
-        if row := self.arena.row(self.slot):
+        with self._lock:
+            row = self.arena.row(self.slot)
+        if row:
             return row
         raise Corrupt(f"reading slot {self.slot} of the arena: its row is not whole")
 
     @property
     def step(self) -> int:
         """The step. One whose row is not whole counts as older than all: it fails alone."""
-        row = self.arena.row(self.slot)
+        with self._lock:
+            row = self.arena.row(self.slot)
         return row.step if row else -1
 
     @property
     def said(self) -> dict[str, Any]:
         """What the trainer says of the step. Raises Corrupt."""
-        return unseal(self.arena.descriptor(self.slot, self.row), "a descriptor in the arena")
+        with self._lock:
+            return unseal(self.arena.descriptor(self.slot, self.row), "a descriptor in the arena")
 
     @property
     def call(self) -> int:

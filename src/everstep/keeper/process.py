@@ -317,7 +317,7 @@ class Keeper:
             raise ValueError("too many messages")
         match message:
             case {"type": "arena", "arena": str(key)}:
-                self._take_arena(session, key, fds)
+                self._take_arena(session, key, fds, has_more=bool(message.get("has_more")))
             case {"type": "settle", "id": int(number)}:
                 self._settle(session, number)
             case {"type": "adopt", "arena": str(key), "id": int(number)}:
@@ -332,15 +332,15 @@ class Keeper:
             case _:
                 session.hear(message)
 
-    def _take_arena(self, session: Session, key: str, fds: list[int]) -> None:
+    def _take_arena(self, session: Session, key: str, fds: list[int], *, has_more: bool) -> None:
         if len(key) > KEY_LENGTH_MAX or len(fds) != 1:
             raise ValueError("an arena needs a short key and one descriptor")
         identity = os.fstat(fds[0]).st_dev, os.fstat(fds[0]).st_ino
         for other in self._sessions:
-            held = [arena.identity for arena in other.arenas.values()]
+            held = [arena.identity for arena in list(other.arenas.values())]
             if other is not session and identity in held:
                 raise ValueError(f"the arena belongs to trainer {other.pid}")
-        session.take_arena(key, fds.pop())
+        session.take_arena(key, fds.pop(), has_more=has_more)
 
     def _settle(self, session: Session, number: int) -> None:
         """Note that a trainer waits for the jobs of those that are gone.

@@ -21,18 +21,20 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Iterable
 
 from everstep.errors import Conflict
 from everstep.keeper import wire
-from everstep.keeper.arena import SUBMITTED, Arena, SlotState
+from everstep.keeper.arena import SPILL, SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.job import ALL, Gap, Job
 from everstep.keeper.ranks.team import Team
+from everstep.keeper.spill import Spill
 from everstep.keeper.wire import TEXT_MAX
 from everstep.keeper.writer import Outcome
 
 log = logging.getLogger("everstep.keeper")
 
-ARENAS_MAX = 8
+ARENAS_MAX = 16
 KEY_LENGTH_MAX = 64
 _FIGURES_MAX = 16
 
@@ -62,13 +64,18 @@ class Session:
         self.dead = False
         self.silent_since: float | None = None
         self._figures: dict[str, float] = {}
+        self.spill: Spill | None = None
+        self._untold: list[Arena] = []
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         try:
+            self.spill = self._spill_of(hello.get("tiers"), len(place.ranks))
             team.join(place, self, hello)
         except (ValueError, KeyError, TypeError):
             os.close(self.pidfd)
+            if self.spill:
+                self.spill.close()
             raise
 
     def has_died(self) -> bool:
@@ -95,7 +102,7 @@ class Session:
             case {"type": "job", "arena": str(key)}:
                 self._figures = _numbers(message.get("figures"))
                 if arena := self.arenas.get(key):
-                    self.scan(arena)
+                    self.scan([arena])
             case {"sequence": int(sequence)}:
                 if job := self._jobs.get(sequence):
                     self._hear_of(job, message)
@@ -121,33 +128,49 @@ class Session:
 
     # ---- arenas ----------------------------------------------------------------------------
 
-    def take_arena(self, key: str, fd: int) -> None:
-        """Map an arena that the trainer gave, or gives again; owns `fd`.
+    def take_arena(self, key: str, fd: int, *, has_more: bool = False) -> None:
+        """Map an arena that the trainer gave, or gives again; owns `fd`. Where it `has_more`, they
+        are looked at together: they hold jobs in one order.
 
         Tells what became of its jobs, as a former keeper may have died before it could.
         """
-        found = os.fstat(fd)
+        found, is_spill = os.fstat(fd), key.startswith(SPILL)
         known = self.arenas.get(key)
         if known and known.identity == (found.st_dev, found.st_ino):
             os.close(fd)
             arena = known
         else:
-            if known or len(self.arenas) >= ARENAS_MAX or found.st_size > _physical_memory():
+            is_odd = not self.spill if is_spill else found.st_size > _physical_memory()
+            if known or len(self.arenas) >= ARENAS_MAX or is_odd:
                 os.close(fd)
                 raise ValueError(f"an arena of {found.st_size} bytes, after {len(self.arenas)}")
-            arena = self.arenas[key] = Arena(fd)
-        self._report(arena)
-        self.scan(arena, is_found=True)
+            arena = self.arenas[key] = Arena(fd, is_spill=is_spill)
+            if self.spill and is_spill:
+                self.spill.adopt(key, arena)
+        self._untold.append(arena)
+        if has_more:
+            return
+        untold, self._untold = self._untold, []
+        for arena in untold:
+            self._report(arena)
+        self.scan(untold, is_found=True)
+        for key, arena in list(self.arenas.items()):
+            if key.startswith(SPILL):  # what was told before may have been lost
+                self.tell({"type": "spill", "arena": key}, [arena.fd])
 
-    def scan(self, arena: Arena, *, is_found: bool = False) -> None:
-        """Take every slot of the arena that was announced or sealed, and has no job yet; and see
-        what has become of those that have one. `is_found`: a former keeper may have had them."""
-        for sequence, slot in arena.submitted():
+    def scan(self, arenas: Iterable[Arena], *, is_found: bool = False) -> None:
+        """Take every slot that was announced or sealed, and has no job yet; and see what has become
+        of those that have one. `is_found`: a former keeper may have had them."""
+        found = [(*job, arena) for arena in arenas for job in arena.submitted()]
+        for sequence, slot, arena in sorted(found, key=lambda each: each[0]):
             with self._lock:
                 state = arena.state(slot)  # the trainer may have sealed it meanwhile
                 if state not in SUBMITTED or arena.sequence_of(slot) != sequence:
                     continue  # the job has just ended
                 job = self._jobs.get(sequence)
+                if job and job.arena is not arena:  # it has been spilled from here, or to here
+                    arena.set_state(slot, SlotState.FREE)
+                    continue
                 if job is None and state is SlotState.TORN:  # of a keeper that died
                     arena.set_state(slot, SlotState.FREE)
                     continue
@@ -165,11 +188,12 @@ class Session:
             if is_new:
                 offer = self.team.offer_found if is_found else self.team.offer
                 offer(self.local, job)
+        self._look_at_spill()
 
     def newest(self) -> tuple[int, str, SlotState] | None:
         """Sequence and arena of the newest complete state, and that of its slot."""
         found = []
-        for key, arena in self.arenas.items():
+        for key, arena in list(self.arenas.items()):
             slot = arena.newest_complete()
             if slot is not None and (row := arena.row(slot)):
                 found.append((row.sequence, key, arena.state(slot)))
@@ -187,12 +211,15 @@ class Session:
             }
             for job in jobs
         ]
-        memory = sum(arena.size for arena in self.arenas.values())
+        own = [arena for arena in list(self.arenas.values()) if not arena.is_spill]
+        memory = sum(arena.size for arena in own)
         said = {"pid": self.pid, "lives": not self.dead, "memory_bytes": memory}
         return said | {"saves": saves, "figures": self._figures}
 
     def keep_newest(self) -> None:
         """Close all arenas but the one with the newest state; the session must be idle."""
+        if self.spill:
+            self.spill.close()
         found = self.newest()
         kept = found[1] if found else next(reversed(self.arenas), None)
         for key in [key for key in self.arenas if key != kept]:
@@ -239,10 +266,11 @@ class Session:
         self.orphan = True
         self.silent_since = None
         self.disconnect()
-        for arena in self.arenas.values():
-            if self.dead:
+        arenas = list(self.arenas.values())
+        if self.dead:
+            for arena in arenas:
                 arena.end_unfinished()
-            self.scan(arena)
+        self.scan(arenas)
         for job in list(self._jobs.values()):
             if job.arrival.over and not job.answered.is_set():  # else it may still be heard of
                 job.answer(None)
@@ -259,6 +287,8 @@ class Session:
 
     def close(self) -> None:
         """Release arenas and descriptors; the session must be idle."""
+        if self.spill:
+            self.spill.close()
         self.disconnect()
         self.team.leave(self.local)
         for arena in self.arenas.values():
@@ -278,24 +308,89 @@ class Session:
         # of its name. Any other state that was not committed is whole in memory.
         is_torn = job.problem is not None or not job.arrival.complete
         is_worthless = is_torn or isinstance(error, Conflict)
-        self._finish(job, SlotState.FREE if is_worthless else SlotState.FAILED)
-        self.tell({"type": "failed", "sequence": job.sequence, **said})
+        state = SlotState.FREE if is_worthless else SlotState.FAILED
+        self._end(job, state, {"type": "failed", "sequence": job.sequence, **said})
 
     def done(self, job: Job, outcome: Outcome) -> None:
         """A job is committed."""
-        self._finish(job, SlotState.DONE)
         message = {
             "type": "local",
             "sequence": job.sequence,
             "warning": (outcome.warning or "")[:TEXT_MAX],
             "is_part": outcome.is_part,
         }
-        self.tell(message | {"bytes": outcome.bytes, "seconds": outcome.seconds})
+        self._end(
+            job, SlotState.DONE, message | {"bytes": outcome.bytes, "seconds": outcome.seconds}
+        )
 
-    def _finish(self, job: Job, state: SlotState) -> None:
+    def _end(self, job: Job, state: SlotState, message: wire.Message) -> None:
+        """The trainer is told when its slot can be used again. What has a place in the spill is
+        told before that is given back: no other keeper could tell it."""
+        job.take()
+        if job.arena.is_spill:
+            self.tell(message)
         with self._lock:
             del self._jobs[job.sequence]
             job.arena.set_state(job.slot, state)
+        if not job.arena.is_spill:
+            self.tell(message)
+        self._look_at_spill()
+
+    # ---- the spill -------------------------------------------------------------------------
+
+    def waiting_jobs(self) -> tuple[list[Job], list[Job]]:
+        """Of arenas without a free slot: the sealed jobs whose turn has not come, and those that
+        are worked on. For the spill's thread, as are those below."""
+        with self._lock:
+            jobs = list(self._jobs.values())
+        full = {
+            arena.identity
+            for arena in list(self.arenas.values())
+            if not arena.is_spill and arena.free_slot() is None
+        }
+        waiting = [job for job in jobs if not job.is_taken and job.arena.identity in full]
+        sealed = [job for job in waiting if job.arrival.complete]
+        return sealed, [job for job in jobs if job.is_taken]
+
+    def add_spill(self, key: str, arena: Arena) -> None:
+        """The trainer has it as well from now on, for the next keeper."""
+        self.arenas[key] = arena
+        self.tell({"type": "spill", "arena": key}, [arena.fd])
+
+    def drop_spill(self, key: str) -> None:
+        """Nothing is in it any more, and nothing will be."""
+        self.tell({"type": "spill", "arena": key})
+        self.arenas.pop(key).close()
+
+    def move(self, job: Job, row: Row, arena: Arena, slot: int) -> None:
+        """The image of a job lies in that slot as well: it is read from there from now on, and the
+        slot that it lay in is free. Nothing is done where it has ended since, or is worked on."""
+        with self._lock:
+            before, at = job.arena, job.slot
+            if job.is_taken:
+                return
+            table, descriptor = before.table(at, row), before.descriptor(at, row)
+            arena.seal(slot, row, bytes(table), bytes(descriptor))
+            if not job.move(arena, slot):
+                arena.set_state(slot, SlotState.FREE)
+                return
+            before.set_state(at, SlotState.FREE)
+        self.tell({"type": "spilled", "sequence": job.sequence})
+
+    def _look_at_spill(self) -> None:
+        if self.spill and not self.orphan:  # else nobody needs memory
+            self.spill.look()
+
+    def _spill_of(self, tiers: object, ranks: int) -> Spill | None:
+        """What a greeting says of it. Raises ValueError."""
+        if not isinstance(tiers, dict):
+            return None
+        directory, budget = tiers.get("spill"), tiers.get("spill_bytes")
+        if directory is None:
+            return None
+        if type(directory) is not str or not os.path.isabs(directory):
+            raise ValueError(f"a spill at {directory!r}")
+        return Spill(self, directory, None if budget is None else wire.number(budget), ranks)
 
 
 def _numbers(figures: object) -> dict[str, float]:

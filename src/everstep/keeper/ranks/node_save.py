@@ -68,6 +68,11 @@ class NodeSave:
         """Whether this node says in its store what a tag names."""
         return self.place.commits or self.place.own_store
 
+    def take(self) -> None:
+        """It is this one's turn: its images stay where they are from now on."""
+        for job in self.jobs:
+            job.take()
+
     def describe(self) -> dict[str, Any]:
         """What the trainers say of this step together; read once. Raises Corrupt, Mismatch."""
         if self._said is None:

@@ -346,7 +346,10 @@ class Team:
                 self._wake()
             self._changed.wait_for(lambda: self._tasks or self._is_closed)
             self._is_busy = bool(self._tasks)
-            return self._tasks.popleft() if self._tasks else None
+            task = self._tasks.popleft() if self._tasks else None
+        if isinstance(task, NodeSave):
+            task.take()
+        return task
 
     def _group(self, first: NodeSave) -> Iterator[NodeSave]:
         """`first`, and the records that wait behind it. Only records are taken together, and only
@@ -360,6 +363,7 @@ class Team:
             if not all(job.arrival.complete for job in following.jobs):
                 return
             self._tasks.popleft()
+            following.take()
             yield (save := following)
 
     def _persist(self, first: NodeSave) -> None:
