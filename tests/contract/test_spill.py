@@ -14,29 +14,13 @@ from torch import nn
 
 import everstep
 import forked
+import gated
 import stores
 from everstep import Checkpointer, Store, Tiers, Unavailable
 from everstep.keeper import spill
 from everstep.keeper.arena import Arena
 
 IMAGE = 8192
-GATED = """#!{python}
-import os, sys, time
-from everstep.keeper import __main__ as keeper
-from everstep.tiers.system import System
-
-class Gated:
-    fsync = System.fsync
-
-def fsync(system, fd):
-    while os.path.exists({gate!r}):
-        time.sleep(0.002)
-    Gated.fsync(system, fd)
-
-System.fsync = fsync
-keeper.main(sys.argv[sys.argv.index("everstep.keeper") + 1 :])
-"""
-"""A keeper whose disk syncs nothing while a file is there."""
 
 
 class Filler(Trainer):
@@ -237,9 +221,7 @@ def test_a_file_system_that_gives_nothing_back_is_refused(tmp_path, monkeypatch)
 def gate(tmp_path, monkeypatch):
     """While this file is there, nothing becomes durable."""
     path, program = tmp_path / "gate", tmp_path / "keeper"
-    program.write_text(GATED.format(python=sys.executable, gate=str(path)))
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(sys, "executable", gated.write(program, path))
     return path
 
 
