@@ -1,4 +1,4 @@
-"""Ranks of one node whose disk hangs: each spills its own part, also over the death of the keeper."""
+"""Ranks of one node whose disk hangs: each spills its own part, over the death of the keeper."""
 
 import os
 import signal
