@@ -21,7 +21,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterable
 
 from everstep.errors import Conflict
 from everstep.keeper import wire
@@ -102,7 +101,7 @@ class Session:
             case {"type": "job", "arena": str(key)}:
                 self._figures = _numbers(message.get("figures"))
                 if arena := self.arenas.get(key):
-                    self.scan([arena])
+                    self.scan(arena)
             case {"sequence": int(sequence)}:
                 if job := self._jobs.get(sequence):
                     self._hear_of(job, message)
@@ -153,12 +152,12 @@ class Session:
         untold, self._untold = self._untold, []
         for arena in untold:
             self._report(arena)
-        self.scan(untold, is_found=True)
+        self.scan(*untold, is_found=True)
         for key, arena in list(self.arenas.items()):
             if key.startswith(SPILL):  # what was told before may have been lost
                 self.tell({"type": "spill", "arena": key}, [arena.fd])
 
-    def scan(self, arenas: Iterable[Arena], *, is_found: bool = False) -> None:
+    def scan(self, *arenas: Arena, is_found: bool = False) -> None:
         """Take every slot that was announced or sealed, and has no job yet; and see what has become
         of those that have one. `is_found`: a former keeper may have had them."""
         found = [(*job, arena) for arena in arenas for job in arena.submitted()]
@@ -270,7 +269,7 @@ class Session:
         if self.dead:
             for arena in arenas:
                 arena.end_unfinished()
-        self.scan(arenas)
+        self.scan(*arenas)
         for job in list(self._jobs.values()):
             if job.arrival.over and not job.answered.is_set():  # else it may still be heard of
                 job.answer(None)
