@@ -134,6 +134,7 @@ class Offered(Session):
 
     def __init__(self):
         self._jobs, self._lock, self.orphan, self.local = {}, threading.Lock(), False, 0
+        self.spill = None
         self.team, self.offered = self, []
 
     def tell(self, message, fds=None):
