@@ -10,7 +10,9 @@ import threading
 import time
 
 import pytest
+import torch
 
+import everstep
 from everstep import Corrupt, Missing, Unavailable
 from everstep.format.document import digest_of
 from everstep.keeper import serve
@@ -271,6 +273,15 @@ def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
         os.waitpid(pid, 0)
         for each in ready:
             os.close(each)
+
+
+def test_who_has_no_other_node_is_told(store, caplog):
+    state = {"model": torch.nn.Linear(2, 2)}
+    with everstep.Checkpointer(store, state, tiers=everstep.Tiers(peers=1)) as checkpointer:
+        assert "peers=1, but there is no other node" in caplog.text
+        checkpointer.step(1).wait()
+        with pytest.raises(ValueError, match="'replicated'"):
+            checkpointer.wait("replicated")
 
 
 @pytest.fixture(autouse=True)

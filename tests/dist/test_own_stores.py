@@ -143,20 +143,16 @@ def test_the_loss_of_a_node_loses_a_step_at_most(
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance, size = random.Random(seed), len(nodes)
-    first = done = 0
-    for _ in range(2):
-        options = {"size": size, "strategy": strategy, "keep": None}
-        gang.start(on_node, folders, nodes, trains_on, files, **options)
-        end = done + chance.randint(3, 9)
-        wait_until(lambda end=end: newest(files, size) >= end, 60)
-        time.sleep(chance.random() * 0.1)
-        lose(gang, folders, nodes, lost)
-        done = newest(files, size)
-        runs = gang.run(on_node, folders, nodes, trains_on, files, until=0, **options)
-        first, begun, _ = runs[0]
-        assert first >= done - 1
-        done = first
-        check_equal(begun, trains_alone_on(gang, size, first)[first])
+    options = {"size": size, "strategy": strategy}
+    gang.start(on_node, folders, nodes, trains_on, files, **options)
+    end = chance.randint(3, 9)
+    wait_until(lambda: newest(files, size) >= end, 60)
+    time.sleep(chance.random() * 0.1)
+    lose(gang, folders, nodes, lost)
+    runs = gang.run(on_node, folders, nodes, trains_on, files, until=0, **options)
+    first, begun, _ = runs[0]
+    assert first >= newest(files, size) - 1
+    check_equal(begun, trains_alone_on(gang, size, first)[first])
     runs = gang.run(on_node, folders, nodes, trains_on, files, until=first + 3, **options)
     assert [run[0] for run in runs] == [first] * size
     assert all(run[2][-1] for run in runs)
@@ -169,3 +165,42 @@ def test_the_loss_of_a_node_loses_a_step_at_most(
 def trains_alone_on(gang, size, last):
     _, states = gang.run(trains_alone, "fsdp2", last, size=size)[0]
     return states
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_keeper_that_dies_is_followed_by_one_at_its_address(gang, folders, files, node):
+    """Training goes on, and what comes is held by the other node again."""
+    gang.start(on_node, folders, "ab", trains_on, files, until=12, size=2)
+    wait_until(lambda: newest(files, 2) >= 3, 60)
+    os.kill(node_keeper(folders, node), signal.SIGKILL)
+    outcomes = gang.finish()
+    for outcome in outcomes:
+        assert outcome.kind == "returned", outcome.text
+        assert outcome.value[2][-1]
+    for each in "ab":
+        assert Store(at(folders, each) / "store").latest() == 12
+
+
+@pytest.mark.slow
+def test_nodes_that_share_a_directory_hold_each_other_s_newest_too(gang, store, files):
+    def held(rank):
+        return (files / f"{rank}").read_text()
+
+    runs = gang.run(shares, store, files, "ab", size=2)
+    assert [run[2] for run in runs] == [[True] * 3] * 2
+    assert held(0) == held(1) == "3"
+
+
+def shares(store, files, nodes):
+    return trains_on(files, store, nodes, until=3)
+
+
+@pytest.mark.slow
+def test_stores_of_two_runs_are_told(gang, folders):
+    for node in "ab":
+        gang.run(on_node, folders, node, trains, "fsdp2", 1, waits=True, size=1)
+    outcomes = gang.outcomes(on_node, folders, "ab", trains, "fsdp2", 1, size=2)
+    for outcome in outcomes:
+        assert outcome.kind == "raised"
+        assert "they are of different runs" in outcome.text

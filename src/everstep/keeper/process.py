@@ -226,6 +226,7 @@ class Keeper:
         local = [team.status() for team in teams if not team.is_empty]
         sessions = [session.status() for session in self._sessions]
         tiers = [copies.status() for copies in self._copies.values()]
+        tiers += [team.replica.status() for team in teams if team.replica]
         said = {"type": "status", "pid": os.getpid(), "bytes_written": self._system.written}
         return said | {"trainers": sessions, "runs": local, "tiers": tiers}
 

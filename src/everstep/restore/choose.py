@@ -141,7 +141,9 @@ class Candidate:
                 if self.held:
                     here.append(self.held.packs[index])
                 if not self.held or self.held.is_committed:
-                    tiers = self.disk.tiers if isinstance(self.disk, Union) else [self.disk]
+                    # The nearest that has it, and where its bytes are not right, the others.
+                    others = self.disk.tiers[1:] if isinstance(self.disk, Union) else []
+                    tiers = [self.disk, *others]
                     direct = not self.is_shared
                     here += [_Lazy(tier, pack, stack, direct) for tier in tiers]
                 found.append(here)

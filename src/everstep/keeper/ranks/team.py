@@ -75,7 +75,7 @@ class Team:
         self._nodes: Nodes | None = None
         if self.place.nodes > 1:
             self._nodes = Nodes(self.writer, self.place, self._is_awaited)
-        self._replica: Replica | None = None
+        self.replica: Replica | None = None
         self.committed = 0
         self._newest: tuple[CheckpointName, float] | None = None
         self._wake = wake
@@ -99,9 +99,9 @@ class Team:
         holds what this one commits. Raises ValueError, KeyError or TypeError."""
         if self._nodes and self.place.own_store and not self.place.commits:
             self._nodes.shared = Address.of(partners["first"]).peer("store", away_s=FIRST_AWAY_S)
-        if partners["next"] and self._replica is None:
+        if partners["next"] and self.replica is None:
             partner, disk = Address.of(partners["next"]).peer("memory"), self.writer.disk
-            self._replica = Replica(disk, partner, self.place.node, self._tell_all)
+            self.replica = Replica(disk, partner, self.place.node, self._tell_all)
 
     @property
     def idle(self) -> bool:
@@ -194,8 +194,8 @@ class Team:
         """End the thread; nothing is queued any more."""
         if self._catch_up:
             self._catch_up.close()
-        if self._replica:
-            self._replica.close()
+        if self.replica:
+            self.replica.close()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -321,8 +321,8 @@ class Team:
             claim = catalog.read_epoch(writer.disk, epoch)
             parent = None if claim.parent is None else CheckpointName(claim.fork, claim.parent)
             writer.parent = max(own, default=parent)
-            if self._replica and own:
-                self._replica.note(max(own))
+            if self.replica and own:
+                self.replica.note(max(own))
         except EverstepError as error:
             log.warning("looking for the newest checkpoint: %s", error)
 
@@ -402,8 +402,8 @@ class Team:
             self._newest = outcome.name, time.time()
             for copies in self.writer.copies:
                 copies.note(outcome.name)
-            if self._replica:
-                self._replica.note(outcome.name)
+            if self.replica:
+                self.replica.note(outcome.name)
             if self._catch_up:
                 self._catch_up.note(outcome.name, outcome.takes_replay)
 
