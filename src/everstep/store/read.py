@@ -12,7 +12,7 @@ from everstep.errors import Corrupt, Missing
 from everstep.format.document import digest_of
 from everstep.format.manifest import Part
 from everstep.format.packed import stored_extents
-from everstep.format.packs import CHUNK_BYTES, PAD_PREFIX
+from everstep.format.packs import PAD_PREFIX
 from everstep.format.tables import Extent, FileLink, Table, extents
 from everstep.tiers.files import EXTENT_BYTES, Reader
 from everstep.tiers.tier import Tier
@@ -98,25 +98,34 @@ class PackCheck:
     def checked(self, reader: Reader) -> Iterator[memoryview]:
         """Hand on a pack block by block. Raises Corrupt, in place of a block, where a chunk that
         ends in it is not what was written."""
+        for block, problems in self.examined(reader):
+            if problems:
+                raise problems[0]
+            yield block
+
+    def examined(self, reader: Reader) -> Iterator[tuple[memoryview, list[Corrupt]]]:
+        """Each block, and what is wrong with what ends in it. Raises Corrupt where the medium
+        cannot read it."""
         digest, start = xxhash.xxh3_128(), 0
         runs = deque(self._runs)
         for block in blocks(reader):
             at, stop = start, start + len(block)
+            problems: list[Corrupt] = []
             while runs and at <= stop:
                 end, extent = runs[0]
                 part = block[at - start : min(end, stop) - start]
                 if extent is None:
-                    self._check_zeros(part, at)
+                    problems += self._flaws_of_padding(part, at)
                 else:
                     digest.update(part)
                 at += len(part)
                 if at < end:
                     break
                 if extent is not None:
-                    self._compare(extent, digest.hexdigest())
+                    problems += self._flaws_of(extent, digest.hexdigest())
                     digest.reset()
                 runs.popleft()
-            yield block
+            yield block, problems
             start = stop
 
     def is_passed_by(self, disk: Tier) -> bool:
@@ -142,15 +151,16 @@ class PackCheck:
         if end < self._link.size:
             yield self._link.size, None
 
-    def _compare(self, extent: Extent, found: str) -> None:
+    def _flaws_of(self, extent: Extent, found: str) -> list[Corrupt]:
         expected = self._digests[extent.digest]
-        if found != expected:
-            where = f"{self._link.path} at byte {extent.offset} ({extent.what})"
-            raise _other_digest(where, extent.size, found, expected)
+        where = f"{self._link.path} at byte {extent.offset} ({extent.what})"
+        return [] if found == expected else [_other_digest(where, extent.size, found, expected)]
 
-    def _check_zeros(self, view: memoryview, at: int) -> None:
-        if bytes(view).count(0) != len(view):
-            raise _no_padding(self._link.path, at)
+    def _flaws_of_padding(self, view: memoryview, at: int) -> list[Corrupt]:
+        if bytes(view).count(0) == len(view):
+            return []
+        said = f"the padding ({PAD_PREFIX}*) from byte {at} on is not all zeros"
+        return [Corrupt(f"reading {self._link.path}: {said}")]
 
 
 def _by_pack(part: Part, table: Table) -> list[list[Extent]]:
@@ -164,57 +174,14 @@ def _by_pack(part: Part, table: Table) -> list[list[Extent]]:
 def verify_part(disk: Tier, part: Part, table: Table) -> Iterator[tuple[int, Corrupt | None]]:
     """Read every byte of a part's packs, padding too.
 
-    Yields, by extent, (bytes read, what is wrong or None).
+    Yields (bytes read, what is wrong or None).
     """
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    for link, pack in zip(part.packs, _by_pack(part, table), strict=True):
+    for index, link in enumerate(part.packs):
         try:
-            reader = open_pack(disk, link)
+            check = PackCheck(part, index, table)
+            with opened(disk, link) as reader:
+                for block, problems in check.examined(reader):
+                    yield len(block), None
+                    yield from ((0, problem) for problem in problems)
         except Corrupt as error:
             yield 0, error
-            continue
-        try:
-            yield from _verify_pack(reader, part, pack, buffer)
-        finally:
-            reader.close()
-
-
-def _verify_pack(
-    reader: Reader, part: Part, pack: list[Extent], buffer: memoryview
-) -> Iterator[tuple[int, Corrupt | None]]:
-    end = 0
-    path = part.packs[pack[0].pack].path
-    for extent in pack:
-        problem: Corrupt | None = None
-        view = (
-            buffer[: extent.size]
-            if extent.size <= len(buffer)
-            else memoryview(bytearray(extent.size))
-        )
-        try:
-            _check_padding(reader, end, extent.offset, path)
-            reader.read_into(extent.offset, view)
-            check_chunk(
-                view, part.digests[extent.digest], f"{path} at byte {extent.offset} ({extent.what})"
-            )
-        except Corrupt as error:
-            problem = error
-        end = extent.offset + extent.size
-        yield extent.size, problem
-    try:
-        _check_padding(reader, end, reader.size, path)
-    except Corrupt as error:
-        yield 0, error
-
-
-def _check_padding(reader: Reader, start: int, end: int, path: str) -> None:
-    view = memoryview(bytearray(max(0, end - start)))
-    reader.read_into(start, view)
-    if any(view):
-        raise _no_padding(path, start)
-
-
-def _no_padding(path: str, start: int) -> Corrupt:
-    return Corrupt(
-        f"reading {path}: the padding ({PAD_PREFIX}*) from byte {start} on is not all zeros"
-    )
