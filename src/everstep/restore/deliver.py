@@ -35,6 +35,15 @@ class Delivery:
         items = as_items(destination.tensor.detach())
         return cls(destination.box, items, items.is_cuda)
 
+    def window(self, target: Target) -> memoryview | None:
+        """The destination's own memory of a whole chunk; None where that is not one stretch on the
+        host."""
+        if self.is_on_device or target.box != self.box or not self.items.is_contiguous():
+            return None
+        found = self.items.numpy().reshape(-1).view(np.uint8)[target.start :][: target.raw]
+        _populate(found.ctypes.data, found.nbytes)
+        return found.data
+
     def put(self, target: Target, chunk: memoryview) -> None:
         """Copy what the chunk's raw bytes have of the box. A device may go on copying from them
         after this: who calls waits for its stream."""
@@ -115,12 +124,16 @@ def as_items(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _move(to: int, source: int, size: int) -> None:
-    """Copy so many bytes, to memory that may be new: its first touch takes longer than the copy,
+    _populate(to, size)
+    ctypes.memmove(to, source, size)
+
+
+def _populate(to: int, size: int) -> None:
+    """Memory that may be new is about to be filled: its first touch takes longer than a copy to it,
     and less where the kernel is asked for all pages at once."""
     start, end = round_up(to), (to + size) // PAGE_BYTES * PAGE_BYTES
     if end > start:  # where it cannot be done (Linux before 5.14), each page is touched by the copy
         _advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_WRITE)
-    ctypes.memmove(to, source, size)
 
 
 def has_overlaps(tensor: torch.Tensor) -> bool:

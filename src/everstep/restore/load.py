@@ -1,8 +1,8 @@
 """Reading spans in parallel, verifying each chunk, into the memory of the tensors.
 
-Every chunk is checked before it is put into its tensor. Where a nearer source (memory) fails the
-check, the next (disk) is asked; where all fail, Corrupt is raised and the tensors are left half
-filled.
+Every chunk is checked: before it is put into its tensor, or there, where it comes out of memory.
+Where a nearer source (memory) fails the check, the next (disk) is asked; where all fail, Corrupt is
+raised and the tensors are left half filled.
 """
 
 import contextlib
@@ -134,8 +134,8 @@ class _Task:
                 log.warning("%s; trying the next source", error)
 
     def _read_from(self, source: Source, span: Span) -> None:
-        # From memory, too: what is verified must be what is delivered, and an arena may be adopted
-        # by another trainer meanwhile.
+        if isinstance(source, MemorySource) and self._copied(source, span):
+            return
         view = self.buffer(bool(self.devices))[: span.size]
         source.read_into(span.offset, view)
         sent: list[memoryview] = []  # a device copies from it until it is waited for
@@ -143,10 +143,7 @@ class _Task:
             for target in span.targets:
                 at = target.offset - span.offset
                 chunk = view[at : at + target.size]
-                where = (
-                    f"{self.part.packs[span.pack].path} at byte {target.offset} (tensor "
-                    f"{target.name!r})"
-                )
+                where = self._where(span, target)
                 check_chunk(chunk, self.part.digests[target.digest], where)
                 if target.size != target.raw:
                     chunk = self._decoded(target, chunk, where)
@@ -156,6 +153,23 @@ class _Task:
         finally:  # also where a chunk was bad: the buffer is filled again then
             for device in self.devices:
                 torch.cuda.current_stream(device).synchronize()
+
+    def _copied(self, source: MemorySource, span: Span) -> bool:
+        """Copy a chunk to where it belongs, and check it there: an arena may be adopted by another
+        trainer meanwhile. False where it has to be taken apart."""
+        target, *others = span.targets
+        deliveries = self.deliveries[target.name]
+        if others or len(deliveries) != 1 or target.size != target.raw:
+            return False
+        if (window := deliveries[0].window(target)) is None:
+            return False
+        source.read_into(target.offset, window)
+        check_chunk(window, self.part.digests[target.digest], self._where(span, target))
+        return True
+
+    def _where(self, span: Span, target: Target) -> str:
+        path = self.part.packs[span.pack].path
+        return f"{path} at byte {target.offset} (tensor {target.name!r})"
 
     def _decoded(self, target: Target, chunk: memoryview, where: str) -> memoryview:
         """The raw bytes, in memory of their own: the device may still be copying from what another
