@@ -28,7 +28,7 @@ print(*filter(is_missing, sys.argv[1:]))
 endef
 export MISSING
 
-.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench clean env
+.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench bench-tiers clean env
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -79,6 +79,9 @@ format: env
 bench: env
 	$(BIN)/pip install --quiet --disable-pip-version-check $(LIMITS) -e '.[bench]'
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-tiers: env
+	$(BIN)/python -m benchmarks.tiers $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
