@@ -17,8 +17,13 @@ from everstep import Corrupt, Missing, Unavailable
 from everstep.format.document import digest_of
 from everstep.keeper import serve
 from everstep.keeper.serve import Address, Service
+from everstep.store import catalog
+from everstep.store.copy import copy_checkpoint
+from everstep.store.names import CheckpointName
 from everstep.tiers import peer as peers
+from everstep.tiers.disk import Disk
 from everstep.tiers.peer import Link, Peer
+from stores import make_store
 
 
 def connected(partner):
@@ -273,6 +278,29 @@ def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
         os.waitpid(pid, 0)
         for each in ready:
             os.close(each)
+
+
+def test_a_partner_holds_the_newest_and_what_it_goes_back_to(partner, tmp_path):
+    trainer = make_store(tmp_path / "own", [1, 2, 3])
+    memory = partner.peer()
+
+    def sends(step):
+        copy_checkpoint(trainer.disk, memory, CheckpointName(step, 1), nodes=(0,))
+        return [name.step for name in catalog.committed(partner.memory)]
+
+    assert sends(1) == [1]
+    memory.write("data/00000002-0001-in-vain-0.safetensors", [memoryview(b"half of it")])
+    assert sends(3) == [3]
+    assert sends(2) == [2, 3]  # it came late
+    trainer.record(4, follows=3)
+    trainer.record(5, follows=4)
+    assert sends(5) == [2, 3, 4, 5]
+    trainer.save(6)
+    assert sends(6) == [6]
+    assert len(memory.list("data")) == 2  # its pack, and tables
+    copy_checkpoint(memory, Disk(tmp_path / "back"), CheckpointName(6, 1))
+    assert everstep.Store(tmp_path / "back").verify().ok
+    assert everstep.Store(tmp_path / "back").run == everstep.Store(tmp_path / "own").run
 
 
 def test_who_has_no_other_node_is_told(store, caplog):

@@ -14,7 +14,7 @@ import zoo
 from jobs import RECIPE, attached, trains, trains_alone
 
 from comparing import check_equal, check_stored
-from everstep import Store, Tiers
+from everstep import Keep, Store, Tiers
 from examples import slow
 from stores import keeper_pid, packs_of
 
@@ -84,6 +84,11 @@ def test_each_node_has_its_packs_and_what_all_need(gang, folders, layout):
         run, *_ = gang.run(on_node, folders, nodes, trains, layout, after=1)
         assert run.first == 3
         check_equal(run.begun, saved.states[3])
+    gang.run(on_node, folders, NODES, trains, layout, 5, strategy="full", keep=Keep(last=1))
+    for store in (a, b):
+        assert Store(store).steps() == [5]
+        own = {pack.path for part in Store(store).manifest().parts for pack in part.packs}
+        assert packs_of(store) < own
 
 
 def trains_on(files, store, nodes, until=1000, **options):

@@ -161,14 +161,16 @@ def clear_unless_of(memory: Memory, run: str) -> None:
 
 
 def keep_newest(memory: Memory, path: str) -> None:
-    """The manifest `path` has arrived. Where nothing comes before it, nothing else is needed any
-    more: older checkpoints, and what was sent of some in vain."""
+    """The manifest `path` has arrived. Where it is the newest, and nothing comes before it, nothing
+    else is needed any more: older checkpoints, and what was sent of some in vain."""
     try:
         manifest = decode_manifest(memory.read(path), path)
     except EverstepError as error:
         log.warning("%s, as a partner sent it", error)
         return
-    if manifest.previous is None:
+    name = names.CheckpointName(manifest.step, manifest.epoch)
+    newest = max(catalog.committed(memory), key=lambda each: (each.epoch, each.step))
+    if manifest.previous is None and name == newest:
         epochs = [f"{names.EPOCHS}/{name}" for name in memory.list(names.EPOCHS)]
         files = [link.path for link in manifest.files]
         memory.keep_only({path, names.STORE, *epochs, *files})
@@ -256,21 +258,14 @@ class Requests:
         raise ValueError(f"no request: {str(message)[:200]}")
 
     def _look(self, tier: Tier, op: str, path: str, message: Message) -> Any:
-        match op:
-            case "size":
-                return tier.size(path)
-            case "holds":
-                return tier.holds(path)
-            case "age_s":
-                return tier.age_s(path)
-            case "bytes_in":
-                return tier.bytes_in(path)
-            case "list":
-                return json.dumps(tier.list(path)).encode()
-            case "read":
-                return tier.read(path, min(_number(message["limit"]), DOCUMENT_BYTES_MAX))
-            case "range":
-                return self._range(tier, path, _number(message["offset"]), message["count"])
+        if op in ("size", "holds", "age_s", "bytes_in"):
+            return getattr(tier, op)(path)
+        if op == "list":
+            return json.dumps(tier.list(path)).encode()
+        if op == "read":
+            return tier.read(path, min(_number(message["limit"]), DOCUMENT_BYTES_MAX))
+        if op == "range":
+            return self._range(tier, path, _number(message["offset"]), message["count"])
         raise ValueError(f"no request: {op!r}")
 
     def _range(self, tier: Tier, path: str, offset: int, count: int) -> memoryview:
