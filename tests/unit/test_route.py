@@ -21,6 +21,7 @@ from everstep.tiers.route import (
     Throughput,
     decide,
 )
+from examples import examples
 
 GIGA = 10**9
 LOCAL, REMOTE = frozenset({"local"}), frozenset({"remote"})
@@ -92,7 +93,7 @@ def hopeless(steps: list[Step]) -> set[int]:
 
 
 @given(waiting(), figures_of, routes)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_invariants(steps: list[Step], figures: Figures, route: str) -> None:
     found = decide(steps, figures, route)
     by_number = {step.step: step for step in steps}
@@ -221,7 +222,7 @@ class Executor:
 
 
 @given(st.integers(0, 10**6), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(90), deadline=None)
 def test_nothing_starves(seed: int, drops: bool) -> None:
     """Steps arrive while tiers come and go. When both answer again, all is written or was given up
     within as many decisions as there are steps and tiers."""
