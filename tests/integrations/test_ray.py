@@ -11,7 +11,10 @@ import everstep
 from stores import end_keeper
 
 pytest.importorskip("ray.train")
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+    pytest.mark.timeout(400),  # it starts a dozen processes
+]
 STEPS = 8
 
 
