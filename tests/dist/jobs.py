@@ -95,10 +95,11 @@ def trains(
     after=0,
     restore=None,
     waits=False,
+    kept=range(10**9),
     **options,
 ):
     """From what is restored up to step `last`, each step saved, and `after` more that are not.
-    `waits`: for each save."""
+    `waits`: for each save. `kept`: the steps of which the state is gathered."""
     job = zoo.build(layout, recipe)
     with attached(job, store, **options) as saver:
         first = saver.restore(**(restore or {}))
@@ -110,7 +111,8 @@ def trains(
             handles[step] = saver.step(step)
             if waits:
                 saver.wait()
-            states[step] = job.full_state()
+            if step in kept:
+                states[step] = job.full_state()
         saver.wait()
         drawn = drawn, torch.get_rng_state()
     last = max(first, last)
@@ -119,13 +121,15 @@ def trains(
     return Run(first, begun, losses, states, errors, drawn)
 
 
-def trains_alone(layout, last, recipe=RECIPE, train=step_of):
-    """The same training, of which nothing is saved: its losses, and its states by step."""
+def trains_alone(layout, last, recipe=RECIPE, train=step_of, kept=range(10**9)):
+    """The same training, of which nothing is saved: its losses, and its states by step (0: at the
+    begin)."""
     job = zoo.build(layout, recipe)
     losses, states = [], {0: job.full_state()}
     for step in range(1, last + 1):
         losses.append(train(job, step))
-        states[step] = job.full_state()
+        if step in kept:
+            states[step] = job.full_state()
     return losses, states
 
 

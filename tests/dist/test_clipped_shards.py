@@ -64,8 +64,9 @@ def gradients_of(store, step):
 def test_raw_gradients_are_replayed(gang, store, layout):
     size, last = SIZES[layout], STEPS + 2
     by_torch, by_us = (partial(clips, clip=clip) for clip in (torch_clip, clip_grad_norm_))
-    _, states = gang.run(trains_alone, layout, last, train=by_torch, size=size)[0]
-    options = {"state_of": raw, "train": by_us, "strategy": "log", "base_every": 20}
+    kept = STEPS, last
+    _, states = gang.run(trains_alone, layout, last, train=by_torch, size=size, kept=kept)[0]
+    options = {"state_of": raw, "train": by_us, "strategy": "log", "base_every": 20, "kept": kept}
     run, *_ = gang.run(trains, layout, store, STEPS, size=size, **options)
     check_equal(run.states[STEPS], states[STEPS])
     lists = {"fsdp2": 1, "hsdp": 1, "tp": 2, "fsdp_tp": 2}[layout]

@@ -26,15 +26,15 @@ LAYOUTS = ["tp", *slow("ddp", "fsdp2", "hsdp", "fsdp_tp")]
 
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_records_of_ranks_are_replayed(gang, store, saved):
-    size = zoo.SIZES[saved]
-    losses, states = gang.run(trains_alone, saved, STEPS + AFTER, size=size)[0]
-    killed = gang.run(trains, saved, store, STEPS, size=size, **LOG)
+    more = {"size": zoo.SIZES[saved], "kept": (STEPS, STEPS + AFTER)}
+    losses, states = gang.run(trains_alone, saved, STEPS + AFTER, **more)[0]
+    killed = gang.run(trains, saved, store, STEPS, **more, **LOG)
     assert killed[0].losses == losses[:STEPS]
     assert kinds(store) == "brrrrbr"
     assert Store(store).verify().ok
     for layout in {"dense", "fsdp2", "tp"} - {saved}:
         check_restored(gang, layout, store, {STEPS: killed[0].states[STEPS]})
-    resumed = gang.run(trains, saved, store, STEPS + AFTER, size=size, **LOG)
+    resumed = gang.run(trains, saved, store, STEPS + AFTER, **more, **LOG)
     for once, again in zip(killed, resumed, strict=True):  # each rank's generator goes on
         assert torch.equal(once.drawn[1], again.drawn[0])
     assert resumed[0].first == STEPS
@@ -65,7 +65,7 @@ def test_other_ranks_are_exact_for_what_goes_by_single_elements(gang, store, fus
 
 @pytest.mark.parametrize("nodes", ["", *slow("ab")])
 def test_all_ranks_go_over_to_a_log_at_the_same_step(gang, store, nodes):
-    outcomes = gang.run(trains, "fsdp2", store, 8, size=2, nodes=nodes)
+    outcomes = gang.run(trains, "fsdp2", store, 8, size=2, nodes=nodes, kept=[8])
     assert [run.errors for run in outcomes] == [{}, {}]
     found = kinds(store)
     assert (len(found), found[0], found[-1]) == (8, "b", "r")
@@ -78,7 +78,8 @@ def test_all_ranks_go_over_to_a_log_at_the_same_step(gang, store, nodes):
 @pytest.mark.parametrize(("kind", "options"), [("bf16", {}), ("topk", {"density": 0.1})])
 def test_what_was_sent_is_replayed(gang, store, other_store, kind, options):
     state_of, last = partial(compressed, kind=kind, **options), 6
-    run = partial(gang.run, trains, "ddp", size=2, state_of=state_of, strategy="log")
+    more = {"state_of": state_of, "strategy": "log", "kept": [last + AFTER]}
+    run = partial(gang.run, trains, "ddp", size=2, **more)
     straight, *_ = run(other_store, last + AFTER)
     run(store, last)
     records = [record for step in (5, last) for record in Store(store).manifest(step).records]
