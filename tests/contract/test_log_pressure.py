@@ -171,11 +171,11 @@ def test_no_record_is_announced_before_one_that_waits(store, monkeypatch):
                 announced.set()
             return found
 
-        def submit_in_turn(key):
-            submitted.append(key)
+        def submit_in_turn(*told):
+            submitted.append(told)
             if len(submitted) == 1:  # the first step; the second is sealed after the third came
                 assert announced.wait(PATIENCE_S)
-            submit(key)
+            submit(*told)
 
         monkeypatch.setattr(client, "claim", claim_late)
         monkeypatch.setattr(client, "submit", submit_in_turn)

@@ -80,9 +80,9 @@ def _prepare(saver, how, folder):
     elif how == "copying":
         submit = client.submit
 
-        def submit_and_die(key):
-            submit(key)
-            arena = client._arenas[key]
+        def submit_and_die(*told):
+            submit(*told)
+            arena = client._arenas[told[0]]
             assert SlotState.ANNOUNCED in map(arena.state, range(arena.slot_count))
             die()
 
@@ -90,7 +90,7 @@ def _prepare(saver, how, folder):
     elif how == "written":
         client.confirm = lambda sequence, problem: die()
     elif how == "untold":  # sealed, and nobody was told
-        client.submit = lambda key: die()
+        client.submit = lambda *_: die()
         saver._captures._copier._announce = lambda capture: None
 
 
