@@ -209,3 +209,30 @@ def test_stores_of_two_runs_are_told(gang, folders):
     for outcome in outcomes:
         assert outcome.kind == "raised"
         assert "they are of different runs" in outcome.text
+
+
+def copies(remote, store, nodes, until):
+    """Trains to this step, which is in the remote tier then. What was restored, and the end."""
+    job = zoo.build("fsdp2", RECIPE)
+    with attached(job, store, nodes=nodes, strategy="full", tiers=Tiers(remote=remote)) as made:
+        first = made.restore()
+        begun = job.full_state()
+        for step in range(first + 1, until + 1):
+            job.train(step)
+            made.step(step)
+        made.wait("remote", timeout=60)
+    return first, begun, job.full_state()
+
+
+@pytest.mark.slow
+def test_a_remote_tier_has_what_all_nodes_have(gang, folders):
+    remote = folders / "remote"
+    *_, saved = gang.run(on_node, folders, "ab", copies, remote, until=3, size=2)[0]
+    check_stored(remote, saved)
+    for node in "ab":
+        end_node(folders, node)
+        shutil.rmtree(at(folders, node))
+    runs = gang.run(on_node, folders, "ab", copies, remote, until=4, size=2)
+    assert [run[0] for run in runs] == [3, 3]
+    check_equal(runs[0][1], saved)
+    assert Store(remote).latest() == 4

@@ -31,6 +31,7 @@ STALLED_S = 600.0
 have left; the next one goes on."""
 
 _TOLD_MAX = 256
+_WATCH_S = 0.5
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.5, 15.0
 
 
@@ -61,9 +62,11 @@ class Copies:
         keep: retain.Keep | None,
         tell: Callable[[wire.Message], None],
         claims: Tier,
+        watches: bool = False,
     ) -> None:
         """`level`: of what is there. `every`: such steps are due, and tagged ones. `keep`: the
-        tier's own retention. `tell`: the trainers, of each step that is there or never will be."""
+        tier's own retention. `tell`: the trainers, of each step that is there or never will be.
+        `watches`: another node's keeper copies, and this one only tells of it."""
         self.traffic = Traffic()
         self.claims = claims
         """The same tier, for who waits less long for it: it has the claims of epochs, too."""
@@ -71,6 +74,10 @@ class Copies:
         """Another writer has taken the tier over: nothing more of this run's counts."""
         self.told: deque[wire.Message] = deque(maxlen=_TOLD_MAX)
         self._disk, self._tier, self._level = disk, tier, level
+        self.source = disk
+        """What is copied: the store, or where each node has one of its own all of them as one."""
+        self._watches = watches
+        self._had_newest = False
         self._every, self._keep, self._tell = every, keep, tell
         self._cache: retain.NeedsCache = {}
         self._presence = Presence(tier)
@@ -171,19 +178,26 @@ class Copies:
         tagged = set(catalog.read_tags(self._disk).values())
         with self._changed:
             untagged = sorted(self._waiting - tagged)
-            newest = max(self._waiting)
+            newest, oldest_tagged = max(self._waiting), min(self._waiting & tagged, default=None)
         for name in untagged[:-BACKLOG_MAX]:
             self._give_up(name, Unavailable(f"step {name.step} was given up: {self._slow()}"))
-        return newest
+        is_tagged_due = (
+            oldest_tagged and self._had_newest
+        )  # else new ones would hold it up for ever
+        self._had_newest = not is_tagged_due
+        return oldest_tagged if is_tagged_due else newest
 
     def _copy(self, name: CheckpointName) -> None:
         """Raises Conflict where another writer has taken the tier over, Unavailable."""
+        if self._watches:
+            self._watch(name)
+            return
         began = time.monotonic()
         try:
             lead(self._disk, self._tier)
             tags = [tag for tag, at in catalog.read_tags(self._disk).items() if at == name]
             copied = copy_checkpoint(
-                self._disk, self._tier, name, tags=tags, progress=self._look_up
+                self.source, self._tier, name, tags=tags, progress=self._look_up
             )
         except (Conflict, Unavailable, Unsupported, _Closed):
             raise
@@ -199,6 +213,15 @@ class Copies:
             self._reached(each)
         if self._keep:
             retain.apply(self._tier, self._keep, self._cache)
+
+    def _watch(self, name: CheckpointName) -> None:
+        """Wait until another node's keeper has copied it."""
+        if not catalog.is_there(self._tier, name):
+            self._is_closed.wait(_WATCH_S)
+            return
+        with self._changed:
+            self._waiting.discard(name)
+        self._reached(name)
 
     def _reached(self, name: CheckpointName) -> None:
         self.traffic.copied += 1

@@ -246,21 +246,24 @@ class Keeper:
         return Team(self._disk, place, hello, self._wake, self._copies_of(place, hello))
 
     def _copies_of(self, place: wire.Place, hello: wire.Message) -> list[Copies]:
-        """To the tiers around the store, by the node that commits; of one trainer after another
-        that asks for the same, the same. Raises ValueError, KeyError or TypeError."""
+        """To the tiers around the store, by the node that commits, while others watch; of one
+        trainer after another that asks for the same, the same. Raises ValueError, KeyError or
+        TypeError."""
         asked = hello.get("tiers") or {}
         remote = asked.get("remote")
-        if remote is None or not place.commits:
+        if remote is None:
             return []
         every, keep = wire.number(asked["remote_every"]), hello["keep"]
-        key = repr((str(remote), every, keep))
+        key = repr((str(remote), every, keep, place.commits))
         for other in [known for known in self._copies if known != key]:
             self._copies.pop(other).close()
         if key not in self._copies:
             tier, claims = (tier_at(str(remote), patience_s=each) for each in TIER_PATIENCES_S)
             own = retain.Keep(**keep) if keep else None
             tell = self._tell_all
-            self._copies[key] = Copies(self._disk, tier, "remote", every, own, tell, claims)
+            self._copies[key] = Copies(
+                self._disk, tier, "remote", every, own, tell, claims, watches=not place.commits
+            )
         return [self._copies[key]]
 
     def _tell_all(self, message: wire.Message) -> None:

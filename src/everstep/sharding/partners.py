@@ -64,7 +64,8 @@ def meet(world: World, client: Client, disk: Tier, run: str, replicates: bool) -
         )
     addresses = {node: Address.of(address) for node, address in known.items() if address}
     following = addresses.get((place.node + 1) % place.nodes) if replicates else None
-    client.meet({"run": run, "first": addresses.get(0), "next": following})
+    others = [each for node, each in addresses.items() if node != place.node and place.own_store]
+    client.meet({"run": run, "first": addresses.get(0), "next": following, "others": others})
     world.gather("the nodes have met", None)
     found = [address.peer("memory") for address in addresses.values()]
     if place.own_store:

@@ -35,6 +35,7 @@ from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
+from everstep.tiers.union import Union
 
 if TYPE_CHECKING:
     from everstep.keeper.session import Session
@@ -95,10 +96,14 @@ class Team:
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
 
     def meet(self, partners: wire.Message) -> None:
-        """Where the keepers of other nodes are: of rank 0's node, and of the `next` one, which
-        holds what this one commits. Raises ValueError, KeyError or TypeError."""
+        """Where the keepers of other nodes are: of rank 0's node, of the `next` one, which holds
+        what this one commits, and of `others` with stores of their own. Raises
+        ValueError, KeyError or TypeError."""
         if self._nodes and self.place.own_store and not self.place.commits:
             self._nodes.shared = Address.of(partners["first"]).peer("store", away_s=FIRST_AWAY_S)
+        others = [Address.of(each).peer("store") for each in partners["others"]]
+        for copies in self.writer.copies:
+            copies.source = Union([self.writer.disk, *others])
         if partners["next"] and self.replica is None:
             partner, disk = Address.of(partners["next"]).peer("memory"), self.writer.disk
             self.replica = Replica(disk, partner, self.place.node, self._tell_all)
