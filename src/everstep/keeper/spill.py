@@ -10,8 +10,9 @@ gone on elsewhere since, for all of which there would have to be rules. As it is
 behind; where trainer and keeper die both, what is durable counts, as ever.
 
 Invariants:
-* The budget is not passed: memory of a slot is reserved before bytes go there (a mapping of a file
-  would fault on a full file system), and given back when its job is over.
+* The budget is not passed: what a slot takes is counted before bytes go there, and given back when
+  its job is over. What is written by the mapping is reserved before: on a full file system that
+  would fault, where a system call fails.
 * The slot in the arena is freed when all is in the spill, sealed, and nobody reads the image.
 * Which images move is decided by `everstep.tiers.route`.
 """
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("everstep.keeper")
 
 ARENAS_MAX = 6
+_FILE_BYTES_MAX = 8 << 40  # ext4 takes 16 TiB
 _PIECE_BYTES = 4 << 20
 _PUNCH_HOLE = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _PAUSE_S = 5.0
@@ -190,7 +192,7 @@ class Spill:
             if self._is_closed:
                 return
             self._used[key, slot] = size
-            os.posix_fallocate(arena.fd, arena.range(slot)[0], size)
+            os.posix_fallocate(arena.fd, arena.range(slot)[0], arena.documents_size)
 
     def _clear(self) -> None:
         """Give back what is over, but for the newest state of all; let go of files that are empty,
@@ -220,12 +222,13 @@ class Spill:
 def create(directory: str, documents_size: int, image_size: int) -> Arena:
     """An arena in a file that has no name, and takes no memory yet but for its first page. Raises
     Unavailable, OSError."""
-    check_file_size("spilling", SLOTS_MAX * (documents_size + image_size))
+    slots = max(1, min(SLOTS_MAX, _FILE_BYTES_MAX // (documents_size + image_size)))
+    check_file_size("spilling", slots * (documents_size + image_size))
     path = os.path.join(directory, f".everstep-{secrets.token_hex(8)}")
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.unlink(path)
-        lay_out(fd, SLOTS_MAX, documents_size, image_size)
+        lay_out(fd, slots, documents_size, image_size)
         _punch(fd, PAGE_BYTES, PAGE_BYTES)
         os.posix_fallocate(fd, 0, PAGE_BYTES)
     except BaseException:
