@@ -27,7 +27,7 @@ _TOLD_MAX = 10
 """Failures in a row that are logged one by one; then each hundredth is."""
 
 
-PARTNER_S = 5.0
+PARTNER_S = 20.0
 """How long a call waits for the save before it to be held by another node."""
 
 STALLED = (
