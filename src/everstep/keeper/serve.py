@@ -27,14 +27,14 @@ from everstep.format.manifest import decode_manifest
 from everstep.store import catalog, names
 from everstep.tiers.files import Reader
 from everstep.tiers.memory import Memory, MemoryReader, NewInMemory
-from everstep.tiers.peer import Link, Message, Peer
+from everstep.tiers.peer import GREETING_S, Link, Message, Peer
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep.keeper")
 
 STRANGERS_MAX = 16
-LINKS_MAX = 256
-IDLE_S = 3600.0
+LINKS_MAX = 1024
+IDLE_S = 60.0
 DOCUMENT_BYTES_MAX = 256 << 20
 RANGE_BYTES_MAX = 64 << 20
 TEXT_MAX = 2000
@@ -83,21 +83,24 @@ class Service:
         self._tiers: Mapping[str, Tier] = {"memory": memory, "store": store}
         self._strangers = 0
         self._is_closed = False
-        self._links: set[Link] = set()
+        self._links: dict[Link, threading.Thread] = {}
         self._lock = threading.Lock()
         self._warned = float("-inf")
-        threading.Thread(target=self._listen, name="everstep-serve", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="everstep-serve", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Listen no more, and end all connections."""
+        """Listen no more, and end all connections and threads."""
         with self._lock:
             self._is_closed = True
-            links = list(self._links)
+            links = dict(self._links)
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for link in links:
             link.close()
+        for thread in (self._thread, *links.values()):
+            thread.join(GREETING_S)
 
     def _listen(self) -> None:
         while True:
@@ -110,19 +113,17 @@ class Service:
                 log.warning("accepting a partner: %r", error)
                 time.sleep(0.05)
                 continue
+            serving = threading.Thread(target=self._serve, args=(link, host), daemon=True)
             with self._lock:
                 is_full = self._strangers >= STRANGERS_MAX or len(self._links) >= LINKS_MAX
                 is_full |= self._is_closed
                 if not is_full:
                     self._strangers += 1
-                    self._links.add(link)
+                    self._links[link] = serving
+                    serving.start()
             if is_full:
                 self._warn(host, "there are too many")
                 link.close()
-                continue
-            threading.Thread(
-                target=self._serve, args=(link, host), name="everstep-partner", daemon=True
-            ).start()
 
     def _serve(self, link: Link, host: str) -> None:
         try:
@@ -131,7 +132,7 @@ class Service:
         finally:
             link.close()
             with self._lock:
-                self._links.discard(link)
+                self._links.pop(link, None)
 
     def _is_partner(self, link: Link, host: str) -> bool:
         """Hear who a stranger is."""

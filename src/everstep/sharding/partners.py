@@ -22,6 +22,9 @@ from everstep.store.commit import open_store
 from everstep.tiers.peer import Peer
 from everstep.tiers.tier import Tier
 
+BUSY_S = 2.0
+"""How long a keeper that has too many connections is tried again: all ranks restore at once."""
+
 
 def new_address() -> Address:
     """For this node's keeper, where it serves none yet: EVERSTEP_ADDRESS, or the address by which
@@ -67,9 +70,9 @@ def meet(world: World, client: Client, disk: Tier, run: str, replicates: bool) -
     others = [each for node, each in addresses.items() if node != place.node and place.own_store]
     client.meet({"run": run, "first": addresses.get(0), "next": following, "others": others})
     world.gather("the nodes have met", None)
-    found = [address.peer("memory") for address in addresses.values()]
+    found = [address.peer("memory", BUSY_S) for address in addresses.values()]
     if place.own_store:
-        stores = {n: a.peer("store") for n, a in addresses.items() if n != place.node}
+        stores = {n: a.peer("store", BUSY_S) for n, a in addresses.items() if n != place.node}
         _take_over_epochs(world, place, disk, stores)
         found += stores.values()
     return found

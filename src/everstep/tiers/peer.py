@@ -37,7 +37,7 @@ MESSAGE_BYTES_MAX = 64 << 10
 _GREETING = b"everstep partner 1\n"
 _SIZE = 32
 _LENGTH = struct.Struct("!I")
-_IDLE_MAX = 8
+_IDLE_MAX = 16
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.02, 0.5
 
 Message = dict[str, Any]
