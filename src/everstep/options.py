@@ -122,7 +122,6 @@ class Tiers:
     spill: a second, slower memory, a directory on DAX, tmpfs or a disk: captures go there when
         memory_bytes are full and earlier ones are still being written.
     spill_bytes: how much of it may be used, by all ranks of a node. None: half of what is free.
-    route: which durable tier gets a step first: "local", "remote", or "auto", by what is measured.
     """
 
     remote: str | os.PathLike[str] | None = None
@@ -130,7 +129,6 @@ class Tiers:
     peers: int = 0
     spill: str | os.PathLike[str] | None = None
     spill_bytes: int | None = None
-    route: Literal["auto", "local", "remote"] = "auto"
 
     def __post_init__(self) -> None:
         """Raises ValueError, TypeError."""
@@ -141,7 +139,6 @@ class Tiers:
         _check_count("spill_bytes", self.spill_bytes, "bytes")
         if type(self.peers) is not int or self.peers not in (0, 1):
             raise ValueError(f"peers must be 0 or 1, not {self.peers!r}")
-        _check_choice("route", self.route, ("auto", "local", "remote"))
 
     def around(self, store: Tier) -> list[Tier]:
         """The tiers beside the store, nearest first. Raises ValueError where they are none."""
@@ -161,7 +158,6 @@ class Tiers:
             "spill_bytes": self.spill_bytes,
             "remote_every": self.remote_every,
             "peers": self.peers,
-            "route": self.route,
         }
 
 

@@ -249,7 +249,6 @@ def test_damage_is_made_good_from_there(local, remote):
         ({"remote": 5}, TypeError),
         ({"remote_every": 0}, ValueError),
         ({"peers": 2}, ValueError),
-        ({"route": "best"}, ValueError),
     ],
 )
 def test_bad_arguments(arguments, error):
