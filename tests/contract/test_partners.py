@@ -17,6 +17,7 @@ from everstep import Corrupt, Missing, Unavailable
 from everstep.format.document import digest_of
 from everstep.keeper import serve
 from everstep.keeper.serve import Address, Service
+from everstep.sharding.partners import new_address
 from everstep.store import catalog
 from everstep.store.copy import copy_checkpoint
 from everstep.store.names import CheckpointName
@@ -301,6 +302,16 @@ def test_a_partner_holds_the_newest_and_what_it_goes_back_to(partner, tmp_path):
     copy_checkpoint(memory, Disk(tmp_path / "back"), CheckpointName(6, 1))
     assert everstep.Store(tmp_path / "back").verify().ok
     assert everstep.Store(tmp_path / "back").run == everstep.Store(tmp_path / "own").run
+
+
+def test_a_node_is_found_at_the_address_by_which_it_reaches_the_first(monkeypatch):
+    monkeypatch.delenv("EVERSTEP_ADDRESS", raising=False)
+    for master, host in (("127.0.0.1", "127.0.0.1"), ("no.such.host.invalid", "127.0.0.1")):
+        monkeypatch.setenv("MASTER_ADDR", master)
+        assert new_address().host == host
+    monkeypatch.setenv("EVERSTEP_ADDRESS", "10.1.2.3")
+    assert new_address()[:2] == ("10.1.2.3", 0)
+    assert new_address().secret != new_address().secret
 
 
 def test_who_has_no_other_node_is_told(store, caplog):

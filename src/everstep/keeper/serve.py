@@ -183,7 +183,6 @@ class Requests:
     def __init__(self, link: Link, tiers: Mapping[str, Tier]) -> None:
         self._link, self._tiers = link, tiers
         self._file: NewInMemory | None = None
-        self._path = ""
         self._problem: EverstepError | None = None
         self._data, self._buffer = bytearray(), bytearray()
         self._open: tuple[str, Reader] | None = None
