@@ -40,7 +40,7 @@ demo: env
 	$(BIN)/everstep demo
 
 test: env lint
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 test-slow: env
 	EVERSTEP_EXAMPLES=all $(BIN)/pytest -m "slow or not slow" --timeout 900

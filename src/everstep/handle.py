@@ -82,7 +82,7 @@ class SaveHandle:
         more)."""
         level = level or self.durable
         if level not in (known := (*LEVELS, self.durable, *self.further)):
-            raise ValueError(f"step {self.step} comes to {known}, and so never to {level!r}")
+            raise ValueError(f"level must be one of {known} for step {self.step}, not {level!r}")
         deadline = None if timeout is None else time.monotonic() + timeout
         is_captured = self._await("captured", deadline)
         confirm = self._confirm  # others may let go of it

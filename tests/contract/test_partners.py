@@ -268,6 +268,7 @@ def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
         client = Peer(("127.0.0.1", port), bytes(32), patience_s=1.0)
         assert client.list("") == []
         os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
         for _ in range(2):
             began = time.monotonic()
             with pytest.raises(Unavailable, match="no answer for 1 s"):

@@ -90,7 +90,7 @@ def test_only_what_is_due_goes_there(local, remote):
             handle = checkpointer.save(step, tag=tag)
             if handle.further:
                 handle.wait("remote", timeout=60)
-        with pytest.raises(ValueError, match="step 9"):
+        with pytest.raises(ValueError, match="for step 9"):
             handle.wait("remote")
         with pytest.raises(ValueError, match="replicated"):
             checkpointer.wait("replicated")

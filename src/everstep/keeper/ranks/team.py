@@ -367,9 +367,15 @@ class Team:
                 return
             if not all(job.arrival.complete for job in following.jobs):
                 return
+            if not all(map(self._may_be_taken, following.jobs)):
+                return
             self._tasks.popleft()
             following.take()
             yield (save := following)
+
+    def _may_be_taken(self, job: Job) -> bool:
+        """Where there is a second memory, what waits in the arena must be free to move there."""
+        return job.arena.is_spill or not any(each.spill for each in self._sessions.values())
 
     def _persist(self, first: NodeSave) -> None:
         """Commit a step, and with it the records that are gathered meanwhile."""
