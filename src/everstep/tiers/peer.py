@@ -328,7 +328,7 @@ class Peer(WholeFiles):
             is_new = True
             try:
                 link, is_new = self._take()
-                return link, link.exchange(message, data, room)
+                return link, self._exchanged(link, message, data, room)
             except (OSError, EOFError, ValueError) as error:
                 is_over = is_new and time.monotonic() - began >= self._away_s
                 if is_over or isinstance(error, (TimeoutError, ValueError)):
@@ -336,6 +336,13 @@ class Peer(WholeFiles):
             if is_new:
                 time.sleep(pause)
                 pause = min(2 * pause, _PAUSE_S_MAX)
+
+    def _exchanged(self, link: Link, message: Message, data: bytes, room: Room) -> Message:
+        try:
+            return link.exchange(message, data, room)
+        except BaseException:
+            link.close()
+            raise
 
     def _take(self) -> tuple[Link, bool]:
         """A connection for one thread, and whether it is a new one."""
