@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
-from everstep.tiers.files import EXTENT_BYTES, Await
+from everstep.tiers.files import EXTENT_BYTES, Await, RangeReader
 
 DOCUMENT_BYTES_MAX = 1 << 30
 _MULTIPART_BYTES = 16 << 20
@@ -256,13 +256,13 @@ class Bucket:
                 )
             return bytes(found.bytes())
 
-    def open(self, path: str, direct: bool = False) -> "ObjectReader":
+    def open(self, path: str, direct: bool = False) -> RangeReader:
         """Open for reading."""
         del direct
         size = self.size(path)
         if size is None:
             raise Missing(f"reading {self.root / path}: there is no such object")
-        return ObjectReader(self, path, size)
+        return RangeReader(self, path, size)
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`. Raises Corrupt where the object is short."""
@@ -382,20 +382,3 @@ class Upload:
         if self._file:
             self._file.close()
         self._send = self._file = None
-
-
-class ObjectReader:
-    """An object that is read by ranges. `read_into` is thread-safe."""
-
-    def __init__(self, bucket: Bucket, path: str, size: int) -> None:
-        self.size = size
-        self._bucket = bucket
-        self._path = path
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `offset`."""
-        if len(view):
-            self._bucket.read_range(self._path, offset, view)
-
-    def close(self) -> None:
-        """Nothing to release."""

@@ -51,6 +51,30 @@ class Reader(Source, Protocol):
         """Release it."""
 
 
+class Ranged(Protocol):
+    """A tier whose files are read by ranges, each by a request of its own."""
+
+    def read_range(self, path: str, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`. Raises Corrupt, Missing, Unavailable."""
+
+
+class RangeReader:
+    """A file of such a tier. `read_into` is thread-safe."""
+
+    def __init__(self, tier: Ranged, path: str, size: int) -> None:
+        self.size = size
+        self._tier = tier
+        self._path = path
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with the bytes from `offset`."""
+        if len(view):
+            self._tier.read_range(self._path, offset, view)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 class FileWriter:
     """Writes whole new files, by threads of its own. Thread-safe; errors are OSError."""
 

@@ -6,7 +6,7 @@ and as long as they are in the tier.
 
 import threading
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -104,30 +104,12 @@ class Memory(WholeFiles):
             if found := self._files.pop(path, None):
                 self.used_bytes -= len(found.data)
 
-    def forget(self, paths: Sequence[str]) -> None:
-        """Remove files on which nothing depends."""
-        for path in paths:
-            self.delete(path)
-
     @contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[None]:
         """Hold the tier, for others of this process."""
         del exclusive
         with self._lock:
             yield
-
-    @contextmanager
-    def claim(self, path: str) -> Iterator[None]:
-        """Hold the new file `path`, which is gone again when this ends."""
-        self.replace(path, b"")
-        try:
-            yield
-        finally:
-            self.forget([path])
-
-    def is_claimed(self, path: str) -> bool:
-        """Whether `path` is held."""
-        return path in self._files
 
     def keep_only(self, paths: Container[str]) -> None:
         """Delete all other files."""

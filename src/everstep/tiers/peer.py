@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from everstep.errors import KINDS, Corrupt, Missing, Unavailable
 from everstep.format.document import digest_of
 from everstep.tiers.bucket import Url
 from everstep.tiers.disk import DOCUMENT_BYTES_MAX
+from everstep.tiers.files import RangeReader
 from everstep.tiers.whole import WholeFiles
 
 PATIENCE_S = 20.0
@@ -240,13 +241,13 @@ class Peer(WholeFiles):
         self._ask("read", path, room=room, limit=limit)
         return bytes(data)
 
-    def open(self, path: str, direct: bool = False) -> "PeerReader":
+    def open(self, path: str, direct: bool = False) -> RangeReader:
         """Open for reading."""
         del direct
         size = self.size(path)
         if size is None:
             raise Missing(f"reading {self.root / path}: there is no such file")
-        return PeerReader(self, path, size)
+        return RangeReader(self, path, size)
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`. Raises Corrupt where the file is short."""
@@ -271,30 +272,11 @@ class Peer(WholeFiles):
         """Remove a file; no error where it is gone already."""
         self._ask("delete", path)
 
-    def forget(self, paths: Sequence[str]) -> None:
-        """Remove files on which nothing depends: no error where one cannot be."""
-        for path in paths:
-            with contextlib.suppress(Unavailable):
-                self.delete(path)
-
     @contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[None]:
         """Nothing is held: one node writes there, in order."""
         del exclusive
         yield
-
-    @contextmanager
-    def claim(self, path: str) -> Iterator[None]:
-        """Hold the new file `path`, which is gone again when this ends."""
-        self.replace(path, b"")
-        try:
-            yield
-        finally:
-            self.forget([path])
-
-    def is_claimed(self, path: str) -> bool:
-        """Whether `path` is held."""
-        return self.size(path) is not None
 
     def close(self) -> None:
         """Close what is idle; a later call connects anew."""
@@ -421,23 +403,6 @@ class Sending:
         except BaseException:
             self.abandon()
             raise
-
-
-class PeerReader:
-    """A file that is read by ranges. `read_into` is thread-safe."""
-
-    def __init__(self, peer: Peer, path: str, size: int) -> None:
-        self.size = size
-        self._peer = peer
-        self._path = path
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `offset`."""
-        if len(view):
-            self._peer.read_range(self._path, offset, view)
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 def value_of(answer: Message) -> Any:

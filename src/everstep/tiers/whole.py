@@ -1,14 +1,17 @@
 """What tiers in memory have in common: a file appears whole or not at all, and is as durable then
 as it will be. So there is nothing to sync, and no directory to make."""
 
+import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from everstep.errors import Unavailable
 from everstep.tiers.files import Await, extents_of
 
 
-class WholeFiles:
+class WholeFiles(ABC):
     """See Disk for what methods promise."""
 
     shows_whole_files = True
@@ -50,9 +53,9 @@ class WholeFiles:
             file.abandon()
             raise
 
+    @abstractmethod
     def _new(self, path: str, size: int) -> Any:
         """With `write(view, offset)`, `finish` and `abandon`."""
-        raise NotImplementedError
 
     def finish(self, path: str, file: Any) -> None:
         """Make a new file appear."""
@@ -63,13 +66,40 @@ class WholeFiles:
         found = self.list(directory)
         return [each for each in found if self.size(f"{directory}/{each}/{name}") is not None]
 
+    @abstractmethod
     def list(self, directory: str) -> list[str]:
         """See Disk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def size(self, path: str) -> int | None:
         """See Disk."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def replace(self, path: str, data: bytes) -> None:
+        """See Disk."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """See Disk."""
+
+    def forget(self, paths: Sequence[str]) -> None:
+        """Remove files on which nothing depends: no error where one cannot be."""
+        for path in paths:
+            with contextlib.suppress(Unavailable):
+                self.delete(path)
+
+    @contextmanager
+    def claim(self, path: str) -> Iterator[None]:
+        """Hold the new file `path`, which is gone again when this ends."""
+        self.replace(path, b"")
+        try:
+            yield
+        finally:
+            self.forget([path])
+
+    def is_claimed(self, path: str) -> bool:
+        """Whether `path` is held."""
+        return self.size(path) is not None
 
     def settle(self, path: str) -> None:
         """Nothing to do."""
