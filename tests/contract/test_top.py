@@ -65,6 +65,18 @@ def test_openmetrics_has_each_figure_once(running, capsys):
     assert len(types) == len(set(types))
 
 
+def test_two_runs_of_a_store_are_one_series(running, capsys):
+    found = snapshot(running[0], capsys)
+    [run] = found["runs"]
+    found["runs"] = [{**run, "newest": 9, "newest_at": run["newest_at"] + 1}, run]
+    shown = [line for line in top.openmetrics(found) if not line.startswith("#")]
+    assert [line for line in shown if line.startswith('everstep_newest{level="local"')] == [
+        'everstep_newest{level="local"} 9'
+    ]
+    names = [line.rsplit(" ", 1)[0] for line in shown]
+    assert len(names) == len(set(names))
+
+
 def test_a_textfile_is_replaced_whole(running, tmp_path):
     store, _ = running
     end = top._snapshots(str(store), 0.01)

@@ -105,9 +105,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _tier_row(level: str, place: str, tier: dict[str, Any], now: float) -> list[str]:
-    speed = tier.get("bytes_per_s") or (
-        tier["bytes"] / tier["seconds"] if tier.get("seconds") else 0
-    )
+    speed = tier.get("bytes_per_s") or tier.get("bytes", 0) / (tier.get("seconds") or 1.0)
     return [
         level,
         "" if tier["newest"] is None else str(tier["newest"]),
@@ -120,26 +118,25 @@ def _tier_row(level: str, place: str, tier: dict[str, Any], now: float) -> list[
 
 
 def openmetrics(found: dict[str, Any]) -> Iterator[str]:
-    """One snapshot as OpenMetrics text."""
-    samples: list[tuple[str, dict[str, str], float]] = []
+    """One snapshot as OpenMetrics text. Of two runs of a store, of which one has ended, the tier
+    "local" has the figures of the later one."""
+    samples: dict[tuple[str, str], float] = {}
     for trainer in found["trainers"]:
-        who = {"pid": str(trainer["pid"])}
-        samples.append(("memory_bytes", who, trainer["memory_bytes"]))
-        samples.append(("saves_in_flight", who, len(trainer["saves"])))
-        samples += [(key, who, value) for key, value in trainer["figures"].items()]
-    for tier in [*({"level": "local"} | run for run in found["runs"]), *found["tiers"]]:
-        which = {"level": tier["level"]}
+        figures = {"memory_bytes": trainer["memory_bytes"], **trainer["figures"]}
+        figures["saves_in_flight"] = len(trainer["saves"])
+        samples |= {(key, f'pid="{trainer["pid"]}"'): value for key, value in figures.items()}
+    runs = sorted(found["runs"], key=lambda run: run["newest_at"] or 0.0)
+    for tier in [*({"level": "local"} | run for run in runs), *found["tiers"]]:
         values = {key: value for key, value in tier.items() if isinstance(value, int | float)}
         if (at := values.pop("newest_at", None)) is not None:
             values["newest_age_seconds"] = max(0.0, found["time"] - at)
-        samples += [(key, which, value) for key, value in values.items()]
-    for name in sorted({name for name, _, _ in samples}):
+        samples |= {(key, f'level="{tier["level"]}"'): value for key, value in values.items()}
+    for name in sorted({name for name, _ in samples}):
         is_counter = name in _COUNTERS
         yield f"# TYPE everstep_{name} {'counter' if is_counter else 'gauge'}"
-        for each, labels, value in samples:
+        for (each, label), value in samples.items():
             if each == name:
-                told = ",".join(f'{key}="{label}"' for key, label in labels.items())
-                yield f"everstep_{name}{'_total' * is_counter}{{{told}}} {value}"
+                yield f"everstep_{name}{'_total' * is_counter}{{{label}}} {value}"
     yield "# EOF"
 
 

@@ -159,8 +159,9 @@ class Copies:
     def _begin(self) -> None:
         """Find what is due and not there: of a run that goes on, the newest of it."""
         there = set(catalog.committed(self._tier))
-        run = [name for name in catalog.lineage(self._disk) if self._is_due(name)]
         tagged = set(catalog.read_tags(self._disk).values())
+        run = catalog.lineage(self._disk)
+        run = [name for name in run if name.step % self._every == 0 or name in tagged]
         wanted = {name for name in run if name in tagged} | set(run[-BACKLOG_MAX:])
         with self._changed:
             self._waiting |= wanted - there
@@ -181,9 +182,8 @@ class Copies:
             newest, oldest_tagged = max(self._waiting), min(self._waiting & tagged, default=None)
         for name in untagged[:-BACKLOG_MAX]:
             self._give_up(name, Unavailable(f"step {name.step} was given up: {self._slow()}"))
-        is_tagged_due = (
-            oldest_tagged and self._had_newest
-        )  # else new ones would hold it up for ever
+        # In every second turn a tagged one: else new ones would hold it up for ever.
+        is_tagged_due = oldest_tagged and self._had_newest
         self._had_newest = not is_tagged_due
         return oldest_tagged if is_tagged_due else newest
 
