@@ -122,7 +122,8 @@ def _draw_kills(axes: Axes, report: Report) -> None:
             words = f"{kill.lost} lost"
             words += f"\n{kill.base} + {kill.records} records" if kill.records else ""
             is_crowded = kill.at_s - last < 0.05 * report.seconds
-            offset, side = ((6, 4), "bottom") if is_crowded else ((6, -4), "top")
+            is_low = kill.returned < 0.15 * max(each.returned for each in report.kills)
+            offset, side = ((6, 4), "bottom") if is_crowded or is_low else ((6, -4), "top")
             at = (kill.at_s, kill.returned)
             axes.annotate(words, at, offset, va=side, textcoords="offset points", color=KILL)
             last = kill.at_s
