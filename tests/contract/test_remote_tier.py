@@ -185,6 +185,14 @@ def test_a_run_never_begins_anew_because_a_tier_is_away(local, proxied):
         checkpointer.restore()
 
 
+def meets_another(writer):
+    try:
+        writer.wait("remote", timeout=60)
+    except Conflict:
+        return True
+    return False
+
+
 @pytest.mark.usefixtures("hasty")
 def test_of_two_writers_of_one_bucket_one_wins(tmp_path, proxied):
     bucket, proxy = proxied
@@ -200,15 +208,17 @@ def test_of_two_writers_of_one_bucket_one_wins(tmp_path, proxied):
         assert writers[-1].restore() == 3
         writers[-1].save(4).wait("local", timeout=60)
     proxy.is_away = False
-    ended = []
-    for writer in writers:
-        try:
-            writer.wait("remote", timeout=60)
-        except Conflict:
-            ended.append(writer)
+    ended = [writer for writer in writers if meets_another(writer)]
+    # Where both claim in the same moment, the one of the lower number is told with its next step.
+    steps = [1, 2, 3, 4]
+    if not ended:
+        steps.append(5)
+        for writer in writers:
+            writer.save(5).wait("local", timeout=60)
+        ended = [writer for writer in writers if meets_another(writer)]
     assert len(ended) == 1
     with pytest.raises(Conflict, match="another writer"):
-        ended[0].save(5).wait(timeout=60)
+        ended[0].save(6).wait(timeout=60)
     for writer in writers:
         if writer not in ended:
             writer.close()
@@ -217,7 +227,7 @@ def test_of_two_writers_of_one_bucket_one_wins(tmp_path, proxied):
                 writer.close()
     for store in stores:
         end_keeper(store)
-    assert Store(bucket).steps() == [1, 2, 3, 4]
+    assert Store(bucket).steps() == steps
 
 
 def test_another_runs_place_is_refused(tmp_path, local, remote):
