@@ -10,8 +10,8 @@ the first to the last member before anybody goes by it.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import xxhash
@@ -35,7 +35,7 @@ Shape = Any
 _DEPTH_MAX = 400  # four times that of the values that are encoded (state/objects.py)
 _ABSENT = object()
 _OBJECT: Shape = {}
-_DIGEST = re.compile("[0-9a-f]{32}")
+_HEXADECIMAL = re.compile("[0-9a-f]*")
 
 _MARK = b',"digest":"'
 _TAIL_SIZE = len(_MARK) + 32 + len(b'"}\n')
@@ -89,8 +89,55 @@ def malformed(path: object, flaw: object) -> Corrupt:
 
 def find_flaw(value: Any, shape: Shape) -> str | None:
     """Where `value` is not of that shape, and what is there: ".parts[0].rank is -1"; or None."""
+    return None if _fit([value], shape) else _first_flaw(value, shape)
+
+
+def _fit(values: Sequence[Any], shape: Shape) -> bool:
+    """Whether each of `values` is of that shape. It takes a call for each member of the shape, not
+    of the documents: equal members of all values are looked at together."""
+    if not values:
+        return True
     if isinstance(shape, tuple):
-        flaws = [find_flaw(value, each) for each in shape]
+        return all([any(_fit([value], each) for each in shape) for value in values])
+    if not isinstance(shape, (list, dict)):
+        return _are_leaves(values, shape)
+    if set(map(type, values)) != {type(shape)}:
+        return False
+    if isinstance(shape, dict):
+        if str in shape:
+            return _fit([item for value in values for item in value.values()], shape[str])
+        return all(_fit(_column(values, name), inner) for name, inner in shape.items())
+    if len(shape) == 1:
+        return _fit(list(chain.from_iterable(values)), shape[0])
+    are_rows = set(map(len, values)) == {len(shape)}
+    return are_rows and all(map(_fit, zip(*values, strict=True), shape))
+
+
+def _are_leaves(values: Sequence[Any], shape: Shape) -> bool:
+    if shape is None:
+        return values.count(None) == len(values)
+    if isinstance(shape, type):
+        return set(map(type, values)) == {shape}
+    if shape is natural:
+        return set(map(type, values)) == {int} and min(values) >= 0 and natural(max(values))
+    if shape is digest:
+        are_long = set(map(type, values)) == {str} and set(map(len, values)) == {32}
+        return are_long and _HEXADECIMAL.fullmatch("".join(values)) is not None
+    return all(map(shape, values))
+
+
+def _column(values: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    """That member of all values that have it; of those that must have it, _ABSENT is one as well,
+    which is of no shape."""
+    if name.endswith("?"):
+        key = name.removesuffix("?")
+        return [value[key] for value in values if key in value]
+    return [value.get(name, _ABSENT) for value in values]
+
+
+def _first_flaw(value: Any, shape: Shape) -> str | None:
+    if isinstance(shape, tuple):
+        flaws = [_first_flaw(value, each) for each in shape]
         return None if None in flaws else max(map(str, flaws), key=len)  # of what was nearest
     rows: Iterable[tuple[str, Any, Shape]]
     if isinstance(shape, list):
@@ -107,9 +154,8 @@ def find_flaw(value: Any, shape: Shape) -> str | None:
         else:
             rows = _members(value, shape)
     else:
-        fits = value is None if shape is None else _is_of(value, shape)
-        return None if fits else f" is {_brief(value)}"
-    found = ((at, find_flaw(item, inner)) for at, item, inner in rows)
+        return None if _are_leaves([value], shape) else f" is {_brief(value)}"
+    found = ((at, _first_flaw(item, inner)) for at, item, inner in rows)
     return next((f"{at}{flaw}" for at, flaw in found if flaw), None)
 
 
@@ -129,7 +175,7 @@ def natural(value: object) -> bool:
 
 def digest(value: object) -> bool:
     """Whether it is one, of whatever bytes."""
-    return type(value) is str and _DIGEST.fullmatch(value) is not None
+    return _are_leaves([value], digest)
 
 
 def anything(value: object, depth: int = 0) -> bool:
@@ -138,10 +184,6 @@ def anything(value: object, depth: int = 0) -> bool:
         items = value.values() if type(value) is dict else value
         return depth < _DEPTH_MAX and all([anything(item, depth + 1) for item in items])
     return value is not _ABSENT
-
-
-def _is_of(value: object, shape: Any) -> bool:
-    return type(value) is shape if isinstance(shape, type) else bool(shape(value))
 
 
 def _brief(value: object) -> str:
