@@ -3,13 +3,14 @@
 A discrete-event simulation. Training takes a step of STEP_S, copies its state of STATE_BYTES into
 the arena, and waits where there is no room. Each tier writes one step at a time, at the speed that
 the trace gives at that moment, times a random factor of its own for each write. What is done with
-the steps that wait is asked of `everstep.tiers.route.decide`, the very function, with speeds as
-`Throughput` measured them from the writes before.
+the steps that wait is asked of `everstep.tiers.route.decide`, the very function that keepers ask,
+with speeds as `Throughput` measured them from the writes before.
 """
 
 import argparse
 import heapq
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -27,7 +28,6 @@ from everstep.tiers.route import (
     Name,
     Route,
     Step,
-    Throughput,
     decide,
 )
 
@@ -38,6 +38,7 @@ SPILL_BYTES_PER_S = 5e9
 """Of a copy from the arena to the second memory."""
 JITTER = 0.1
 STEPS = 1200
+HALF_LIFE_S = 5.0
 ROUTES: tuple[Route, ...] = ("local", "remote", "auto")
 PICTURE = Path(__file__).parents[2] / "docs" / "spill.png"
 
@@ -72,7 +73,7 @@ class Outcome:
     stalls: list[tuple[float, float]] = field(default_factory=list)
     dropped: int = 0
     copies: int = 0
-    """Of steps that were durable already: to measure a tier, or as was promised."""
+    """Of steps that were durable already, to measure a tier."""
     seconds: float = 0.0
     """Until the last step of training had ended."""
 
@@ -90,6 +91,47 @@ class Outcome:
     def stall_s(self) -> float:
         """Of training."""
         return sum(seconds for _, seconds in self.stalls)
+
+
+class Throughput:
+    """The bytes per second that a tier takes, of one write at a time. Times are of a monotonic
+    clock.
+
+    What was measured counts half when HALF_LIFE_S have passed: of a tier that always writes, an
+    eighth of the difference to a new speed is left after three of them. A write that takes longer
+    than was expected counts before it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = self._seconds = 0.0
+        self._at: float | None = None
+        self._running: tuple[float, int] | None = None
+
+    def begin(self, size_bytes: int, now: float) -> None:
+        """A write begins."""
+        self._running = now, size_bytes
+
+    def end(self, now: float) -> None:
+        """It is over."""
+        assert self._running
+        began, size = self._running
+        self._running = None
+        kept = 0.5 ** ((now - self._at) / HALF_LIFE_S) if self._at is not None else 0.0
+        self._bytes = kept * self._bytes + size
+        self._seconds = kept * self._seconds + now - began
+        self._at = now
+
+    def age_s(self, now: float) -> float:
+        """Since a write ended; infinite where none has."""
+        return math.inf if self._at is None else max(0.0, now - self._at)
+
+    def bytes_per_s(self, now: float) -> float | None:
+        """What it takes; None where that is not known."""
+        measured = self._bytes / self._seconds if self._seconds else None
+        if self._running is None or self._running[0] >= now or measured is None:
+            return measured
+        began, size = self._running
+        return min(measured, size / (now - began))
 
 
 @dataclass(slots=True)
@@ -130,6 +172,7 @@ class Simulation:
         """The last that was captured: its image stays in the arena until there is another."""
         self._stalled_since: float | None = None
         self._favourite: Name = "local"
+        self._probe: tuple[int, Name] | None = None
 
     def run(self) -> Outcome:
         """Until all steps are durable or given up."""
@@ -162,8 +205,9 @@ class Simulation:
             self._at(STEP_S, self._capture)
 
     def _arena(self) -> Memory:
-        held = {each.step for each in self._waiting.values() if each.place == "arena"}
-        held |= {self._newest} - {0}
+        held = {each.step for each in self._waiting.values() if not each.is_spilled}
+        held |= {self._newest, *(tier.step or 0 for tier in self._tiers.values())} - {0}
+        held -= {each.step for each in self._waiting.values() if each.is_spilled}
         return Memory(SLOTS * STATE_BYTES, len(held | self._moving) * STATE_BYTES)
 
     # ---- what is decided -------------------------------------------------------------------
@@ -179,7 +223,7 @@ class Simulation:
         return [each for each in self._waiting.values() if each.step not in self._moving]
 
     def _figures(self) -> Figures:
-        spilled = sum(each.size_bytes for each in self._waiting.values() if each.place == "spill")
+        spilled = sum(each.size_bytes for each in self._waiting.values() if each.is_spilled)
         tiers = {
             name: Durable(
                 1 << 60,
@@ -194,13 +238,12 @@ class Simulation:
         return Figures(tiers, self._arena(), spill, need, self._favourite, self._drops)
 
     def _follow(self, decision: Decision) -> None:
-        for step in (*decision.dropped, *decision.given_up):
+        for step in decision.dropped:
             del self._waiting[step]
+            if self._probe and self._probe[0] == step:
+                self._probe = None
         self.outcome.dropped += len(decision.dropped)
-        if decision.probe:
-            step, tier = decision.probe
-            each = self._waiting[step]
-            self._waiting[step] = replace(each, promised=each.promised | {tier})
+        self._probe = self._probe or decision.probe
         for step, tier in decision.writes:
             if self._tiers[tier].step is None and self._waiting[step].writing is None:
                 self._begin(step, tier)
@@ -211,17 +254,26 @@ class Simulation:
 
     def _moved(self, step: int) -> None:
         self._moving.remove(step)
-        self._waiting[step] = replace(self._waiting[step], place="spill")
+        self._waiting[step] = replace(self._waiting[step], is_spilled=True)
 
     # ---- tiers -----------------------------------------------------------------------------
 
     def _begin(self, step: int, name: Name) -> None:
+        self._waiting[step] = replace(self._waiting[step], writing=name)
+        self._write(step, name, lambda: self._end(step))
+
+    def _write(self, step: int, name: Name, then: Callable[[], None]) -> None:
         tier = self._tiers[name]
         tier.step = step
-        self._waiting[step] = replace(self._waiting[step], writing=name)
         tier.measured.begin(STATE_BYTES, self._now)
         factor = self._random.uniform(1 - JITTER, 1 + JITTER)
-        self._at(self._duration(tier.speed, factor), lambda: self._end(step, name))
+
+        def end() -> None:
+            tier.step = None
+            tier.measured.end(self._now)
+            then()
+
+        self._at(self._duration(tier.speed, factor), end)
 
     def _duration(self, speed: Speed, factor: float) -> float:
         """Of a write that begins now, in slices of a tenth of a second."""
@@ -230,21 +282,15 @@ class Simulation:
             left, seconds = left - done, seconds + slice_s
         return seconds + slice_s * left / done
 
-    def _end(self, step: int, name: Name) -> None:
-        tier = self._tiers[name]
-        tier.step = None
-        tier.measured.end(self._now)
-        each = self._waiting[step]
-        if each.durable:
-            self.outcome.copies += 1
-        else:
-            self.outcome.durable_s[step] = self._now - self._begun[step]
-        # What local has is copied from there; what only remote has stays in memory till it is.
-        place = "tier" if name == "local" else each.place
-        each = replace(each, durable=each.durable | {name}, writing=None, place=place)
-        self._waiting[step] = each
-        if not each.missing:
-            del self._waiting[step]
+    def _end(self, step: int) -> None:
+        """It is durable; a tier that is to be measured gets a copy of it, where it is idle."""
+        del self._waiting[step]
+        self.outcome.durable_s[step] = self._now - self._begun[step]
+        if self._probe and self._probe[0] == step:
+            name, self._probe = self._probe[1], None
+            if self._tiers[name].step is None:
+                self.outcome.copies += 1
+                self._write(step, name, lambda: None)
 
 
 def compare(steps: int = STEPS) -> dict[str, dict[str, Outcome]]:

@@ -1,7 +1,6 @@
 """The policy that routes: its invariants on any input, and what "auto" chooses."""
 
 import dataclasses
-import itertools
 import random
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.tiers.route import (
-    HALF_LIFE_S,
     NAMES,
     PROBE_S,
     SWITCH,
@@ -18,13 +16,9 @@ from everstep.tiers.route import (
     Figures,
     Memory,
     Step,
-    Throughput,
     decide,
 )
 from examples import examples
-
-GIGA = 10**9
-LOCAL, REMOTE = frozenset({"local"}), frozenset({"remote"})
 
 sizes = st.integers(0, 50)
 tiers_of = st.sets(st.sampled_from(NAMES)).map(frozenset)
@@ -41,55 +35,20 @@ figures_of = st.builds(
     sizes,
     st.sampled_from(NAMES),
     st.booleans(),
-    st.integers(0, 200),
 )
 routes = st.sampled_from(["auto", "local", "remote"])
 
 
 @st.composite
 def waiting(draw: st.DrawFn) -> list[Step]:
-    steps = draw(
-        st.lists(
-            st.builds(
-                Step,
-                st.integers(0, 30),
-                sizes,
-                st.sampled_from(["arena", "spill"]),
-                tiers_of,
-                tiers_of,
-                st.none() | st.sampled_from(NAMES),
-                st.booleans(),
-                st.none() | st.integers(0, 30),
-                tiers_of,
-            ),
-            max_size=12,
-            unique_by=lambda step: step.step,
-        )
-    )
-    return [dataclasses.replace(s, place="tier" if s.durable else s.place) for s in steps]
-
-
-def kept(steps: list[Step]) -> set[int]:
-    """Tagged ones, and all that they go on from."""
-    found = {step.step for step in steps if step.is_tagged}
-    for step in sorted(steps, key=lambda each: -each.step):
-        if step.step in found and step.follows is not None and step.follows < step.step:
-            found.add(step.follows)
-    return found
-
-
-def hopeless(steps: list[Step]) -> set[int]:
-    """Records of which no tier has, or can have, what they go on from."""
-    found: set[int] = set()
-    numbers = {step.step for step in steps}
-    for step in sorted(steps, key=lambda each: each.step):
-        follows = step.follows
-        is_waiting = follows in numbers
-        if follows is None or step.durable or step.writing or (is_waiting and follows >= step.step):
-            continue
-        if follows in found or not (is_waiting or step.beside):
-            found.add(step.step)
-    return found
+    """Each record goes on from an older step, which may wait as well."""
+    steps = []
+    for number in draw(st.sets(st.integers(1, 30), max_size=12)):
+        follows = draw(st.none() | st.integers(0, number - 1))
+        writing = draw(st.none() | st.sampled_from(NAMES))
+        flags = draw(st.booleans()), writing, draw(st.booleans())
+        steps.append(Step(number, draw(sizes), *flags, follows, draw(tiers_of)))
+    return steps
 
 
 @given(waiting(), figures_of, routes)
@@ -97,17 +56,15 @@ def hopeless(steps: list[Step]) -> set[int]:
 def test_invariants(steps: list[Step], figures: Figures, route: str) -> None:
     found = decide(steps, figures, route)
     by_number = {step.step: step for step in steps}
-    written = {step for step, _ in found.writes}
 
     # each step that is not being written has one outcome, and none was made up
-    outcomes = [*written, *found.waits, *found.dropped, *found.given_up]
+    outcomes = [*(step for step, _ in found.writes), *found.waits, *found.dropped]
     assert sorted(outcomes) == sorted(step.step for step in steps if not step.writing)
 
     # budgets
     spilled = [by_number[step] for step in found.spills]
-    assert all(step.place == "arena" and not step.writing for step in spilled)
-    freed = sum(by_number[s].size_bytes for s in found.dropped if by_number[s].place == "spill")
-    assert sum(step.size_bytes for step in spilled) <= figures.spill.free_bytes + freed
+    assert not any(step.is_spilled or step.writing for step in spilled)
+    assert sum(step.size_bytes for step in spilled) <= figures.spill.free_bytes
     for name in NAMES:
         to_it = sum(by_number[step].size_bytes for step, tier in found.writes if tier == name)
         if to_it:
@@ -115,48 +72,27 @@ def test_invariants(steps: list[Step], figures: Figures, route: str) -> None:
             assert tier.answers
             assert to_it + tier.queued_bytes <= tier.free_bytes
 
-    # promises
-    newest = max(by_number, default=None)
-    for step in (by_number[number] for number in set(found.dropped) - hopeless(steps)):
+    # what must not be dropped
+    for step in (by_number[number] for number in found.dropped):
         assert figures.drops
-        assert not step.promised
-        assert not step.durable
-        assert step.step != newest
         assert not step.is_tagged
-        assert not any(each.follows == step.step < each.step for each in steps)
-    assert hopeless(steps) <= set(found.dropped)
-    for number in found.given_up:
-        assert by_number[number].durable
+        assert step.step != max(by_number)
+        assert not any(each.follows == step.step for each in steps)
+    if found.dropped:  # not in vain
+        gone = {*found.spills, *found.dropped}
+        freed = sum(by_number[number].size_bytes for number in gone)
+        assert figures.arena.free_bytes + freed >= figures.need_bytes
 
     # a record after what it goes on from, in a tier that has that
     for at, (number, tier) in enumerate(found.writes):
         step = by_number[number]
-        before = by_number.get(step.follows)
-        assert tier not in step.durable
-        if before and before.step < number:
-            has = before.durable | {before.writing}
-            assert tier in has or (before.step, tier) in found.writes[:at]
-        elif step.follows is not None and before is None:
+        if before := by_number.get(step.follows):
+            assert tier == before.writing or (before.step, tier) in found.writes[:at]
+        elif step.follows is not None:
             assert tier in step.beside
 
     # the same whatever the order
     assert decide(reversed(steps), figures, route) == found
-
-
-@given(waiting(), figures_of)
-@settings(deadline=None)
-def test_only_the_backlog_that_was_promised_too_much_is_given_up(steps, figures) -> None:
-    """Of whole states: none that is tagged, and no more than had to be."""
-    steps = [dataclasses.replace(step, follows=None) for step in steps]
-    found = decide(steps, figures)
-    missing = {s.step: s for s in steps if s.durable and s.missing & figures.tiers.keys()}
-    lost = [missing[number] for number in found.given_up if number in missing]
-    left = [s for s in missing.values() if s not in lost and not s.writing]
-    assert not any(step.is_tagged for step in lost)
-    size = sum(step.size_bytes for step in left)
-    assert size <= figures.backlog_bytes or all(step.is_tagged for step in left)
-    if lost:  # not more than had to
-        assert size + max(lost, key=lambda each: each.step).size_bytes > figures.backlog_bytes
 
 
 class Executor:
@@ -165,17 +101,12 @@ class Executor:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.steps: dict[int, Step] = {}
-        self.durable: dict[int, frozenset[str]] = {}
+        self.durable: dict[int, str] = {}
         self.lost: set[int] = set()
         self.favourite = "local"
 
-    def used(self, place: str) -> int:
-        return sum(step.size_bytes for step in self.steps.values() if step.place == place)
-
-    def add(self, step: Step) -> None:
-        """It goes on from a step that is here, or from one that is settled."""
-        beside = self.durable.get(step.follows, frozenset())
-        self.steps[step.step] = dataclasses.replace(step, beside=beside)
+    def used(self, *, is_spilled: bool) -> int:
+        return sum(s.size_bytes for s in self.steps.values() if s.is_spilled == is_spilled)
 
     def decide(self, answers: dict[str, bool], **more) -> Decision:
         busy = {step.writing: step.size_bytes for step in self.steps.values() if step.writing}
@@ -184,95 +115,54 @@ class Executor:
             name: Durable(1000, self.draw.choice(speeds), 0.0, busy.get(name, 0), answers[name])
             for name in NAMES
         }
-        spill = Memory(40, self.used("spill"))
+        spill = Memory(40, self.used(is_spilled=True))
         assert spill.used_bytes <= spill.budget_bytes
-        arena = Memory(30, self.used("arena"))
+        arena = Memory(30, self.used(is_spilled=False))
         figures = Figures(tiers, arena, spill, favourite=self.favourite, **more)
         for number, step in self.steps.items():
-            if step.follows is not None and step.follows not in self.steps:
-                beside = self.durable.get(step.follows, frozenset())
+            if step.follows in self.durable:
+                beside = frozenset({self.durable[step.follows]})
                 self.steps[number] = dataclasses.replace(step, beside=beside)
         return decide(self.steps.values(), figures)
 
     def follow(self, found: Decision, answers: dict[str, bool]) -> None:
         self.favourite = found.favourite
-        for number in (*found.dropped, *found.given_up):
-            self.lost |= {number} & set(found.dropped)
+        for number in found.dropped:
+            self.lost.add(number)
             del self.steps[number]
         for number in found.spills:
-            self.steps[number] = dataclasses.replace(self.steps[number], place="spill")
+            self.steps[number] = dataclasses.replace(self.steps[number], is_spilled=True)
         for number, tier in found.writes:
             writing = {step.writing for step in self.steps.values()}
             if tier not in writing and self.steps[number].writing is None:
                 self.steps[number] = dataclasses.replace(self.steps[number], writing=tier)
         for step in [each for each in self.steps.values() if each.writing]:
             if answers[step.writing]:
-                self.end(step)
-
-    def end(self, step: Step) -> None:
-        follows = step.follows
-        assert follows is None or step.writing in self.durable.get(follows, ())
-        self.durable[step.step] = step.durable | {step.writing}
-        step = dataclasses.replace(
-            step, durable=self.durable[step.step], place="tier", writing=None
-        )
-        self.steps[step.step] = step
-        if not step.missing:
-            del self.steps[step.step]
+                assert step.follows is None or self.durable[step.follows] == step.writing
+                self.durable[step.step] = step.writing
+                del self.steps[step.step]
 
 
 @given(st.integers(0, 10**6), st.booleans())
 @settings(max_examples=examples(90), deadline=None)
 def test_nothing_starves(seed: int, drops: bool) -> None:
-    """Steps arrive while tiers come and go. When both answer again, all is written or was given up
-    within as many decisions as there are steps and tiers."""
+    """Steps arrive while tiers come and go. When both answer again, all is written or was dropped
+    within as many decisions as there are steps."""
     executor = Executor(seed)
     draw = executor.draw
     last: int | None = None
     for number in range(1, 40):
-        is_record = last is not None and draw.random() < 0.5
-        promised = draw.choice([frozenset(), frozenset(), REMOTE])
-        follows = last if is_record and last not in executor.lost else None
-        used = sum(s.size_bytes for s in executor.steps.values() if s.place == "arena")
+        is_record = last is not None and last not in executor.lost and draw.random() < 0.5
         answers = {name: draw.random() < 0.6 for name in NAMES}
-        if used + 10 <= 30:
-            executor.add(
-                Step(number, 10, "arena", promised, is_tagged=draw.random() < 0.1, follows=follows)
-            )
+        if executor.used(is_spilled=False) + 10 <= 30:
+            is_tagged, follows = draw.random() < 0.1, last if is_record else None
+            executor.steps[number] = Step(number, 10, is_tagged=is_tagged, follows=follows)
             last = number
-        executor.follow(
-            executor.decide(answers, need_bytes=10, drops=drops, backlog_bytes=60), answers
-        )
+        executor.follow(executor.decide(answers, need_bytes=10, drops=drops), answers)
     both = dict.fromkeys(NAMES, True)
-    for _ in range(2 * len(executor.steps) + 4):
+    for _ in range(len(executor.steps) + 2):
         executor.follow(executor.decide(both), both)
     assert not executor.steps
-
-
-def test_a_tagged_step_is_copied_though_others_come_all_the_time() -> None:
-    """The remote tier writes one step in each round, and as many arrive that are due there."""
-    tagged = Step(1, 10, "tier", REMOTE, LOCAL, is_tagged=True)
-    steps = [tagged, *(Step(n, 10, "arena") for n in (2, 3))]
-    tiers = {"remote": Durable(1000, 10.0)}
-    assert decide(steps, Figures(tiers), "remote").writes[0] == (1, "remote")
-
-
-def test_the_backlog_is_copied_newest_first_each_base_before_its_records() -> None:
-    steps = [
-        Step(1, 10, "tier", REMOTE, LOCAL),
-        Step(2, 10, "tier", REMOTE, LOCAL),
-        Step(3, 10, "tier", REMOTE, LOCAL, follows=2),
-        Step(4, 10, "tier", REMOTE, LOCAL, follows=3),
-    ]
-    found = decide(steps, Figures({"remote": Durable(1000, 10.0)}))
-    assert [step for step, _ in found.writes] == [2, 3, 4, 1]
-
-
-def test_a_backlog_that_is_too_long_loses_its_oldest() -> None:
-    steps = [Step(n, 10, "tier", REMOTE, LOCAL, is_tagged=n == 1) for n in range(1, 6)]
-    found = decide(steps, Figures({"remote": Durable(1000, answers=False)}, backlog_bytes=30))
-    assert found.given_up == (2, 3)
-    assert found.waits == (1, 4, 5)
 
 
 @pytest.mark.parametrize(("remote", "first"), [(4.0, "remote"), (0.5, "local"), (None, "local")])
@@ -338,34 +228,3 @@ def test_where_nothing_is_to_wait_the_oldest_is_dropped() -> None:
     steps = [Step(2, 10, is_tagged=True), Step(3, 10), Step(4, 10)]
     assert decide(steps, figures).dropped == (3,)
     assert decide(steps, dataclasses.replace(figures, need_bytes=30)).dropped == ()  # in vain
-
-
-def test_an_estimate_follows_a_change_within_three_half_lives() -> None:
-    for before, after in itertools.permutations((1 * GIGA, 4 * GIGA)):
-        speed, now = Throughput(), 0.0
-
-        def write(rate: float, until: float, speed: Throughput = speed, now: float = 0.0) -> float:
-            while now < until:
-                speed.begin(GIGA // 2, now)
-                now += GIGA / 2 / rate
-                speed.end(now)
-            return now
-
-        now = write(before, 60.0)
-        assert speed.bytes_per_s(now) == pytest.approx(before)
-        now = write(after, now + 3 * HALF_LIFE_S, now=now)
-        assert abs(speed.bytes_per_s(now) - after) <= abs(after - before) * 0.14
-
-
-def test_a_write_that_hangs_counts_before_it_ends() -> None:
-    speed = Throughput()
-    assert speed.bytes_per_s(0.0) is None
-    speed.begin(GIGA, 0.0)
-    assert speed.bytes_per_s(5.0) is None
-    speed.end(1.0)
-    speed.begin(GIGA, 1.0)
-    assert speed.bytes_per_s(1.5) == GIGA
-    assert speed.bytes_per_s(11.0) == GIGA / 10
-    speed.end(12.0, has_failed=True)
-    assert speed.bytes_per_s(12.0) == GIGA
-    assert speed.age_s(12.0) == 11.0

@@ -1,13 +1,23 @@
 """The simulator of tiers, and what it says of the policy: the aims of `route="auto"`."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from benchmarks.tiers import simulate
-from benchmarks.tiers.simulate import STATE_BYTES, STEP_S, Simulation, compare, constant
+from benchmarks.tiers.simulate import (
+    HALF_LIFE_S,
+    STATE_BYTES,
+    STEP_S,
+    Simulation,
+    Throughput,
+    compare,
+    constant,
+)
 
 STEPS = 620
+GIGA = 10**9
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +73,34 @@ def test_training_that_must_not_wait_gives_steps_up_instead() -> None:
 def test_it_draws(tmp_path: Path) -> None:
     simulate.draw(tmp_path / "spill.png", steps=60)
     assert (tmp_path / "spill.png").stat().st_size > 10_000
+
+
+def test_an_estimate_follows_a_change_within_three_half_lives() -> None:
+    for before, after in itertools.permutations((1 * GIGA, 4 * GIGA)):
+        speed, now = Throughput(), 0.0
+
+        def write(rate: float, until: float, speed: Throughput = speed, now: float = 0.0) -> float:
+            while now < until:
+                speed.begin(GIGA // 2, now)
+                now += GIGA / 2 / rate
+                speed.end(now)
+            return now
+
+        now = write(before, 60.0)
+        assert speed.bytes_per_s(now) == pytest.approx(before)
+        now = write(after, now + 3 * HALF_LIFE_S, now=now)
+        assert abs(speed.bytes_per_s(now) - after) <= abs(after - before) * 0.14
+
+
+def test_a_write_that_hangs_counts_before_it_ends() -> None:
+    speed = Throughput()
+    assert speed.bytes_per_s(0.0) is None
+    speed.begin(GIGA, 0.0)
+    assert speed.bytes_per_s(5.0) is None
+    speed.end(1.0)
+    speed.begin(GIGA, 1.0)
+    assert speed.bytes_per_s(1.5) == GIGA
+    assert speed.bytes_per_s(11.0) == GIGA / 10
+    speed.end(12.0)
+    assert speed.bytes_per_s(12.0) < GIGA
+    assert speed.age_s(13.0) == 1.0
