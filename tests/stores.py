@@ -56,7 +56,7 @@ def content(spec: Spec, step: int) -> bytes:
 
 def write_packs(disk: Disk, name: CheckpointName, packs: Sequence[memoryview]) -> tuple:
     """Durably, each to a file of its own; the links to them."""
-    written = commit.begin_packs(disk, name, [[pack] for pack in packs])
+    written = commit.begin_packs(disk, name, [(n, [pack]) for n, pack in enumerate(packs)])
     commit.sync_packs(disk, written)
     disk.sync_entries([pack.link.path for pack in written])
     return tuple(pack.link for pack in written)

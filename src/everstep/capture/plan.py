@@ -1,10 +1,11 @@
 """Where each tensor will lie in a slot's image, cached for as long as the tensors stay alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
+from everstep.capture.still import Still
 from everstep.errors import Unsupported
 from everstep.format.packs import Layout, Spec, lay_out, pack_starts
 from everstep.format.tables import encode_table
@@ -34,10 +35,13 @@ class Plan:
 
 class Planner:
     """Makes plans, and makes one anew only where names, dtypes, shapes, strides, devices or
-    groups differ."""
+    groups differ, or what seems not to change."""
 
-    def __init__(self) -> None:
+    def __init__(self, still: Still | None = None) -> None:
+        """`still`: None for records, which have nothing of the kind."""
         self._plan: Plan | None = None
+        self._look = still
+        self._still: frozenset[str] = frozenset()
         self._known: tuple[ref[Walk], tuple[Spec, ...], Mapping[str, list[str]]] | None = None
         """By reference only: a record's walk has gradients, whose memory is not to be held."""
         self._forms: list[tuple[Any, ...]] = []
@@ -45,10 +49,13 @@ class Planner:
     def plan(self, collected: Collected) -> Plan:
         """The plan for this state; the same object as the last one where nothing differs."""
         loose = tuple(leaf.spec for leaf in collected.loose)
-        known = self._known
+        known, still = self._known, frozenset[str]()
+        if self._look:
+            still = self._look.look(collected.walk.leaves)
         if (
             self._plan
             and known
+            and still == self._still
             and known[0]() is collected.walk
             and known[1:] == (loose, collected.aliases)
         ):
@@ -59,12 +66,13 @@ class Planner:
         fits = (
             self._plan is not None
             and self._forms == forms
+            and self._still == still
             and self._plan.aliases == collected.aliases
             and self._plan.optimizers == walk.optimizers
         )
         if not fits:
-            self._plan = _make(leaves, collected.aliases, walk.optimizers)
-            self._forms = forms
+            self._plan = _make(leaves, collected.aliases, walk.optimizers, still)
+            self._forms, self._still = forms, still
         self._known = (ref(walk), loose, collected.aliases)
         assert self._plan is not None
         return self._plan
@@ -78,7 +86,10 @@ def _form(leaf: Leaf) -> tuple[Any, ...]:
 
 
 def _make(
-    leaves: Sequence[Leaf], aliases: Mapping[str, list[str]], optimizers: Mapping[str, Any]
+    leaves: Sequence[Leaf],
+    aliases: Mapping[str, list[str]],
+    optimizers: Mapping[str, Any],
+    still: Container[str],
 ) -> Plan:
     specs = [leaf.spec for leaf in leaves]
     devices = {leaf.name: str(leaf.tensor.device) for leaf in leaves}
@@ -89,7 +100,7 @@ def _make(
         raise Unsupported(
             f"capturing: several tensors have the same name, rename parts of the state: {twice}"
         )
-    layout = lay_out(specs)
+    layout = lay_out(specs, still)
     starts = pack_starts(pack.size for pack in layout.packs)
     offsets = {
         spec.entry: starts[piece.pack] + piece.offset

@@ -70,6 +70,7 @@ class _Pack:
     header: int
     section: Section
     pieces: list[_Placed]
+    still: bool
 
 
 def merge(ranks: Sequence[RankTable], *, are_all: bool = True) -> Merged:
@@ -89,7 +90,8 @@ def merge(ranks: Sequence[RankTable], *, are_all: bool = True) -> Merged:
         entries = Entries()
         placed = [(pack, found, at) for pack in file for found, at in _place(entries, pack)]
         headers.append(header := entries.encode())
-        shapes.append(PackShape(len(header) + entries.size, len(header), number))
+        size = len(header) + entries.size
+        shapes.append(PackShape(size, len(header), number, file[0].still))
         for pack, (entry, piece), at in placed:
             digest = digests[pack.position, piece.digest]
             again = replace(piece, pack=number, offset=len(header) + at, digest=digest)
@@ -237,6 +239,7 @@ def _packs(ranks: Sequence[RankTable]) -> list[_Pack]:
                 shape.header,
                 Section(position, start + shape.header, shape.size - shape.header),
                 [],
+                shape.still,
             )
             for shape, start in zip(shapes, starts, strict=False)
         ]
@@ -264,11 +267,12 @@ def _digests(found: Sequence[_Pack], first: int) -> dict[tuple[int, int], int]:
 
 
 def _files(found: Sequence[_Pack]) -> Iterator[list[_Pack]]:
-    """The packs that go into one file each."""
+    """The packs that go into one file each; the still ones last, in files of their own."""
     file: list[_Pack] = []
     count = 0
-    for pack in found:
-        if file and count + len(pack.pieces) > packs.ENTRIES_PER_PACK_MAX:
+    for pack in sorted(found, key=lambda pack: pack.still):
+        is_full = count + len(pack.pieces) > packs.ENTRIES_PER_PACK_MAX
+        if file and (is_full or pack.still != file[0].still):
             yield file
             file, count = [], 0
         file.append(pack)

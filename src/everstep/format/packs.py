@@ -9,10 +9,13 @@ Large pieces come first and start on a page; small ones follow by falling item s
 lies on a multiple of its own item size. Gaps are entries of zero bytes ("__pad__.N"): safetensors
 allows no holes. A header depends only on names, dtypes, shapes: it stays the same from step to
 step.
+
+What seems not to change (frozen weights) lies in packs of its own, which come last: `still`. Where
+all bytes of one are those of an earlier checkpoint, the manifest names that one's file.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -101,11 +104,12 @@ class Entries:
 @dataclass(frozen=True, slots=True)
 class PackLayout:
     """A pack before it is written: its header (length and blanks included), the index of the
-    header's digest, and the size of the file."""
+    header's digest, the size of the file, and whether it seems not to change."""
 
     header: bytes
     digest: int
     size: int
+    still: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +154,17 @@ def pack_starts(sizes: Iterable[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
 
 
-def lay_out(specs: Sequence[Spec]) -> Layout:
-    """Place every tensor, or its box, into packs. Pure and deterministic: same specs, same bytes.
+def lay_out(specs: Sequence[Spec], still: Container[str] = ()) -> Layout:
+    """Place every tensor, or its box, into packs; those whose entries are `still` into packs of
+    their own. Pure and deterministic: same specs, same bytes.
 
     Raises Unsupported for names that cannot stand in a safetensors header.
     """
     _check_names(specs)
-    order = sorted(range(len(specs)), key=lambda i: _rank(specs[i]))
     pieces: list[Piece | None] = [None] * len(specs)
     packs: list[PackLayout] = []
     digest = 0
-    for first in range(0, len(order), ENTRIES_PER_PACK_MAX):
-        members = order[first : first + ENTRIES_PER_PACK_MAX]
+    for is_still, members in _members(specs, still):
         entries = Entries()
         offsets = [_place(entries, specs[i]) for i in members]
         entries.pad(round_up(entries.size))
@@ -172,9 +175,18 @@ def lay_out(specs: Sequence[Spec]) -> Layout:
             box = specs[i].box or Box.whole(specs[i].shape)
             pieces[i] = Piece(box, len(packs), len(header) + offset, size, digest)
             digest += chunk_count(size)
-        packs.append(PackLayout(header, header_digest, len(header) + entries.size))
+        packs.append(PackLayout(header, header_digest, len(header) + entries.size, is_still))
     placed = tuple(piece for piece in pieces if piece is not None)
     return Layout(tuple(specs), placed, tuple(packs), digest)
+
+
+def _members(specs: Sequence[Spec], still: Container[str]) -> Iterator[tuple[bool, list[int]]]:
+    """Which specs lie in each pack, and whether it is a still one."""
+    order = sorted(range(len(specs)), key=lambda i: _rank(specs[i]))
+    groups = [[i for i in order if (specs[i].entry in still) is kind] for kind in (False, True)]
+    for kind, group in zip((False, True), groups, strict=True):
+        for first in range(0, len(group), ENTRIES_PER_PACK_MAX):
+            yield kind, group[first : first + ENTRIES_PER_PACK_MAX]
 
 
 def _check_names(specs: Sequence[Spec]) -> None:

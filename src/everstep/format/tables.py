@@ -57,7 +57,7 @@ _TENSOR = {
     "strides?": [natural],
 }
 _TABLE = {
-    "packs": [{"size": natural, "header": natural, "digest": natural}],
+    "packs": [{"size": natural, "header": natural, "digest": natural, "still?": bool}],
     "tensors": [_TENSOR],
     "optimizers": {str: {"groups": {str: natural}, "state": {str: [str]}}},
 }
@@ -97,11 +97,18 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class PackShape:
-    """A pack as its table knows it: file size, size of the header, index of the header's digest."""
+    """A pack as its table knows it: file size, size of the header, index of the header's digest,
+    whether it seems not to change (packs.py)."""
 
     size: int
     header: int
     digest: int
+    still: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a table."""
+        known = {"size": self.size, "header": self.header, "digest": self.digest}
+        return {**known, "still": True} if self.still else known
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +163,9 @@ def encode_table(
             devices.get(name, "cpu"),
             None if order is None else tuple(order),
         )
-    packs = tuple(PackShape(pack.size, len(pack.header), pack.digest) for pack in layout.packs)
+    packs = tuple(
+        PackShape(pack.size, len(pack.header), pack.digest, pack.still) for pack in layout.packs
+    )
     return seal_table(Table(packs, tensors, dict(optimizers)))
 
 
@@ -176,9 +185,7 @@ def seal_table(table: Table) -> bytes:
         if entry.strides is not None:
             row["strides"] = entry.strides
         rows.append(row)
-    packs = [
-        {"size": pack.size, "header": pack.header, "digest": pack.digest} for pack in table.packs
-    ]
+    packs = [pack.to_json() for pack in table.packs]
     return seal(
         {"format": FORMAT_VERSION, "packs": packs, "tensors": rows, "optimizers": table.optimizers}
     )
@@ -188,7 +195,8 @@ def decode_table(data: bytes | memoryview, path: object) -> Table:
     """Parse and check a piece table; raises Corrupt."""
     value = unseal(data, path, _TABLE)
     packs = tuple(
-        PackShape(pack["size"], pack["header"], pack["digest"]) for pack in value["packs"]
+        PackShape(pack["size"], pack["header"], pack["digest"], pack.get("still", False))
+        for pack in value["packs"]
     )
     try:
         entries = [_entry_from_json(row, packs) for row in value["tensors"]]
@@ -213,6 +221,13 @@ def raw_name(at: str, parameter: str) -> str:
     """What a gradient from before clipping is called, of which several ranks have parts. They have
     to agree that it is one: where some have the clipped gradient, both are incomplete."""
     return f"{at}!.{parameter}"
+
+
+def still_names(table: Table) -> Iterator[str]:
+    """The tensors that seem not to change (packs.py)."""
+    for name, entry in table.tensors.items():
+        if any(table.packs[piece.pack].still for piece in entry.pieces):
+            yield name
 
 
 def extents(table: Table) -> list[Extent]:

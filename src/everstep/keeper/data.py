@@ -7,6 +7,7 @@ They are an image, the packs as they will lie on the disk, in the memory in whic
     several       a header for all, then the data of each rank's packs, straight from its slot
 
 So any number of ranks and tensors becomes a few large files, and nothing is copied to that end.
+A still pack is digested before it is written, as another file may have it (still.py).
 
 A packed record's chunks are encoded as they arrive, in several threads, and written in order.
 Whether that pays is found out for each record anew: by encoding its first large chunk, which costs
@@ -20,8 +21,9 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from secrets import token_hex
 from typing import NamedTuple
 
@@ -36,6 +38,7 @@ from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
 from everstep.keeper.job import Arrival, Job
+from everstep.keeper.still import Content, contents
 from everstep.keeper.writer import Speed, Writer
 from everstep.store import commit, names
 from everstep.store.commit import NewPack
@@ -164,6 +167,7 @@ class Data:
         """Raises Unsupported where a trainer gives its slot up."""
         self.document = image.parsed.document
         self._written: list[commit.NewPack] = []
+        self._links: dict[int, FileLink] = {}
         self._seconds = 0.0
         self._writer = writer
         self._image = image
@@ -180,19 +184,17 @@ class Data:
         if self._packs_it:
             self._packed = write_packed(self._writer, name, self._image, self._entropy)
             self._written = [self._packed.pack]
+            self._links[0] = self._packed.pack.link
             return
-        began, waited = time.monotonic(), 0.0
+        began = time.monotonic()
 
         def wait(pack: int, end: int) -> None:
-            """For the copy, whose time is not the disk's."""
-            nonlocal waited
-            waiting = time.monotonic()
-            self._image.wait(pack, end)
-            waited += time.monotonic() - waiting
+            with self._waiting():
+                self._image.wait(pack, end)
 
-        packs = [[segment.view for segment in pack] for pack in self._image.packs]
-        self._written = commit.begin_packs(self._writer.disk, name, packs, wait, token)
-        self._seconds = time.monotonic() - began - waited
+        self._written = commit.begin_packs(self._writer.disk, name, self._new(), wait, token)
+        self._links |= {pack.number: pack.link for pack in self._written}
+        self._seconds += time.monotonic() - began
 
     def sync(self) -> None:
         """Make the bytes durable."""
@@ -206,17 +208,52 @@ class Data:
         """Nothing came of it: its files are deleted."""
         for pack in self._written:
             pack.file.abandon()
-        commit.discard_packs(self._writer.disk, name, self.links)
+        commit.discard_packs(self._writer.disk, name, self.new)
+
+    def _new(self) -> Iterator[tuple[int, list[memoryview]]]:
+        """The packs that are to be written, by their numbers; of a still one it is known when all
+        of it has arrived, and is digested."""
+        writer, shapes = self._writer, self._image.parsed.table.packs
+        for number, pack in enumerate(self._image.packs):
+            if shapes[number].still:
+                with self._waiting():
+                    content = self._contents[number]
+                if link := writer.still.find(writer.disk, content, writer.parent):
+                    self._links[number] = link
+                    continue
+            yield number, [segment.view for segment in pack]
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """For the copy, whose time is not the disk's."""
+        began = time.monotonic()
+        yield
+        self._seconds -= time.monotonic() - began
+
+    @cached_property
+    def _contents(self) -> dict[int, Content]:
+        return contents(self._image.parsed.table, self._digests)
+
+    def note_durable(self) -> None:
+        """The checkpoint is committed: what seems not to change is named by later ones."""
+        if not self._packed:
+            for number, content in self._contents.items():
+                self._writer.still.note(content, self._links[number])
 
     @property
     def links(self) -> tuple[FileLink, ...]:
-        """The files."""
+        """The files, by the number of the pack; none where nothing was written."""
+        return tuple(self._links[number] for number in sorted(self._links))
+
+    @property
+    def new(self) -> tuple[FileLink, ...]:
+        """Those that were written for it."""
         return tuple(pack.link for pack in self._written)
 
     @property
     def size(self) -> int:
         """Bytes written."""
-        return sum(link.size for link in self.links)
+        return sum(link.size for link in self.new)
 
     def part(self, step: int) -> Part:
         """What the manifest says of them, written or not; blocks until all is digested. Of a record
@@ -228,8 +265,9 @@ class Data:
         if self._packs_it:
             self._image.wait(0, self._image.sizes[0])  # else the trainer still fills the slot
             return Part(0, table, unwritten, (), step)
-        return Part(0, table, self.links or unwritten, self._digests(), step)
+        return Part(0, table, self.links or unwritten, self._digests, step)
 
+    @cached_property
     def _digests(self) -> tuple[str, ...]:
         found = {
             index: digest for share in self._shares for index, digest in share.result().items()
@@ -297,7 +335,7 @@ def write_packed(writer: Writer, name: CheckpointName, image: Image, entropy: bo
     stored[index], digests[index] = len(first), digest_of(first)
     order = range(len(stored))
     return Packed(
-        NewPack(FileLink(path, size), file),
+        NewPack(0, FileLink(path, size), file),
         tuple(stored[index] for index in order),
         tuple(digests[index] for index in order),
     )

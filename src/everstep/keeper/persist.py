@@ -105,8 +105,8 @@ class Save:
 
     @property
     def paths(self) -> list[str]:
-        """Its files."""
-        return [link.path for link in self._data.links]
+        """Its new files."""
+        return [link.path for link in self._data.new]
 
     @property
     def publishes(self) -> bool:
@@ -269,6 +269,7 @@ class Save:
             warning = self._set_tag() if self.job.tags else None
             warning = self._extend_base() or warning
             writer.parent, writer.parent_digest = self.name, self.digest
+            self._data.note_durable()
         self._outcome = Outcome(
             self.name,
             self._data.size,
@@ -318,7 +319,9 @@ def begin_window(writer: Writer, name: CheckpointName, share: Share | None) -> N
     """What comes next is this share. Of a window that another one follows, or none, nothing was
     published: its files are deleted."""
     for stale in writer.window.begin(share, name.epoch):
-        commit.discard_packs(writer.disk, name, stale.packs)
+        of = CheckpointName(stale.steps, name.epoch)
+        own = [link for link in stale.packs if names.is_new_in(link.path, of)]
+        commit.discard_packs(writer.disk, name, own)
 
 
 def end_window(writer: Writer) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
 from everstep.keeper.copies import Copies
+from everstep.keeper.still import StillPacks
 from everstep.store import retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
@@ -149,6 +150,7 @@ class Writer:
     """Why it could not claim an epoch (a full disk): what it saves is in memory only."""
     cache: retain.NeedsCache = field(default_factory=dict)
     speed: Speed = field(default_factory=Speed)
+    still: StillPacks = field(default_factory=StillPacks)
     window: Window = field(default_factory=Window)
     copies: Sequence[Copies] = ()
     """To the tiers around the store."""

@@ -14,7 +14,7 @@ from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.global_tensors import optimizers_of
 from everstep.format.manifest import Manifest
 from everstep.format.packs import Layout, lay_out
-from everstep.format.tables import encode_table
+from everstep.format.tables import encode_table, still_names
 from everstep.keeper.data import Data, Image, Segment, parse
 from everstep.keeper.writer import Writer
 from everstep.restore.chain import Chain
@@ -91,7 +91,8 @@ def _write(
     _, of_last = chain.records[-1]
     saved = chain.saved(chain.optimized).tensors.values()
     entries = {entry.spec.name: entry for entry in saved}
-    layout = lay_out([Leaf(key, tensor).spec for key, tensor in tensors.items()])
+    still = {name for table in chain.base.tables for name in still_names(table)}
+    layout = lay_out([Leaf(key, tensor).spec for key, tensor in tensors.items()], still)
     on = {key: entries[key].device if key in entries else "cpu" for key in tensors}
     aliases = {
         key: entries[key].aliases for key in tensors if key in entries and entries[key].aliases
@@ -101,12 +102,13 @@ def _write(
     if disk.size(manifest_path(name)) is None:  # a store that is gone is not made anew
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
     image = Image(parse(table), _packs(layout, tensors))
-    data = Data(Writer(disk, None), image, is_record=False)
+    base = CheckpointName(chain.base.manifest.step, chain.base.manifest.epoch)
+    data = Data(Writer(disk, None, parent=base), image, is_record=False)
     exact, last = not differing, chain.last.manifest
     try:
         data.write(name, token)
         data.sync()
-        disk.sync_entries([link.path for link in data.links])
+        disk.sync_entries([link.path for link in data.new])
         here = commit.find_state(disk, name)
         if here and here.exact and not exact:  # what the log goes on from may be gone
             raise Conflict(

@@ -138,8 +138,9 @@ def check_epoch(disk: Tier, epoch: int, step: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NewPack:
-    """A pack that is written, and not durable before `sync_packs`."""
+    """Pack `number` of a part, which is written, and not durable before `sync_packs`."""
 
+    number: int
     link: FileLink
     file: NewFile
 
@@ -147,12 +148,12 @@ class NewPack:
 def begin_packs(
     disk: Tier,
     name: CheckpointName,
-    packs: Sequence[Sequence[memoryview]],
+    packs: Iterable[tuple[int, Sequence[memoryview]]],
     await_bytes: Callable[[int, int], None] = lambda pack, end: None,
     token: str | None = None,
 ) -> list[NewPack]:
-    """Write each pack, which lies in one or several pieces of memory, to a new file, for
-    `sync_packs`.
+    """Write each pack, which comes with its number, and lies in one or several pieces of memory, to
+    a new file, for `sync_packs`.
 
     `await_bytes(pack, end)` blocks until the first `end` bytes of that pack may be read.
     `token`: what makes the files' names new; None: chosen here.
@@ -160,10 +161,10 @@ def begin_packs(
     token = token or secrets.token_hex(4)
     written: list[NewPack] = []
     try:
-        for index, pack in enumerate(packs):
-            path = names.pack_path(name, token, index)
-            file = disk.begin(path, pack, partial(await_bytes, index))
-            written.append(NewPack(FileLink(path, sum(map(len, pack))), file))
+        for number, pack in packs:
+            path = names.pack_path(name, token, number)
+            file = disk.begin(path, pack, partial(await_bytes, number))
+            written.append(NewPack(number, FileLink(path, sum(map(len, pack))), file))
     except BaseException:
         for done in written:
             done.file.abandon()
@@ -240,6 +241,7 @@ def publish(
     with disk.locked(exclusive=False):
         check_epoch(disk, manifest.epoch, manifest.step)
         _check_previous(disk, manifest)
+        _check_shared(disk, manifest)
         for table in tables:
             write_table(disk, table)
         if disk.size(names.state_path(name)) is not None:  # of one of this name that was deleted
@@ -268,6 +270,7 @@ def publish_state(
     what = f"materialising {name} of {disk.root}"
     write_table(disk, table)
     with disk.locked(exclusive=False):  # shortly: whoever deletes waits for it
+        _check_shared(disk, manifest)
         if disk.size(names.claim_path(name, token)) is None:
             raise Unavailable(f"{what}: its claim was taken away, and its packs may be. Try again")
         if not disk.holds(names.manifest_path(name)):
@@ -322,6 +325,18 @@ def note_unproven(
 def now() -> str:
     """The time as the format writes it: UTC, ISO 8601, milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _check_shared(disk: Tier, manifest: Manifest) -> None:
+    """What it has of earlier checkpoints may have been deleted since, as nothing else had it.
+    Raises Unavailable."""
+    name = CheckpointName(manifest.step, manifest.epoch)
+    for link in (link for part in manifest.parts for link in part.packs):
+        if not names.is_new_in(link.path, name) and disk.size(link.path) != link.size:
+            raise Unavailable(
+                f"saving step {manifest.step} to {disk.root}: {link.path}, which has what has not "
+                f"changed since an earlier step, was deleted meanwhile. It is written anew next"
+            )
 
 
 def _check_previous(disk: Tier, manifest: Manifest) -> None:

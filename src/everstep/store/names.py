@@ -68,6 +68,11 @@ def pack_path(name: CheckpointName, token: str, index: int) -> str:
     return f"{DATA}/{name}-{token}-{index}.safetensors"
 
 
+def is_new_in(path: str, name: CheckpointName) -> bool:
+    """Whether a data file was written for this checkpoint, and not for one before it."""
+    return path.startswith(f"{DATA}/{name}-")
+
+
 def epoch_of_pack(file_name: str) -> int | None:
     """Which epoch wrote the data file of that name; None for names that are not packs."""
     found = _DATA.fullmatch(file_name)

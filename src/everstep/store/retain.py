@@ -100,7 +100,8 @@ def apply(
         return 0
     with disk.locked(exclusive=True):  # decided again: a tag may have been set meanwhile
         free, states = _unneeded(disk, keep, cache, pinned)
-        return _delete_states(disk, states, cache) + _delete(disk, free, cache)
+        freed = _delete_states(disk, states, cache) if states else 0
+        return freed + (_delete(disk, free, cache) if free else 0)
 
 
 def delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache | None = None) -> int:
@@ -211,14 +212,13 @@ def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
 
 def _delete_states(disk: Tier, of: Sequence[CheckpointName], cache: NeedsCache) -> int:
     """Let these be logs alone again. Returns the bytes freed."""
-    freed = 0
+    files: set[str] = set()
     for name in of:
         state = _state(disk, name, cache)
+        files |= state.files if state else set()
         disk.delete(names.state_path(name))
         cache.pop(names.state_path(name), None)
-        if state:
-            freed += _delete_packs(disk, state.files - _needs(disk, name, cache).files)
-    return freed
+    return _delete_packs(disk, files - _reachable(disk, catalog.committed(disk), cache))
 
 
 def _delete_packs(disk: Tier, files: Collection[str]) -> int:
@@ -234,13 +234,10 @@ def drop_base(disk: Tier, base: Manifest) -> None:
     """A base that was spread has been replaced: delete what only it had of records that are gone.
     Not while somebody makes a whole state of another step, who may be reading it."""
     name = CheckpointName(base.step, base.epoch)
-    with disk.locked(exclusive=True):
-        if claims.held(disk).keys() - {name}:
-            return
-        for part in base.parts:
-            record = CheckpointName(part.steps, base.epoch)
-            if record != name:
-                commit.discard_packs(disk, record, part.packs)
+    with disk.locked(exclusive=True), contextlib.suppress(EverstepError):  # gc frees it, then
+        if not claims.held(disk).keys() - {name}:
+            packs = {link.path for part in base.parts for link in part.packs}
+            _delete_packs(disk, packs - _reachable(disk, catalog.committed(disk), {}))
 
 
 def sweep(disk: Tier) -> tuple[int, int]:
