@@ -87,9 +87,12 @@ class Trainer:
     parent: CheckpointName | None = None
     aliases: dict[str, list[str]] = field(default_factory=dict)
     slots: int = 2
+    still: tuple[str, ...] = ()
+    """Names of tensors that have the same content at each step, that of `turn`."""
+    turn: int = 0
 
     def __post_init__(self) -> None:
-        self.layout = lay_out(self.specs)
+        self.layout = lay_out(self.specs, self.still)
         self.table = encode_table(self.layout, self.aliases, {}, {})
         self.arena = Arena.create(self.slots, 64 << 10, self.layout.size)
         self.writer = Writer(self.disk, self.keep, self.epoch, self.parent)
@@ -116,7 +119,8 @@ class Trainer:
         steps so far over which a state is spread, which `ends` here."""
         self.sequence += 1
         slot = self.sequence % self.arena.slot_count
-        image = image_of(self.layout, {s.name: content(s, step + salt) for s in self.specs})
+        turns = {s.name: self.turn if s.name in self.still else step + salt for s in self.specs}
+        image = image_of(self.layout, {s.name: content(s, turns[s.name]) for s in self.specs})
         self.arena.image(slot)[: len(image)] = image
         said = {
             "objects": {"step": step},
@@ -155,14 +159,13 @@ class Trainer:
         became of each."""
         return self.commit_all([self.seal(step, follows=step - 1) for step in steps])
 
-    def commit_all(self, jobs: list[Job]) -> list[Outcome | Exception]:
-        """Commit jobs together; what became of each that was taken."""
-        return [
-            ended
-            for _, ended in persist(
-                self.writer, [NodeSave([job]) for job in jobs], lambda save: None
-            )
-        ]
+    def commit_all(
+        self, jobs: list[Job], written: Callable[[NodeSave], object] = lambda save: None
+    ) -> list[Outcome | Exception]:
+        """Commit jobs together; what became of each that was taken. `written`: is called when one
+        is written, and not yet committed."""
+        saves = [NodeSave([job]) for job in jobs]
+        return [ended for _, ended in persist(self.writer, saves, written)]
 
     def commit(self, job: Job) -> Outcome:
         """Commit one job; returns when it is durable."""
@@ -184,9 +187,10 @@ def make_store(
     steps: Mapping[int, str | None] | range | list[int],
     specs: tuple[Spec, ...] = SMALL,
     system: System | None = None,
+    still: tuple[str, ...] = (),
 ) -> Trainer:
     """A store of one epoch with checkpoints of these steps (a mapping gives their tags)."""
-    trainer = Trainer(Disk(path, system or Unsynced()), specs=specs)
+    trainer = Trainer(Disk(path, system or Unsynced()), specs=specs, still=still)
     trainer.claim()
     for step in steps:
         trainer.save(step, steps[step] if isinstance(steps, Mapping) else None)
@@ -196,7 +200,8 @@ def make_store(
 def go_on(trainer: Trainer, reference: int | str | None, steps: range | list[int]) -> Trainer:
     """A new attachment that goes on from a checkpoint, as after a restore."""
     parent = catalog.find(trainer.disk, reference)
-    successor = Trainer(trainer.disk, trainer.keep, trainer.specs)
+    successor = Trainer(trainer.disk, trainer.keep, trainer.specs, still=trainer.still)
+    successor.turn = trainer.turn
     successor.claim(parent)
     for step in steps:
         successor.save(step)

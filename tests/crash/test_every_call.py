@@ -59,6 +59,38 @@ def test_a_save(folder, fault):
     assert all("step 3 is saved, but not tagged 'good'" in warning for warning in warnings)
 
 
+STILL = ("bias", "wave")
+
+
+@pytest.mark.parametrize("fault", [Fault.KILL, Fault.NO_SYNC, *slow(Fault.EIO, Fault.BURST)])
+def test_saves_and_deletions_of_what_shares_a_file(folder, fault):
+    """A save names the file of one before it, which is deleted then: the file stays."""
+
+    def prepare(disk: Disk) -> Promises:
+        make_store(disk.root, [1, 2], system=disk._system, still=STILL)
+        assert len(packs_of(disk.root)) == 3
+        return Promises({CheckpointName(2, 1)}, {1})
+
+    def save(disk: Disk, promises: Promises) -> None:
+        trainer = Trainer(disk, epoch=1, parent=CheckpointName(2, 1), still=STILL)
+        trainer.save(3)
+        promises.checkpoints.add(CheckpointName(3, 1))
+        if (first := CheckpointName(1, 1)) in catalog.committed(disk):
+            retain.delete(disk, [first])
+        trainer.turn = 1  # not still after all
+        trainer.save(4)
+        promises.checkpoints.add(CheckpointName(4, 1))
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 1, 4)
+        retain.sweep(disk)
+        found = [each.parts[0].packs[1].path for each in map(Store(disk.root).manifest, (2, 3, 4))]
+        assert found[0] == found[1] != found[2]
+        assert len(packs_of(disk.root)) == 5
+
+    assert sweep(folder, prepare, save, fault, finish) > 60
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_first_save_of_a_store(folder, fault):
     def start(disk: Disk, promises: Promises) -> None:

@@ -16,7 +16,6 @@ from everstep.capture.hooks import Hook
 from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
 from everstep.capture.saves import STALLED, Saves
-from everstep.capture.still import Still
 from everstep.capture.strategy import Captured, Request, Strategy
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.tables import is_own
@@ -76,7 +75,6 @@ class Captures:
         self._passes = 0
         """So many more steps are told that are not saved here."""
         self._planners: dict[object, Planner] = {}
-        self._still = Still()
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
         self._unannounced: threading.Event | None = None
@@ -245,7 +243,7 @@ class Captures:
     def _planner(self, captured: Captured) -> Planner:
         """One for each thing that comes again: states, records, the n-th shares of windows."""
         kind = captured.record is not None, len(captured.share["steps"]) if captured.share else 0
-        still = None if kind == (True, 0) else self._still
+        still = None if kind == (True, 0) else self._saves.still
         return self._planners.setdefault(kind, Planner(still))
 
     def _describe(self, captured: Captured, request: Request) -> dict[str, Any]:

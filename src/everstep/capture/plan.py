@@ -49,9 +49,8 @@ class Planner:
     def plan(self, collected: Collected) -> Plan:
         """The plan for this state; the same object as the last one where nothing differs."""
         loose = tuple(leaf.spec for leaf in collected.loose)
-        known, still = self._known, frozenset[str]()
-        if self._look:
-            still = self._look.look(collected.walk.leaves)
+        known = self._known
+        still = self._look.look(collected.walk.leaves) if self._look else frozenset()
         if (
             self._plan
             and known

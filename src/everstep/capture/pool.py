@@ -14,7 +14,7 @@ from pathlib import Path
 
 from everstep.capture.plan import Plan
 from everstep.errors import Unavailable
-from everstep.format.packs import round_up
+from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.keeper.arena import SUBMITTED, Arena, SlotState
 from everstep.keeper.client import Client
 from everstep.keeper.ranks.node_save import place_of
@@ -23,6 +23,8 @@ SLOTS = 3
 SLOTS_MIN = 2
 """So that one good copy is whole while the next one is made."""
 BUDGET_FORMULA = "3 slots where they fit into half of the available memory (of all ranks), else 2"
+_STILL_SLACK_BYTES = 2 * PAGE_BYTES
+"""In each image, for a pack more: what is seen not to change gets one of its own (still.py)."""
 _DOCUMENT_SLACK_BYTES = 1 << 20
 _LOOK_S = 0.2
 
@@ -218,6 +220,7 @@ class Pool:
     def _create(self, image: int, documents: int) -> tuple[str, Arena]:
         if self._current:  # it has grown, and may go on to do so
             image += image // 4
+        image += _STILL_SLACK_BYTES
         slot_bytes = round_up(image) + round_up(documents)
         budget = self._budget
         if budget is None:

@@ -13,6 +13,7 @@ import time
 
 from everstep.capture.copier import Capture
 from everstep.capture.pool import Pool
+from everstep.capture.still import Still
 from everstep.capture.trust import Trust
 from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported, kind_of
 from everstep.handle import LEVELS, Levels, Metrics, SaveHandle
@@ -50,6 +51,7 @@ class Saves:
         """`trust` is told of each call that comes to nothing."""
         self.levels = levels
         self.newest: SaveHandle | None = None
+        self.still = Still()
         self.calls = 0
         """Of step() and save(). All count, whatever comes of them: by their numbers ranks know
         which of their saves belong together."""
@@ -208,6 +210,8 @@ class Saves:
                 self._on_loss(message["message"])
         elif message["type"] == "found":
             self._pool.notify()
+        elif message["type"] == "still":
+            self.still.hear(message["names"], are_still=message["are_still"])
         elif message["type"] == "level":
             self._on_level(message)
         elif message["type"] in ("whole", "not_whole"):

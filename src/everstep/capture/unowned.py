@@ -45,8 +45,9 @@ class Unowned:
 
 
 class _Blocks:
-    """The bytes of some tensors on the CPU, cut into equal blocks: their digests at construction,
-    and those of one block after the other later on, by a thread of their own."""
+    """The bytes of some tensors on the CPU, cut into equal blocks: the digests of the pieces in
+    each at construction, and those of one block after the other later on, by a thread of their
+    own."""
 
     def __init__(self, leaves: Iterable[Leaf]) -> None:
         rows = [(leaf.name, local_of(leaf.tensor).detach()) for leaf in leaves]
@@ -54,7 +55,7 @@ class _Blocks:
         self._names = [name for name, _ in found]
         self._row = Row([tensor for _, tensor in found])
         self._count = min(_BLOCKS_MAX, -(-self._row.size // _BLOCK_BYTES))
-        self._known: list[bytes] = []
+        self._known: list[list[bytes]] = []
         self._found: list[str] = []
         self._next = 0
         self._thread = self._run(self._digest_all) if self._count else None
@@ -78,9 +79,9 @@ class _Blocks:
         self._known = [self._digest(number) for number in range(self._count)]
 
     def _look(self, number: int) -> None:
-        if self._digest(number) != self._known[number]:
-            spans = self._row.spans(number, self._count)
-            self._found = [self._names[index] for index, _, _ in spans]
+        spans = self._row.spans(number, self._count)
+        rows = zip(spans, self._digest(number), self._known[number], strict=True)
+        self._found = [self._names[index] for (index, _, _), now, then in rows if now != then]
 
-    def _digest(self, number: int) -> bytes:
-        return digest_of(self._row.cut(number, self._count))
+    def _digest(self, number: int) -> list[bytes]:
+        return [digest_of([piece]) for piece in self._row.cut(number, self._count)]

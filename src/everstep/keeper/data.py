@@ -38,7 +38,7 @@ from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
 from everstep.keeper.job import Arrival, Job
-from everstep.keeper.still import Content, contents
+from everstep.keeper.still import NOTHING_SEEN, Content, Seen, contents
 from everstep.keeper.writer import Speed, Writer
 from everstep.store import commit, names
 from everstep.store.commit import NewPack
@@ -234,11 +234,14 @@ class Data:
     def _contents(self) -> dict[int, Content]:
         return contents(self._image.parsed.table, self._digests)
 
-    def note_durable(self) -> None:
-        """The checkpoint is committed: what seems not to change is named by later ones."""
-        if not self._packed:
-            for number, content in self._contents.items():
-                self._writer.still.note(content, self._links[number])
+    def note_durable(self) -> Seen:
+        """What does not change is named by later checkpoints. Returns what is seen of that."""
+        if self._packs_it:
+            return NOTHING_SEEN
+        for number, content in self._contents.items():
+            self._writer.still.note(content, self._links[number])
+        parsed = self._image.parsed
+        return self._writer.still.compare(parsed.document, parsed.table, self._digests)
 
     @property
     def links(self) -> tuple[FileLink, ...]:

@@ -15,6 +15,7 @@ from everstep.keeper.data import Data
 from everstep.keeper.existing import CALL, check_same
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import GivenUp
+from everstep.keeper.still import NOTHING_SEEN
 from everstep.keeper.writer import Outcome, Share, Writer
 from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
@@ -264,12 +265,13 @@ class Save:
             encoded = encode_manifest(manifest)
             commit.publish(disk, manifest, encoded, tables)
             self.digest = digest_of(encoded)
-        warning = None
+        seen, warning = NOTHING_SEEN, None
+        if not self._exists and (share or not manifest.previous):
+            seen = self._data.note_durable()
         if is_whole := share is None or share.publishes:
             warning = self._set_tag() if self.job.tags else None
             warning = self._extend_base() or warning
             writer.parent, writer.parent_digest = self.name, self.digest
-            self._data.note_durable()
         self._outcome = Outcome(
             self.name,
             self._data.size,
@@ -277,6 +279,7 @@ class Save:
             warning,
             is_part=not is_whole,
             takes_replay=bool(manifest.records),
+            seen=seen,
         )
 
     def _settle(self) -> None:
@@ -318,8 +321,9 @@ class Save:
 def begin_window(writer: Writer, name: CheckpointName, share: Share | None) -> None:
     """What comes next is this share. Of a window that another one follows, or none, nothing was
     published: its files are deleted."""
+    epoch = writer.window.epoch or 0
     for stale in writer.window.begin(share, name.epoch):
-        of = CheckpointName(stale.steps, name.epoch)
+        of = CheckpointName(stale.steps, epoch)
         own = [link for link in stale.packs if names.is_new_in(link.path, of)]
         commit.discard_packs(writer.disk, name, own)
 

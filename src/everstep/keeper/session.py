@@ -318,6 +318,9 @@ class Session:
             "warning": (outcome.warning or "")[:TEXT_MAX],
             "is_part": outcome.is_part,
         }
+        for names, are_still in (outcome.seen.noisy, False), (outcome.seen.still, True):
+            for some in wire.portions(names):
+                self.tell({"type": "still", "names": some, "are_still": are_still})
         self._end(
             job, SlotState.DONE, message | {"bytes": outcome.bytes, "seconds": outcome.seconds}
         )

@@ -6,9 +6,12 @@ manifests reach, and a manifest appears only while all files that it names are t
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
+from operator import eq
+from typing import NamedTuple
 
 from everstep.errors import EverstepError
+from everstep.format.packs import chunk_count, entry_name
 from everstep.format.tables import FileLink, Table, extents
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
@@ -17,9 +20,30 @@ from everstep.tiers.tier import Tier
 log = logging.getLogger(__name__)
 
 _KNOWN_MAX = 64
+_TABLES_MAX = 16
+_SHARE_MIN = 1 / 16
+"""Of a part's bytes: where so many more do not change, tensors are laid out anew."""
 
 Content = tuple[int | str, ...]
 """Size of a pack, and its digests: that of its header, then one for each 4 MiB of its pieces."""
+
+
+class Seen(NamedTuple):
+    """What digests have told of some tensors, by their entries: they have changed though they lie
+    in a still pack; they have not, twice in a row, and lie in another one."""
+
+    noisy: list[str]
+    still: list[str]
+
+
+NOTHING_SEEN = Seen([], [])
+
+
+class _Last(NamedTuple):
+    """Of the last part that had a table: its digests, and what had not changed before it."""
+
+    digests: Sequence[str]
+    quiet: Set[str]
 
 
 class StillPacks:
@@ -28,6 +52,31 @@ class StillPacks:
     def __init__(self) -> None:
         self._known: dict[Content, FileLink] = {}
         self._has_learned = False
+        self._last: dict[bytes, _Last] = {}
+        """By table."""
+
+    def compare(self, document: bytes, table: Table, digests: Sequence[str]) -> Seen:
+        """Look what of a part has changed since the last one with that table."""
+        last = self._last.pop(document, None)
+        self._last[document] = _Last(digests, frozenset())
+        for oldest in list(self._last)[:-_TABLES_MAX]:
+            del self._last[oldest]
+        has_still = any(pack.still for pack in table.packs)
+        if last is None or not (has_still or any(map(eq, last.digests, digests))):
+            return NOTHING_SEEN
+        rows = list(_rows(table))
+        quiet = {
+            row.entry
+            for row in rows
+            if last.digests[row.first : row.end] == digests[row.first : row.end]
+        }
+        self._last[document] = _Last(digests, quiet)
+        noisy = [row.entry for row in rows if row.is_still and row.entry not in quiet]
+        both = quiet & last.quiet
+        fresh = [row for row in rows if not row.is_still and row.entry in both]
+        if sum(row.size for row in fresh) < _SHARE_MIN * sum(row.size for row in rows):
+            fresh = []
+        return Seen(noisy, [row.entry for row in fresh])
 
     def note(self, content: Content, link: FileLink) -> None:
         """This file has it."""
@@ -69,3 +118,21 @@ def contents(table: Table, digests: Sequence[str]) -> dict[int, Content]:
             if extent.pack in found:
                 found[extent.pack] = (*found[extent.pack], digests[extent.digest])
     return found
+
+
+class _Row(NamedTuple):
+    entry: str
+    size: int
+    first: int
+    """Of its digests, ..."""
+    end: int
+    is_still: bool
+
+
+def _rows(table: Table) -> Iterator[_Row]:
+    for name, entry in table.tensors.items():
+        for piece in entry.pieces:
+            end = piece.digest + chunk_count(piece.size)
+            is_still = table.packs[piece.pack].still
+            called = entry_name(name, entry.spec.shape, piece.box)
+            yield _Row(called, piece.size, piece.digest, end, is_still)

@@ -12,7 +12,7 @@ from typing import Any
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
 from everstep.keeper.copies import Copies
-from everstep.keeper.still import StillPacks
+from everstep.keeper.still import NOTHING_SEEN, Seen, StillPacks
 from everstep.store import retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
@@ -27,7 +27,8 @@ _HASHERS = min(4, len(os.sched_getaffinity(0)))
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a commit cost: bytes written, seconds until durable. `warning`: what failed after it.
-    `is_part`: durable, but committed by a later one. `takes_replay`: it is no whole state."""
+    `is_part`: durable, but committed by a later one. `takes_replay`: it is no whole state. `seen`:
+    what of it does not change."""
 
     name: CheckpointName
     bytes: int
@@ -35,6 +36,7 @@ class Outcome:
     warning: str | None = None
     is_part: bool = False
     takes_replay: bool = False
+    seen: Seen = NOTHING_SEEN
 
 
 @dataclass(frozen=True, slots=True)
