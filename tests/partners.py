@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from everstep.keeper.serve import Address, Service
+from everstep.keeper.serve import Address, Holding, Service
 from everstep.tiers.disk import Disk
 from everstep.tiers.memory import Memory
 from everstep.tiers.peer import Peer
@@ -16,6 +16,7 @@ class Partner:
 
     memory: Memory
     store: Disk
+    holding: Holding
     service: Service
     peers: list[Peer] = field(default_factory=list)
 
@@ -30,9 +31,9 @@ class Partner:
 def partner(tmp_path):
     """One with 64 MiB of memory."""
     memory, store = Memory(64 << 20), Disk(tmp_path / "partner")
-    service = Service(memory, store, Address.new("127.0.0.1"))
-    made = Partner(memory, store, service)
+    holding = Holding(memory, store)
+    made = Partner(memory, store, holding, Service(holding, Address.new("127.0.0.1")))
     yield made
     for peer in made.peers:
         peer.close()
-    service.close()
+    made.service.close()

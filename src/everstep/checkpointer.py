@@ -155,8 +155,8 @@ class Checkpointer:
             serve=new_address() if has_partners else None,
         )
         self._partners = self._meet(run, replicates) if has_partners else []
-        around = [*self._partners, *around]
-        all_tiers = Union([self._disk, *around]) if around else self._disk
+        others = [*self._partners, *around]
+        all_tiers = Union([self._disk, *others]) if others else self._disk
         self._captures = Captures(
             self._state, choice, options, self._client, self._saves, self.metrics
         )

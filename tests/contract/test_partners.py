@@ -14,15 +14,16 @@ import torch
 
 import everstep
 from everstep import Corrupt, Missing, Unavailable
-from everstep.format.document import digest_of
 from everstep.keeper import serve
-from everstep.keeper.serve import Address, Service
+from everstep.keeper.serve import Address, Holding, Service
 from everstep.sharding.partners import new_address
 from everstep.store import catalog
 from everstep.store.copy import copy_checkpoint
 from everstep.store.names import CheckpointName
 from everstep.tiers import peer as peers
 from everstep.tiers.disk import Disk
+from everstep.tiers.files import DiskReader
+from everstep.tiers.memory import Memory
 from everstep.tiers.peer import Link, Peer
 from stores import make_store
 
@@ -64,7 +65,7 @@ def impatient(monkeypatch):
 )
 def test_strangers_are_told_nothing_and_harm_nobody(partner, impatient, caplog, says):
     other = partner.peer()
-    other.create("everstep.json", b"{}")
+    partner.memory.create("everstep.json", b"{}")
     with connected(partner) as stranger:
         with contextlib.suppress(ConnectionError):
             stranger.sendall(says)
@@ -120,7 +121,7 @@ def test_who_serves_must_have_the_secret_too(partner):
         thread = threading.Thread(target=serve_wrongly)
         thread.start()
         with pytest.raises(Unavailable, match="does not have the secret"):
-            client.create("everstep.json", b"content")
+            client.create("data/tables/00ff.json", b"content")
         thread.join()
     assert len(client_says[0]) == 64
     assert client_says[1] == b""
@@ -144,9 +145,9 @@ def linked(partner):
         {"op": "read", "tier": "store", "path": "a/../../b", "limit": 10},
         {"op": "read", "tier": "memory", "path": "x\0y", "limit": 10},
         {"op": "range", "tier": "memory", "path": "x", "offset": 0, "count": 1 << 40},
-        {"op": "new", "tier": "store", "path": "data/pack", "room": 10},
-        {"op": "new", "tier": "memory", "path": "data/pack", "room": -1},
-        {"op": "finish"},
+        {"op": "range", "tier": "memory", "path": "x", "offset": -1, "count": 1},
+        {"op": "create", "tier": "memory", "path": "data/tables/00ff.json"},
+        {"op": "hold", "path": ["x"]},
         {"op": "create", "tier": "store", "path": "checkpoints/00000001-0001/manifest.json"},
         {"op": "delete", "tier": "store", "path": "epochs/0001.json"},
         {"op": "eval", "tier": "memory", "path": "x"},
@@ -158,7 +159,7 @@ def test_what_no_partner_says_ends_the_connection(partner, tmp_path, caplog, mes
     link = linked(partner)
     link.send(message)
     with pytest.raises((EOFError, ConnectionError)):
-        link.receive(peers.NOTHING)
+        link.receive()
     link.close()
     assert "a partner: " in caplog.text
     assert partner.memory.used_bytes == 0
@@ -168,52 +169,16 @@ def test_what_no_partner_says_ends_the_connection(partner, tmp_path, caplog, mes
 
 def test_sizes_are_checked_before_memory_is_taken(partner):
     link = linked(partner)
-    text = b'{"op":"create","tier":"memory","path":"x","size":1000000000000}'
+    text = b'{"op":"create","tier":"store","path":"x","size":1000000000000}'
     link._connection.sendall(struct.pack("!I", len(text)) + text)
     with pytest.raises((EOFError, ConnectionError)):
-        link.receive(peers.NOTHING)
+        link.receive()
     link.close()
     link = linked(partner)
     link._connection.sendall(struct.pack("!I", 1 << 31))
     with pytest.raises((EOFError, ConnectionError)):
-        link.receive(peers.NOTHING)
+        link.receive()
     link.close()
-
-
-def test_bytes_that_differ_from_their_digest_are_not_there(partner, monkeypatch):
-    digests = iter(["0" * 32])
-    monkeypatch.setattr(peers, "digest_of", lambda data: next(digests, None) or digest_of(data))
-    client = partner.peer()
-    with pytest.raises(Corrupt, match="data/pack"):
-        client.write("data/pack", [memoryview(bytes(1000))])
-    assert client.list("data") == []
-    assert partner.memory.used_bytes == 0
-
-
-def test_a_budget_holds_and_what_failed_frees_its_memory(partner):
-    client = partner.peer()
-    client.write("data/one", [memoryview(bytes(40 << 20))])
-    with pytest.raises(Unavailable, match=r"data/two .* bytes are in use"):
-        client.write("data/two", [memoryview(bytes(40 << 20))])
-    with client.new_file("data/three") as file:
-        for at in range(0, 40 << 20, 8 << 20):
-            file.write(memoryview(bytes(8 << 20)), at)
-    with pytest.raises(Unavailable, match="in use"):
-        client.finish("data/three", file)
-    assert partner.memory.used_bytes == 40 << 20
-    client.delete("data/one")
-    client.write("data/two", [memoryview(bytes(40 << 20))])
-    assert client.list("data") == ["two"]
-
-
-def test_half_a_file_is_not_there_and_its_memory_is_free(partner):
-    client = partner.peer()
-    with client.new_file("data/half", 1 << 20) as file:
-        file.write(memoryview(bytes(1000)), 0)
-    assert partner.memory.used_bytes == 1 << 20
-    file.abandon()
-    wait_until(lambda: partner.memory.used_bytes == 0)
-    assert partner.memory.list("data") == []
 
 
 def test_a_store_is_read_by_others_and_written_only_where_nodes_meet(partner):
@@ -237,15 +202,16 @@ def test_a_store_is_read_by_others_and_written_only_where_nodes_meet(partner):
 
 def test_a_partner_that_went_away_is_unavailable_and_found_again(partner):
     client, late = partner.peer(), partner.peer(away_s=10.0)
+    partner.memory.create("everstep.json", b"{}")
     for each in (client, late):
-        each.create("everstep.json", b"{}")
+        assert each.holds("everstep.json")
     address = partner.service.address
     partner.service.close()
     began = time.monotonic()
     with pytest.raises(Unavailable, match="is not there"):
         client.read("everstep.json")
     assert time.monotonic() - began < 5
-    again = Service(partner.memory, partner.store, Address(*address))
+    again = Service(partner.holding, Address(*address))
     try:
         assert late.read("everstep.json") == b"{}"
         assert client.read("everstep.json") == b"{}"
@@ -258,7 +224,7 @@ def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
     ready, pid = os.pipe(), os.fork()
     if pid == 0:
         try:
-            service = Service(partner.memory, partner.store, Address("127.0.0.1", 0, "00" * 32))
+            service = Service(partner.holding, Address("127.0.0.1", 0, "00" * 32))
             os.write(ready[1], struct.pack("!I", service.address.port))
             signal.pause()
         finally:
@@ -282,27 +248,82 @@ def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
             os.close(each)
 
 
-def test_a_partner_holds_the_newest_and_what_it_goes_back_to(partner, tmp_path):
+@pytest.fixture
+def before(partner, tmp_path):
+    """A node whose checkpoints the partner holds: its store, which is served as well."""
     trainer = make_store(tmp_path / "own", [1, 2, 3])
-    memory = partner.peer()
+    service = Service(Holding(Memory(0), trainer.disk), Address.new("127.0.0.1"))
+    source = service.address.peer("store")
+    partner.holding.meet(everstep.Store(tmp_path / "own").run, source, 0)
+    yield trainer
+    source.close()
+    service.close()
 
-    def sends(step):
-        copy_checkpoint(trainer.disk, memory, CheckpointName(step, 1), nodes=(0,))
-        return [name.step for name in catalog.committed(partner.memory)]
 
-    assert sends(1) == [1]
-    memory.write("data/00000002-0001-in-vain-0.safetensors", [memoryview(b"half of it")])
-    assert sends(3) == [3]
-    assert sends(2) == [2, 3]  # it came late
-    trainer.record(4, follows=3)
-    trainer.record(5, follows=4)
-    assert sends(5) == [2, 3, 4, 5]
-    trainer.save(6)
-    assert sends(6) == [6]
+def held(partner):
+    return [name.step for name in catalog.committed(partner.memory)]
+
+
+def test_a_partner_holds_the_newest_and_what_it_goes_back_to(partner, before, tmp_path):
+    memory, told = partner.peer(), []
+
+    def holds(step):
+        memory.hold(f"{step:08}-0001", lambda *progress: told.append(progress))
+        return held(partner)
+
+    assert holds(1) == [1]
+    assert told[-1][0] == told[-1][1]
+    partner.memory.replace("data/00000002-0001-in-vain-0.safetensors", b"half of it")
+    assert holds(3) == [3]
+    assert holds(2) == [2, 3]  # it came late
+    before.record(4, follows=3)
+    before.record(5, follows=4)
+    assert holds(5) == [2, 3, 4, 5]
+    before.save(6)
+    assert holds(6) == [6]
     assert len(memory.list("data")) == 2  # its pack, and tables
     copy_checkpoint(memory, Disk(tmp_path / "back"), CheckpointName(6, 1))
     assert everstep.Store(tmp_path / "back").verify().ok
     assert everstep.Store(tmp_path / "back").run == everstep.Store(tmp_path / "own").run
+    partner.holding.meet("another run", None, 0)
+    assert partner.memory.used_bytes == 0
+    with pytest.raises(Unavailable, match="has not met the one before it"):
+        holds(6)
+
+
+def test_what_is_damaged_on_its_way_is_not_held(partner, before, monkeypatch):
+    read_into = DiskReader.read_into
+
+    def damage(self, offset, view):
+        read_into(self, offset, view)
+        if len(view) > 1000:
+            view[1000] ^= 1
+
+    monkeypatch.setattr(DiskReader, "read_into", damage)
+    with pytest.raises(Corrupt, match="have digest"):
+        partner.peer().hold("00000003-0001", lambda *progress: None)
+    assert held(partner) == []
+    monkeypatch.undo()
+    partner.peer().hold("00000003-0001", lambda *progress: None)
+    assert held(partner) == [3]
+
+
+def test_a_budget_holds_and_what_failed_frees_its_memory(partner, before):
+    partner.memory.budget_bytes = 5000
+    with pytest.raises(Unavailable, match=r"writing memory://here/data/.* bytes are in use"):
+        partner.peer().hold("00000003-0001", lambda *progress: None)
+    assert held(partner) == []
+    assert partner.memory.used_bytes == sum(map(len, partner.memory._files.values()))
+
+
+def test_a_copy_that_nobody_waits_for_is_broken_off(partner, before):
+    def leave(done, total):
+        raise RuntimeError("it was closed")
+
+    with pytest.raises(RuntimeError, match="it was closed"):
+        partner.peer().hold("00000003-0001", leave)
+    partner.peer().hold("00000003-0001", lambda *progress: None)
+    assert held(partner) == [3]
 
 
 def test_a_node_is_found_at_the_address_by_which_it_reaches_the_first(monkeypatch):

@@ -23,7 +23,7 @@ from everstep.keeper.arena import SlotState
 from everstep.keeper.copies import Copies
 from everstep.keeper.home import Home
 from everstep.keeper.ranks.team import Team
-from everstep.keeper.serve import Address, Service, clear_unless_of
+from everstep.keeper.serve import Address, Holding, Service
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
 from everstep.store import retain
 from everstep.store.presence import Presence
@@ -80,7 +80,7 @@ class Keeper:
     def __init__(self, store: str, home: Home, idle_s: float) -> None:
         self._system = _Counting()
         self._disk = tier_at(store, self._system)
-        self._memory = Memory(_available_bytes() // 2)
+        self._holding = Holding(Memory(_available_bytes() // 2), self._disk)
         self._service: Service | None = None
         self._presence = Presence(self._disk)
         self._home = home
@@ -234,15 +234,23 @@ class Keeper:
         """Those of other nodes: where a former keeper of this run did, or at a new address."""
         if wanted is not None and self._service is None:
             try:
-                self._service = Service(self._memory, self._disk, Address.of(wanted))
+                self._service = Service(self._holding, Address.of(wanted))
             except OSError as error:
                 log.warning("serving other nodes: %s. They do without this one", error)
+
+    def _meet(self, place: wire.Place, partners: wire.Message) -> None:
+        """Hold what the node before this one commits. Raises ValueError, KeyError, TypeError."""
+        before = partners["before"]
+        source = Address.of(before).peer("store") if before else None
+        self._holding.meet(str(partners["run"]), source, (place.node - 1) % place.nodes)
 
     def _team_of(self, place: wire.Place, hello: wire.Message) -> Team:
         """The one whose other ranks are here already, or a new one."""
         for session in self._sessions:
             if not place.is_alone and session.team.place.id == place.id:
                 return session.team
+        if hello.get("partners"):
+            self._meet(place, hello["partners"])
         return Team(self._disk, place, hello, self._wake, self._copies_of(place, hello))
 
     def _copies_of(self, place: wire.Place, hello: wire.Message) -> list[Copies]:
@@ -327,7 +335,7 @@ class Keeper:
             case {"type": "adopt", "arena": str(key), "id": int(number)}:
                 self._adopt(session, key, number)
             case {"type": "partners", "id": int(number), "partners": dict(partners)}:
-                clear_unless_of(self._memory, str(partners["run"]))
+                self._meet(session.team.place, partners)
                 session.team.meet(partners)
                 session.tell({"type": "met", "id": number})
             case {"type": "detach"}:

@@ -1,8 +1,9 @@
 """The newest of what a node commits, in the memory of the next one.
 
-A thread copies it there from the store: this node's packs, all tables and the manifest. What was
-committed meanwhile is left out but for the newest: the partner holds no more than one checkpoint,
-with what that goes back to, and the one that arrives.
+A thread tells that node's keeper, which takes it from this one's store (keeper/serve.py): this
+node's packs, all tables and the manifest. What was committed meanwhile is left out but for the
+newest: the partner holds no more than one checkpoint, with what that goes back to, and the one that
+arrives.
 """
 
 import logging
@@ -14,10 +15,8 @@ from dataclasses import asdict
 from everstep.errors import EverstepError, Unavailable
 from everstep.keeper import wire
 from everstep.keeper.copies import Traffic
-from everstep.store.copy import copy_checkpoint
 from everstep.store.names import CheckpointName
 from everstep.tiers.peer import Peer
-from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep.keeper")
 
@@ -25,14 +24,12 @@ LEVEL = "replicated"
 
 
 class Replica:
-    """Of what node number `node` commits. Any thread."""
+    """Of what this node commits. Any thread."""
 
-    def __init__(
-        self, disk: Tier, partner: Peer, node: int, tell: Callable[[wire.Message], None]
-    ) -> None:
+    def __init__(self, partner: Peer, tell: Callable[[wire.Message], None]) -> None:
         """`tell`: the trainers, of each step that is there, or that could not be copied."""
         self.traffic = Traffic()
-        self._disk, self._partner, self._node, self._tell = disk, partner, node, tell
+        self._partner, self._tell = partner, tell
         self._noted: set[CheckpointName] = set()
         self._is_closed = False
         self._changed = threading.Condition()
@@ -58,20 +55,15 @@ class Replica:
         while noted := self._take():
             began = time.monotonic()
             try:
-                copied = copy_checkpoint(
-                    self._disk,
-                    self._partner,
-                    max(noted),
-                    nodes=(self._node,),
-                    progress=self._look_up,
-                )
+                copied = self._partner.hold(str(max(noted)), self._look_up)
             except Exception as error:  # noqa: BLE001 - each reaches its handle
                 self._fail(max(noted), error)
                 continue
             self.traffic.problem = None
-            self.traffic.bytes += copied.bytes
+            self.traffic.bytes += copied["bytes"]
             self.traffic.seconds += time.monotonic() - began
-            for name in sorted(noted & {max(noted), *copied.checkpoints}):
+            there = {str(max(noted)), *copied["checkpoints"]}
+            for name in sorted(name for name in noted if str(name) in there):
                 self.traffic.copied += 1
                 self.traffic.newest, self.traffic.newest_at = name.step, time.time()
                 self._say(name, {})

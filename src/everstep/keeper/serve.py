@@ -1,5 +1,6 @@
-"""What a keeper serves to those of other nodes, and to trainers that restore (tiers/peer.py): the
-memory that it holds for a partner, to read and write, and this node's own store, to read.
+"""What a keeper serves to those of other nodes, and to trainers that restore (tiers/peer.py): this
+node's own store, and what it holds in memory for the node before it, whose keeper says when it
+should take a checkpoint from there.
 
 Several nodes without a directory that all see commit through the store of rank 0's node: what they
 write there is part documents and piece tables, and nothing else can be written.
@@ -7,8 +8,7 @@ write there is part documents and piece tables, and nothing else can be written.
 Invariants:
 * Nothing of a stranger's is looked at before it has proved to have the secret, and that is bounded
   in bytes, time and number.
-* What arrives in part, or with another digest, is not there; its memory is free when the connection
-  ends.
+* What is held was compared with its digests as it came (store/copy.py).
 """
 
 import json
@@ -18,17 +18,17 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
-from everstep.errors import Corrupt, EverstepError, Missing, Unavailable, kind_of
-from everstep.format.manifest import decode_manifest
+from everstep.errors import Corrupt, EverstepError, Missing, Unavailable
+from everstep.keeper import wire
 from everstep.store import catalog, names
-from everstep.tiers.files import Reader
-from everstep.tiers.memory import Memory, MemoryReader, NewInMemory
+from everstep.store.copy import copy_checkpoint
+from everstep.store.names import CheckpointName
+from everstep.tiers.memory import Memory, MemoryReader
 from everstep.tiers.peer import GREETING_S, Link, Message, Peer
-from everstep.tiers.tier import Tier
+from everstep.tiers.tier import Readable, Tier
 
 log = logging.getLogger("everstep.keeper")
 
@@ -37,14 +37,12 @@ LINKS_MAX = 1024
 IDLE_S = 60.0
 DOCUMENT_BYTES_MAX = 256 << 20
 RANGE_BYTES_MAX = 64 << 20
-TEXT_MAX = 2000
 _WARN_S = 60.0
+_PATH_MAX = 1000
 _PATH = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 _SHARED = re.compile(
     rf"{names.CHECKPOINTS}/[0-9]+-[0-9]+/part-[0-9]+\.json|{names.TABLES}/[0-9a-f]+\.json"
 )
-
-_MANIFEST = names.manifest_path(names.CheckpointName(0, 0)).rpartition("/")[2]
 
 
 class Address(NamedTuple):
@@ -75,15 +73,15 @@ class Address(NamedTuple):
 class Service:
     """Listens, with threads of its own, until `close`."""
 
-    def __init__(self, memory: Memory, store: Tier, address: Address) -> None:
+    def __init__(self, holding: "Holding", address: Address) -> None:
         """At that address, any free port where that is 0. Raises OSError."""
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._listener = socket.create_server((address.host, address.port), family=family)
         self.address = address._replace(port=self._listener.getsockname()[1])
-        self._tiers: Mapping[str, Tier] = {"memory": memory, "store": store}
-        self._strangers = 0
+        self._holding = holding
         self._is_closed = False
         self._links: dict[Link, threading.Thread] = {}
+        self._strangers: set[Link] = set()
         self._lock = threading.Lock()
         self._warned = float("-inf")
         self._thread = threading.Thread(target=self._listen, name="everstep-serve", daemon=True)
@@ -113,22 +111,29 @@ class Service:
                 log.warning("accepting a partner: %r", error)
                 time.sleep(0.05)
                 continue
-            serving = threading.Thread(target=self._serve, args=(link, host), daemon=True)
             with self._lock:
-                is_full = self._strangers >= STRANGERS_MAX or len(self._links) >= LINKS_MAX
-                is_full |= self._is_closed
-                if not is_full:
-                    self._strangers += 1
+                is_full = len(self._strangers) >= STRANGERS_MAX or len(self._links) >= LINKS_MAX
+                if not (is_full or self._is_closed):
+                    serving = threading.Thread(target=self._serve, args=(link, host), daemon=True)
+                    self._strangers.add(link)
                     self._links[link] = serving
                     serving.start()
-            if is_full:
-                self._warn(host, "there are too many")
-                link.close()
+                    continue
+            self._warn(host, "there are too many")
+            link.close()
 
     def _serve(self, link: Link, host: str) -> None:
+        """One request after another, until the connection ends, or something comes that no partner
+        says."""
         try:
             if self._is_partner(link, host):
-                Requests(link, self._tiers).serve()
+                while True:
+                    link.wait(IDLE_S)
+                    self._holding.answer(link)
+        except (OSError, EOFError):
+            return
+        except Exception as error:  # noqa: BLE001 - whatever one partner says, the others are served
+            log.warning("a partner: %r", error)
         finally:
             link.close()
             with self._lock:
@@ -143,7 +148,7 @@ class Service:
             return False
         finally:
             with self._lock:
-                self._strangers -= 1
+                self._strangers.discard(link)
         return True
 
     def _warn(self, host: str, reason: object) -> None:
@@ -153,179 +158,91 @@ class Service:
             log.warning("refused a connection from %s to the partners' port: %s", host, reason)
 
 
-def clear_unless_of(memory: Memory, run: str) -> None:
-    """What it holds of another run is of no use: its store was put away."""
-    with suppress(Missing, Corrupt):
-        if catalog.read_run(memory) == run:
-            return
-    memory.keep_only(())
+class Holding:
+    """What is served: a store, and memory. Any thread."""
 
+    def __init__(self, memory: Memory, store: Tier) -> None:
+        self.memory = memory
+        self._tiers: dict[str, Readable] = {"memory": memory, "store": store}
+        self._source: tuple[Peer, int] | None = None
 
-def keep_newest(memory: Memory, path: str) -> None:
-    """The manifest `path` has arrived. Where it is the newest, and nothing comes before it, nothing
-    else is needed any more: older checkpoints, and what was sent of some in vain."""
-    try:
-        manifest = decode_manifest(memory.read(path), path)
-    except EverstepError as error:
-        log.warning("%s, as a partner sent it", error)
-        return
-    name = names.CheckpointName(manifest.step, manifest.epoch)
-    newest = max(catalog.committed(memory), key=lambda each: (each.epoch, each.step))
-    if manifest.previous is None and name == newest:
-        epochs = [f"{names.EPOCHS}/{name}" for name in memory.list(names.EPOCHS)]
-        files = [link.path for link in manifest.files]
-        memory.keep_only({path, names.STORE, *epochs, *files})
+    def meet(self, run: str, source: Peer | None, node: int) -> None:
+        """Whose checkpoints are held: those of node number `node`, with that store. What is there
+        of another run is of no use: its store was put away."""
+        self._source = (source, node) if source else None
+        with suppress(Missing, Corrupt):
+            if catalog.read_run(self.memory) == run:
+                return
+        self.memory.keep_only(())
 
-
-class Requests:
-    """Those of one partner, one after another. For the thread of its connection."""
-
-    def __init__(self, link: Link, tiers: Mapping[str, Tier]) -> None:
-        self._link, self._tiers = link, tiers
-        self._file: NewInMemory | None = None
-        self._problem: EverstepError | None = None
-        self._data, self._buffer = bytearray(), bytearray()
-        self._open: tuple[str, Reader] | None = None
-
-    def serve(self) -> None:
-        """Until the connection ends, or something comes that no partner says."""
+    def answer(self, link: Link) -> None:
+        """Take a request, and do it. Raises what the link raises, ValueError for what is none."""
+        message, data = link.receive(DOCUMENT_BYTES_MAX)
         try:
-            while True:
-                self._link.wait(IDLE_S)
-                self._answer(self._receive())
-        except (OSError, EOFError):
-            return
-        except Exception as error:  # noqa: BLE001 - whatever one partner says, the others are served
-            log.warning("a partner: %r", error)
-        finally:
-            self._drop()
-            self._close()
-
-    def _receive(self) -> Message:
-        """Data of a new file goes to its place at once."""
-        self._data = bytearray()
-        try:
-            return self._link.receive(self._room)
-        except Corrupt as error:
-            if self._file is None:
-                raise
-            self._problem = self._problem or error.with_traceback(None)
-            return {"op": "at"}
-
-    def _room(self, message: Message, size: int) -> memoryview:
-        if message.get("op") == "at" and self._file and not self._problem:
-            try:
-                return self._file.room(_number(message["offset"]), size)
-            except Unavailable as error:  # told when it is finished; what comes is dropped
-                self._problem = error.with_traceback(None)
-        if size > DOCUMENT_BYTES_MAX:
-            raise ValueError(f"{size} bytes, at most {DOCUMENT_BYTES_MAX} make sense")
-        self._data = bytearray(size)
-        return memoryview(self._data)
-
-    def _answer(self, message: Message) -> None:
-        if message.get("op") == "at":
-            return
-        data: memoryview | bytes = b""
-        answer: Message = {}
-        try:
-            found = self._do(message)
-            if isinstance(found, (bytes, memoryview)):
-                data = found
-            else:
-                answer["value"] = found
+            found = self._do(message, bytes(data), link)
         except EverstepError as error:
-            answer = {"error": kind_of(error), "text": str(error)[:TEXT_MAX]}
-        self._link.send(answer, data)
+            link.send(wire.failure(error))
+            return
+        if isinstance(found, (bytes, memoryview)):
+            link.send({}, found)
+        else:
+            link.send({"value": found})
 
-    def _do(self, message: Message) -> Any:
+    def _do(self, message: Message, data: bytes, link: Link) -> Any:
         match message:
-            case {"op": "finish"}:
-                return self._finish()
-            case {"op": "new", "tier": "memory", "path": str(path), "room": int(size)}:
-                return self._begin(_checked(path), _number(size))
-            case {"op": str(op), "tier": str(name), "path": str(path)} if name in self._tiers:
-                tier = self._tiers[name]
-                path = _checked(path) if path else path
-                if op in ("create", "replace", "delete"):
-                    if name == "store" and not _SHARED.fullmatch(path):
-                        raise ValueError(f"writing to {path!r} of a node's store")
-                    done = _write(tier, op, path, bytes(self._data))
-                    if isinstance(tier, Memory) and path.endswith(_MANIFEST) and op != "delete":
-                        keep_newest(tier, path)
-                    return done
-                return self._look(tier, op, path, message)
+            case {"op": "hold", "path": str(name)}:
+                return self._hold(names.parse_checkpoint(name), link)
+            case {"op": str(op), "tier": "memory" | "store" as place, "path": str(path)}:
+                tier = self._tiers[place]
+                if path and (len(path) > _PATH_MAX or not _PATH.fullmatch(path)):
+                    raise ValueError(f"no path of a store: {path[:200]!r}")
+                if op in ("size", "holds"):
+                    return getattr(tier, op)(path)
+                if op == "list":
+                    return json.dumps(tier.list(path)).encode()
+                if op == "read":
+                    return tier.read(path, min(wire.number(message["limit"]), DOCUMENT_BYTES_MAX))
+                if op == "range":
+                    return _range(tier, path, wire.number(message["offset"]), message["count"])
+                if op in ("create", "replace", "delete") and place == "store":
+                    return _write(tier, op, path, data)
         raise ValueError(f"no request: {str(message)[:200]}")
 
-    def _look(self, tier: Tier, op: str, path: str, message: Message) -> Any:
-        if op in ("size", "holds", "age_s", "bytes_in"):
-            return getattr(tier, op)(path)
-        if op == "list":
-            return json.dumps(tier.list(path)).encode()
-        if op == "read":
-            return tier.read(path, min(_number(message["limit"]), DOCUMENT_BYTES_MAX))
-        if op == "range":
-            return self._range(tier, path, _number(message["offset"]), message["count"])
-        raise ValueError(f"no request: {op!r}")
+    def _hold(self, name: CheckpointName | None, link: Link) -> Message:
+        """Take a checkpoint from its node. Where it is the newest, and nothing comes before it,
+        nothing else is needed any more: older ones, and what was taken of some in vain."""
+        if name is None or self._source is None:
+            raise Unavailable(f"holding {name}: this node has not met the one before it")
+        source, node = self._source
 
-    def _range(self, tier: Tier, path: str, offset: int, count: int) -> memoryview:
-        """Of a pack: the file stays open, as it is read range by range."""
-        if not 0 <= _number(count) <= RANGE_BYTES_MAX:
-            raise ValueError(f"{count} bytes at once")
-        name = f"{tier.root}/{path}"
-        if self._open is None or self._open[0] != name:
-            self._close()
-            self._open = name, tier.open(path)
-        reader = self._open[1]
+        def progress(done: int, total: int) -> None:
+            link.send({"done": done, "total": total})
+
+        memory = self.memory
+        copied = copy_checkpoint(source, memory, name, nodes=(node,), progress=progress)
+        manifest = catalog.read_manifest(memory, name)
+        newest = max(catalog.committed(memory), key=lambda each: (each.epoch, each.step))
+        if manifest.previous is None and name == newest:
+            epochs = [f"{names.EPOCHS}/{each}" for each in memory.list(names.EPOCHS)]
+            files = [link.path for link in manifest.files]
+            memory.keep_only({names.manifest_path(name), names.STORE, *epochs, *files})
+        return {"checkpoints": [str(each) for each in copied.checkpoints], "bytes": copied.bytes}
+
+
+def _range(tier: Readable, path: str, offset: int, count: int) -> memoryview:
+    if wire.number(count) > RANGE_BYTES_MAX:
+        raise ValueError(f"{count} bytes at once")
+    with closing(tier.open(path)) as reader:
         if isinstance(reader, MemoryReader) and offset + count <= reader.size:
             return reader.view[offset : offset + count]
-        if len(self._buffer) < count:
-            self._buffer = bytearray(count)
-        data = memoryview(self._buffer)[:count]
+        data = memoryview(bytearray(count))
         reader.read_into(offset, data)
         return data
 
-    def _close(self) -> None:
-        if self._open:
-            self._open[1].close()
-        self._open = None
 
-    def _begin(self, path: str, size: int) -> None:
-        self._drop()
-        memory = self._tiers["memory"]
-        assert isinstance(memory, Memory)
-        self._file, self._problem = NewInMemory(memory, path, size), None
-
-    def _finish(self) -> None:
-        file, self._file = self._file, None
-        if file is None:
-            raise ValueError("there is no new file")
-        if self._problem:
-            file.abandon()
-            raise self._problem
-        file.finish()
-
-    def _drop(self) -> None:
-        if self._file:
-            self._file.abandon()
-        self._file = None
-
-
-def _write(tier: Tier, op: str, path: str, data: bytes) -> bool | None:
+def _write(tier: Readable, op: str, path: str, data: bytes) -> bool | None:
+    if not _SHARED.fullmatch(path):
+        raise ValueError(f"writing to {path!r} of a node's store")
     if op == "create":
         return tier.create(path, data)
-    if op == "replace":
-        return tier.replace(path, data)
-    return tier.delete(path)
-
-
-def _checked(path: str) -> str:
-    if len(path) > 1000 or not _PATH.fullmatch(path):
-        raise ValueError(f"no path of a store: {path[:200]!r}")
-    return path
-
-
-def _number(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 50:
-        raise ValueError(f"not a size: {value!r}")
-    return value
+    return tier.replace(path, data) if op == "replace" else tier.delete(path)

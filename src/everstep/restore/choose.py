@@ -22,7 +22,7 @@ from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.read import check_size, open_pack
 from everstep.tiers.files import Source
-from everstep.tiers.tier import Tier
+from everstep.tiers.tier import Readable, Tier
 from everstep.tiers.union import Union
 
 
@@ -163,7 +163,7 @@ class _Lazy:
     """A file that is opened at the first read: one that memory serves is never touched."""
 
     def __init__(
-        self, disk: Tier, link: FileLink, stack: contextlib.ExitStack, direct: bool
+        self, disk: Readable, link: FileLink, stack: contextlib.ExitStack, direct: bool
     ) -> None:
         self._disk, self._link, self._stack, self._direct = disk, link, stack, direct
         self._reader: Source | None = None

@@ -66,9 +66,11 @@ def meet(world: World, client: Client, disk: Tier, run: str, replicates: bool) -
             f"why), and nodes that share no directory save through them"
         )
     addresses = {node: Address.of(address) for node, address in known.items() if address}
-    following = addresses.get((place.node + 1) % place.nodes) if replicates else None
+    around = [addresses.get((place.node + by) % place.nodes) for by in (-1, 1)]
+    before, following = around if replicates else (None, None)
     others = [each for node, each in addresses.items() if node != place.node and place.own_store]
-    client.meet({"run": run, "first": addresses.get(0), "next": following, "others": others})
+    met = {"run": run, "first": addresses.get(0), "before": before, "next": following}
+    client.meet({**met, "others": others})
     world.gather("the nodes have met", None)
     found = [address.peer("memory", BUSY_S) for address in addresses.values()]
     if place.own_store:

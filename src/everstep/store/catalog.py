@@ -11,7 +11,7 @@ from everstep.format.tables import Table, decode_table
 from everstep.store import names
 from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
-from everstep.tiers.tier import Tier
+from everstep.tiers.tier import Readable
 
 log = logging.getLogger("everstep")
 
@@ -28,30 +28,30 @@ _TAG = {"step": natural, "epoch": natural}
 _UNPROVEN = {"checkpoints": [str], "problem": str}
 
 
-def read_run(disk: Tier) -> str:
+def read_run(disk: Readable) -> str:
     """The run id of a store. Raises Missing where there is none, Corrupt, Unsupported."""
     return str(unseal(disk.read(names.STORE), disk.root / names.STORE, _STORE)["run"])
 
 
-def claimed(disk: Tier) -> list[int]:
+def claimed(disk: Readable) -> list[int]:
     """The numbers of the claimed epochs, rising; reads one directory, no file."""
     numbers = (name.partition(".") for name in disk.list(names.EPOCHS))
     return sorted(int(stem) for stem, _, kind in numbers if kind == "json" and stem.isdigit())
 
 
-def newest_epoch(disk: Tier) -> int:
+def newest_epoch(disk: Readable) -> int:
     """The highest claimed epoch, 0 where there is none."""
     return max(claimed(disk), default=0)
 
 
-def known_epochs(disk: Tier, checkpoints: Iterable[CheckpointName] | None = None) -> list[int]:
+def known_epochs(disk: Readable, checkpoints: Iterable[CheckpointName] | None = None) -> list[int]:
     """The numbers of the claimed epochs and of those that have checkpoints, rising: a claim may be
     lost. `checkpoints`: all of the store, where they are known."""
     checkpoints = committed(disk) if checkpoints is None else checkpoints
     return sorted({*claimed(disk), *(name.epoch for name in checkpoints)})
 
 
-def read_epoch(disk: Tier, number: int) -> Epoch:
+def read_epoch(disk: Readable, number: int) -> Epoch:
     """The claim of an epoch. Raises Missing, Corrupt."""
     path = names.epoch_path(number)
     value = unseal(disk.read(path), disk.root / path, _EPOCH)
@@ -67,7 +67,7 @@ def is_epoch(document: bytes) -> bool:
         return False
 
 
-def find_attachment(disk: Tier, attachment: str, seen: set[int] | None = None) -> int | None:
+def find_attachment(disk: Readable, attachment: str, seen: set[int] | None = None) -> int | None:
     """The epoch that this claim of a run got; None where it has none (yet). `seen`: those that
     are others', for who asks again."""
     seen = set() if seen is None else seen
@@ -82,7 +82,7 @@ def find_attachment(disk: Tier, attachment: str, seen: set[int] | None = None) -
 
 
 def read_epochs(
-    disk: Tier, checkpoints: Iterable[CheckpointName] | None = None
+    disk: Readable, checkpoints: Iterable[CheckpointName] | None = None
 ) -> dict[int, Epoch]:
     """All epochs by number; `checkpoints`: see known_epochs. One whose claim is damaged or gone is
     told from its oldest manifest, which names the checkpoint that it goes on from, and the log says
@@ -97,7 +97,7 @@ def read_epochs(
     return epochs
 
 
-def _epoch_from_manifests(disk: Tier, number: int) -> Epoch:
+def _epoch_from_manifests(disk: Readable, number: int) -> Epoch:
     own = [name for name in committed(disk) if name.epoch == number]
     if own:
         parent = read_manifest(disk, own[0]).parent
@@ -111,36 +111,36 @@ def _epoch_from_manifests(disk: Tier, number: int) -> Epoch:
     return Epoch(number, before, min(fork, own[0].step - 1) if own else fork)
 
 
-def committed(disk: Tier) -> list[CheckpointName]:
+def committed(disk: Readable) -> list[CheckpointName]:
     """Every checkpoint of the store, on whichever branch: those whose manifest exists."""
     there = disk.holders(names.CHECKPOINTS, names.MANIFEST)
     return [name for name in map(names.parse_checkpoint, there) if name]
 
 
-def lineage(disk: Tier) -> list[CheckpointName]:
+def lineage(disk: Readable) -> list[CheckpointName]:
     """The checkpoints of the run as it is now, by rising step."""
     checkpoints = committed(disk)
     return current(read_epochs(disk, checkpoints), checkpoints)
 
 
-def is_there(disk: Tier, name: CheckpointName) -> bool:
+def is_there(disk: Readable, name: CheckpointName) -> bool:
     """Whether there is, at this moment, a checkpoint of this name."""
     return disk.size(names.manifest_path(name)) is not None
 
 
-def read_manifest(disk: Tier, name: CheckpointName) -> Manifest:
+def read_manifest(disk: Readable, name: CheckpointName) -> Manifest:
     """Raises Missing, Corrupt, Unsupported."""
     return _read_manifest(disk, name)[0]
 
 
-def read_chain(disk: Tier, name: CheckpointName) -> list[Manifest]:
+def read_chain(disk: Readable, name: CheckpointName) -> list[Manifest]:
     """A checkpoint and what it follows: a state first, then the logs that go on from it, and the
     one asked for last. Raises Missing where that one is not there, Corrupt where another is not, or
     is not the one that was followed."""
     return list(followed(disk, name))[::-1]
 
 
-def followed(disk: Tier, name: CheckpointName) -> Iterator[Manifest]:
+def followed(disk: Readable, name: CheckpointName) -> Iterator[Manifest]:
     """The same from the last to the first; raises what there is to raise when it comes to it."""
     manifest: Manifest | None = _whole(disk, read_manifest(disk, name))
     while manifest is not None:
@@ -148,7 +148,7 @@ def followed(disk: Tier, name: CheckpointName) -> Iterator[Manifest]:
         manifest = check_previous(disk, manifest)
 
 
-def check_previous(disk: Tier, manifest: Manifest) -> Manifest | None:
+def check_previous(disk: Readable, manifest: Manifest) -> Manifest | None:
     """What a log goes on from; None for a state. Raises Corrupt where it is not there, or not what
     it was."""
     name = CheckpointName(manifest.step, manifest.epoch)
@@ -165,7 +165,7 @@ def check_previous(disk: Tier, manifest: Manifest) -> Manifest | None:
     return _whole(disk, found)
 
 
-def read_state(disk: Tier, name: CheckpointName) -> Manifest | None:
+def read_state(disk: Readable, name: CheckpointName) -> Manifest | None:
     """The state beside a log step, which was made of it, or is a base that ended there; None where
     there is none. Raises Corrupt."""
     path = names.state_path(name)
@@ -179,7 +179,7 @@ def read_state(disk: Tier, name: CheckpointName) -> Manifest | None:
     return found
 
 
-def _whole(disk: Tier, manifest: Manifest) -> Manifest:
+def _whole(disk: Readable, manifest: Manifest) -> Manifest:
     """A step that takes a replay as the state that was made of it, where one stands for it: nothing
     is before it."""
     if not manifest.records:
@@ -188,12 +188,12 @@ def _whole(disk: Tier, manifest: Manifest) -> Manifest:
     return found if found and found.ends_chain else manifest
 
 
-def digest_of_manifest(disk: Tier, name: CheckpointName) -> str:
+def digest_of_manifest(disk: Readable, name: CheckpointName) -> str:
     """By which a log names the checkpoint that it follows. Raises Missing, Corrupt."""
     return _read_manifest(disk, name)[1]
 
 
-def _read_manifest(disk: Tier, name: CheckpointName) -> tuple[Manifest, str]:
+def _read_manifest(disk: Readable, name: CheckpointName) -> tuple[Manifest, str]:
     path = names.manifest_path(name)
     document = disk.read(path)
     manifest = decode_manifest(document, disk.root / path)
@@ -205,12 +205,12 @@ def _read_manifest(disk: Tier, name: CheckpointName) -> tuple[Manifest, str]:
     return manifest, digest_of(document)
 
 
-def read_table(disk: Tier, part: Part) -> Table:
+def read_table(disk: Readable, part: Part) -> Table:
     """The piece table of a part, checked against the manifest's digest, packs and digests."""
     return read_table_document(disk, part)[1]
 
 
-def read_table_document(disk: Tier, part: Part) -> tuple[bytes, Table]:
+def read_table_document(disk: Readable, part: Part) -> tuple[bytes, Table]:
     """The same, with its bytes."""
     path = part.table.path
     try:
@@ -226,20 +226,20 @@ def read_table_document(disk: Tier, part: Part) -> tuple[bytes, Table]:
     return document, table
 
 
-def tags(disk: Tier) -> list[str]:
+def tags(disk: Readable) -> list[str]:
     """Every tag; reads one directory, no file."""
     found = (file_name.rpartition(".") for file_name in disk.list(names.TAGS))
     return [stem for stem, _, kind in found if kind == "json"]
 
 
-def read_tag(disk: Tier, tag: str) -> CheckpointName:
+def read_tag(disk: Readable, tag: str) -> CheckpointName:
     """What it names. Raises Missing, Corrupt."""
     path = f"{names.TAGS}/{tag}.json"
     value = unseal(disk.read(path), disk.root / path, _TAG)
     return CheckpointName(value["step"], value["epoch"])
 
 
-def read_tags(disk: Tier) -> dict[str, CheckpointName]:
+def read_tags(disk: Readable) -> dict[str, CheckpointName]:
     """Each tag and the checkpoint that it names."""
     found: dict[str, CheckpointName] = {}
     for tag in tags(disk):
@@ -248,7 +248,7 @@ def read_tags(disk: Tier) -> dict[str, CheckpointName]:
     return found
 
 
-def read_unproven(disk: Tier) -> dict[CheckpointName, str]:
+def read_unproven(disk: Readable) -> dict[CheckpointName, str]:
     """The checkpoints of which a replay has come to other bytes than the run had, or may have; and
     what was wrong. A document that cannot be read says nothing."""
     found: dict[CheckpointName, str] = {}
@@ -264,7 +264,7 @@ def read_unproven(disk: Tier) -> dict[CheckpointName, str]:
     return found
 
 
-def find(disk: Tier, reference: int | str | None) -> CheckpointName:
+def find(disk: Readable, reference: int | str | None) -> CheckpointName:
     """The checkpoint meant by a reference; raises Missing, and says what there is.
 
     A reference is a step of the run as it is now, a tag, a full name such as "120-3" (step-epoch,

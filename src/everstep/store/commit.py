@@ -25,7 +25,7 @@ from everstep.format.tables import FileLink
 from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
 from everstep.tiers.files import NewFile
-from everstep.tiers.tier import Tier
+from everstep.tiers.tier import Readable, Target, Tier
 
 log = logging.getLogger("everstep")
 
@@ -117,7 +117,7 @@ def _claim_there(tier: Tier, path: str, document: bytes) -> bool:
         return True
 
 
-def check_epoch(disk: Tier, epoch: int, step: int) -> None:
+def check_epoch(disk: Readable, epoch: int, step: int) -> None:
     """Raises Conflict where a newer epoch exists (its writer has taken the store over), or this one
     does not exist any more."""
     newest = catalog.newest_epoch(disk)
@@ -212,7 +212,7 @@ def discard_files(disk: Tier, name: CheckpointName, paths: Sequence[str]) -> int
     return freed
 
 
-def write_table(disk: Tier, document: bytes | memoryview) -> FileLink:
+def write_table(disk: Readable, document: bytes | memoryview) -> FileLink:
     """Store a piece table under its content's name, unless it is there."""
     link = table_link(document)
     if not disk.holds(link.path):
@@ -300,7 +300,7 @@ def publish_base(disk: Tier, manifest: Manifest) -> None:
         disk.create(names.state_path(name), encode_manifest(manifest))
 
 
-def set_tag(disk: Tier, tag: str, name: CheckpointName) -> None:
+def set_tag(disk: Target, tag: str, name: CheckpointName) -> None:
     """Let `tag` name this checkpoint; a tag that exists moves."""
     path = names.tag_path(tag)
     document = seal(

@@ -23,7 +23,7 @@ from everstep.format.manifest import (
 from everstep.format.tables import FileLink, Table
 from everstep.store import catalog, commit, names, read
 from everstep.store.names import CheckpointName
-from everstep.tiers.tier import Tier
+from everstep.tiers.tier import Readable, Target
 
 Progress = Callable[[int, int], None]
 """Called in the caller's thread with (bytes done, bytes in all); what it raises ends the copy."""
@@ -40,8 +40,8 @@ class Copied:
 
 
 def copy_checkpoint(
-    source: Tier,
-    target: Tier,
+    source: Readable,
+    target: Target,
     name: CheckpointName,
     *,
     tags: Sequence[str] = (),
@@ -69,7 +69,7 @@ def copy_checkpoint(
     return copy.copied
 
 
-def lead(source: Tier, target: Tier) -> None:
+def lead(source: Readable, target: Target) -> None:
     """Let the target have the newest claim of the source, whose writer it is that copies there.
     Raises Conflict where another writer has gone on in the target: it was there first, or has the
     higher number; who writes its own claim before it looks for others' sees any that counts."""
@@ -87,14 +87,14 @@ def lead(source: Tier, target: Tier) -> None:
         )
 
 
-def open_copy(source: Tier, target: Tier) -> None:
+def open_copy(source: Readable, target: Target) -> None:
     """Make the target's store, where there is none, of the same run. Raises as check_run."""
     if _find(target, names.STORE) is None:
         target.create(names.STORE, source.read(names.STORE))
     check_run(source, target)
 
 
-def check_run(source: Tier, target: Tier) -> None:
+def check_run(source: Readable, target: Readable) -> None:
     """Raises Conflict where they are of two runs, Missing where one is no store."""
     run, other = catalog.read_run(source), catalog.read_run(target)
     if run != other:
@@ -136,7 +136,7 @@ class _Step:
         return CheckpointName(previous.step, previous.epoch)
 
 
-def _to_copy(source: Tier, target: Tier, name: CheckpointName) -> list[_Step]:
+def _to_copy(source: Readable, target: Target, name: CheckpointName) -> list[_Step]:
     """What the target lacks, oldest first. Where it has a checkpoint, it has what that goes back
     to."""
     steps = [_read_step(source, target, name)]
@@ -147,7 +147,7 @@ def _to_copy(source: Tier, target: Tier, name: CheckpointName) -> list[_Step]:
     return [step for step in steps if step.name == name or not step.is_there]
 
 
-def _read_step(source: Tier, target: Tier, name: CheckpointName) -> _Step:
+def _read_step(source: Readable, target: Target, name: CheckpointName) -> _Step:
     """Raises Missing, Corrupt; Conflict where the target has another one."""
     catalog.read_manifest(source, name)  # with its checks
     document = source.read(names.manifest_path(name))
@@ -164,7 +164,7 @@ def _read_step(source: Tier, target: Tier, name: CheckpointName) -> _Step:
     return _Step(name, document, manifest, state_document, state, there is not None)
 
 
-def _copy_epochs(source: Tier, target: Tier, newest: int) -> None:
+def _copy_epochs(source: Readable, target: Target, newest: int) -> None:
     """The claims by which the target knows the lineage of that epoch. One that is damaged or gone
     in the source stays so: the manifests tell of it."""
     epochs = catalog.read_epochs(source)
@@ -185,8 +185,8 @@ class _Copy:
 
     def __init__(
         self,
-        source: Tier,
-        target: Tier,
+        source: Readable,
+        target: Target,
         progress: Progress,
         total: int,
         nodes: Collection[int] | None,
@@ -298,7 +298,7 @@ class _Copy:
             ) from error
 
 
-def _create(tier: Tier, path: str, document: bytes) -> bool:
+def _create(tier: Target, path: str, document: bytes) -> bool:
     """Publish a document; False where another one is there."""
     there = _find(tier, path)
     if there is None:
@@ -306,7 +306,7 @@ def _create(tier: Tier, path: str, document: bytes) -> bool:
     return there == document
 
 
-def _find(tier: Tier, path: str) -> bytes | None:
+def _find(tier: Readable, path: str) -> bytes | None:
     """A document, durably; None where there is none."""
     try:
         document = tier.read(path)

@@ -15,15 +15,15 @@ from everstep.errors import Missing
 from everstep.format.node_parts import NodePart, decode_node_part, encode_node_part
 from everstep.store import names
 from everstep.store.names import CheckpointName
-from everstep.tiers.tier import Tier
+from everstep.tiers.tier import Readable, Tier
 
 
-def publish(disk: Tier, name: CheckpointName, part: NodePart) -> None:
+def publish(disk: Readable, name: CheckpointName, part: NodePart) -> None:
     """Durably, in place of what this node said before."""
     disk.replace(names.part_path(name, part.node), encode_node_part(part))
 
 
-def find(disk: Tier, name: CheckpointName, node: int, attempt: str) -> NodePart | None:
+def find(disk: Readable, name: CheckpointName, node: int, attempt: str) -> NodePart | None:
     """What a node says of this attempt; None where it has said nothing yet. Raises Corrupt."""
     path = names.part_path(name, node)
     try:
@@ -33,7 +33,7 @@ def find(disk: Tier, name: CheckpointName, node: int, attempt: str) -> NodePart 
     return found if (found.attempt, found.node) == (attempt, node) else None
 
 
-def listed(disk: Tier, name: CheckpointName) -> list[str]:
+def listed(disk: Readable, name: CheckpointName) -> list[str]:
     """The paths of all part documents of a checkpoint."""
     directory = f"{names.CHECKPOINTS}/{name}"
     return [f"{directory}/{file}" for file in disk.list(directory) if names.is_part(file)]

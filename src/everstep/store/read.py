@@ -15,7 +15,7 @@ from everstep.format.packed import stored_extents
 from everstep.format.packs import PAD_PREFIX
 from everstep.format.tables import Extent, FileLink, Table, extents
 from everstep.tiers.files import EXTENT_BYTES, Reader
-from everstep.tiers.tier import Tier
+from everstep.tiers.tier import Readable
 
 _READS_IN_FLIGHT = 4
 
@@ -33,7 +33,7 @@ def _other_digest(where: str, size: int, found: str, expected: str) -> Corrupt:
     )
 
 
-def open_pack(disk: Tier, link: FileLink, direct: bool = False) -> Reader:
+def open_pack(disk: Readable, link: FileLink, direct: bool = False) -> Reader:
     """Open a pack that a manifest names; raises Corrupt where it is gone or of another size."""
     try:
         reader = disk.open(link.path, direct)
@@ -45,19 +45,19 @@ def open_pack(disk: Tier, link: FileLink, direct: bool = False) -> Reader:
     raise _other_size(disk, link, reader.size)
 
 
-def check_size(disk: Tier, link: FileLink) -> None:
+def check_size(disk: Readable, link: FileLink) -> None:
     """Raises Corrupt where `open_pack` would, as far as that shows before it is opened."""
     if (size := disk.size(link.path)) != link.size:
         raise _other_size(disk, link, size)
 
 
-def _other_size(disk: Tier, link: FileLink, size: int | None) -> Corrupt:
+def _other_size(disk: Readable, link: FileLink, size: int | None) -> Corrupt:
     found = "is not there" if size is None else f"has {size} bytes"
     return Corrupt(f"reading {disk.root / link.path}: it {found}, the manifest says {link.size}")
 
 
 @contextlib.contextmanager
-def opened(disk: Tier, link: FileLink) -> Iterator[Reader]:
+def opened(disk: Readable, link: FileLink) -> Iterator[Reader]:
     """`open_pack` for as long as this lasts."""
     with contextlib.closing(open_pack(disk, link)) as reader:
         yield reader
@@ -128,7 +128,7 @@ class PackCheck:
             yield block, problems
             start = stop
 
-    def is_passed_by(self, disk: Tier) -> bool:
+    def is_passed_by(self, disk: Readable) -> bool:
         """Whether the tier's pack is as it was written; reads all of it."""
         try:
             with opened(disk, self._link) as reader:
@@ -171,7 +171,7 @@ def _by_pack(part: Part, table: Table) -> list[list[Extent]]:
     return by_pack
 
 
-def verify_part(disk: Tier, part: Part, table: Table) -> Iterator[tuple[int, Corrupt | None]]:
+def verify_part(disk: Readable, part: Part, table: Table) -> Iterator[tuple[int, Corrupt | None]]:
     """Read every byte of a part's packs, padding too.
 
     Yields (bytes read, what is wrong or None).

@@ -1,40 +1,45 @@
 """A tier in this process's memory, up to a budget: what a partner holds of another node.
 
-A file is there when it is finished. Its bytes count from the moment that memory is taken for them,
-and as long as they are in the tier.
+A file is there when all of it has come, and not before. Its bytes count from the moment that memory
+is taken for them, and as long as they are in the tier.
 """
 
 import threading
-import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from everstep.errors import Corrupt, Missing, Unavailable
 from everstep.tiers.bucket import Url
 from everstep.tiers.disk import DOCUMENT_BYTES_MAX
-from everstep.tiers.whole import WholeFiles
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    data: bytearray | bytes
-    written: float = field(default_factory=time.time)
+class Memory:
+    """A tier of at most `budget_bytes`, beyond which it raises Unavailable. Thread-safe. Has what a
+    copy needs: see Disk for what methods promise; here, durable means as long as this process
+    lives."""
 
-
-class Memory(WholeFiles):
-    """A tier of at most `budget_bytes`, beyond which it raises Unavailable. Thread-safe. See Disk
-    for what methods promise; here, durable means for as long as this process lives."""
-
-    level = "replicated"
-    """Of what is committed there."""
+    shows_whole_files = True
 
     def __init__(self, budget_bytes: int, name: str = "here") -> None:
         self.root = Url(f"memory://{name}")
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, bytearray | bytes] = {}
         self._lock = threading.RLock()
+
+    def stream(self, path: str, pieces: Iterable[memoryview], size: int) -> None:
+        """Publish the `size` bytes that `pieces` bring."""
+        self._reserve(path, size)
+        try:
+            data, at = bytearray(size), 0
+            for piece in pieces:
+                data[at : at + len(piece)] = piece
+                at += len(piece)
+        except BaseException:
+            with self._lock:
+                self.used_bytes -= size
+            raise
+        self._put(path, data)
 
     def create(self, path: str, data: bytes) -> bool:
         """Publish `data` under `path`; False where `path` exists already."""
@@ -47,8 +52,8 @@ class Memory(WholeFiles):
     def replace(self, path: str, data: bytes) -> None:
         """Publish `data` under `path`."""
         with self._lock:
-            self.reserve(path, len(data))
-            self.put(path, bytes(data))
+            self._reserve(path, len(data))
+            self._put(path, bytes(data))
 
     def holds(self, path: str) -> bool:
         """Whether the file is there."""
@@ -57,12 +62,7 @@ class Memory(WholeFiles):
     def size(self, path: str) -> int | None:
         """Bytes of a file; None where there is none."""
         found = self._files.get(path)
-        return None if found is None else len(found.data)
-
-    def age_s(self, path: str) -> float | None:
-        """Since a file was written; None where there is none."""
-        found = self._files.get(path)
-        return None if found is None else max(0.0, time.time() - found.written)
+        return None if found is None else len(found)
 
     def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
         """The whole of a small file; raises Missing, or Corrupt where it exceeds `limit` bytes."""
@@ -79,7 +79,7 @@ class Memory(WholeFiles):
         found = self._files.get(path)
         if found is None:
             raise Missing(f"reading {self.root / path}: there is no such file")
-        return MemoryReader(self.root / path, memoryview(found.data).toreadonly())
+        return MemoryReader(self.root / path, memoryview(found).toreadonly())
 
     def list(self, directory: str) -> list[str]:
         """The names in a directory, sorted."""
@@ -88,21 +88,20 @@ class Memory(WholeFiles):
             below = [path.removeprefix(prefix) for path in self._files if path.startswith(prefix)]
         return sorted({path.partition("/")[0] for path in below})
 
-    def bytes_in(self, directory: str) -> int:
-        """Of the files in a directory, together."""
-        prefix = f"{directory}/"
-        with self._lock:
-            return sum(
-                len(file.data)
-                for path, file in self._files.items()
-                if path.startswith(prefix) and "/" not in path.removeprefix(prefix)
-            )
+    def holders(self, directory: str, name: str) -> Sequence[str]:
+        """See Disk."""
+        return [each for each in self.list(directory) if self.holds(f"{directory}/{each}/{name}")]
 
     def delete(self, path: str) -> None:
         """Remove a file; no error where it is gone already."""
         with self._lock:
-            if found := self._files.pop(path, None):
-                self.used_bytes -= len(found.data)
+            self.used_bytes -= len(self._files.pop(path, b""))
+
+    def keep_only(self, paths: Container[str]) -> None:
+        """Delete all other files."""
+        with self._lock:
+            for path in [path for path in self._files if path not in paths]:
+                self.delete(path)
 
     @contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[None]:
@@ -111,18 +110,13 @@ class Memory(WholeFiles):
         with self._lock:
             yield
 
-    def keep_only(self, paths: Container[str]) -> None:
-        """Delete all other files."""
-        with self._lock:
-            self.forget([path for path in self._files if path not in paths])
+    def settle(self, path: str) -> None:
+        """Nothing to do."""
 
-    # ---- for its new files -----------------------------------------------------------------
+    def sync(self, directory: str) -> None:
+        """Nothing to do."""
 
-    def _new(self, path: str, size: int) -> "NewInMemory":
-        return NewInMemory(self, path, size)
-
-    def reserve(self, path: str, size: int) -> None:
-        """Take memory for so many bytes more. Raises Unavailable."""
+    def _reserve(self, path: str, size: int) -> None:
         with self._lock:
             if self.used_bytes + size > self.budget_bytes:
                 raise Unavailable(
@@ -131,52 +125,11 @@ class Memory(WholeFiles):
                 )
             self.used_bytes += size
 
-    def release(self, size: int) -> None:
-        """So many bytes are not needed any more."""
-        with self._lock:
-            self.used_bytes -= size
-
-    def put(self, path: str, data: bytearray | bytes) -> None:
+    def _put(self, path: str, data: bytearray | bytes) -> None:
         """This is the file from now on; memory was taken for it."""
         with self._lock:
             self.delete(path)
-            self._files[path] = _File(data)
-
-
-class NewInMemory:
-    """A new file on its way. For one thread."""
-
-    def __init__(self, memory: Memory, path: str, size: int) -> None:
-        """Raises Unavailable where there is no room."""
-        self._memory, self._path = memory, path
-        memory.reserve(path, size)
-        self._data: bytearray | None = bytearray(size)
-
-    def room(self, offset: int, size: int) -> memoryview:
-        """The memory of these bytes, to be filled, and released before more is asked for. Raises
-        Unavailable."""
-        assert self._data is not None
-        if (more := offset + size - len(self._data)) > 0:
-            self._memory.reserve(self._path, more)
-            self._data.extend(bytes(more))
-        return memoryview(self._data)[offset : offset + size]
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Write all of `view` there. Raises Unavailable."""
-        with self.room(offset, len(view)) as room:
-            room[:] = view
-
-    def finish(self) -> None:
-        """Make it appear."""
-        assert self._data is not None
-        data, self._data = self._data, None
-        self._memory.put(self._path, data)
-
-    def abandon(self) -> None:
-        """Let its memory go, unless it was finished."""
-        data, self._data = self._data, None
-        if data is not None:
-            self._memory.release(len(data))
+            self._files[path] = data
 
 
 class MemoryReader:

@@ -11,10 +11,16 @@ from everstep.tiers.peer import Peer
 from everstep.tiers.system import System
 from everstep.tiers.union import Union
 
-Tier = Disk | Bucket | Memory | Peer | Union
+Tier = Disk | Bucket | Union
 """A medium that holds a store. All have the same methods, and `Disk` says what each promises; a
 bucket, whose objects are durable when they are there, does nothing where a disk syncs; a union
 reads several tiers as one. Errors are Missing, Corrupt, Unavailable and Unsupported."""
+
+Target = Tier | Memory
+"""To which checkpoints can be copied."""
+
+Readable = Target | Peer
+"""From which they can be read."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 

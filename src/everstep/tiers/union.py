@@ -15,7 +15,7 @@ from everstep.tiers.bucket import Url
 from everstep.tiers.files import Reader
 
 if TYPE_CHECKING:
-    from everstep.tiers.tier import Tier
+    from everstep.tiers.tier import Readable
 
 log = logging.getLogger("everstep")
 
@@ -27,7 +27,7 @@ class Union:
     """Tiers as one; `tiers`: nearest first. What writes, locks or claims is the nearest's own.
     Thread-safe."""
 
-    def __init__(self, tiers: "Sequence[Tier]") -> None:
+    def __init__(self, tiers: "Sequence[Readable]") -> None:
         self.tiers = list(tiers)
         self.root: Path | Url = self.tiers[0].root
         self._away: dict[int, tuple[float, Unavailable]] = {}
@@ -58,18 +58,10 @@ class Union:
         """See Disk."""
         return next((size for size in self._ask(lambda t: t.size(path)) if size is not None), None)
 
-    def age_s(self, path: str) -> float | None:
-        """See Disk."""
-        return next((age for age in self._ask(lambda t: t.age_s(path)) if age is not None), None)
-
-    def bytes_in(self, directory: str) -> int:
-        """Of the files in this directory, in the tier that has the most."""
-        return max(self._ask(lambda tier: tier.bytes_in(directory)), default=0)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tiers[0], name)
 
-    def _first(self, path: str, read: "Callable[[Tier], _T]") -> _T:
+    def _first(self, path: str, read: "Callable[[Readable], _T]") -> _T:
         missing: Missing | None = None
         for tier in self._answering():
             try:
@@ -80,7 +72,7 @@ class Union:
                 self._leave_out(tier, error)
         raise missing or self.problem or Missing(f"reading {self.root / path}: no tier answers")
 
-    def _ask(self, question: "Callable[[Tier], _T]") -> "Iterator[_T]":
+    def _ask(self, question: "Callable[[Readable], _T]") -> "Iterator[_T]":
         """The answers, nearest first. Raises Unavailable where there is none."""
         answered = 0
         for tier in self._answering():
@@ -96,13 +88,13 @@ class Union:
         if not answered and (problem := self.problem):
             raise problem
 
-    def _answering(self) -> "Iterator[Tier]":
+    def _answering(self) -> "Iterator[Readable]":
         for tier in self.tiers:
             away = self._away.get(id(tier))
             if away is None or time.monotonic() > away[0]:
                 self._away.pop(id(tier), None)
                 yield tier
 
-    def _leave_out(self, tier: "Tier", problem: Unavailable) -> None:
+    def _leave_out(self, tier: "Readable", problem: Unavailable) -> None:
         self._away[id(tier)] = time.monotonic() + _AWAY_S, problem
         log.warning("%s. The other tiers are read without it", problem)

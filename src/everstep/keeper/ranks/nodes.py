@@ -35,6 +35,7 @@ from everstep.keeper.wire import Place
 from everstep.keeper.writer import Writer
 from everstep.store import catalog, commit, names, parts
 from everstep.store.names import CheckpointName
+from everstep.tiers.peer import Peer
 from everstep.tiers.tier import Tier
 
 PARTS_S = float(os.environ.get("EVERSTEP_PARTS_S", 300.0))
@@ -68,7 +69,7 @@ class Nodes:
         """`is_awaited`: whether a trainer of this node lives, which wants to know."""
         self.node, self.commits = place.node, place.commits
         self._writer, self._disk, self._place = writer, writer.disk, place
-        self.shared: Tier = writer.disk
+        self.shared: Tier | Peer = writer.disk
         """Where nodes meet: the store, or where each has its own, that of rank 0's node."""
         self._is_awaited = is_awaited
         self._orphaned: float | None = None
@@ -100,10 +101,10 @@ class Nodes:
         name = CheckpointName(manifest.step, manifest.epoch)
         if self.commits:
             every = [own, *self._await_parts(name, own.attempt)]
-            manifest, tables = unite(self.shared, manifest, every, table)
+            manifest, tables = unite(self._disk, manifest, every, table)
             document = encode_manifest(manifest)
-            commit.publish(self.shared, manifest, document, tables)
-            parts.clear(self.shared, name)
+            commit.publish(self._disk, manifest, document, tables)
+            parts.clear(self._disk, name)
             return manifest, digest_of(document)
         found = self._await_commit(name, own.attempt)
         if self._place.own_store:

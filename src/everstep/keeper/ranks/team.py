@@ -105,8 +105,8 @@ class Team:
         for copies in self.writer.copies:
             copies.source = Union([self.writer.disk, *others])
         if partners["next"] and self.replica is None:
-            partner, disk = Address.of(partners["next"]).peer("memory"), self.writer.disk
-            self.replica = Replica(disk, partner, self.place.node, self._tell_all)
+            partner = Address.of(partners["next"]).peer("memory")
+            self.replica = Replica(partner, self._tell_all)
 
     @property
     def idle(self) -> bool:
