@@ -173,31 +173,62 @@ def chunks(table: dict) -> list[tuple[str, int, int, int, int]]:
 
 
 def read_packed(store: Path, part: dict, table: dict) -> list[Piece]:
-    (pack,), (raw_pack,) = part["packs"], table["packs"]
+    need(len(part["packs"]) == len(table["packs"]), "packs")
+    found: dict[int, bytes] = {}
+    for number, (pack, raw_pack) in enumerate(zip(part["packs"], table["packs"], strict=True)):
+        here = [chunk for chunk in chunks(table) if chunk[1] == number]
+        still = raw_pack.get("still", False)
+        found |= (raw_chunks if still else packed_chunks)(store, part, pack, raw_pack, here)
+    headers = {pack["digest"] for pack in table["packs"]}
+    need(sorted(found.keys() | headers) == list(range(len(part["digests"]))), "unused digests")
+    return [
+        (name, row, piece, b"".join(found[index] for index in digests_of(piece)))
+        for row in table["tensors"]
+        for piece in row["pieces"]
+        for name in (row["name"], *row.get("aliases", ()))
+    ]
+
+
+def raw_chunks(store: Path, part: dict, pack: dict, raw_pack: dict, here: list) -> dict[int, bytes]:
+    """Those of a still pack."""
+    raw = inside(store, pack["path"]).read_bytes()
+    need(len(raw) == pack["size"] == raw_pack["size"], "pack size")
+    need(hexdigest(raw[: raw_pack["header"]]) == part["digests"][raw_pack["digest"]], "header")
+    found = {index: raw[at : at + size] for _, _, at, size, index in here}
+    need(all(hexdigest(data) == part["digests"][index] for index, data in found.items()), "digest")
+    return found
+
+
+def packed_chunks(
+    store: Path, part: dict, pack: dict, raw_pack: dict, here: list
+) -> dict[int, bytes]:
     raw = inside(store, pack["path"]).read_bytes()
     need(len(raw) == pack["size"] and len(raw) % PAGE == 0, "pack size")
     need(part["stored"][raw_pack["digest"]] == PAGE, "packed header")
     need(hexdigest(raw[:PAGE]) == part["digests"][raw_pack["digest"]], "packed header")
     with safe_open(inside(store, pack["path"]), "np") as file:
         need(list(file.keys()) == ["__packed__"], "packed entry")
-    content: dict[int, bytes] = {}
-    at, used = PAGE, [raw_pack["digest"]]
-    for name, _, _, size, index in chunks(table):
+    encoded = {row[0]: row[1:] for row in part.get("encoded", ())}
+    found: dict[int, bytes] = {}
+    at = PAGE
+    for name, _, _, size, index in here:
         stored = part["stored"][index]
         need(at + stored <= len(raw), f"{name}: too short")
         chunk = raw[at : at + stored]
         need(hexdigest(chunk) == part["digests"][index], f"{name}: {stored} bytes at {at}")
-        content[index] = chunk if stored == size else from_planes(chunk, size)
+        codec, content = encoded.get(index, ("planes", None))
+        need("encoded" not in part or (index in encoded) == (stored < size), f"{name}: encoded")
+        if stored < size:
+            need(codec in ("planes", "zstd"), f"{name}: codec {codec}")
+            decompressor = zstandard.ZstdDecompressor()
+            is_frame = codec == "zstd"
+            chunk = decompressor.decompress(chunk) if is_frame else from_planes(chunk, size)
+            need(content in (None, hexdigest(chunk)), f"{name}: content")
+        need(len(chunk) == size, f"{name}: size")
+        found[index] = chunk
         at += stored
-        used.append(index)
     need(not any(raw[at:]) and len(raw) - at < PAGE, "packed padding")
-    need(sorted(used) == list(range(len(part["digests"]))), "digests that cover nothing")
-    return [
-        (name, row, piece, b"".join(content[index] for index in digests_of(piece)))
-        for row in table["tensors"]
-        for piece in row["pieces"]
-        for name in (row["name"], *row.get("aliases", ()))
-    ]
+    return found
 
 
 def digests_of(piece: dict) -> range:

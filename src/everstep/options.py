@@ -122,6 +122,8 @@ class Tiers:
     spill: a second, slower memory, a directory on DAX, tmpfs or a disk: captures go there when
         memory_bytes are full and earlier ones are still being written.
     spill_bytes: how much of it may be used, by all ranks of a node. None: half of what is free.
+    codecs: "auto": tensors are encoded, without loss, where by what is measured a step is durable
+        sooner so, on processor cores that training leaves; "raw": never. Needs no other tier.
     """
 
     remote: str | os.PathLike[str] | None = None
@@ -129,6 +131,7 @@ class Tiers:
     peers: int = 0
     spill: str | os.PathLike[str] | None = None
     spill_bytes: int | None = None
+    codecs: Literal["auto", "raw"] = "auto"
 
     def __post_init__(self) -> None:
         """Raises ValueError, TypeError."""
@@ -139,6 +142,7 @@ class Tiers:
         _check_count("spill_bytes", self.spill_bytes, "bytes")
         if type(self.peers) is not int or self.peers not in (0, 1):
             raise ValueError(f"peers must be 0 or 1, not {self.peers!r}")
+        _check_choice("codecs", self.codecs, ("auto", "raw"))
 
     def around(self, store: Tier) -> list[Tier]:
         """The tiers beside the store, nearest first. Raises ValueError where they are none."""
@@ -158,6 +162,7 @@ class Tiers:
             "spill_bytes": self.spill_bytes,
             "remote_every": self.remote_every,
             "peers": self.peers,
+            "codecs": self.codecs,
         }
 
 

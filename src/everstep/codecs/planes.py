@@ -28,6 +28,7 @@ Numpy and zstandard are imported when they are first needed: the keeper starts w
 import struct
 from typing import TYPE_CHECKING
 
+from everstep.codecs import zstd
 from everstep.errors import Corrupt
 from everstep.format.packs import CHUNK_BYTES
 
@@ -115,7 +116,8 @@ def decode_into(encoded: memoryview | bytes, item_size: int, into: memoryview) -
     for plane, size in enumerate(stored):
         if size:
             found = source[at : at + size]
-            bytes_of_plane = found if size == count else _decompress(found, plane, count)
+            what = f"byte planes: the frame of plane {plane}"
+            bytes_of_plane = found if size == count else zstd.decode(found, count, what)
             items[:, plane] = np.frombuffer(bytes_of_plane, np.uint8)
         at += size
 
@@ -202,26 +204,3 @@ def _compressor() -> "zstandard.ZstdCompressor":
         write_content_size=True,
     )
     return zstandard.ZstdCompressor(compression_params=parameters)
-
-
-def _decompress(frame: memoryview, plane: int, count: int) -> bytes:
-    """The plane of `count` bytes in a frame, whose header is checked before memory is taken."""
-    import zstandard
-
-    try:
-        header = zstandard.get_frame_parameters(frame)
-        if header.content_size != count or header.window_size > CHUNK_BYTES:
-            raise Corrupt(
-                f"decoding byte planes: the frame of plane {plane} claims {header.content_size} "
-                f"bytes and a window of {header.window_size}, expected {count} bytes and at most "
-                f"{CHUNK_BYTES}"
-            )
-        found = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise Corrupt(f"decoding byte planes: the frame of plane {plane}: {error}") from error
-    if len(found) != count:  # a frame that is to be skipped claims a size and has no content
-        raise Corrupt(
-            f"decoding byte planes: the frame of plane {plane} has {len(found)} bytes, "
-            f"expected {count}"
-        )
-    return found

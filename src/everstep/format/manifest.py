@@ -31,6 +31,7 @@ PART: Shape = {
     "digests": [digest],
     "steps": natural,
     "stored?": [natural],
+    "encoded?": [[natural, str, (None, digest)]],
 }
 _NAME = {"step": natural, "epoch": natural}
 _PREVIOUS = {**_NAME, "digest": digest}
@@ -79,10 +80,22 @@ _MANIFEST = {
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """A chunk that is not stored as it is: the index of its digest, its codec (codecs/codec.py),
+    and the digest of its raw bytes, where that is known."""
+
+    digest: int
+    codec: str
+    content: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """What one rank wrote: table, packs, a digest per header and chunk, the step of its pieces.
 
     `stored`: None, or of a packed part (format/packed.py) the stored bytes behind each digest.
+    `encoded`: which of its chunks are; None in parts of before, where all that are smaller are byte
+    planes.
     """
 
     rank: int
@@ -91,6 +104,7 @@ class Part:
     digests: tuple[str, ...]
     steps: int
     stored: tuple[int, ...] | None = None
+    encoded: tuple[Encoded, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -267,17 +281,22 @@ def check_table(table: Table, part: Part, path: object) -> None:
     """
     found = extents(table)
     digests = sorted(extent.digest for extent in found)
-    sizes = [pack.size for pack in table.packs]
-    fits = digests == list(range(len(part.digests)))
-    if part.stored is None:
-        fits = fits and sizes == [pack.size for pack in part.packs]
-    else:
-        fits = (
-            fits
-            and len(part.packs) == len(sizes) == 1
-            and len(part.stored) == len(part.digests)
-            and all(part.stored[extent.digest] <= extent.size for extent in found)
-        )
+    fits = digests == list(range(len(part.digests))) and len(part.packs) == len(table.packs)
+    fits = fits and all(
+        link.size == pack.size
+        for link, pack in zip(part.packs, table.packs, strict=True)
+        if part.stored is None or pack.still
+    )
+    if part.stored is not None:
+        fits = fits and len(part.stored) == len(part.digests)
+        fits = fits and all(part.stored[extent.digest] <= extent.size for extent in found)
+    if part.encoded is not None:
+        smaller = {
+            extent.digest
+            for extent in found
+            if extent.item_size and part.stored and part.stored[extent.digest] < extent.size
+        }
+        fits = fits and smaller == {each.digest for each in part.encoded}
     if not fits:
         raise Corrupt(
             f"reading {path}: the piece table and the manifest that names it speak of other packs"
@@ -340,7 +359,12 @@ def part_to_json(part: Part) -> dict[str, Any]:
         "packs": [pack.to_json() for pack in part.packs],
         "digests": part.digests,
         **({} if part.stored is None else {"stored": part.stored}),
+        **({} if part.encoded is None else {"encoded": list(map(_row, part.encoded))}),
     }
+
+
+def _row(encoded: Encoded) -> tuple[int, str, str | None]:
+    return encoded.digest, encoded.codec, encoded.content
 
 
 def part_from_json(value: Mapping[str, Any]) -> Part:
@@ -352,4 +376,5 @@ def part_from_json(value: Mapping[str, Any]) -> Part:
         digests=tuple(value["digests"]),
         steps=value["steps"],
         stored=tuple(value["stored"]) if "stored" in value else None,
+        encoded=tuple(Encoded(*row) for row in value["encoded"]) if "encoded" in value else None,
     )

@@ -1,6 +1,6 @@
-"""Packed parts: where the encoded chunks of a record lie.
+"""Packed parts: where chunks lie of which some are encoded.
 
-A packed part has one pack, a valid safetensors file with a single entry of bytes:
+A packed part's packs, but for still ones, are valid safetensors files with a single entry of bytes:
 
     0        8             header                              size, a multiple of 4096
     ├────────┼─────────────┼─────────┬─────────┬─────┬─────────┤
@@ -9,14 +9,16 @@ A packed part has one pack, a valid safetensors file with a single entry of byte
 
 Its chunks are those of the pieces in the raw layout, which the piece table describes, in that
 layout's order. The part's `stored` says how many bytes each of them takes: those of the raw chunk
-where it is stored as it is, fewer where it is encoded (codecs/planes.py). So tables stay shared
-from step to step, though the sizes change. Digests are of the stored bytes.
+where it is stored as it is, fewer where it is encoded; `encoded` says by which codec. So tables
+stay shared from step to step, though the sizes change. Digests are of the stored bytes. Still packs
+lie raw, as later checkpoints name them.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from everstep.format.manifest import Encoded, Part
 from everstep.format.packs import PAGE_BYTES
 from everstep.format.tables import Extent, Table, extents
 
@@ -25,19 +27,49 @@ HEADER_BYTES = PAGE_BYTES
 
 
 def raw_chunks(table: Table) -> list[Extent]:
-    """The chunks of a table's pieces, in the order in which a packed part has them; none where it
-    cannot be packed: then it has several packs."""
-    return [each for each in extents(table) if each.item_size] if len(table.packs) == 1 else []
+    """The chunks of a table's pieces, in the order in which a packed part has them, pack by pack;
+    but for still packs."""
+    return [each for each in extents(table) if each.item_size and not table.packs[each.pack].still]
 
 
 def stored_extents(table: Table, stored: Sequence[int]) -> Iterator[Extent]:
     """What lies behind each digest of a packed part; `stored` by digest. A chunk is encoded where
     it has fewer bytes than the raw one."""
-    yield Extent(0, 0, HEADER_BYTES, table.packs[0].digest, "the header")
-    at = HEADER_BYTES
-    for chunk in raw_chunks(table):
-        yield replace(chunk, offset=at, size=stored[chunk.digest])
-        at += stored[chunk.digest]
+    at = 0
+    for extent in extents(table):
+        pack = table.packs[extent.pack]
+        if pack.still:
+            yield extent
+        elif extent.digest == pack.digest:
+            yield replace(extent, size=HEADER_BYTES)
+            at = HEADER_BYTES
+        else:
+            yield replace(extent, offset=at, size=stored[extent.digest])
+            at += stored[extent.digest]
+
+
+def encoded_chunks(part: Part, table: Table) -> dict[int, Encoded]:
+    """The chunks of a part that are not stored as they are, by the index of their digest."""
+    if part.encoded is not None:
+        return {each.digest: each for each in part.encoded}
+    stored = part.stored
+    return {
+        chunk.digest: Encoded(chunk.digest, "planes")
+        for chunk in (raw_chunks(table) if stored is not None else ())
+        if stored is not None and stored[chunk.digest] < chunk.size
+    }
+
+
+def content_digests(part: Part, table: Table) -> list[str | None]:
+    """The digests of the raw bytes of a part's chunks, in their order; None where one is not
+    known."""
+    encoded = encoded_chunks(part, table)
+    headers = {pack.digest for pack in table.packs}
+    return [
+        encoded[index].content if index in encoded else digest
+        for index, digest in enumerate(part.digests)
+        if index not in headers
+    ]
 
 
 def header(size: int) -> bytes:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from everstep.errors import Conflict, EverstepError, Unavailable, Unsupported
 from everstep.keeper import wire
+from everstep.keeper.measured import Speed
 from everstep.store import catalog, retain
 from everstep.store.copy import copy_checkpoint, lead
 from everstep.store.names import CheckpointName
@@ -68,6 +69,7 @@ class Copies:
         tier's own retention. `tell`: the trainers, of each step that is there or never will be.
         `watches`: another node's keeper copies, and this one only tells of it."""
         self.traffic = Traffic()
+        self.speed = Speed()
         self.claims = claims
         """The same tier, for who waits less long for it: it has the claims of epochs, too."""
         self.conflict: Conflict | None = None
@@ -204,8 +206,10 @@ class Copies:
         except EverstepError as error:  # deleted meanwhile, or damaged
             self._give_up(name, error)
             return
+        seconds = time.monotonic() - began
         self.traffic.bytes += copied.bytes
-        self.traffic.seconds += time.monotonic() - began
+        self.traffic.seconds += seconds
+        self.speed.note(copied.bytes, seconds)
         with self._changed:
             there = {name, *copied.checkpoints} & self._waiting
             self._waiting -= there
@@ -268,7 +272,11 @@ class Copies:
         )
 
     def _is_due(self, name: CheckpointName) -> bool:
-        return name.step % self._every == 0 or name in catalog.read_tags(self._disk).values()
+        return self.takes(name.step) or name in catalog.read_tags(self._disk).values()
+
+    def takes(self, step: int) -> bool:
+        """Whether this step goes there without a tag. Any thread."""
+        return step % self._every == 0
 
 
 class _Closed(Exception):

@@ -1,5 +1,5 @@
 """The bytes of one part on their way to the disk: digested and written at the same time, and while
-they still arrive; a record packed, where that pays.
+they still arrive; encoded, where that pays.
 
 They are an image, the packs as they will lie on the disk, in the memory in which they arrive:
 
@@ -9,18 +9,16 @@ They are an image, the packs as they will lie on the disk, in the memory in whic
 So any number of ranks and tensors becomes a few large files, and nothing is copied to that end.
 A still pack is digested before it is written, as another file may have it (still.py).
 
-A packed record's chunks are encoded as they arrive, in several threads, and written in order.
-Whether that pays is found out for each record anew: by encoding its first large chunk, which costs
-a millisecond where nothing can be saved. Planes of zeros are always dropped; to squeeze the rest
-takes more time of the processor, and pays only where the disk is slow.
+A packed part's chunks are encoded as they arrive, in several threads, and written in order. Which
+tensors are, the writer's encoder decides for each part anew (encoder.py).
 """
 
 import mmap
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -29,23 +27,22 @@ from typing import NamedTuple
 
 import xxhash
 
-from everstep.codecs import planes
 from everstep.errors import Corrupt
 from everstep.format.document import digest_of
-from everstep.format.manifest import Part
+from everstep.format.manifest import Encoded, Part
 from everstep.format.merge import Merged
 from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
+from everstep.keeper.encoder import SMALL_BYTES, Encoding
 from everstep.keeper.job import Arrival, Job
-from everstep.keeper.still import NOTHING_SEEN, Content, Seen, contents
-from everstep.keeper.writer import Speed, Writer
+from everstep.keeper.still import Content, Seen, contents
+from everstep.keeper.writer import Writer
 from everstep.store import commit, names
 from everstep.store.commit import NewPack
 from everstep.store.names import CheckpointName
 from everstep.tiers.files import NewFile
 
-SMALL_BYTES = 64 << 10
 BUFFER_BYTES = 8 << 20
 _AHEAD = 4
 _SHARE_BYTES = 16 << 20
@@ -163,36 +160,48 @@ def _aligned(header: bytes) -> memoryview:
 class Data:
     """One part's image as packs, and what becomes of them. For the team's thread."""
 
-    def __init__(self, writer: Writer, image: Image, is_record: bool) -> None:
-        """Raises Unsupported where a trainer gives its slot up."""
+    def __init__(
+        self,
+        writer: Writer,
+        image: Image,
+        is_record: bool,
+        link_bytes_per_s: float | None = None,
+    ) -> None:
+        """`link_bytes_per_s`: of the slowest tier that it goes to. Raises Unsupported where a
+        trainer gives its slot up."""
         self.document = image.parsed.document
         self._written: list[commit.NewPack] = []
         self._links: dict[int, FileLink] = {}
         self._seconds = 0.0
         self._writer = writer
         self._image = image
-        self._packed: Packed | None = None
-        self._entropy = writer.speed.is_slow
-        self._packs_it = is_record and pays(image, self._entropy)
+        self._is_record = is_record
+        self._encoding = writer.encoder.begin(
+            self.document, image.parsed.chunks, image.view, link_bytes_per_s, is_record=is_record
+        )
+        self._packed: dict[int, Stored] = {}
         self._shares: list[Future[dict[int, str]]] = []
-        if not self._packs_it:
-            self._shares = self._begin_digests()
+        shapes = image.parsed.table.packs
+        is_packed = bool(self._encoding.encoders)
+        self._moving = [number for number, shape in enumerate(shapes) if not shape.still]
+        self._begin_digests(set(range(len(shapes))) - set(self._moving if is_packed else ()))
 
     def write(self, name: CheckpointName, token: str | None = None) -> None:
         """Write the files of a checkpoint; they are durable after `sync`, and when the entries of
         `links` are. `token`: see commit.begin_packs."""
-        if self._packs_it:
-            self._packed = write_packed(self._writer, name, self._image, self._entropy)
-            self._written = [self._packed.pack]
-            self._links[0] = self._packed.pack.link
-            return
+        token = token or token_hex(4)
+        if self._encoding.encoders:
+            for number in self._moving:
+                self._write_packed(names.pack_path(name, token, number), number)
+            large = [each for each in self._image.parsed.chunks if each.size >= SMALL_BYTES]
+            self._encoding.note(sum(self._packed[each.digest].size for each in large))
         began = time.monotonic()
 
         def wait(pack: int, end: int) -> None:
             with self._waiting():
                 self._image.wait(pack, end)
 
-        self._written = commit.begin_packs(self._writer.disk, name, self._new(), wait, token)
+        self._written += commit.begin_packs(self._writer.disk, name, self._new(), wait, token)
         self._links |= {pack.number: pack.link for pack in self._written}
         self._seconds += time.monotonic() - began
 
@@ -200,9 +209,7 @@ class Data:
         """Make the bytes durable."""
         began = time.monotonic()
         commit.sync_packs(self._writer.disk, self._written)
-        if not self._packed:
-            seconds = self._seconds + time.monotonic() - began
-            self._writer.speed.note(self.size, seconds)
+        self._writer.speed.note(self.size, self._seconds + time.monotonic() - began)
 
     def discard(self, name: CheckpointName) -> None:
         """Nothing came of it: its files are deleted."""
@@ -211,8 +218,8 @@ class Data:
         commit.discard_packs(self._writer.disk, name, self.new)
 
     def _new(self) -> Iterator[tuple[int, list[memoryview]]]:
-        """The packs that are to be written, by their numbers; of a still one it is known when all
-        of it has arrived, and is digested."""
+        """The packs that are to be written raw, by their numbers; of a still one it is known when
+        all of it has arrived, and is digested."""
         writer, shapes = self._writer, self._image.parsed.table.packs
         for number, pack in enumerate(self._image.packs):
             if shapes[number].still:
@@ -221,7 +228,8 @@ class Data:
                 if link := writer.still.find(writer.disk, content, writer.parent):
                     self._links[number] = link
                     continue
-            yield number, [segment.view for segment in pack]
+            if shapes[number].still or not self._encoding.encoders:
+                yield number, [segment.view for segment in pack]
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -232,16 +240,14 @@ class Data:
 
     @cached_property
     def _contents(self) -> dict[int, Content]:
-        return contents(self._image.parsed.table, self._digests)
+        return contents(self._image.parsed.table, self._content)
 
     def note_durable(self) -> Seen:
         """What does not change is named by later checkpoints. Returns what is seen of that."""
-        if self._packs_it:
-            return NOTHING_SEEN
         for number, content in self._contents.items():
             self._writer.still.note(content, self._links[number])
         parsed = self._image.parsed
-        return self._writer.still.compare(parsed.document, parsed.table, self._digests)
+        return self._writer.still.compare(parsed.document, parsed.table, self._content)
 
     @property
     def links(self) -> tuple[FileLink, ...]:
@@ -259,26 +265,50 @@ class Data:
         return sum(link.size for link in self.new)
 
     def part(self, step: int) -> Part:
-        """What the manifest says of them, written or not; blocks until all is digested. Of a record
-        that would have been packed, and was not written, digests are not known."""
-        table = commit.table_link(self.document)
-        if packed := self._packed:
-            return Part(0, table, self.links, packed.digests, step, packed.stored)
-        unwritten = tuple(FileLink(f"{names.DATA}/unwritten", size) for size in self._image.sizes)
-        if self._packs_it:
-            self._image.wait(0, self._image.sizes[0])  # else the trainer still fills the slot
-            return Part(0, table, unwritten, (), step)
-        return Part(0, table, self.links or unwritten, self._digests, step)
+        """What the manifest says of them, written or not; blocks until all is digested."""
+        table, sizes = commit.table_link(self.document), self._image.sizes
+        is_written = len(self._links) == len(sizes)
+        if self._encoding.encoders and is_written:
+            return self._packed_part(table, step)
+        if self._encoding.encoders:
+            self._packed = {}
+            self._begin_digests(self._moving)
+        unwritten = tuple(FileLink(f"{names.DATA}/unwritten", size) for size in sizes)
+        links = self.links if is_written else unwritten
+        return Part(0, table, links, tuple(each.digest for each in self._stored()), step)
 
-    @cached_property
-    def _digests(self) -> tuple[str, ...]:
-        found = {
+    def _packed_part(self, table: FileLink, step: int) -> Part:
+        stored = self._stored()
+        encoded = (
+            Encoded(index, each.codec, each.content)
+            for index, each in enumerate(stored)
+            if each.codec
+        )
+        digests = tuple(each.digest for each in stored)
+        sizes = tuple(each.size for each in stored)
+        return Part(0, table, self.links, digests, step, sizes, tuple(encoded))
+
+    def _stored(self) -> list["Stored"]:
+        """What lies behind each digest; blocks until that is known."""
+        digests = {
             index: digest for share in self._shares for index, digest in share.result().items()
         }
-        return tuple(found[index] for index in range(len(found)))
+        raw = {
+            each.digest: Stored(each.size, digests[each.digest])
+            for each in self._image.parsed.extents
+            if each.digest in digests
+        }
+        found = raw | self._packed
+        return [found[index] for index in range(len(found))]
 
-    def _begin_digests(self) -> list[Future[dict[int, str]]]:
-        """Hash all extents in several threads, in the order in which they arrive.
+    @cached_property
+    def _content(self) -> list[str]:
+        """The digests of what is stored raw, and of what the others decode to, where that is known;
+        the same of two parts only where their bytes are."""
+        return [each.content or each.digest for each in self._stored()]
+
+    def _begin_digests(self, packs: Collection[int]) -> None:
+        """Hash all extents of these packs in several threads, in the order in which they arrive.
 
         Training that uses all cores waits for its slowest thread: what is taken evenly from all of
         them costs less than what is taken from one.
@@ -286,93 +316,78 @@ class Data:
         parsed = self._image.parsed
         starts = pack_starts(pack.size for pack in parsed.table.packs)
         shares: dict[int, list[Extent]] = {}
-        for extent in parsed.extents:
+        for extent in (extent for extent in parsed.extents if extent.pack in packs):
             start = starts[extent.pack] + extent.offset
             shares.setdefault(start // _SHARE_BYTES, []).append(extent)
-        return [
-            self._writer.hasher.submit(_digest, self._image, share)
+        self._shares += [
+            self._writer.hasher.submit(_digest, self._image, self._encoding, share)
             for _, share in sorted(shares.items())
         ]
 
+    def _write_packed(self, path: str, number: int) -> None:
+        """Encode and write all chunks of a pack; the file is not durable yet. Takes BUFFER_BYTES
+        and some chunks of memory, whatever the pack's size. Raises what the arrival and the disk
+        raise."""
+        parsed = self._image.parsed
+        chunks = [chunk for chunk in parsed.chunks if chunk.pack == number]
+        with self._writer.disk.new_file(path) as file:
+            tail = _Tail(file)
+            for chunk, (data, stored) in zip(chunks, self._encoded(chunks), strict=True):
+                self._packed[chunk.digest] = stored
+                tail.append(data)
+            size = tail.finish()
+            first = header(size - HEADER_BYTES)
+            tail.put_first(first)
+        self._packed[parsed.table.packs[number].digest] = Stored(len(first), digest_of(first))
+        self._written.append(NewPack(number, FileLink(path, size), file))
+        self._seconds += tail.seconds
 
-def _digest(image: Image, share: list[Extent]) -> dict[int, str]:
+    def _encoded(self, chunks: Sequence[Extent]) -> Iterator[tuple[bytes | memoryview, "Stored"]]:
+        """What is stored of these chunks, in order; some are made ahead."""
+        waiting: deque[Future[tuple[bytes | memoryview, Stored]]] = deque()
+        for chunk in chunks:
+            waiting.append(self._writer.hasher.submit(self._encode, chunk))
+            if len(waiting) > _AHEAD:
+                yield waiting.popleft().result()
+        for task in waiting:
+            yield task.result()
+
+    def _encode(self, chunk: Extent) -> tuple[bytes | memoryview, "Stored"]:
+        """The digest of a state's chunk is that of its raw bytes, too: memory has these, and other
+        checkpoints may."""
+        raw = self._image.view(chunk)
+        self._encoding.look(chunk, raw)
+        data, codec = self._encoding.encode(chunk, raw)
+        content = digest_of(raw) if codec and not self._is_record else None
+        return data, Stored(len(data), digest_of(data), codec, content)
+
+
+class Stored(NamedTuple):
+    """What lies behind a digest of a packed part. `codec`: None where it is raw; `content`: the
+    digest of its raw bytes then, if that is known."""
+
+    size: int
+    digest: str
+    codec: str | None = None
+    content: str | None = None
+
+
+def _digest(image: Image, encoding: Encoding, share: list[Extent]) -> dict[int, str]:
     """The digests of some extents, by index. Large ones without the GIL."""
-    return {each.digest: xxhash.xxh3_128_hexdigest(image.view(each)) for each in share}
-
-
-class Packed(NamedTuple):
-    """A packed part, written: its file, and per digest the stored bytes and their digest."""
-
-    pack: NewPack
-    stored: tuple[int, ...]
-    digests: tuple[str, ...]
-
-
-def pays(image: Image, entropy: bool) -> bool:
-    """Whether this record should be packed; blocks until its first large chunk has arrived."""
-    chunks = image.parsed.chunks if len(image.packs) == 1 else ()
-    chunk = next((chunk for chunk in chunks if chunk.size >= SMALL_BYTES), None)
-    if chunk is None:
-        return False
-    return planes.encode(image.view(chunk), chunk.item_size, entropy=entropy) is not None
-
-
-def write_packed(writer: Writer, name: CheckpointName, image: Image, entropy: bool) -> Packed:
-    """Encode and write all chunks of a part of one pack; the file is not durable yet. Takes
-    BUFFER_BYTES and some chunks of memory, whatever the record's size. Raises what the arrival and
-    the disk raise."""
-    path = names.pack_path(name, token_hex(4), 0)
-    chunks = image.parsed.chunks
-    stored: dict[int, int] = {}
-    digests: dict[int, str] = {}
-    with writer.disk.new_file(path) as file:
-        tail = _Tail(file, writer.speed)
-        encoded = _encoded(image, writer.hasher, entropy)
-        for chunk, data in zip(chunks, encoded, strict=True):
-            stored[chunk.digest], digests[chunk.digest] = len(data[0]), data[1]
-            tail.append(data[0])
-        size = tail.finish()
-        first = header(size - HEADER_BYTES)
-        tail.put_first(first)
-    (index,) = set(range(len(chunks) + 1)) - stored.keys()
-    stored[index], digests[index] = len(first), digest_of(first)
-    order = range(len(stored))
-    return Packed(
-        NewPack(0, FileLink(path, size), file),
-        tuple(stored[index] for index in order),
-        tuple(digests[index] for index in order),
-    )
-
-
-def _encoded(
-    image: Image, pool: ThreadPoolExecutor, entropy: bool
-) -> Iterator[tuple[bytes | memoryview, str]]:
-    """The stored bytes of all chunks and their digests, in order; some are made ahead."""
-    waiting: deque[Future[tuple[bytes | memoryview, str]]] = deque()
-    for chunk in image.parsed.chunks:
-        waiting.append(pool.submit(_encode, image, chunk, entropy))
-        if len(waiting) > _AHEAD:
-            yield waiting.popleft().result()
-    for task in waiting:
-        yield task.result()
-
-
-def _encode(image: Image, chunk: Extent, entropy: bool) -> tuple[bytes | memoryview, str]:
-    """The stored bytes of a chunk and their digest."""
-    raw = image.view(chunk)
-    encoded = None
-    if len(raw) >= SMALL_BYTES:
-        encoded = planes.encode(raw, chunk.item_size, entropy=entropy)
-    found = raw if encoded is None else encoded
-    return found, digest_of(found)
+    found = {}
+    for each in share:
+        view = image.view(each)
+        found[each.digest] = xxhash.xxh3_128_hexdigest(view)
+        encoding.look(each, view)
+    return found
 
 
 class _Tail:
-    """The file's end in page-aligned memory: full buffers are written, the rest waits. What the
-    writes take, without the encoding, is the disk's speed."""
+    """The file's end in page-aligned memory: full buffers are written, the rest waits. `seconds`:
+    what the writes took, without the encoding."""
 
-    def __init__(self, file: NewFile, speed: Speed) -> None:
-        self._file, self._speed = file, speed
+    def __init__(self, file: NewFile) -> None:
+        self._file, self.seconds = file, 0.0
         self._map = mmap.mmap(-1, BUFFER_BYTES)
         self._buffer = memoryview(self._map)
         self._used = 0
@@ -406,5 +421,5 @@ class _Tail:
         began = time.monotonic()
         if self._used:
             self._file.write(self._buffer[: self._used], self._at)
-        self._speed.note(self._used, time.monotonic() - began)
+        self.seconds += time.monotonic() - began
         self._at, self._used = self._at + self._used, 0

@@ -4,6 +4,7 @@ from typing import Any
 
 from everstep.errors import Conflict, EverstepError
 from everstep.format.manifest import Manifest
+from everstep.format.packed import content_digests
 from everstep.format.tables import decode_table
 from everstep.keeper.job import Job
 from everstep.keeper.writer import Outcome, Writer
@@ -38,8 +39,9 @@ def check_same(
         is_same &= tuple(part.steps for part in found.parts) == steps
     elif mine.previous:  # not by digests: another keeper may have packed it in another way
         is_same &= found.previous is not None and found.previous.step == mine.previous.step
-    else:
-        is_same &= [part.digests for part in own] == [part.digests for part in mine.parts]
+    elif is_same:  # nor here by those of stored bytes
+        known = [content_digests(part, there) for part in own]
+        is_same = known == [content_digests(part, here) for part in mine.parts]
     if node is None:
         is_same &= _said(found) == _said(mine)
     if not is_same:

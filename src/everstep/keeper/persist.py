@@ -163,7 +163,9 @@ class Save:
         self._manifest = self._manifest_of(job.step, said)
         self.name = CheckpointName(job.step, self._manifest.epoch)
         begin_window(writer, self.name, self._share)
-        self._data = Data(writer, job.image(), is_record=record is not None)
+        is_record = record is not None
+        link = writer.link_bytes_per_s(job.step, goes_everywhere=is_record or bool(said["tag"]))
+        self._data = Data(writer, job.image(), is_record, link)
         self._is_begun = True
         try:
             self._write_data()

@@ -98,12 +98,11 @@ class StillPacks:
     def _learn(self, disk: Tier, name: CheckpointName) -> None:
         try:
             base = catalog.read_chain(disk, name)[0]
-            parts = [part for part in base.parts if part.stored is None]
-            tables = [catalog.read_table(disk, part) for part in parts]
+            tables = [catalog.read_table(disk, part) for part in base.parts]
         except EverstepError as error:  # then all is written
             log.info("looking for what has not changed since %s: %s", name, error)
             return
-        for part, table in zip(parts, tables, strict=True):
+        for part, table in zip(base.parts, tables, strict=True):
             for number, content in contents(table, part.digests).items():
                 self.note(content, part.packs[number])
 

@@ -12,15 +12,13 @@ from typing import Any
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
 from everstep.keeper.copies import Copies
+from everstep.keeper.encoder import Encoder
+from everstep.keeper.measured import Speed
 from everstep.keeper.still import NOTHING_SEEN, Seen, StillPacks
 from everstep.store import retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
-SLOW_BYTES_PER_S = 700e6
-"""Of the disk, below which entropy coding (2.9 GB/s a core, where it works) pays."""
-
-_SPEED_BYTES_MIN = 8 << 20
 _HASHERS = min(4, len(os.sched_getaffinity(0)))
 
 
@@ -121,24 +119,6 @@ class Window:
 
 
 @dataclass(slots=True)
-class Speed:
-    """What a disk was seen to write, in bytes a second; None until then."""
-
-    bytes_per_s: float | None = None
-
-    def note(self, size: int, seconds: float) -> None:
-        """One write; a mean that forgets."""
-        if size >= _SPEED_BYTES_MIN and seconds > 0:
-            seen = size / seconds
-            self.bytes_per_s = 0.7 * (self.bytes_per_s or seen) + 0.3 * seen
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether bytes cost more than the time to squeeze them."""
-        return self.bytes_per_s is not None and self.bytes_per_s < SLOW_BYTES_PER_S
-
-
-@dataclass(slots=True)
 class Writer:
     """Who writes: one attachment of a trainer. `parent` is the newest checkpoint of its line."""
 
@@ -152,6 +132,7 @@ class Writer:
     """Why it could not claim an epoch (a full disk): what it saves is in memory only."""
     cache: retain.NeedsCache = field(default_factory=dict)
     speed: Speed = field(default_factory=Speed)
+    encoder: Encoder = field(default_factory=Encoder)
     still: StillPacks = field(default_factory=StillPacks)
     window: Window = field(default_factory=Window)
     copies: Sequence[Copies] = ()
@@ -159,3 +140,11 @@ class Writer:
     hasher: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")
     )
+
+    def link_bytes_per_s(self, step: int, *, goes_everywhere: bool) -> float | None:
+        """The slowest tier that a step goes to, as far as that was measured; None where the store
+        was not yet. `goes_everywhere`: it is tagged, or a record, which the next due step needs."""
+        own = self.speed.bytes_per_s
+        due = [copies for copies in self.copies if goes_everywhere or copies.takes(step)]
+        known = [copies.speed.bytes_per_s or own for copies in due]
+        return None if own is None else min([own, *filter(None, known)])

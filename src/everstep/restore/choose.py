@@ -17,7 +17,7 @@ from everstep.keeper.persist import UNCLAIMED
 from everstep.keeper.ranks.node_save import NodeSave, ended_saves
 from everstep.redo.replay import OtherBytes
 from everstep.restore.chain import Chain
-from everstep.restore.load import MemorySource
+from everstep.restore.load import MemorySource, RawSource
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.store.read import check_size, open_pack
@@ -218,7 +218,8 @@ def _held(document: bytes, save: NodeSave) -> Held | None:
             return None
     except (EverstepError, IndexError):
         return None
-    packs = [MemorySource([segment.view for segment in pack]) for pack in image.packs]
+    kind = MemorySource if part.stored is None else RawSource
+    packs = [kind([segment.view for segment in pack]) for pack in image.packs]
     return Held(manifest, image.parsed.table, packs, save.is_committed)
 
 

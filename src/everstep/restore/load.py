@@ -13,11 +13,12 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from everstep.codecs.planes import decode_into
+from everstep.codecs.codec import decode_into
 from everstep.errors import Corrupt, EverstepError
 from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
@@ -54,6 +55,12 @@ class MemorySource:
             view, offset = view[len(part) :], max(0, offset - len(stretch))
         if len(view):
             raise Corrupt("reading from memory: the image is shorter than the manifest says")
+
+
+class RawSource(MemorySource):
+    """A pack of a packed part in memory, where it lies raw."""
+
+    __slots__ = ()
 
 
 class Loader:
@@ -134,6 +141,11 @@ class _Task:
                 log.warning("%s; trying the next source", error)
 
     def _read_from(self, source: Source, span: Span) -> None:
+        is_raw = isinstance(source, RawSource)
+        for each in map(partial(_raw_span, span.pack), span.targets) if is_raw else [span]:
+            self._read_span(source, each)
+
+    def _read_span(self, source: Source, span: Span) -> None:
         if isinstance(source, MemorySource) and self._copied(source, span):
             return
         view = self.buffer(bool(self.devices))[: span.size]
@@ -144,8 +156,8 @@ class _Task:
                 at = target.offset - span.offset
                 chunk = view[at : at + target.size]
                 where = self._where(span, target)
-                check_chunk(chunk, self.part.digests[target.digest], where)
-                if target.size != target.raw:
+                check_chunk(chunk, target.digest, where)
+                if target.codec:
                     chunk = self._decoded(target, chunk, where)
                 for delivery in self.deliveries[target.name]:
                     delivery.put(target, chunk)
@@ -159,12 +171,12 @@ class _Task:
         trainer meanwhile. False where it has to be taken apart."""
         target, *others = span.targets
         deliveries = self.deliveries[target.name]
-        if others or len(deliveries) != 1 or target.size != target.raw:
+        if others or len(deliveries) != 1 or target.codec:
             return False
         if (window := deliveries[0].window(target)) is None:
             return False
         source.read_into(target.offset, window)
-        check_chunk(window, self.part.digests[target.digest], self._where(span, target))
+        check_chunk(window, target.digest, self._where(span, target))
         return True
 
     def _where(self, span: Span, target: Target) -> str:
@@ -177,10 +189,21 @@ class _Task:
         raw = torch.empty(target.raw, dtype=torch.uint8, pin_memory=bool(self.devices))
         view: memoryview = raw.numpy().data
         try:
-            decode_into(chunk, target.item_size, view)
+            decode_into(target.codec or "", chunk, target.item_size, view)
         except Corrupt as error:
             raise Corrupt(f"reading {where}: {error}") from error
+        if target.content:
+            check_chunk(view, target.content, f"what is encoded in {where}")
         return view
+
+
+def _raw_span(pack: int, target: Target) -> Span:
+    """The read that brings one chunk from where it lies raw. Raises Corrupt."""
+    if target.content is None:
+        raise Corrupt(f"reading tensor {target.name!r} from memory: its digest is not known there")
+    at, size = target.raw_offset, target.raw
+    raw = replace(target, offset=at, size=size, digest=target.content, codec=None)
+    return Span(pack, at, size, (raw,))
 
 
 def _huge_buffer() -> memoryview:

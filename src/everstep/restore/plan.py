@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES, plane_count
-from everstep.format.manifest import Part
-from everstep.format.packed import stored_extents
+from everstep.format.manifest import Encoded, Part
+from everstep.format.packed import encoded_chunks, stored_extents
 from everstep.format.packs import (
     ALIGNED_FROM_BYTES,
     CHUNK_BYTES,
@@ -19,22 +19,27 @@ from everstep.format.packs import (
     chunks,
     round_up,
 )
-from everstep.format.tables import Table, TensorEntry
+from everstep.format.tables import Extent, Table, TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One chunk: `size` bytes at `offset` of the pack are, or decode to, the `raw` bytes from byte
-    `start` of the elements of `box` of tensor `name`. Its byte planes are of `item_size` bytes."""
+    """One chunk: `size` bytes at `offset` of the pack are, or decode by `codec` to, the `raw` bytes
+    from byte `start` of the elements of `box` of tensor `name`, of items of `item_size` bytes. In
+    the raw layout, as memory has it, it lies at `raw_offset`, with the digest `content` (None where
+    that is not known)."""
 
     name: str
     box: Box
     start: int
     offset: int
     size: int
-    digest: int
+    digest: str
     raw: int
     item_size: int
+    codec: str | None = None
+    raw_offset: int = 0
+    content: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +57,12 @@ def plan(
 ) -> list[Span]:
     """The reads that bring what the part has of these boxes, by pack and offset: each chunk once,
     and none in which there is no element of them. `table`: of a packed part."""
-    packed = {}
+    packed: dict[int, Extent] = {}
+    encoded: dict[int, Encoded] = {}
     if part.stored is not None:
         assert table is not None
         packed = {each.digest: each for each in stored_extents(table, part.stored)}
+        encoded = encoded_chunks(part, table)
     by_pack: dict[int, list[Target]] = {}
     for entry, boxes in wanted:
         name, dtype = entry.spec.name, entry.spec.dtype
@@ -63,11 +70,24 @@ def plan(
             if not any(piece.box.intersect(box) for box in boxes):
                 continue
             for index, (start, raw) in enumerate(chunks(piece.size)):
-                digest = piece.digest + index
+                number = piece.digest + index
                 at, size = piece.offset + start, raw
                 if packed:
-                    at, size = packed[digest].offset, packed[digest].size
-                target = Target(name, piece.box, start, at, size, digest, raw, plane_count(dtype))
+                    at, size = packed[number].offset, packed[number].size
+                digest, how = part.digests[number], encoded.get(number)
+                target = Target(
+                    name,
+                    piece.box,
+                    start,
+                    at,
+                    size,
+                    digest,
+                    raw,
+                    plane_count(dtype),
+                    how.codec if how else None,
+                    piece.offset + start,
+                    how.content if how else digest,
+                )
                 if _is_needed(target, boxes, ITEM_SIZES[dtype]):
                     by_pack.setdefault(piece.pack, []).append(target)
     spans = []

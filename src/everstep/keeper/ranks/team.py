@@ -24,6 +24,7 @@ from everstep.errors import EverstepError, Unavailable, kind_of
 from everstep.keeper import wire
 from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.copies import Copies
+from everstep.keeper.encoder import Encoder
 from everstep.keeper.existing import was_committed
 from everstep.keeper.job import Gap, Job
 from everstep.keeper.persist import apply_retention, end_window, is_plain, persist
@@ -72,7 +73,8 @@ class Team:
         self.size = len(self.place.ranks)
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
         deletes = self.place.commits or self.place.own_store
-        self.writer = Writer(disk, keep if deletes else None, copies=copies)
+        encoder = Encoder((hello.get("tiers") or {}).get("codecs", "auto"))
+        self.writer = Writer(disk, keep if deletes else None, copies=copies, encoder=encoder)
         self._nodes: Nodes | None = None
         if self.place.nodes > 1:
             self._nodes = Nodes(self.writer, self.place, self._is_awaited)

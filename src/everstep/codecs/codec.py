@@ -1,0 +1,47 @@
+"""The codecs by their names, as manifests have them: how a chunk is encoded, and back.
+
+All are lossless, and see one chunk at a time, of at most 4 MiB.
+"""
+
+from everstep.codecs import planes, zstd
+from everstep.errors import Unsupported
+
+RAW = "raw"
+PLANES = "planes"
+ZSTD = "zstd"
+
+ZEROS = "zeros"
+"""Byte planes of which those of zeros are dropped, and nothing else is done: as fast as memory."""
+
+ENCODERS = (ZEROS, PLANES, ZSTD)
+"""What a chunk can be encoded with, by rising cost. What comes of `ZEROS` is called `PLANES`."""
+
+WORTH = planes.WORTH
+
+
+def encode(codec: str, data: memoryview, item_size: int) -> bytes | None:
+    """The encoding of a chunk of such items, or None where it would not save a tenth. Blocks,
+    without the GIL; any number of threads may call it."""
+    if codec == ZSTD:
+        found = zstd.encode(data)
+        return found if len(found) <= WORTH * data.nbytes else None
+    return planes.encode(data, item_size, entropy=codec == PLANES)
+
+
+def name_of(encoder: str) -> str:
+    """The codec that decodes what one of `ENCODERS` makes."""
+    return ZSTD if encoder == ZSTD else PLANES
+
+
+def decode_into(codec: str, encoded: memoryview, item_size: int, into: memoryview) -> None:
+    """Write the raw bytes to `into`, which has their size. Raises Corrupt where it is no encoding
+    of so many bytes, Unsupported for a codec that is not known here."""
+    if codec == PLANES:
+        planes.decode_into(encoded, item_size, into)
+    elif codec == ZSTD:
+        into[:] = zstd.decode(encoded, into.nbytes, "a zstd chunk")
+    else:
+        raise Unsupported(
+            f"reading a chunk that is encoded with {codec!r}, which this everstep cannot decode. "
+            f"Install the everstep that wrote it, or a newer one"
+        )

@@ -1,0 +1,187 @@
+"""What codecs were seen to do with a run's tensors, and which encoder each tensor gets for that.
+
+Samples are taken where a chunk is in the cache anyway, when its digest is made: of each tensor at
+the first save of a layout, then at every 50th, and sooner where a part came to another size than
+its samples said. Before there are any, the first chunk that arrives stands for all. They are taken
+only where the link is so slow that anything can come of them.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from everstep.codecs import codec
+from everstep.codecs.choice import Figures, Sample, choose
+from everstep.format.tables import Extent
+from everstep.keeper.measured import FreeCores
+
+SMALL_BYTES = 64 << 10
+"""A chunk of less is not encoded."""
+
+REACH_BYTES_PER_S = 1.5e9
+"""Of a link, for each free core, above which nothing but zeros is worth the time."""
+
+_SLICES, _SLICE_BYTES = 4, 16 << 10
+_RENEW_SAVES = 50
+_RENEW_SOONER = 8
+_DRIFT = 0.05
+_LAYOUTS_MAX = 4
+View = Callable[[Extent], memoryview]
+
+
+@dataclass(slots=True)
+class _Layout:
+    """What is known of the tensors of one piece table."""
+
+    sizes: dict[str, int]
+    firsts: dict[str, Extent]
+    samples: dict[str, Sample] = field(default_factory=dict)
+    age: int = 0
+    has_drifted: bool = False
+
+    @classmethod
+    def of(cls, chunks: list[Extent]) -> "_Layout":
+        sizes: dict[str, int] = {}
+        firsts: dict[str, Extent] = {}
+        for chunk in chunks:
+            if chunk.size >= SMALL_BYTES:
+                firsts.setdefault(chunk.what, chunk)
+                sizes[chunk.what] = sizes.get(chunk.what, 0) + chunk.size
+        return cls(sizes, firsts)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether samples are to be taken."""
+        patience = _RENEW_SOONER if self.has_drifted else _RENEW_SAVES
+        return not self.samples or self.age % patience == 0
+
+
+class Encoding:
+    """What is done with the chunks of one part. Its methods are for any thread."""
+
+    def __init__(
+        self, encoder: "Encoder", layout: _Layout, encoders: Mapping[str, str], samples: bool
+    ) -> None:
+        self.encoders = encoders
+        """By `what` an extent is; none where all stays raw."""
+        self._encoder, self._layout = encoder, layout
+        self._wanted = {chunk.digest for chunk in layout.firsts.values()} if samples else set()
+
+    def look(self, chunk: Extent, raw: memoryview) -> None:
+        """Take a sample of it, if that is wanted."""
+        if chunk.digest in self._wanted:
+            figures = measure(raw, chunk.item_size, codec.ENCODERS)
+            self._layout.samples[chunk.what] = Sample(self._layout.sizes[chunk.what], figures)
+
+    def encode(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
+        """What is stored of a chunk, and the name of its codec; None: raw."""
+        encoder = self.encoders.get(chunk.what)
+        if encoder is None or chunk.size < SMALL_BYTES:
+            return raw, None
+        found = self._encoder.encode(encoder, raw, chunk.item_size)
+        return (raw, None) if found is None else (found, codec.name_of(encoder))
+
+    def note(self, stored: int) -> None:
+        """What all chunks that are not small came to: are the samples still right?"""
+        samples, sizes = self._layout.samples, self._layout.sizes
+        expected = sum(
+            size * samples[name].figures[encoder].share
+            if (encoder := self.encoders.get(name)) and name in samples
+            else size
+            for name, size in sizes.items()
+        )
+        self._layout.has_drifted = abs(stored - expected) > _DRIFT * sum(sizes.values())
+
+
+class Encoder:
+    """For a writer's thread, but for `encode`, which any may call."""
+
+    def __init__(self, mode: str = "auto", cores: FreeCores | None = None) -> None:
+        """`mode`: "auto" or "raw"."""
+        self._mode = mode
+        self._cores = cores or FreeCores()
+        self._layouts: dict[bytes, _Layout] = {}
+        self._spent_s = 0.0
+        self._lock = threading.Lock()
+        self._limit = threading.Semaphore()
+
+    def begin(
+        self,
+        document: bytes,
+        chunks: list[Extent],
+        view: View,
+        link_bytes_per_s: float | None,
+        *,
+        is_record: bool,
+    ) -> Encoding:
+        """Decide for one part, whose table is `document`. `view` blocks until a chunk has arrived.
+        `link_bytes_per_s`: of the slowest tier that it goes to. Raises Unsupported where the
+        trainer gives it up."""
+        if self._mode == codec.RAW:
+            return Encoding(self, _Layout({}, {}), {}, samples=False)
+        free = self._cores.look(self._spent_s)
+        layout = self._layouts.pop(document, None) or _Layout.of(chunks)
+        self._layouts[document] = layout
+        for oldest in list(self._layouts)[:-_LAYOUTS_MAX]:
+            del self._layouts[oldest]
+        is_near = link_bytes_per_s is not None and link_bytes_per_s < REACH_BYTES_PER_S * free
+        if not layout.sizes or not (is_near or is_record):
+            return Encoding(self, layout, {}, samples=False)
+        known = layout.samples if is_near else {}
+        samples = known or _probe(layout, view, codec.ENCODERS if is_near else (codec.ZEROS,))
+        encoding = Encoding(
+            self,
+            layout,
+            choose(samples, link_bytes_per_s, free),
+            samples=is_near and layout.is_stale,
+        )
+        layout.age += is_near
+        self._limit = threading.Semaphore(max(1, round(free)))
+        return encoding
+
+    def encode(self, encoder: str, raw: memoryview, item_size: int) -> bytes | None:
+        """Encode a chunk, on no more cores than are free."""
+        if encoder == codec.ZEROS:
+            return codec.encode(encoder, raw, item_size)
+        with self._limit:
+            began = time.thread_time()
+            found = codec.encode(encoder, raw, item_size)
+            seconds = time.thread_time() - began
+        with self._lock:
+            self._spent_s += seconds
+        return found
+
+
+def _probe(layout: _Layout, view: View, encoders: tuple[str, ...]) -> dict[str, Sample]:
+    """The first chunk's figures, for all that is of such items; blocks until it has arrived."""
+    first = next(iter(layout.firsts.values()))
+    figures = measure(view(first), first.item_size, encoders)
+    return {
+        name: Sample(size, figures)
+        for name, size in layout.sizes.items()
+        if layout.firsts[name].item_size == first.item_size
+    }
+
+
+def measure(raw: memoryview, item_size: int, encoders: tuple[str, ...]) -> dict[str, Figures]:
+    """What encoders do with some slices of a chunk, by the time of this thread alone."""
+    data = _excerpt(raw)
+    found = {}
+    for encoder in encoders:
+        codec.encode(encoder, data[:item_size], item_size)  # it imports
+        began = time.thread_time()
+        encoded = codec.encode(encoder, data, item_size)
+        seconds = max(time.thread_time() - began, 1e-9)
+        share = 1.0 if encoded is None else len(encoded) / len(data)
+        found[encoder] = Figures(share, len(data) / seconds)
+    return found
+
+
+def _excerpt(raw: memoryview) -> memoryview:
+    """Slices at even distances."""
+    if len(raw) <= _SLICES * _SLICE_BYTES:
+        return raw
+    step = len(raw) // _SLICES // 16 * 16
+    slices = (raw[at * step : at * step + _SLICE_BYTES] for at in range(_SLICES))
+    return memoryview(b"".join(slices))

@@ -1,0 +1,39 @@
+"""Stores whose tensors are encoded whatever the machine is like: the choice is the test's."""
+
+import sys
+
+from everstep.codecs import codec
+from everstep.keeper import encoder, measured, writer
+
+_PROGRAM = """#!{python}
+import sys
+sys.path.insert(0, {tests!r})
+import coded
+from everstep.keeper import __main__ as keeper
+
+coded.choose({encoders!r})
+keeper.main(sys.argv[sys.argv.index("everstep.keeper") + 1 :])
+"""
+
+
+def choose(encoders, patch=setattr):
+    """In this process tensors get these in turn, by their names; "raw": none."""
+
+    def pick(samples, link, free):
+        del link, free
+        found = {name: encoders[at % len(encoders)] for at, name in enumerate(sorted(samples))}
+        return {name: each for name, each in found.items() if each != codec.RAW}
+
+    patch(encoder, "choose", pick)
+    patch(encoder, "REACH_BYTES_PER_S", 1e18)
+    patch(measured.FreeCores, "look", lambda self, own_s: 1.0)
+    patch(writer.Writer, "link_bytes_per_s", lambda self, step, goes_everywhere: 1e6)
+
+
+def write(program, encoders, tests):
+    """What `sys.executable` has to be for keepers that encode so."""
+    program.write_text(
+        _PROGRAM.format(python=sys.executable, tests=str(tests), encoders=tuple(encoders))
+    )
+    program.chmod(0o700)
+    return str(program)
