@@ -1,0 +1,65 @@
+"""A fault at every system call of the save of a state that is encoded, and of one beside still
+packs."""
+
+import pytest
+from faults import Fault
+from sweep import Promises, sweep
+
+import coded
+import stores
+from everstep import Store
+from everstep.format.packs import Spec, lay_out
+from everstep.format.tables import encode_table
+from everstep.store import catalog, commit, retain
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+from examples import slow
+from stores import Trainer, packs_of
+
+SPECS = (
+    *stores.SMALL,
+    Spec("frozen", "float32", (20_000,)),
+    Spec("ids", "int32", (40_000,)),
+    Spec("weights", "float32", (50_000,)),
+)
+
+
+def trainer_of(disk: Disk, **options: object) -> Trainer:
+    found = Trainer(disk, specs=SPECS, **options)
+    found.layout = lay_out(SPECS, {"frozen"})
+    found.table = encode_table(found.layout, {}, {}, {})
+    found.arena = stores.Arena.create(found.slots, 64 << 10, found.layout.size)
+    return found
+
+
+def content(spec: Spec, step: int) -> bytes:
+    size = spec.size
+    return bytes(size) if spec.name == "frozen" else (bytes([0, step % 2]) * size)[:size]
+
+
+def _two(disk: Disk) -> Promises:
+    trainer = trainer_of(disk)
+    trainer.claim()
+    trainer.save(1)
+    trainer.save(2)
+    return Promises({CheckpointName(1, 1), CheckpointName(2, 1)}, {1})
+
+
+@pytest.mark.parametrize("fault", [Fault.KILL, Fault.NO_SYNC, *slow(Fault.EIO, Fault.BURST)])
+def test_a_save_that_is_encoded(folder, fault, monkeypatch):
+    monkeypatch.setattr(stores, "content", content)
+    coded.choose(("planes", "zstd"), monkeypatch.setattr)
+
+    def save(disk: Disk, promises: Promises) -> None:
+        trainer_of(disk, epoch=1, parent=CheckpointName(2, 1)).save(3)
+        promises.checkpoints.add(CheckpointName(3, 1))
+        (part,) = catalog.read_manifest(disk, CheckpointName(3, 1)).parts
+        assert {each.codec for each in part.encoded} == {"planes", "zstd"}
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 1, 3)
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == 4  # of each its own, of all what is frozen
+        assert Store(disk.root).verify().ok
+
+    assert sweep(folder, _two, save, fault, finish) > 30
