@@ -11,22 +11,26 @@ import contextlib
 import os
 import secrets
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
-from everstep.tiers.files import EXTENT_BYTES, Await, RangeReader
+from everstep.tiers.files import EXTENT_BYTES, Await, RangeReader, extents_of
 
 DOCUMENT_BYTES_MAX = 1 << 30
 _MULTIPART_BYTES = 16 << 20
 _PART_BYTES = 8 << 20
 _PARTS_IN_FLIGHT = 8
 _PARTS_MAX = 9_000  # S3 takes 10,000
-_CLAIM_S = 3600.0
+RENEW_S = 30.0
+LIFE_S = 300.0
+"""How long a claim counts that nobody renews."""
+
 PATIENCE_S = 100.0
 _ADVICE = {
     "://169.254.": ". No credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -90,35 +94,13 @@ class Bucket:
     ) -> Any:
         """The same: an object that was acknowledged is durable."""
 
-        def extents() -> Iterator[memoryview]:
-            end = 0
-            for view in data:
-                for at in range(0, len(view), EXTENT_BYTES):
-                    extent = view[at : at + EXTENT_BYTES]
-                    end += len(extent)
-                    await_bytes(end)
-                    yield extent
+        def arriving() -> Iterator[memoryview]:
+            for extent, offset in extents_of(data):
+                await_bytes(offset + len(extent))
+                yield extent
 
-        size = sum(map(len, data))
-        with self._telling("writing", path, size):
-            if size < _MULTIPART_BYTES:
-                await_bytes(size)
-                self._api.put(self._store, path, b"".join(data))
-            else:
-                self._put_large(path, extents(), size)
-        return Upload(None)
-
-    def _put_large(self, path: str, data: Any, size: int) -> None:
-        """By multipart: `data` is a file, or brings memory that nobody changes afterwards; it must
-        not use a bucket, as it is asked for more within the client's own loop."""
-        self._api.put(
-            self._store,
-            path,
-            data,
-            use_multipart=True,
-            chunk_size=_part_size(size),
-            max_concurrency=_PARTS_IN_FLIGHT,
-        )
+        self.stream(path, arriving(), sum(map(len, data)))
+        return Upload(self, path)
 
     def stream(self, path: str, pieces: Iterable[memoryview], size: int) -> None:
         """Publish what `pieces` bring; readers see what was there before, or all of it."""
@@ -126,11 +108,9 @@ class Bucket:
             if size < _MULTIPART_BYTES:
                 self._api.put(self._store, path, b"".join(pieces))
                 return
+            part_bytes = max(_PART_BYTES, -(-size // _PARTS_MAX))
             with self._api.open_writer(
-                self._store,
-                path,
-                buffer_size=_part_size(size),
-                max_concurrency=_PARTS_IN_FLIGHT,
+                self._store, path, buffer_size=part_bytes, max_concurrency=_PARTS_IN_FLIGHT
             ) as upload:
                 for piece in pieces:
                     upload.write(piece)
@@ -141,7 +121,7 @@ class Bucket:
     @contextmanager
     def new_file(self, path: str) -> Iterator[Any]:
         """Write the new object piece by piece; on any error it does not appear."""
-        upload = Upload(partial(self._put_large, path))
+        upload = Upload(self, path)
         try:
             with self._telling("writing", path, 0):
                 yield upload
@@ -163,9 +143,9 @@ class Bucket:
         with self._telling("creating", path, len(data)):
             return self._create(path, data)
 
-    def _create(self, path: str, data: bytes, store: Any = None) -> bool:
+    def _create(self, path: str, data: bytes) -> bool:
         try:
-            self._api.put(store or self._store, path, data, mode="create")
+            self._api.put(self._store, path, data, mode="create")
         except self._errors.AlreadyExistsError:
             return self.read(path) == data  # by a try whose answer was lost
         return True
@@ -177,29 +157,29 @@ class Bucket:
         path = f"probes/{secrets.token_hex(8)}"
         try:
             with self._telling("trying to create", path, 0):
-                first = self._try_to_create(path, b"first")
-                again = self._create(path, b"again")
+                is_refused = self._refuses_to_create(path)
+                creates = not is_refused and self._create(path, b"first")
+                creates = creates and not self._create(path, b"again")
         except Missing as error:
             raise Unavailable(f"{error}. Make the bucket first") from error
-        except self._errors.NotSupportedError:
-            first = again = True
         finally:
             self.forget([path])
-        if not first or again:
+        if not creates:
             raise Unsupported(
                 f"saving to {self.root}: this server has no conditional writes, so that two "
                 f"writers would not notice each other. It can be read from; save to another one"
             )
         self._creates_once = True
 
-    def _try_to_create(self, path: str, data: bytes) -> bool:
+    def _refuses_to_create(self, path: str) -> bool:
         """Some servers say that they cannot, which a patient client takes for an outage."""
         try:
-            return self._create(path, data, self._impatient)
+            self._api.put(self._impatient, path, b"first", mode="create")
+        except self._errors.NotSupportedError:
+            return True
         except self._errors.BaseError as error:
-            if "501 Not Implemented" in str(error):
-                raise self._errors.NotSupportedError(str(error)) from error
-            return self._create(path, data)
+            return "501 Not Implemented" in str(error)
+        return False
 
     def replace(self, path: str, data: bytes) -> None:
         """Publish `data` under `path`; readers see what was there before, or this."""
@@ -319,19 +299,29 @@ class Bucket:
         yield
 
     @contextmanager
-    def claim(self, path: str) -> Iterator[None]:
-        """Hold the new object `path`, which is gone again when this ends, or counts for nothing
-        after an hour."""
-        self.replace(path, datetime.now(UTC).isoformat().encode())
+    def claim(self, path: str, said: bytes = b"") -> Iterator[None]:
+        """Hold the new object `path`, which says that, and is renewed; it is gone again when this
+        ends, or counts for nothing LIFE_S after the process has died."""
+        over = threading.Event()
+        self.replace(path, said)
+        keeping = threading.Thread(target=self._renew, args=(path, said, over), daemon=True)
+        keeping.start()
         try:
             yield
         finally:
-            self.forget([path])
+            over.set()
+            keeping.join()
+
+    def _renew(self, path: str, said: bytes, over: threading.Event) -> None:
+        while not over.wait(RENEW_S):
+            with contextlib.suppress(Missing, Unavailable):
+                self.replace(path, said)
+        self.forget([path])
 
     def is_claimed(self, path: str) -> bool:
-        """Whether `path` was claimed within the last hour, and is held still."""
+        """Whether `path` is held by a process that lives, as far as can be told."""
         age_s = self.age_s(path)
-        return age_s is not None and age_s < _CLAIM_S
+        return age_s is not None and age_s < LIFE_S
 
     @contextmanager
     def _telling(self, verb: str, path: str, size: int) -> Iterator[None]:
@@ -340,8 +330,6 @@ class Bucket:
             yield
         except (self._errors.NotFoundError, FileNotFoundError) as error:
             raise Missing(f"{what}: there is no such object, or no such bucket") from error
-        except self._errors.NotSupportedError:
-            raise
         except (self._errors.BaseError, OSError) as error:
             kind = type(error).__name__
             text = " ".join(str(error).split())
@@ -350,35 +338,32 @@ class Bucket:
             raise Unavailable(f"{what} ({size} bytes): {kind}: {text}{advice}") from error
 
 
-def _part_size(size: int) -> int:
-    return max(_PART_BYTES, -(-size // _PARTS_MAX))
-
-
 class Upload:
     """A new object: what is written, in whatever order, waits in a temporary file, and is sent when
     it is finished. For one thread."""
 
-    def __init__(self, send: Callable[[Any, int], None] | None) -> None:
-        """`send`: given the file and its size; None where the object is there already."""
-        self._send = send
-        self._file = tempfile.SpooledTemporaryFile(_MULTIPART_BYTES) if send else None  # noqa: SIM115
+    def __init__(self, bucket: Bucket, path: str) -> None:
+        self._bucket, self._path = bucket, path
+        self._file: tempfile.SpooledTemporaryFile[bytes] | None = None
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of `view` there. Raises OSError."""
-        assert self._file
+        if self._file is None:
+            self._file = tempfile.SpooledTemporaryFile(_MULTIPART_BYTES)  # noqa: SIM115
         self._file.seek(offset)
         self._file.write(view)
 
     def finish(self) -> None:
-        """Make it appear."""
-        if self._send and self._file:
+        """Make it appear, unless it was sent at once."""
+        if self._file:
             size = self._file.seek(0, os.SEEK_END)
             self._file.seek(0)
-            self._send(self._file, size)
+            read = partial(self._file.read, EXTENT_BYTES)
+            self._bucket.stream(self._path, map(memoryview, iter(read, b"")), size)
         self.abandon()
 
     def abandon(self) -> None:
         """Release it; nothing happens to an object that is there."""
         if self._file:
             self._file.close()
-        self._send = self._file = None
+        self._file = None
