@@ -50,7 +50,7 @@ class Planner:
         """The plan for this state; the same object as the last one where nothing differs."""
         loose = tuple(leaf.spec for leaf in collected.loose)
         known = self._known
-        still = self._look.look(collected.walk.leaves) if self._look else frozenset()
+        still = self._look.look(collected.walk) if self._look else frozenset()
         if (
             self._plan
             and known

@@ -7,11 +7,12 @@ changed all the same, and what else has not.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from weakref import ref
 
 from torch.nn import Parameter
 
 from everstep.sharding.leaves import Leaf
+from everstep.state.view import Walk
 
 STILL_BYTES_MIN = 64 << 10
 """For less a file of its own costs more than it saves."""
@@ -26,18 +27,23 @@ class Still:
         self._noisy: set[str] = set()
         """What was taken for still, and was not: it is not tried again."""
         self._heard: deque[tuple[bool, list[str]]] = deque()
+        self._last: tuple[ref[Walk], frozenset[str]] | None = None
 
     def hear(self, names: list[str], *, are_still: bool) -> None:
         """The keeper has compared these entries with those of the state before. Any thread."""
         self._heard.append((are_still, names))
 
-    def look(self, leaves: Sequence[Leaf]) -> frozenset[str]:
-        """Return which of these are still, by their entries."""
+    def look(self, walk: Walk) -> frozenset[str]:
+        """Return which of these leaves are still, by their entries."""
+        if not self._heard and self._last and self._last[0]() is walk:
+            return self._last[1]
         while self._heard:
             are_still, names = self._heard.popleft()
             (self._still if are_still else self._noisy).update(names)
-        found = {leaf.entry: leaf.tensor.nbytes for leaf in leaves if self._is_still(leaf)}
-        return frozenset(found if sum(found.values()) >= STILL_BYTES_MIN else ())
+        sizes = {leaf.entry: leaf.tensor.nbytes for leaf in walk.leaves if self._is_still(leaf)}
+        found = frozenset(sizes if sum(sizes.values()) >= STILL_BYTES_MIN else ())
+        self._last = ref(walk), found
+        return found
 
     def _is_still(self, leaf: Leaf) -> bool:
         is_frozen = leaf.owner is None and isinstance(leaf.tensor, Parameter)
