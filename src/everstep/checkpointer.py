@@ -158,7 +158,7 @@ class Checkpointer:
         others = [*self._partners, *around]
         all_tiers = Union([self._disk, *others]) if others else self._disk
         self._captures = Captures(
-            self._state, choice, options, self._client, self._saves, self.metrics
+            self._state, choice, options, self._disk, self._client, self._saves, self.metrics
         )
         self._restores = Restores(
             self._state,

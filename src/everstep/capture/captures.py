@@ -17,6 +17,7 @@ from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
 from everstep.capture.saves import STALLED, Saves
 from everstep.capture.strategy import Captured, Request, Strategy
+from everstep.capture.streams import Streams, links_of
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
@@ -29,6 +30,7 @@ from everstep.redo.rolling_digest import DERIVED_OWNER
 from everstep.sharding.topology import topology
 from everstep.state.view import Collected, State
 from everstep.store.names import CheckpointName
+from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
 
@@ -49,6 +51,7 @@ class Captures:
         state: State,
         choice: Choice,
         options: Options,
+        disk: Tier,
         client: Client,
         saves: Saves,
         metrics: Metrics,
@@ -75,6 +78,7 @@ class Captures:
         self._passes = 0
         """So many more steps are told that are not saved here."""
         self._planners: dict[object, Planner] = {}
+        self._streams = Streams(disk, state.streams)
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
         self._unannounced: threading.Event | None = None
@@ -151,6 +155,7 @@ class Captures:
         for hook in self._hooks:
             hook.remove()
         self._recorder.stop()
+        self._streams.close()
         self._copier.close()
 
     def abandon_in_child(self) -> None:
@@ -193,6 +198,7 @@ class Captures:
     def _capture(
         self, handle: SaveHandle, request: Request, captured: Captured, *, waits: bool
     ) -> None:
+        streams = self._streams.take(handle.step, self._metrics.failures)
         plan = self._planner(captured).plan(captured.collected)
         if (lent := self.pool.lent) and not self._copier.was_given(lent):  # that call was cut off
             self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
@@ -206,6 +212,7 @@ class Captures:
         sequence = self.pool.next_sequence()
         said = self._describe(captured, request) | {"call": handle.call}
         capture = self._copier.begin(handle, sequence, captured, plan, slot, said)
+        capture.streams = streams
         try:
             self.strategy.begun(captured, handle)
             if not captured.continues:
@@ -297,6 +304,7 @@ class Captures:
             is_next = False  # jobs are submitted in their order
         else:
             is_next = self.epoch is not None and capture.handle.error is None
+            is_next &= not capture.streams
         self._unannounced = None if is_next else capture.sealed
         if not is_next:
             return None
@@ -313,6 +321,7 @@ class Captures:
         if capture.handle.error:
             raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
         slot = capture.slot
+        capture.description["streams"] = links_of(capture.streams)
         self._descriptor_size = len(capture.descriptor)
         slot.arena.seal(slot.index, capture.row, capture.plan.table, capture.descriptor)
         capture.handle.epoch = self.epoch

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from everstep.capture.pool import Slot
 from everstep.capture.strategy import RECORD_OWNER, Captured
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.document import seal
+from everstep.format.manifest import Stream
 from everstep.handle import SaveHandle
 from everstep.keeper.arena import Row, SlotState
 from everstep.redo.rolling_digest import DIGEST_OWNER, Slice
@@ -100,6 +101,8 @@ class Capture:
     keep_alive: Collected | None
     torn: "queue.SimpleQueue[Torn]"
     """Gets what was written to while it was copied."""
+    streams: Mapping[str, Future[Stream]] = field(default_factory=dict)
+    """What its descriptor names when it is sealed."""
     trainer: int = field(default_factory=threading.get_ident)
     """The thread that called."""
     problem: str | None = None

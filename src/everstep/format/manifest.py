@@ -59,6 +59,7 @@ _RECORD = {
     "parts?": [PART],
     "derived?": {str: {"rule": bool, "digest": (None, str), "digests?": [(None, str)]}},
 }
+_STREAM: Shape = {"part": TABLE_LINK, "table": TABLE_LINK, "packs": [PACK_LINK]}
 _MANIFEST = {
     **_NAME,
     "run": str,
@@ -76,6 +77,7 @@ _MANIFEST = {
     "hyperparameters": {str: [_ANYTHING]},
     "objects": _ANYTHING,
     "ranks?": [{str: {"index": natural, "count": natural, "value": anything}}],
+    "streams?": {str: _STREAM},
 }
 
 
@@ -143,6 +145,32 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Stream:
+    """A streamed object of the state (format/streams.py). `part`: the document that has its part;
+    `table` and `packs`: what that one names. Its version is among the manifest's objects."""
+
+    part: FileLink
+    table: FileLink
+    packs: tuple[FileLink, ...]
+
+    @property
+    def files(self) -> tuple[FileLink, ...]:
+        """All that it needs."""
+        return self.part, self.table, *self.packs
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a manifest."""
+        packs = [pack.to_json() for pack in self.packs]
+        return {"part": self.part.to_json(), "table": self.table.to_json(), "packs": packs}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Stream":
+        """Of what `to_json` made."""
+        part, table = FileLink.from_json(value["part"]), FileLink.from_json(value["table"])
+        return cls(part, table, tuple(map(FileLink.from_json, value["packs"])))
+
+
+@dataclass(frozen=True, slots=True)
 class Previous:
     """The checkpoint that records go on from, and the XXH3-128 of its manifest: the log is a
     chain."""
@@ -180,6 +208,7 @@ class Manifest:
     """Of several ranks: for each the objects that it has for itself."""
     replaces_log: bool = False
     """Of a state that was made of a log and is not exact: to be taken in its place all the same."""
+    streams: Mapping[str, Stream] = field(default_factory=dict)
 
     @property
     def ends_chain(self) -> bool:
@@ -216,17 +245,21 @@ class Manifest:
     @property
     def files(self) -> tuple[FileLink, ...]:
         """Every data file that it has; what `previous` has comes in addition."""
-        return tuple(link for part in self.all_parts for link in (part.table, *part.packs))
+        of_streams = (link for stream in self.streams.values() for link in stream.files)
+        of_parts = (link for part in self.all_parts for link in (part.table, *part.packs))
+        return (*of_parts, *of_streams)
 
     @property
     def size(self) -> int:
         """Bytes of its packs."""
-        return sum(part.size for part in self.all_parts)
+        packs = (pack for stream in self.streams.values() for pack in stream.packs)
+        return sum(part.size for part in self.all_parts) + sum(pack.size for pack in packs)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The sealed manifest."""
     previous = manifest.previous
+    streams = {name: stream.to_json() for name, stream in manifest.streams.items()}
     return seal(
         {
             "format": FORMAT_VERSION,
@@ -255,6 +288,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "hyperparameters": manifest.hyperparameters,
             "objects": manifest.objects,
             **({"ranks": manifest.ranks} if manifest.ranks else {}),
+            **({"streams": streams} if streams else {}),
         }
     )
 
@@ -271,6 +305,8 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
     known = {field.name: value[field.name] for field in fields(Manifest) if field.name in value}
     known["previous"] = previous and Previous(**{key: previous[key] for key in _PREVIOUS})
     known["ranks"] = tuple(value.get("ranks", ()))
+    found = value.get("streams", {})
+    known["streams"] = {name: Stream.from_json(each) for name, each in found.items()}
     return Manifest(**{**known, "parts": parts, "records": records})
 
 

@@ -331,7 +331,7 @@ class Data:
         parsed = self._image.parsed
         chunks = [chunk for chunk in parsed.chunks if chunk.pack == number]
         with self._writer.disk.new_file(path) as file:
-            tail = _Tail(file)
+            tail = Tail(file)
             for chunk, (data, stored) in zip(chunks, self._encoded(chunks), strict=True):
                 self._packed[chunk.digest] = stored
                 tail.append(data)
@@ -382,7 +382,7 @@ def _digest(image: Image, encoding: Encoding, share: list[Extent]) -> dict[int, 
     return found
 
 
-class _Tail:
+class Tail:
     """The file's end in page-aligned memory: full buffers are written, the rest waits. `seconds`:
     what the writes took, without the encoding."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from everstep.errors import EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of
-from everstep.format.manifest import Manifest, Part, Previous, Record, encode_manifest
+from everstep.format.manifest import Manifest, Part, Previous, Record, Stream, encode_manifest
 from everstep.format.node_parts import NodePart
 from everstep.keeper.data import Data
 from everstep.keeper.existing import CALL, check_same
@@ -222,6 +222,7 @@ class Save:
             metrics=said["metrics"],
             tag=said["tag"],
             ranks=tuple(said["own"]),
+            streams={name: Stream.from_json(each) for name, each in said["streams"].items()},
             previous=self._previous(record["previous"], parent) if record else None,
         )
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ from everstep.restore.fill import Wanted, fill, fill_from_live, is_same_memory
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
+from everstep.restore.streams import read_stream
 from everstep.sharding.layout import LocalBox, shards_of
 from everstep.sharding.ranked import unowned
 from everstep.sharding.redundancy import is_dealt_out, is_same_class, send_around
@@ -118,6 +120,7 @@ def _match(
 ) -> Placement:
     """Where the base goes, or these parts of it. Raises Mismatch."""
     placement = state.place(Saved.of(base))
+    placement.read_stream = partial(read_stream, candidate.disk)
     state.prepare(placement, only)
     step, root = candidate.name.step, candidate.disk.root
     state.world.together("fitting", lambda: placement.check(step, root))
@@ -147,6 +150,7 @@ def _replay(
     def match_rest() -> Placement:
         live = derivation.live().values()
         rest = state.place_rest(saved, names, live)
+        rest.read_stream = partial(read_stream, candidate.disk)
         state.prepare(rest, None)
         return rest
 
@@ -233,6 +237,7 @@ def _replay_beside(
     memory for all of it."""
     saved = chain.saved(chain.optimized)
     placement = state.place(saved)
+    placement.read_stream = partial(read_stream, candidate.disk)
     state.prepare(placement, only)
     placement.check(candidate.name.step, candidate.disk.root)
     wanted = placement.destinations

@@ -217,5 +217,13 @@ class Store:
                     yield size, str(problem) if problem else None
             except EverstepError as error:
                 yield 0, str(error)
+        for stream in manifest.streams.values():
+            try:
+                part = catalog.read_stream(self._disk, stream)
+                table = catalog.read_table(self._disk, part)
+                for size, problem in read.verify_part(self._disk, part, table):
+                    yield size, str(problem) if problem else None
+            except EverstepError as error:
+                yield 0, str(error)
         if len(tables) == len(manifest.all_parts):
             yield from ((0, problem) for problem in Described(manifest, tables).problems())

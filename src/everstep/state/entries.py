@@ -30,6 +30,7 @@ from everstep.state.stateful import (
     is_generator,
     is_loader,
 )
+from everstep.state.streams import Streamed, StreamState
 
 log = logging.getLogger("everstep")
 
@@ -167,25 +168,32 @@ def _entry(place: Place, indices: Iterator[int]) -> Iterator[Entry]:
         if _has_own_state(value, optimizer.optimizer):
             optimizer.wrapper = type(value).__name__
             yield StatefulState(f"{name}.wrapper", StateByParameter(value))
-    elif isinstance(value, GradScaler):
-        yield ScalerState(name, value)
-    elif is_generator(value):
-        yield GeneratorState(name, value)
     elif is_loader(value):
         yield LoaderState(name, value)
         if value.generator is not None:
             # Its own state_dict does not have it.
             yield GeneratorState(f"{name}.generator", value.generator, is_new=True)
-    elif isinstance(value, Stateful) and not isinstance(value, type):
-        yield StatefulState(name, value)
     else:
-        if isinstance(value, dict) and value.keys() == {"state", "param_groups"}:
-            log.warning(
-                "%r is what state_dict() of an optimizer returned: it is saved as it stands there, "
-                "and restore() gives it to no optimizer. Give the optimizer itself",
-                name,
-            )
-        yield ValueState(name, place.holder, place.key)
+        yield _single(place)
+
+
+def _single(place: Place) -> Entry:
+    name, value = place.name, place.value
+    if isinstance(value, GradScaler):
+        return ScalerState(name, value)
+    if is_generator(value):
+        return GeneratorState(name, value)
+    if isinstance(value, Streamed) and not isinstance(value, type):
+        return StreamState(name, value)
+    if isinstance(value, Stateful) and not isinstance(value, type):
+        return StatefulState(name, value)
+    if isinstance(value, dict) and value.keys() == {"state", "param_groups"}:
+        log.warning(
+            "%r is what state_dict() of an optimizer returned: it is saved as it stands there, "
+            "and restore() gives it to no optimizer. Give the optimizer itself",
+            name,
+        )
+    return ValueState(name, place.holder, place.key)
 
 
 def _with_hooks(name: str, optimizer: Optimizer) -> Optimizer:
@@ -230,7 +238,8 @@ def _refuse_prepared(place: Place) -> None:
 
 
 def _is_live(value: Any) -> bool:
-    return isinstance(value, (nn.Module, Optimizer, GradScaler, Stateful)) or is_generator(value)
+    kinds = (nn.Module, Optimizer, GradScaler, Stateful, Streamed)
+    return isinstance(value, kinds) or is_generator(value)
 
 
 def _holds_live_parts(value: Mapping[Any, Any] | list[Any], depth: int = 0) -> bool:

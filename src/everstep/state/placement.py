@@ -2,7 +2,7 @@
 and what is done when all have arrived."""
 
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from everstep.errors import Mismatch
 from everstep.format.boxes import Box
 from everstep.format.global_tensors import Described, optimizers_of
+from everstep.format.manifest import Stream
 from everstep.format.tables import TensorEntry
 from everstep.sharding.layout import LocalBox, is_dtensor, shards_of
 from everstep.sharding.leaves import dtype_name
@@ -32,6 +33,7 @@ class Saved:
     optimizers: Mapping[str, Any]
     ranks: Sequence[Mapping[str, Any]] = ()
     """Of several ranks: what each has for itself."""
+    streams: Mapping[str, Stream] = field(default_factory=dict)
 
     @classmethod
     def of(cls, described: Described) -> "Saved":
@@ -47,6 +49,7 @@ class Saved:
             manifest.hyperparameters,
             optimizers,
             manifest.ranks,
+            manifest.streams,
         )
 
     def has(self, name: str) -> bool:
@@ -69,6 +72,10 @@ _ABSENT: Any = object()
 
 def _alone(name: str) -> None:
     """Nothing that a new tensor of this name could be laid out as."""
+
+
+def _unread(stream: Stream) -> Iterator[tuple[str, Iterator[Any]]]:
+    raise AssertionError(stream)
 
 
 @dataclass(slots=True)
@@ -96,6 +103,7 @@ class Placement:
     """The tensors, by id(), that a replay brings to where they are to be."""
     settled_names: Set[str] = frozenset()
     """What of the checkpoint is theirs."""
+    read_stream: Callable[[Stream], Iterator[tuple[str, Iterator[Any]]]] = field(default=_unread)
     offers: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """What some rank must take: the problem if none does, and whether this one does."""
     _absent: list[tuple[str, torch.Tensor]] = field(default_factory=list)

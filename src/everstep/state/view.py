@@ -42,6 +42,7 @@ from everstep.state.stateful import (
     StatefulState,
     ValueState,
 )
+from everstep.state.streams import StreamState
 
 log = logging.getLogger("everstep")
 
@@ -105,6 +106,11 @@ class State:
                 f"that of the random generators)"
             )
         self.world = world or World(0, 1)
+        if self.streams and not self.world.is_alone:
+            raise Unsupported(
+                f"capturing {self.streams[0].name!r}: streams of several ranks are not saved. Give "
+                f"each rank's a store of its own (ranks=everstep.Ranks(alone=True))"
+            )
         self._shares = shares_of(self._entries, by_rank or {}, self.world)
         self._holders = Holders(self.world)
         self._loose_holders = Holders(self.world, "objects")
@@ -136,6 +142,11 @@ class State:
     def optimizers(self) -> list[OptimizerState]:
         """The optimizers, by their index."""
         return [entry for entry in self._entries if isinstance(entry, OptimizerState)]
+
+    @property
+    def streams(self) -> list[StreamState]:
+        """The streamed parts."""
+        return [entry for entry in self._entries if isinstance(entry, StreamState)]
 
     @property
     def modules(self) -> dict[str, nn.Module]:

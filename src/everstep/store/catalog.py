@@ -6,7 +6,15 @@ from collections.abc import Iterable, Iterator
 
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.document import digest_of, natural, unseal
-from everstep.format.manifest import Manifest, Part, check_follows, check_table, decode_manifest
+from everstep.format.manifest import (
+    Manifest,
+    Part,
+    Stream,
+    check_follows,
+    check_table,
+    decode_manifest,
+)
+from everstep.format.streams import decode_part
 from everstep.format.tables import Table, decode_table
 from everstep.store import names
 from everstep.store.lineage import Epoch, current
@@ -224,6 +232,25 @@ def read_table_document(disk: Readable, part: Part) -> tuple[bytes, Table]:
         )
     check_table(table, part, disk.root / path)
     return document, table
+
+
+def read_stream(disk: Readable, stream: Stream) -> Part:
+    """The part of a stream. Raises Corrupt."""
+    path = stream.part.path
+    try:
+        document = disk.read(path)
+    except Missing as error:
+        raise Corrupt(f"{error}, but a manifest needs it") from error
+    part = decode_part(document, disk.root / path)
+    said = digest_of(document), part.table, part.packs
+    if said != (stream.part.digest, stream.table, stream.packs):
+        raise Corrupt(f"reading {disk.root / path}: it is another stream than the manifest names")
+    return part
+
+
+def streamed_parts(disk: Readable, manifest: Manifest) -> list[Part]:
+    """Those of its streams. Raises Corrupt."""
+    return [read_stream(disk, stream) for stream in manifest.streams.values()]
 
 
 def tags(disk: Readable) -> list[str]:

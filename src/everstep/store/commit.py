@@ -331,7 +331,9 @@ def _check_shared(disk: Tier, manifest: Manifest) -> None:
     """What it has of earlier checkpoints may have been deleted since, as nothing else had it.
     Raises Unavailable."""
     name = CheckpointName(manifest.step, manifest.epoch)
-    for link in (link for part in manifest.parts for link in part.packs):
+    of_parts = (link for part in manifest.parts for link in part.packs)
+    of_streams = (link for stream in manifest.streams.values() for link in stream.packs)
+    for link in (*of_parts, *of_streams):
         if not names.is_new_in(link.path, name) and disk.size(link.path) != link.size:
             raise Unavailable(
                 f"saving step {manifest.step} to {disk.root}: {link.path}, which has what has not "

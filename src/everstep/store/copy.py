@@ -114,13 +114,14 @@ class _Step:
     manifest: Manifest
     state_document: bytes | None
     state: Manifest | None
+    streams: tuple[Part, ...]
     is_there: bool
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """Those to be copied."""
         beside = self.state.all_parts if self.state else ()
-        return beside if self.is_there else (*self.manifest.all_parts, *beside)
+        return beside if self.is_there else (*self.manifest.all_parts, *self.streams, *beside)
 
     @property
     def size(self) -> int:
@@ -161,7 +162,8 @@ def _read_step(source: Readable, target: Target, name: CheckpointName) -> _Step:
         )
     state = catalog.read_state(source, name) if manifest.records else None
     state_document = source.read(names.state_path(name)) if state else None
-    return _Step(name, document, manifest, state_document, state, there is not None)
+    streams = tuple(catalog.streamed_parts(source, manifest))
+    return _Step(name, document, manifest, state_document, state, streams, there is not None)
 
 
 def _copy_epochs(source: Readable, target: Target, newest: int) -> None:
@@ -256,6 +258,8 @@ class _Copy:
         with target.locked(exclusive=False):
             for document in {self._table(part)[0] for part in step.parts}:
                 commit.write_table(target, document)
+            for stream in step.manifest.streams.values():
+                commit.write_table(target, self._source.read(stream.part.path))
             going = filter(self._is_to_go, step.parts)
             for link in {pack.path: pack for part in going for pack in part.packs}.values():
                 if target.size(link.path) != link.size:

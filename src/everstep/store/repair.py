@@ -37,6 +37,9 @@ class Mender:
             state = catalog.read_state(self._tier, name)
         for part in (*manifest.all_parts, *(state.all_parts if state else ())):
             self._mend_part(part)
+        for stream in manifest.streams.values():
+            self._mend_document(stream.part.path, catalog.read_stream, stream)
+            self._mend_part(catalog.read_stream(self._tier, stream))
         if not state or not state.ends_chain:
             self._bring_previous(manifest)
 

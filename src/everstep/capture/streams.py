@@ -1,0 +1,154 @@
+"""Streams on their way to the store: written by the trainer itself, in bounded memory, before the
+checkpoint that names them is sealed.
+
+Memory: the piece that is given, and one buffer. What is immutable is read by a thread of its own,
+while training goes on; what has been begun before the next save is waited for there, not begun
+again.
+"""
+
+import secrets
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from everstep.errors import EverstepError, Unavailable, Unsupported
+from everstep.format.boxes import Box
+from everstep.format.document import digest_of
+from everstep.format.manifest import Part, Stream
+from everstep.format.packed import HEADER_BYTES, header
+from everstep.format.packs import Piece, Spec, chunks
+from everstep.format.streams import BUFFER, NOTHING, TENSOR, encode_part, row_name
+from everstep.format.tables import FileLink, PackShape, Table, TensorEntry, seal_table
+from everstep.keeper.data import Tail
+from everstep.sharding.leaves import bytes_of, dtype_name
+from everstep.state.streams import Chunk, Streamed, StreamState
+from everstep.store import catalog, commit, names
+from everstep.store.names import CheckpointName
+from everstep.tiers.tier import Tier
+
+
+class Streams:
+    """All streamed parts of a state. For the thread that trains."""
+
+    def __init__(self, disk: Tier, parts: Iterable[StreamState]) -> None:
+        self._disk = disk
+        self._parts = list(parts)
+        self._pool = ThreadPoolExecutor(1, "everstep-stream") if self._parts else None
+        self._begun: dict[str, tuple[Any, Future[Stream]]] = {}
+        self._failures = -1
+
+    def take(self, step: int, failures: int) -> dict[str, Future[Stream]]:
+        """Where the content of each is, or will be: what the store has is named, what it has not is
+        written. Blocks for what may change. `failures`: of saves so far: after one it is looked
+        whether files are still there. Raises what `stream()` does; what the disk does is in the
+        future."""
+        if failures != self._failures:
+            self._failures = failures
+            self._forget_absent()
+        return {part.name: self._take(part, step) for part in self._parts}
+
+    def _forget_absent(self) -> None:
+        for part in self._parts:
+            if part.known and not self._is_there(part.known[1]):
+                part.known = None
+            _, begun = self._begun.get(part.name, (None, None))
+            if begun and begun.done() and (begun.exception() or not self._is_there(begun.result())):
+                del self._begun[part.name]
+
+    def _take(self, part: StreamState, step: int) -> Future[Stream]:
+        version = part.version
+        if part.known and part.known[0] == version:
+            found: Future[Stream] = Future()
+            found.set_result(part.known[1])
+            return found
+        begun = self._begun.get(part.name)
+        if begun and begun[0] == version and not (begun[1].done() and begun[1].exception()):
+            return begun[1]
+        assert self._pool
+        name = CheckpointName(step, catalog.newest_epoch(self._disk) + 1)
+        future = self._pool.submit(write_stream, self._disk, name, part.name, part.value)
+        self._begun[part.name] = version, future
+        if not part.is_immutable:
+            error = future.exception()  # blocks
+            if error and not isinstance(error, EverstepError):
+                raise error
+        return future
+
+    def _is_there(self, stream: Stream) -> bool:
+        return all(self._disk.size(link.path) == link.size for link in stream.files)
+
+    def close(self) -> None:
+        """Nothing more is begun."""
+        if self._pool:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def links_of(streams: Mapping[str, Future[Stream]]) -> dict[str, Any]:
+    """For a descriptor; blocks until all are durable. Raises Unavailable, Unsupported."""
+    try:
+        return {name: future.result().to_json() for name, future in streams.items()}
+    except EverstepError:
+        raise
+    except Exception as error:
+        raise Unavailable(f"streaming {', '.join(map(repr, streams))}: {error!r}") from error
+
+
+def write_stream(disk: Tier, name: CheckpointName, called: str, content: Streamed) -> Stream:
+    """Make the content of a stream durable, in a file that is named after a checkpoint. Raises
+    Unavailable, Unsupported, and what `stream()` raises; then nothing is left of it."""
+    path = names.pack_path(name, secrets.token_hex(4), 0)
+    with disk.new_file(path) as file:
+        tail, rows = Tail(file), _Rows()
+        for number, (key, pieces) in enumerate(content.stream()):
+            rows.begin(number, key, called)
+            for piece in pieces:
+                tail.append(rows.add(piece))
+        size = tail.finish()
+        first = header(size - HEADER_BYTES)
+        tail.put_first(first)
+    link = FileLink(path, size)
+    commit.sync_packs(disk, [commit.NewPack(0, link, file)])
+    disk.sync_entries([path])
+    shape = PackShape(size, HEADER_BYTES, 0)
+    table = seal_table(Table((shape,), dict(sorted(rows.entries.items())), {}))
+    digests = (digest_of(first), *rows.digests)
+    part = Part(0, commit.write_table(disk, table), (link,), digests, name.step)
+    return Stream(commit.write_table(disk, encode_part(part)), part.table, part.packs)
+
+
+class _Rows:
+    """The pieces of a stream as its table and its digests have them."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, TensorEntry] = {}
+        self.digests: list[str] = []
+        self._at = HEADER_BYTES
+        self._number = self._index = 0
+        self._key = ""
+
+    def begin(self, number: int, key: str, called: str) -> None:
+        """A name, whose pieces come now."""
+        if not isinstance(key, str):
+            raise Unsupported(f"streaming {called!r}: {key!r} is no name, stream() yields texts")
+        self._number, self._index, self._key = number, 0, key
+        self._add(NOTHING, "uint8", (0,), memoryview(b""))
+
+    def add(self, piece: Chunk) -> memoryview:
+        """A piece; its bytes."""
+        self._index += 1
+        if isinstance(piece, torch.Tensor):
+            view = bytes_of(piece).numpy().data.cast("B")
+            return self._add(TENSOR, dtype_name(piece.dtype), tuple(piece.shape), view)
+        view = memoryview(piece).cast("B")
+        return self._add(BUFFER, "uint8", (len(view),), view)
+
+    def _add(self, kind: str, dtype: str, shape: tuple[int, ...], view: memoryview) -> memoryview:
+        name = row_name(self._number, self._index, kind, self._key)
+        first = 1 + len(self.digests)
+        piece = Piece(Box.whole(shape), 0, self._at, len(view), first)
+        self.entries[name] = TensorEntry(Spec(name, dtype, shape), (piece,))
+        self.digests += [digest_of(view[at : at + size]) for at, size in chunks(len(view))]
+        self._at += len(view)
+        return view
