@@ -17,12 +17,20 @@ GPU_PYTHON ?= 3.12
 GPU_WHEELS := build/gpu-wheels
 GPU_SITE   := build/gpu-site
 GPU_NEEDS  := xxhash zstandard rich markdown-it-py mdurl pygments safetensors psutil pytest pluggy iniconfig packaging \
-              pytest-timeout pytest-xdist execnet hypothesis sortedcontainers torch_checkpointing
+              pytest-timeout pytest-xdist execnet hypothesis sortedcontainers torch_checkpointing accelerate pyyaml tqdm
+# What torchtitan imports, 100 MB; `make gpu-wheels GPU_TITAN=` leaves it out, and its test is skipped. Its versions are its own.
+GPU_TITAN  := torchtitan==0.3.0 torchdata datasets==4.7.0 pyarrow pandas python-dateutil six tzdata dill multiprocess==0.70.18 \
+              huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 h11 anyio idna certifi click filelock hf-xet requests urllib3 \
+              charset-normalizer tokenizers tyro docstring-parser typeguard tensorboard absl-py grpcio markdown protobuf pillow \
+              tensorboard-data-server werkzeug markupsafe spmd_types==0.2.3 einops
 GLIBCS     := 2_17 2_28 2_34
+COLLECT     = $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+              --implementation cp --python-version $(GPU_PYTHON) $(GLIBCS:%=--platform manylinux_%_x86_64) \
+              --platform manylinux2014_x86_64 -d $(GPU_WHEELS)
 define MISSING
 import sys, importlib.metadata as m
 def is_missing(name):
-    try: m.version(name)
+    try: m.version(name.partition("==")[0])
     except m.PackageNotFoundError: return True
 print(*filter(is_missing, sys.argv[1:]))
 endef
@@ -54,15 +62,16 @@ test-gpu: env
 	$(BIN)/pytest tests/gpu -m "gpu" -v
 
 gpu:
-	missing=$$($(PYTHON) -c "$$MISSING" $(GPU_NEEDS)) && if [ -n "$$missing" ]; then $(PYTHON) -m pip install --quiet \
-	    --disable-pip-version-check --no-index --no-deps --upgrade --target $(GPU_SITE) --find-links $(GPU_WHEELS) $$missing; fi
+	for needs in '$(GPU_NEEDS)' '$(if $(wildcard $(GPU_WHEELS)/torchtitan-*),$(GPU_TITAN))'; do \
+	    missing=$$($(PYTHON) -c "$$MISSING" $$needs) && if [ -n "$$missing" ]; then $(PYTHON) -m pip install --quiet \
+	    --disable-pip-version-check --no-index --no-deps --upgrade --target $(GPU_SITE) --find-links $(GPU_WHEELS) $$missing; \
+	    fi || exit; done
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/$(GPU_SITE):$$PYTHONPATH timeout -k 10 560 $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 gpu-wheels:
 	rm -rf $(GPU_WHEELS)
-	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: -c constraints.txt \
-	    --implementation cp --python-version $(GPU_PYTHON) $(GLIBCS:%=--platform manylinux_%_x86_64) \
-	    --platform manylinux2014_x86_64 -d $(GPU_WHEELS) $(GPU_NEEDS)
+	$(COLLECT) -c constraints.txt $(GPU_NEEDS)
+	$(if $(GPU_TITAN),$(COLLECT) $(GPU_TITAN))
 
 check: test
 

@@ -61,9 +61,13 @@ class Forked:
     """Whether it has no processes of Python's multiprocessing of its own, and ends with its
     caller."""
 
+    method = "forkserver"
+    """How it is started: "spawn" is slower, and shares nothing."""
+
     def __init__(self, function: Callable, *args: object) -> None:
-        start_server()
-        context = multiprocessing.get_context("forkserver")
+        if self.method == "forkserver":
+            start_server()
+        context = multiprocessing.get_context(self.method)
         stdin, mine = context.Pipe(duplex=False)
         printed, stdout = context.Pipe(duplex=False)
         stderr = Connection(os.dup(2))

@@ -42,6 +42,8 @@ CONTENDERS = {
 WANTED = ("tests", "kills", "restores", *CONTENDERS)
 TIMING = REPOSITORY / "tests/gpu/test_cuda_timing.py"
 """Has the machine for itself."""
+TRAINERS = REPOSITORY / "tests/gpu/test_cuda_trainers.py"
+"""Processes that are killed, and begin anew: most of it is their imports."""
 EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """The environment in which equal runs are equal bit for bit."""
 _OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
@@ -65,7 +67,7 @@ class Part:
 def stages(wanted: Sequence[str]) -> list[list[Part]]:
     """In this order; what stands in one stage runs at once."""
     workers = str(max(1, min(4, len(os.sched_getaffinity(0)) // 3)))
-    others = (str(TIMING.parent), f"--ignore={TIMING}", "-n", workers)
+    others = (str(TIMING.parent), f"--ignore={TIMING}", f"--ignore={TRAINERS}", "-n", workers)
     figures = {
         size: [
             [
@@ -82,7 +84,11 @@ def stages(wanted: Sequence[str]) -> list[list[Part]]:
         for size, limit_s in (("300m", 90.0), ("2b", 110.0))
         if size in wanted
     }
-    at_once = [Part("tests", "tests", 170, 30, tests=others), Part("kills", "kills", 170, 60)]
+    at_once = [
+        Part("tests", "tests", 170, 30, tests=others),
+        Part("trainers", "tests", 170, 60, tests=(str(TRAINERS), "-n", "3")),
+        Part("kills", "kills", 170, 60),
+    ]
     found = [
         [Part("machine", "machine", 40, 10)],
         [Part("timing tests", "tests", 60, 20, tests=(str(TIMING),))] if "tests" in wanted else [],

@@ -9,32 +9,19 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from harness import check_resumes, random_seed, trains_on_two_ranks
 from torch import nn
 
 import everstep
+from accelerated import ACCUMULATE, EPOCHS, PER_EPOCH, Noisy, llama, train
 from examples import slow
+from harness import check_resumes, random_seed, trains_on_two_ranks
 
 pytestmark = pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
-EPOCHS, BATCHES, ACCUMULATE = 3, 10, 4
-PER_EPOCH = 3  # updates: the last one is of two batches
-
-
-class Noisy(torch.utils.data.Dataset):
-    """Rows with noise, drawn when they are loaded."""
-
-    def __len__(self):
-        return 4 * BATCHES
-
-    def __getitem__(self, index):
-        return torch.full((8,), float(index)) + torch.rand(8)
 
 
 def trains(store, trace):
     from accelerate import Accelerator
     from accelerate.utils import set_seed
-
-    from everstep.integrations.accelerate import state_of
 
     set_seed(1)
     accelerator = Accelerator(
@@ -44,65 +31,24 @@ def trains(store, trace):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, EPOCHS * PER_EPOCH)
     loader = torch.utils.data.DataLoader(Noisy(), batch_size=4, shuffle=True)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    _train(store, trace, accelerator, state_of(accelerator), model, optimizer, loader, scheduler)
+    parts = accelerator.prepare(model, optimizer, loader, scheduler)
+    train(store, trace, accelerator, *parts)
 
 
 def trains_llama(store, trace):
     from accelerate import Accelerator
     from accelerate.utils import set_seed
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from everstep.integrations.accelerate import state_of
 
     set_seed(1)
     accelerator = Accelerator(
         cpu=True, mixed_precision="bf16", gradient_accumulation_steps=ACCUMULATE
     )
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        attention_dropout=0.1,
-    )
-    model = LlamaForCausalLM(config)
+    model, data = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * PER_EPOCH)
-    rows = torch.randint(0, 64, (4 * BATCHES, 16), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": row, "labels": row} for row in rows]
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=2)
     parts = accelerator.prepare(model, optimizer, loader, scheduler)
-    _train(store, trace, accelerator, state_of(accelerator), *parts)
-
-
-def _train(store, trace, accelerator, state, model, optimizer, loader, scheduler):
-    checkpointer = everstep.Checkpointer(store, state) if store else None
-    step = checkpointer.restore() if checkpointer else 0
-    trace.resumed(step)
-    for _ in range(loader.iteration, EPOCHS):
-        for batch in loader:
-            with accelerator.accumulate(model):
-                if isinstance(batch, dict):
-                    loss = model(**batch).loss
-                else:
-                    loss = (model(batch) - batch.mean(1, keepdim=True)).square().mean()
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                step += 1
-                trace.note("loss", step, loss)
-                if checkpointer:
-                    checkpointer.step(step)
-    if checkpointer:
-        checkpointer.close()
-    counters = {"step": accelerator.step, "epoch": loader.iteration}
-    trace.end(model=model, optimizer=optimizer, scheduler=scheduler, counters=counters)
+    train(store, trace, accelerator, *parts)
 
 
 @pytest.mark.parametrize(

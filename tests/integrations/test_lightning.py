@@ -8,12 +8,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from harness import Trace, check_resumes, random_seed, trains_on_two_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import everstep
 from forked import Forked
+from harness import Trace, check_resumes, random_seed, trains_on_two_ranks
 
 pytestmark = pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
 EPOCHS, BATCHES = 3, 8

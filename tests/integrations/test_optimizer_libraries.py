@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from harness import check_resumes, random_seed
 from torch import nn
 
 import everstep
+from harness import check_resumes, random_seed
 
 STEPS = 14
 

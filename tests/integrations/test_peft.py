@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from harness import check_resumes, random_seed
 
 import everstep
+from harness import check_resumes, random_seed
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's own

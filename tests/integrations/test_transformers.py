@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+
 from harness import check_resumes, random_seed, trains_on_two_ranks
 
 transformers = pytest.importorskip("transformers")

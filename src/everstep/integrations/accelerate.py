@@ -94,11 +94,18 @@ class _Prepared(LoaderPosition):
         """Accelerate counts an epoch only when the loop asks for more than its last batch."""
         seeds = [each.initial_seed for each in self._seedable()]
         is_over = self.is_at_end and self._prepared.iteration == self._epoch
-        epoch = self._prepared.iteration + is_over
-        return super().state_dict() | {"iteration": epoch, "seeds": seeds}
+        own = {"iteration": self._prepared.iteration + is_over, "seeds": seeds}
+        return super().state_dict() | own | {"shares": self._shares()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that."""
+        """Go on from that. Raises Unsupported where other ranks share the batches."""
+        here = self._shares()
+        if (then := state.get("shares", here)) != here:
+            raise Unsupported(
+                f"restoring an Accelerator's loader: {then} ranks shared its batches, here are "
+                f"{here}, which would train on some of them twice, or never. Restore without it "
+                f"(only=[...] names the other parts), and begin an epoch"
+            )
         super().load_state_dict(state)
         self._prepared.iteration = state["iteration"]
         for sampler, seed in zip(self._seedable(), state["seeds"], strict=True):
@@ -108,6 +115,11 @@ class _Prepared(LoaderPosition):
         """Of that epoch."""
         self._epoch = self._prepared.iteration
         return super().iterate()
+
+    def _shares(self) -> int:
+        """Among how many ranks the batches are shared out."""
+        found = (self._loader.batch_sampler, self._loader.sampler, self._loader.dataset)
+        return next((each.num_processes for each in found if hasattr(each, "num_processes")), 1)
 
     def _seedable(self) -> list[Any]:
         return [each for each in samplers_of(self._loader) if hasattr(each, "initial_seed")]

@@ -102,32 +102,48 @@ class Trace:
         self._killer.start()
 
 
-class _SecondTrace(Trace):
-    """What the second rank tells, beside the first one."""
+class _OtherTrace(Trace):
+    """What another rank tells, beside the first one."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        super().__init__(path)
+        self._rank = rank
 
     def resumed(self, step: int) -> None:
         """The first one says so."""
 
     def note(self, what: str, step: int, value: Any) -> None:
         """The same under a name of its own."""
-        super().note(f"{what} of the second rank", step, value)
+        super().note(f"{what} of rank {self._rank}", step, value)
+
+
+def trains_on_ranks(count: int, trains: Trains, store: Path | None, trace: Trace) -> None:
+    """`trains` as torchrun would call it, in this process and in others that end with it."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ |= address | sizes | {"GLOO_SOCKET_IFNAME": "lo"}
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    others = [
+        multiprocessing.Process(target=_other_rank, args=(rank, trains, store, trace.path))
+        for rank in range(1, count)
+    ]
+    for other in others:
+        other.start()
+    _rank(0, trains, store, trace)
+    for other in others:
+        other.join()
+    assert not any(other.exitcode for other in others), "another rank failed"
 
 
 def trains_on_two_ranks(trains: Trains, store: Path | None, trace: Trace) -> None:
-    """`trains` as torchrun would call it, in this process and in one that ends with it."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
-    os.environ |= address | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-    other = multiprocessing.Process(target=_second_rank, args=(trains, store, trace.path))
-    other.start()
-    _rank(0, trains, store, trace)
-    other.join()
-    assert other.exitcode == 0, "the second rank failed"
+    """The same on two."""
+    trains_on_ranks(2, trains, store, trace)
 
 
-def _second_rank(trains: Trains, store: Path | None, path: Path) -> None:
+def _other_rank(rank: int, trains: Trains, store: Path | None, path: Path) -> None:
     ctypes.CDLL(None).prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL)
-    _rank(1, trains, store, _SecondTrace(path))
+    _rank(rank, trains, store, _OtherTrace(path, rank))
 
 
 def _rank(rank: int, trains: Trains, store: Path | None, trace: Trace) -> None:
@@ -146,12 +162,13 @@ def check_resumes(
     kills: int = 1,
     late: float = 2.0,
     losses_per_save: int = 1,
+    method: str = "forkserver",
 ) -> None:
     """Asserts that a run of `steps` updates, of which an epoch has `epoch`, is the same when it is
-    killed `kills` times."""
+    killed `kills` times. `method`: how its processes are started ("spawn" where they use a GPU)."""
     print(f"EVERSTEP_SEED={seed}")
     chance = random.Random(seed)
-    expected = _notes(_live(trains, None, folder, "undisturbed"))
+    expected = live(trains, None, folder, "undisturbed", method=method)
     moments = _moments(chance, steps, epoch, kills)
     store, last = folder / "store", 0
     found: dict[tuple[str, str], str] = {}
@@ -161,8 +178,7 @@ def check_resumes(
                 continue  # the last life came to the end before it died
             lateness = chance.choice([0.0, chance.uniform(0, late)])
             print(f"life {life}: killed {lateness:.2f} step times after step {moment}")
-            path = _live(trains, store, folder, f"life-{life}", moment, lateness)
-            notes = _notes(path)
+            notes = live(trains, store, folder, f"life-{life}", moment, lateness, method)
             resumed = [int(step) for what, step in notes if what == "resumed"]
             assert resumed, f"life {life} does not say trace.resumed(step)"
             lost = last - resumed[0]  # the one that was not saved, and one that was on its way
@@ -185,29 +201,37 @@ def _moments(chance: random.Random, steps: int, epoch: int, kills: int) -> list[
     return sorted(at_end + chance.sample(others, kills - len(at_end)))
 
 
-def _live(
+def live(
     trains: Trains,
     store: Path | None,
     folder: Path,
     name: str,
     kill_at: int | None = None,
     late: float = 0.0,
-) -> Path:
-    """One life to its end; where it wrote its notes."""
+    method: str = "forkserver",
+) -> dict[tuple[str, str], str]:
+    """One life to its end; its notes, by what and number."""
     forked.preload(*LIBRARIES)
     notes, printed = folder / name, folder / f"{name}.printed"
-    with _Parent(_main, trains, store, notes, printed, kill_at, late) as process:
+    kind = {"forkserver": _Parent, "spawn": _Spawned}[method]
+    with kind(_main, trains, store, notes, printed, kill_at, late) as process:
         returncode = process.wait(timeout=600)
     text = printed.read_text(errors="replace")[-5000:] if printed.exists() else ""
     wanted = 0 if kill_at is None else -signal.SIGKILL
     assert returncode == wanted, f"{name} ended with {returncode}, not {wanted}: {text}"
-    return notes
+    return _notes(notes)
 
 
 class _Parent(forked.Forked):
     """A process that may have processes of its own: loaders' workers."""
 
     daemon = False
+
+
+class _Spawned(_Parent):
+    """One that is forked from nothing: nobody before it can have touched a GPU."""
+
+    method = "spawn"
 
 
 def _main(
@@ -226,7 +250,7 @@ def _main(
 
 
 def _notes(path: Path) -> dict[tuple[str, str], str]:
-    """By what and number. A step is noted once in a life."""
+    """A step is noted once in a life."""
     rows = [line.split("\t", 2) for line in path.read_text().splitlines()]
     notes = {(what, step): value for what, step, value in rows}
     assert len(notes) == len(rows), f"{path.name} says something twice: {rows}"
@@ -263,7 +287,8 @@ def _add(value: Any, update: Callable[[bytes], None]) -> None:
     if hasattr(value, "state_dict"):
         _add(value.state_dict(), update)
     elif isinstance(value, torch.Tensor):
-        tensor = value.detach().cpu().contiguous()
+        shard = value.to_local() if hasattr(value, "to_local") else value
+        tensor = shard.detach().cpu().contiguous()
         update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
