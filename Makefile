@@ -36,7 +36,7 @@ print(*filter(is_missing, sys.argv[1:]))
 endef
 export MISSING
 
-.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench bench-tiers clean env
+.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench bench-tiers bench-codecs clean env
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -91,6 +91,9 @@ bench: env
 
 bench-tiers: env
 	$(BIN)/python -m benchmarks.tiers $(ARGS)
+
+bench-codecs: env
+	$(BIN)/python -m benchmarks.codecs $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

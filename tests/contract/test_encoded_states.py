@@ -15,13 +15,14 @@ import coded
 import forked
 import stores
 from everstep import Conflict, Store, Tiers
+from everstep.cli.main import main
 from everstep.format.packs import Spec
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from independent_reader import Damaged, read
 
-STEPS = 4
+STEPS = 6
 ENCODERS = {
     "planes": ("planes",),
     "zstd": ("zstd",),
@@ -31,7 +32,8 @@ ENCODERS = {
 
 def build(seed):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(400, 300), nn.Linear(300, 300), nn.Linear(300, 1500))
+    model = nn.Sequential(nn.Embedding(2000, 300), nn.Linear(300, 300), nn.Linear(300, 1500))
+    model[0].requires_grad_(False)
     model.register_buffer("ids", torch.arange(40_000) // 7)
     model[1].to(torch.bfloat16)
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
@@ -39,7 +41,7 @@ def build(seed):
 
 def train(state):
     torch.manual_seed(len(state["optimizer"].state))
-    for parameter in state["model"].parameters():
+    for parameter in state["model"][1:].parameters():
         parameter.grad = torch.randn(parameter.shape).to(parameter.dtype) * 1e-3
     state["optimizer"].step()
 
@@ -81,6 +83,33 @@ def test_every_reader_gets_what_was_saved(store, encoders):
         _, tensors = read(store, step)
         for name, tensor in Store(store).read(step).items():
             assert tensors[name][2] == bytes(tensor.reshape(-1).view(torch.uint8).numpy()), name
+
+
+def test_the_commands_tell_what_is_stored(store, encoders, capsys):
+    run(store)
+    main(["show", str(store), "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    tensors = {row["name"]: row for row in shown["tensors"]}
+    frozen = tensors.pop("model.0.weight")
+    assert (frozen["stored"], frozen["referenced"]) == (0, frozen["size"])
+    tensors = {name: row for name, row in tensors.items() if not row["referenced"]}
+    own = [pack["size"] for pack in shown["packs"] if f"{STEPS:08}-" in pack["path"]]
+    small = 2 * 4096
+    stored = sum(row["stored"] for row in tensors.values())
+    assert sum(own) - small <= stored <= sum(own) == shown["added"] < shown["size"]
+    codecs = {piece["codec"] for row in tensors.values() for piece in row["pieces"]}
+    assert codecs - {"raw"} == codecs_of(store, STEPS)
+    for row in tensors.values():
+        assert (row["stored"] < row["size"]) == (row["pieces"][0]["codec"] != "raw")
+    main(["ls", str(store), "--json"])
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    are_alone = [row["added"] == row["size"] for row in rows]
+    assert (are_alone[0], are_alone[-1]) == (True, False)
+    main(["show", str(store)])
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("CODEC", "referenced", "STORED"))
+    main(["ls", str(store)])
+    assert "ADDED" in capsys.readouterr().out
 
 
 def test_raw_means_raw(store, encoders):

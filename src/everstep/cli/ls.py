@@ -27,7 +27,7 @@ from everstep.store.lineage import Epoch, current
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier, name_of, tier_at
 
-_TITLES = ("STEP", "KIND", "TAGS", "SIZE", "WRITTEN", "AGE", "METRICS")
+_TITLES = ("STEP", "KIND", "TAGS", "SIZE", "ADDED", "WRITTEN", "AGE", "METRICS")
 _READS_IN_FLIGHT = 8
 _HEAD, _TAIL = 2, 6
 """How many checkpoints in a row are listed at the beginning and at the end, when not all are."""
@@ -120,7 +120,7 @@ def _lines(listing: Listing, is_whole: bool) -> Iterator[str]:
     found = listing.read_all(shown)
     has_logs = any(isinstance(each, Manifest) and each.previous for each in found)
     cells = [_cells(listing, *pair, has_logs) for pair in zip(shown, found, strict=True)]
-    titles, *aligned = text.table(_TITLES, cells, right=("SIZE", "AGE"))
+    titles, *aligned = text.table(_TITLES, cells, right=("SIZE", "ADDED", "AGE"))
     yield from ("", text.line(f"  {titles}", "dim"))
     table = zip(aligned, found, strict=True)
     for row in rows:
@@ -188,12 +188,13 @@ def _cells(
         [*listing.tags.get(name, []), *(["← latest"] if name == listing.latest else [])]
     )
     if isinstance(manifest, EverstepError):
-        return [step, "", text.clean(tags), "", "", "", type(manifest).__name__.lower()]
+        return [step, "", text.clean(tags), "", "", "", "", type(manifest).__name__.lower()]
     return [
         step,
         _kind(listing, name, manifest) if has_logs else "",
         text.clean(tags),
         text.size(manifest.size),
+        text.size(added) if (added := catalog.added_bytes(manifest)) != manifest.size else "",
         text.time(manifest.created),
         text.age(manifest.created),
         text.pairs(manifest.metrics),
@@ -248,6 +249,7 @@ def _entry(
         "records": records,
         "whole": listing.chains.whole(name),
         "size": manifest.size,
+        "added": catalog.added_bytes(manifest),
         "created": manifest.created,
         "exact": manifest.exact and listing.chains.is_exact(name),
         "metrics": manifest.metrics,

@@ -18,16 +18,18 @@ from everstep.cli.chains import Chains
 from everstep.cli.target import add_target, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import Described, whole_tensors
-from everstep.format.manifest import Manifest, Part, Record
+from everstep.format.manifest import Encoded, Manifest, Part, Record
+from everstep.format.packed import encoded_chunks
 from everstep.format.packs import Piece, chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.restore.store import Store
-from everstep.store import catalog
+from everstep.store import catalog, names
+from everstep.store.names import CheckpointName
 from everstep.tiers.tier import tier_at
 
 Facts = Mapping[str, Any]
 
-_TITLES = ("TENSOR", "DTYPE", "SHAPE", "SIZE", "DIGEST", "PACK")
+_TITLES = ("TENSOR", "DTYPE", "SHAPE", "SIZE", "STORED", "CODEC", "DIGEST", "PACK")
 _ELSEWHERE = ("optimizers", "selftest", "replayed", "attributes")
 """Of a topology: what other lines tell, or stores of before have, and says nothing any more."""
 _DIGEST_DIGITS = 12
@@ -89,6 +91,7 @@ def _facts(path: str, reference: str | None) -> dict[str, Any]:
         "exact": manifest.exact and chains.is_exact(name),
         "tags": tags_of(disk).get(name, []),
         "size": manifest.size,
+        "added": catalog.added_bytes(manifest),
         "previous": whole["previous"],
         "chain": chain,
         "broken": broken,
@@ -101,7 +104,7 @@ def _facts(path: str, reference: str | None) -> dict[str, Any]:
         "hyperparameters": manifest.hyperparameters,
         "objects": manifest.objects,
         "tensors": [
-            _tensor_facts(part, entry)
+            _tensor_facts(part, table, entry, manifest.epoch)
             for part, table in by_part
             for entry in table.tensors.values()
         ],
@@ -157,25 +160,38 @@ def _call_facts(at: str, said: Facts, tables: Sequence[Table]) -> dict[str, Any]
     }
 
 
-def _tensor_facts(part: Part, entry: TensorEntry) -> dict[str, Any]:
+def _tensor_facts(part: Part, table: Table, entry: TensorEntry, epoch: int) -> dict[str, Any]:
+    """`stored`: bytes in files that were written for this checkpoint; `referenced`: in those of one
+    before it."""
+    encoded, own = encoded_chunks(part, table), CheckpointName(part.steps, epoch)
+    pieces = [_piece_facts(part, piece, encoded) for piece in entry.pieces]
+    new = [piece for piece in pieces if names.is_new_in(piece["pack"], own)]
+    size = _size_of(entry.pieces)
     return {
         **asdict(entry.spec),
         "device": entry.device,
         "aliases": entry.aliases,
-        "size": _size_of(entry.pieces),
-        "pieces": [
-            {
-                "rank": part.rank,
-                "offsets": piece.box.offsets,
-                "lengths": piece.box.lengths,
-                "pack": part.packs[piece.pack].path,
-                "at": piece.offset,
-                "size": piece.size,
-                "codec": piece.codec,
-                "digests": part.digests[piece.digest : piece.digest + chunk_count(piece.size)],
-            }
-            for piece in entry.pieces
-        ],
+        "size": size,
+        "stored": sum(piece["stored"] for piece in new),
+        "referenced": size - sum(piece["size"] for piece in new),
+        "pieces": pieces,
+    }
+
+
+def _piece_facts(part: Part, piece: Piece, encoded: Mapping[int, Encoded]) -> dict[str, Any]:
+    own = range(piece.digest, piece.digest + chunk_count(piece.size))
+    codecs = {encoded[index].codec for index in own if index in encoded}
+    stored = part.stored
+    return {
+        "rank": part.rank,
+        "offsets": piece.box.offsets,
+        "lengths": piece.box.lengths,
+        "pack": part.packs[piece.pack].path,
+        "at": piece.offset,
+        "size": piece.size,
+        "stored": piece.size if stored is None else sum(stored[index] for index in own),
+        "codec": "+".join(sorted(codecs)) or piece.codec,
+        "digests": part.digests[own.start : own.stop],
     }
 
 
@@ -320,6 +336,8 @@ def _holdings(facts: Facts) -> str:
         sizes[part] += tensor["size"]
     each = [f"{text.clean(part)} {counts[part]:,} ({text.size(sizes[part])})" for part in counts]
     whole = f"{text.plural(counts.total(), 'tensor')}, {text.size(facts['size'])}"
+    if referenced := sum(tensor["referenced"] for tensor in facts["tensors"]):
+        whole += f", {text.size(referenced)} of them in files of earlier checkpoints"
     return f"{whole}: {' · '.join(each)}" if each else whole
 
 
@@ -354,8 +372,14 @@ def _tensor_lines(tensors: Iterable[Facts], packs: Iterable[Facts]) -> list[str]
     """The table of tensors. Names stay whole, so that they can be copied."""
     numbers = {pack["path"]: index for index, pack in enumerate(packs)}
     rows = [_tensor_cells(tensor, numbers) for tensor in tensors]
-    titles, *lines = text.table(_TITLES, rows, right=("SIZE", "PACK"))
+    titles, *lines = text.table(_TITLES, rows, right=("SIZE", "STORED", "PACK"))
     return [text.paint(titles, "dim"), *lines]
+
+
+def _codec_text(tensor: Facts) -> str:
+    """By which codecs it is stored, or that it is not stored again; nothing where it is raw."""
+    codecs = sorted({piece["codec"] for piece in tensor["pieces"]} - {"raw"})
+    return " ".join([*codecs, *(["referenced"] if tensor["referenced"] else [])])
 
 
 def _tensor_cells(tensor: Facts, numbers: Mapping[str, int]) -> list[str]:
@@ -367,6 +391,8 @@ def _tensor_cells(tensor: Facts, numbers: Mapping[str, int]) -> list[str]:
         tensor["dtype"],
         " × ".join(map(str, tensor["shape"])) or "scalar",
         text.size(tensor["size"]),
+        text.size(tensor["stored"]) if tensor["stored"] != tensor["size"] else "",
+        _codec_text(tensor),
         f"{digests[0][:_DIGEST_DIGITS]}{more}" if digests else "",
         ",".join(map(str, found)),
     ]

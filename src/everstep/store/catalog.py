@@ -253,6 +253,20 @@ def streamed_parts(disk: Readable, manifest: Manifest) -> list[Part]:
     return [read_stream(disk, stream) for stream in manifest.streams.values()]
 
 
+def added_bytes(manifest: Manifest) -> int:
+    """The bytes of the files that were written for a checkpoint, and not for one before it."""
+    links = [(part.steps, link) for part in manifest.all_parts for link in part.packs]
+    links += [
+        (manifest.step, link) for stream in manifest.streams.values() for link in stream.packs
+    ]
+    new = {
+        link.path: link.size
+        for step, link in links
+        if names.is_new_in(link.path, CheckpointName(step, manifest.epoch))
+    }
+    return sum(new.values())
+
+
 def tags(disk: Readable) -> list[str]:
     """Every tag; reads one directory, no file."""
     found = (file_name.rpartition(".") for file_name in disk.list(names.TAGS))

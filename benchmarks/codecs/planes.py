@@ -1,6 +1,6 @@
 """How much byte planes save, and how fast they are, on one thread.
 
-    python -m benchmarks.codecs
+    python -m benchmarks.codecs.planes
 
 One chunk per call, as the library cuts them. Medians, in MB (10^6 bytes) of raw bytes per second;
 the ratio is raw to stored, or "raw" where the codec found it not worth while.

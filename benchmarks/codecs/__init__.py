@@ -1,0 +1,1 @@
+"""What codecs save, and what they cost."""

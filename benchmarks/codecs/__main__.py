@@ -1,0 +1,5 @@
+"""See measure.py."""
+
+from benchmarks.codecs.measure import main
+
+main()

@@ -1,0 +1,148 @@
+"""`python -m benchmarks.codecs` (or `make bench-codecs`): a step until it is durable behind links
+of several speeds, written raw, with one codec on everything, and as everstep chooses.
+
+Each row is a run of its own, whose keeper's writes take as long as such a link would; training goes
+on meanwhile, on one thread unless `--threads` says otherwise. The first saves, by which everstep
+learns link and samples, do not count. Medians.
+"""
+
+import argparse
+import contextlib
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import everstep
+from benchmarks.codecs.states import Training, build
+from benchmarks.machine import await_end_of_keeper, describe
+
+KINDS = ("fp32", "bf16", "lora")
+LINKS = (50e6, 200e6, 1e9, 5e9)
+MODES = ("raw", "zstd", "planes", "auto")
+TRAINED_STEPS = 150
+LEARNING, SAVES = 3, 3
+_MEMORY = Path("/dev/shm")
+_KEEPER = """#!{python}
+import sys, threading, time
+from everstep.codecs import codec
+from everstep.keeper import __main__ as keeper, encoder
+from everstep.tiers.system import System
+
+plain, lock, free_at, mode = System.pwrite, threading.Lock(), 0.0, {mode!r}
+
+def pwrite(system, fd, data, offset):
+    global free_at
+    size = plain(system, fd, data, offset)
+    with lock:
+        free_at = max(free_at, time.monotonic()) + size / {link}
+        until = free_at
+    time.sleep(max(0.0, until - time.monotonic()))
+    return size
+
+System.pwrite = pwrite
+if mode != "auto":
+    encoder.choose = lambda samples, *_: {{}} if mode == "raw" else dict.fromkeys(samples, mode)
+    encoder.REACH_BYTES_PER_S = 1e18 if mode != "raw" else 0.0
+    encoder.FreeCores.look = lambda self, own_s: 1.0
+keeper.main(sys.argv[sys.argv.index("everstep.keeper") + 1 :])
+"""
+
+
+@dataclass
+class Row:
+    """What saves of one run came to. `slowdown`: of steps while one is on its way."""
+
+    durable_s: float
+    bytes: float
+    slowdown: float
+    codecs: str
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.codecs", description=__doc__)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--links", nargs="+", type=float, default=LINKS, metavar="BYTES_PER_S")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    root = Path(tempfile.mkdtemp(prefix="codecs-", dir=_MEMORY if _MEMORY.is_dir() else None))
+    try:
+        print(", ".join(f"{key} {value}" for key, value in describe(root).items()))
+        for kind in args.kinds:
+            training = _trained(kind)
+            table = Table("link", *args.modes, title=f"{kind}, {args.threads} thread(s)")
+            for link in args.links:
+                rows = [run(root, training, link, mode) for mode in args.modes]
+                table.add_row(f"{link / 1e6:,.0f} MB/s", *map(_text, rows))
+            Console(width=140).print(table)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _trained(kind: str) -> Training:
+    training = build("fp32" if kind == "lora" else kind)
+    for _ in range(TRAINED_STEPS):
+        training.step()
+    return build("lora", training.state["model"].state_dict()) if kind == "lora" else training
+
+
+def run(root: Path, training: Training, link: float, mode: str) -> Row:
+    """Save, and train until that is durable; a few times."""
+    store = root / "store"
+    plain, beside, durable, sizes = [], [], [], []
+    with _keeper(root / "keeper", link, mode):
+        with everstep.Checkpointer(store, training.state, strategy="full") as checkpointer:
+            for number in range(1, LEARNING + SAVES + 1):
+                plain += [_timed(training), _timed(training)]
+                handle = checkpointer.save(number)
+                while handle.level != "local":
+                    beside.append(_timed(training))
+                    if len(beside) > 10_000:
+                        raise RuntimeError(f"step {number} was never durable")
+                if number > LEARNING:
+                    durable.append(checkpointer.metrics.durable_seconds[-1])
+                    sizes.append(handle.bytes or 0)
+        codecs = _codecs(store, LEARNING + SAVES)
+    await_end_of_keeper(store)
+    shutil.rmtree(store)
+    middle = statistics.median
+    return Row(middle(durable), middle(sizes), middle(beside) / middle(plain) - 1, codecs)
+
+
+def _timed(training: Training) -> float:
+    began = time.perf_counter()
+    training.step()
+    return time.perf_counter() - began
+
+
+def _codecs(store: Path, step: int) -> str:
+    (part,) = everstep.Store(store).manifest(step).parts
+    return "+".join(sorted({each.codec for each in part.encoded or ()})) or "raw"
+
+
+@contextlib.contextmanager
+def _keeper(program: Path, link: float, mode: str) -> Iterator[None]:
+    """Within, keepers that are started write at that speed, and encode so."""
+    plain = sys.executable
+    program.write_text(_KEEPER.format(python=plain, mode=mode, link=link))
+    program.chmod(0o700)
+    sys.executable = str(program)
+    try:
+        yield
+    finally:
+        sys.executable = plain
+
+
+def _text(row: Row) -> str:
+    figures = f"{row.durable_s:.3f} s, {row.bytes / 1e6:.1f} MB, {row.slowdown:+.0%}"
+    return f"{figures} ({row.codecs})"
