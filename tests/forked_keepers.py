@@ -1,10 +1,10 @@
 """Keepers that are forked from a process which has imported them: most of what a keeper costs is
 Python's start and its imports, and the tests start some thousand.
 
-`install()` gives `everstep.keeper.home` a Popen that asks that process. What runs is the keeper's
-own `main`, with the arguments, environment, directory, files and session that it would have. Where
-a test has changed the interpreter or its path, and in processes that did not call `install`, a
-keeper starts as its users' do.
+`install()` gives `everstep.keeper.home` a Popen that asks that process, in whatever process of the
+tests. What runs is the keeper's own `main`, with the arguments, environment, directory, files and
+session that it would have. Where a test has changed the interpreter or its path, and in processes
+that did not call `install`, a keeper starts as its users' do.
 """
 
 import ast
@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from everstep.keeper import home
 
 ADDRESS = "EVERSTEP_TEST_KEEPERS"
-_INTERPRETER = sys.executable, os.environ.get("PYTHONPATH")
+"""Where it listens, and which interpreter it runs, with which path."""
 
 
 def install() -> None:
@@ -37,15 +37,19 @@ def server():
     program = [sys.executable, "-P", __file__, name]
     process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     process.stdout.readline()
-    os.environ[ADDRESS] = name
+    os.environ[ADDRESS] = f"{name} {_interpreter()}"
     yield
     del os.environ[ADDRESS]
     process.terminate()
     process.communicate()
 
 
+def _interpreter():
+    return f"{sys.executable} {os.environ.get('PYTHONPATH')}"
+
+
 def _start(words, **options):
-    if ADDRESS not in os.environ or (sys.executable, os.environ.get("PYTHONPATH")) != _INTERPRETER:
+    if os.environ.get(ADDRESS, "").partition(" ")[2] != _interpreter():
         return subprocess.Popen(words, **options)
     arguments = words[words.index("everstep.keeper") + 1 :]
     return _Popen(arguments, options["stdout"], options["cwd"], options["env"])
@@ -56,7 +60,7 @@ class _Popen:
 
     def __init__(self, arguments, output, cwd, env) -> None:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.connect("\0" + os.environ[ADDRESS])
+        self._connection.connect("\0" + os.environ[ADDRESS].split()[0])
         request = repr((arguments, cwd, dict(env))).encode()
         socket.send_fds(self._connection, [request], [output])
         self.pid = int(self._connection.recv(100))
