@@ -209,25 +209,30 @@ def go_on(trainer: Trainer, reference: int | str | None, steps: range | list[int
 
 
 def end_keeper(path: Path, node: str = "") -> None:
-    """Kill the keeper of a store, if one is running."""
+    """Kill the keeper of a store, if one is running. Its files go: each new keeper looks at all."""
     if pid := keeper_pid(path, node):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for suffix in (".sock", ".log", ".lock"):
+        _endpoint(path, node).with_suffix(suffix).unlink(missing_ok=True)
 
 
 def keeper_pid(path: Path, node: str = "") -> int | None:
     """The keeper of a store (on a node that EVERSTEP_NODE calls so), if one is running."""
-    before = os.environ.get("EVERSTEP_NODE", "")
-    os.environ["EVERSTEP_NODE"] = node
     try:
-        endpoint = home.endpoint(path)
-    finally:
-        os.environ["EVERSTEP_NODE"] = before
-    try:
-        with wire.connect(endpoint.with_suffix(".sock")) as connection:
+        with wire.connect(_endpoint(path, node).with_suffix(".sock")) as connection:
             return wire.check_peer(connection)
     except OSError:
         return None
+
+
+def _endpoint(path: Path, node: str) -> Path:
+    before = os.environ.get("EVERSTEP_NODE", "")
+    os.environ["EVERSTEP_NODE"] = node
+    try:
+        return home.endpoint(path)
+    finally:
+        os.environ["EVERSTEP_NODE"] = before
 
 
 def files_of(path: Path) -> set[str]:

@@ -184,19 +184,14 @@ class Home:
         self._path = endpoint.with_suffix(".sock")
         self._lock = lock
         self._touched = time.monotonic()
+        self._is_tidy = False
         self._listen()
 
     @classmethod
     def take(cls, endpoint: Path) -> "Home | None":
-        """None where another keeper has it. Removes what keepers left behind that were killed."""
+        """None where another keeper has it."""
         lock = take_lock(endpoint.with_suffix(".lock"))
-        if lock is None:
-            return None
-        home = cls(endpoint, lock)
-        for path in endpoint.parent.glob("*.lock"):
-            with contextlib.suppress(OSError):  # tidiness only
-                _sweep(path)
-        return home
+        return None if lock is None else cls(endpoint, lock)
 
     def holds_lock(self) -> bool:
         """Whether it is still the only one; mends what a cleaner of temporary files took away.
@@ -231,6 +226,18 @@ class Home:
         """Replace the socket, whose name is gone. Raises OSError."""
         self.listener.close()
         self._listen()
+
+    def tidy(self) -> None:
+        """Remove, once, what keepers left behind that were killed long ago. There may be so many
+        that no trainer is to wait for it."""
+        if self._is_tidy:
+            return
+        self._is_tidy = True
+        with os.scandir(self._path.parent) as entries:
+            for entry in entries:
+                if entry.name.endswith(".lock"):
+                    with contextlib.suppress(OSError):  # tidiness only
+                        _sweep(Path(entry.path))
 
     def look_after_log(self) -> None:
         """Keep the end of a log that has grown too long; begin another where it was removed."""
