@@ -8,6 +8,7 @@ BIN    := $(VENV)/bin
 SITE   := $(shell command -v nvidia-smi >/dev/null && $(PYTHON) -c 'import torch; torch.zeros(1).cuda()' \
             2>/dev/null && echo --system-site-packages)
 LIMITS := $(if $(SITE),,-c constraints.txt)
+INTEGRATIONS = $(BIN)/pip install --quiet --disable-pip-version-check $(LIMITS) -e '.[test,integrations]'
 
 # Tests start some thousand keepers: none of them is to compile everstep anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -51,11 +52,12 @@ test: env lint
 	$(BIN)/pytest -n 3 --dist worksteal
 
 test-slow: env
-	EVERSTEP_EXAMPLES=all $(BIN)/pytest -m "slow or not slow" --timeout 900
+	$(INTEGRATIONS)
+	HF_HUB_OFFLINE=1 EVERSTEP_EXAMPLES=all $(BIN)/pytest -m "slow or not slow" --timeout 900
 
 # What is missing of their libraries (make env installs none of them) is skipped, and said.
 test-integrations: env
-	$(BIN)/pip install --quiet --disable-pip-version-check $(LIMITS) -e '.[test,integrations]'
+	$(INTEGRATIONS)
 	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/integrations -rs
 
 test-gpu: env
