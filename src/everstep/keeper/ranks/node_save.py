@@ -77,11 +77,11 @@ class NodeSave:
         """What the trainers say of this step together; read once. Raises Corrupt, Mismatch."""
         if self._said is None:
             self.each = [job.said for job in self.jobs]
-            said = {"record": None, "share": None, "streams": {}, **self.each[0], "own": ()}
+            said = {**self.each[0], "own": ()}
             if not self.place.is_alone:
                 check_held(self.step, zip(self.place.ranks, self.each, strict=True))
                 said, self._mapping = merge_descriptions(self.each)
-            self._said = said
+            self._said = {"record": None, "share": None, "streams": {}, **said}
         return self._said
 
     def image(self) -> Image:
