@@ -20,7 +20,7 @@ import time
 
 from everstep.keeper import wire
 from everstep.keeper.arena import SlotState
-from everstep.keeper.copies import Copies
+from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.home import Home
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.serve import Address, Holding, Service
@@ -94,7 +94,7 @@ class Keeper:
         self._selector.register(
             self._alarm, selectors.EVENT_READ, lambda: os.eventfd_read(self._alarm)
         )
-        self._copies: dict[str, Copies] = {}
+        self._copies: dict[str, RemoteCopies] = {}
         """To other tiers, by how they were asked for."""
         self._leaving = False
         self._was_used = False
@@ -253,7 +253,7 @@ class Keeper:
             self._meet(place, hello["partners"])
         return Team(self._disk, place, hello, self._wake, self._copies_of(place, hello))
 
-    def _copies_of(self, place: wire.Place, hello: wire.Message) -> list[Copies]:
+    def _copies_of(self, place: wire.Place, hello: wire.Message) -> list[RemoteCopies]:
         """To the tiers around the store, by the node that commits, while others watch; of one
         trainer after another that asks for the same, the same. Raises ValueError, KeyError or
         TypeError."""
@@ -269,8 +269,8 @@ class Keeper:
             tier, claims = (tier_at(str(remote), patience_s=each) for each in TIER_PATIENCES_S)
             own = retain.Keep(**keep) if keep else None
             tell = self._tell_all
-            self._copies[key] = Copies(
-                self._disk, tier, "remote", every, own, tell, claims, watches=not place.commits
+            self._copies[key] = RemoteCopies(
+                self._disk, tier, every, own, tell, claims, watches=not place.commits
             )
         return [self._copies[key]]
 

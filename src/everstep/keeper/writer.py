@@ -11,7 +11,7 @@ from typing import Any
 
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
-from everstep.keeper.copies import Copies
+from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.encoder import Encoder
 from everstep.keeper.measured import Speed
 from everstep.keeper.still import NOTHING_SEEN, Seen, StillPacks
@@ -135,7 +135,7 @@ class Writer:
     encoder: Encoder = field(default_factory=Encoder)
     still: StillPacks = field(default_factory=StillPacks)
     window: Window = field(default_factory=Window)
-    copies: Sequence[Copies] = ()
+    copies: Sequence[RemoteCopies] = ()
     """To the tiers around the store."""
     hasher: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING
 from everstep.errors import EverstepError, Unavailable, kind_of
 from everstep.keeper import wire
 from everstep.keeper.catch_up import CatchUp
-from everstep.keeper.copies import Copies
+from everstep.keeper.copies import RemoteCopies, Replica
 from everstep.keeper.encoder import Encoder
 from everstep.keeper.existing import was_committed
 from everstep.keeper.job import Gap, Job
 from everstep.keeper.persist import apply_retention, end_window, is_plain, persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import Nodes
-from everstep.keeper.replica import Replica
 from everstep.keeper.serve import Address
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
@@ -64,7 +63,7 @@ class Team:
         place: wire.Place,
         hello: wire.Message,
         wake: Callable[[], None],
-        copies: Sequence[Copies] = (),
+        copies: Sequence[RemoteCopies] = (),
     ) -> None:
         """As the first of its ranks greets. `wake` is called when the queue has become empty.
         `copies`: to the tiers around the store, of what this node commits.
