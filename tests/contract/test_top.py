@@ -35,14 +35,15 @@ def snapshot(store, capsys):
 def test_a_snapshot_tells_tiers_and_trainers(running, capsys):
     store, checkpointer = running
     found = snapshot(store, capsys)
-    [tier], [local], [trainer] = found["tiers"], found["runs"], found["trainers"]
+    [local, tier], [trainer] = found["tiers"], found["trainers"]
     assert (tier["level"], tier["newest"], tier["copied"], tier["waiting"]) == ("remote", 3, 3, 0)
-    assert (local["newest"], local["committed"], local["waiting"]) == (3, 3, 0)
+    assert (local["newest"], local["copied"], local["waiting"]) == (3, 3, 0)
+    assert (local["level"], local["place"]) == ("local", str(store))
     assert 0 <= found["time"] - local["newest_at"] < 600
     assert trainer["lives"]
     assert trainer["memory_bytes"] > 3 * 1600
     assert trainer["figures"]["saves"] in (2, 3)  # told with the third, which may count already
-    assert found["tiers"][0]["bytes"] == checkpointer.metrics.tiers["remote"]["bytes"] > 3 * 1600
+    assert tier["bytes"] == checkpointer.metrics.tiers["remote"]["bytes"] > 3 * 1600
 
 
 def test_the_view_has_a_line_for_each_tier(running, capsys):
@@ -67,8 +68,9 @@ def test_openmetrics_has_each_figure_once(running, capsys):
 
 def test_two_runs_of_a_store_are_one_series(running, capsys):
     found = snapshot(running[0], capsys)
-    [run] = found["runs"]
-    found["runs"] = [{**run, "newest": 9, "newest_at": run["newest_at"] + 1}, run]
+    local, tier = found["tiers"]
+    later = {**local, "newest": 9, "newest_at": local["newest_at"] + 1}
+    found["tiers"] = [later, local, tier]
     shown = [line for line in top.openmetrics(found) if not line.startswith("#")]
     assert [line for line in shown if line.startswith('everstep_newest{level="local"')] == [
         'everstep_newest{level="local"} 9'

@@ -88,16 +88,26 @@ def test_what_goes_on_from_a_damaged_one_is_left_out(
     data[5000] ^= 1
     (logged / pack.path).write_bytes(data)
     found = run_json(capsys, "cp", logged, tmp_path / "there", code=1)
-    assert list(found["problems"]) == ["00000011-0001"]
-    assert f"{pack.path} at byte 4096" in found["problems"]["00000011-0001"]
-    assert found["cut_off"] == ["00000012-0001"]
+    assert list(found["problems"]) == ["00000012-0001", "00000011-0001"]
+    assert all(f"{pack.path} at byte 4096" in each for each in found["problems"].values())
+    assert found["cut_off"] == []
     assert Store(tmp_path / "there").steps() == [10, 13, 14]
     assert run("cp", logged, tmp_path / "there") == 1
     out = capsys.readouterr().out
     assert "✗ 00000011-0001" in out
-    assert "1 log not copied" in out
     assert run("cp", logged, "12", tmp_path / "there") == 1
     assert "everstep: Corrupt: reading data/00000011-0001" in capsys.readouterr().err
+
+
+def test_a_damaged_base_is_read_once(logged: Path, tmp_path: Path, capsys: CAPTURED) -> None:
+    disk = Disk(logged, stores.Unsynced())
+    (pack,) = catalog.read_manifest(disk, CheckpointName(10, 1)).all_parts[0].packs
+    (logged / pack.path).write_bytes(disk.read(pack.path)[:-1])
+    found = run_json(capsys, "cp", logged, tmp_path / "there", code=1)
+    assert list(found["problems"]) == ["00000012-0001"]
+    assert found["cut_off"] == ["00000011-0001", "00000010-0001"]
+    assert run("cp", logged, tmp_path / "there") == 1
+    assert "2 checkpoints not copied" in capsys.readouterr().out
 
 
 def test_places_that_cannot_be_meant_are_refused(

@@ -5,14 +5,13 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.cli import text
 from everstep.cli.chains import Chains
 from everstep.cli.progress import progress_bar
 from everstep.cli.target import split_words, tags_of
-from everstep.errors import Conflict, Corrupt, EverstepError, Missing
+from everstep.errors import Conflict, Corrupt, Missing
 from everstep.store import catalog, names
 from everstep.store.copy import Copied, Progress, copy_checkpoint
 from everstep.store.names import CheckpointName
@@ -53,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
             f"the store itself, as in: everstep cp {path} {place}/copy"
         )
     began = time.monotonic()
+    copies = _Copies(source, target)
     with _shown(target), progress_bar("copying") as progress:
         if steps:
-            copies = _Copies(source, target, progress)
             for name in [catalog.find(source, step) for step in steps]:
-                copies.copy(name)
+                copies.copy(name, progress)
         else:
-            copies = _copy_all(source, target, progress)
+            copies.copy_all(progress)
     _report(copies, time.monotonic() - began, args.json)
     return 1 if copies.problems else 0
 
@@ -75,62 +74,43 @@ def _shown(target: Tier) -> Iterator[None]:
         presence.end()
 
 
-@dataclass(slots=True)
 class _Copies:
-    """What was copied so far, and what could not be, as it is damaged."""
+    """What was copied so far, and what could not be, as it is damaged, or of a damaged state."""
 
-    source: Tier
-    target: Tier
-    progress: Progress
-    copied: Copied = field(default_factory=Copied)
-    problems: dict[str, str] = field(default_factory=dict)
-    cut_off: list[CheckpointName] = field(default_factory=list)
+    def __init__(self, source: Tier, target: Tier) -> None:
+        self.copied = Copied()
+        self.problems: dict[str, str] = {}
+        self.cut_off: list[CheckpointName] = []
+        self._source, self._target = source, target
+        self._tags = tags_of(source)
 
-    def copy(self, name: CheckpointName) -> None:
+    def copy(self, name: CheckpointName, progress: Progress) -> None:
         """One, with those of its tags that the target has not."""
-        there = catalog.read_tags(self.target)
-        tags = [tag for tag in tags_of(self.source).get(name, []) if tag not in there]
-        new = copy_checkpoint(self.source, self.target, name, tags=tags, progress=self.progress)
+        there = catalog.read_tags(self._target)
+        tags = [tag for tag in self._tags.get(name, []) if tag not in there]
+        new = copy_checkpoint(self._source, self._target, name, tags=tags, progress=progress)
         self.copied.checkpoints += new.checkpoints
         self.copied.bytes += new.bytes
         self.copied.bytes_there += new.bytes_there
 
-
-def _copy_all(source: Tier, target: Tier, progress: Progress) -> _Copies:
-    """The newest first: it is worth most, if the copy is broken off. What goes on from a damaged
-    one is left out."""
-    copies = _Copies(source, target, progress)
-    run = catalog.lineage(source)
-    if not run:
-        raise Missing(f"there is no checkpoint in {source.root}")
-    chains = Chains(source)
-    lost: set[CheckpointName] = set()
-    for name in reversed(run):
-        if name in lost or name in copies.cut_off:
-            continue
-        try:
-            copies.copy(name)
-        except Missing:  # deleted since
-            if catalog.is_there(source, name):
-                raise
-        except Corrupt as error:
-            damaged = _first_missing(source, target, name)
-            copies.problems[str(damaged)] = str(error)
-            lost.add(damaged)
-            copies.cut_off = chains.cut_off(run, lost.__contains__)
-    return copies
-
-
-def _first_missing(source: Tier, target: Tier, name: CheckpointName) -> CheckpointName:
-    """The one that could not be copied, of those that a checkpoint goes back to: the oldest is
-    copied first."""
-    found = [name]
-    try:
-        for manifest in catalog.followed(source, name):
-            found.append(CheckpointName(manifest.step, manifest.epoch))
-    except EverstepError:  # what is before that one cannot be told
-        return found[-1]
-    return next((each for each in found[::-1] if not catalog.is_there(target, each)), name)
+    def copy_all(self, progress: Progress) -> None:
+        """The newest first: it is worth most, if the copy is broken off."""
+        run = catalog.lineage(self._source)
+        if not run:
+            raise Missing(f"there is no checkpoint in {self._source.root}")
+        chains, lost = Chains(self._source), set[CheckpointName]()
+        for name in reversed(run):
+            base, _ = chains.origin(name) or (name, 0)
+            if base in lost:
+                self.cut_off.append(name)
+                continue
+            try:
+                self.copy(name, progress)
+            except (Corrupt, Missing) as error:
+                if catalog.is_there(self._source, name):  # else it was deleted since
+                    self.problems[str(name)] = str(error)
+                if not catalog.is_there(self._target, base):
+                    lost.add(base)
 
 
 def _report(copies: _Copies, seconds: float, as_json: bool) -> None:
@@ -149,8 +129,8 @@ def _report(copies: _Copies, seconds: float, as_json: bool) -> None:
     for name, problem in copies.problems.items():
         print(f"{text.paint(f'✗ {name}', 'bad')}  {text.clean(problem)}")
     if copies.cut_off:
-        logs = text.plural(len(copies.cut_off), "log")
-        print(f"{logs} not copied: they go on from what is damaged")
+        others = text.plural(len(copies.cut_off), "checkpoint")
+        print(f"{others} not copied, of a state that is damaged")
     rate = text.size(int(copied.bytes / max(seconds, 1e-9)))
     print(
         f"copied {text.plural(len(copied.checkpoints), 'checkpoint')}, {text.size(copied.bytes)} "

@@ -89,8 +89,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     lives = sum(trainer["lives"] for trainer in found["trainers"])
     head = f"{found['store']}   keeper {found['pid']}   {text.plural(lives, 'trainer')}"
     shown = [f"{head}   {text.size(memory)} of memory", ""]
-    rows = [_tier_row("local", found["store"], run, now) for run in found["runs"]]
-    rows += [_tier_row(tier["level"], tier["place"], tier, now) for tier in found["tiers"]]
+    rows = [_tier_row(tier, now) for tier in found["tiers"]]
     titles = ("level", "newest", "age", "waiting", "speed", "given up", "place")
     shown += [*text.table(titles, rows, ("newest", "age", "waiting", "speed", "given up")), ""]
     saves = [save for trainer in found["trainers"] for save in trainer["saves"]]
@@ -104,29 +103,28 @@ def lines(found: dict[str, Any]) -> list[str]:
     return [*shown, *map(text.clean, problems)]
 
 
-def _tier_row(level: str, place: str, tier: dict[str, Any], now: float) -> list[str]:
-    speed = tier.get("bytes_per_s") or tier.get("bytes", 0) / (tier.get("seconds") or 1.0)
+def _tier_row(tier: dict[str, Any], now: float) -> list[str]:
+    speed = tier["bytes_per_s"]
     return [
-        level,
+        tier["level"],
         "" if tier["newest"] is None else str(tier["newest"]),
         "" if tier["newest_at"] is None else text.seconds(max(0.0, now - tier["newest_at"])),
         str(tier["waiting"]),
         f"{text.size(round(speed))}/s" if speed else "",
-        str(tier.get("given_up", "")),
-        text.clean(place),
+        str(tier["given_up"]),
+        text.clean(tier["place"]),
     ]
 
 
 def openmetrics(found: dict[str, Any]) -> Iterator[str]:
-    """One snapshot as OpenMetrics text. Of two runs of a store, of which one has ended, the tier
-    "local" has the figures of the later one."""
+    """One snapshot as OpenMetrics text. Of two runs of a store, of which one has ended, its tier
+    has the figures of the later one."""
     samples: dict[tuple[str, str], float] = {}
     for trainer in found["trainers"]:
         figures = {"memory_bytes": trainer["memory_bytes"], **trainer["figures"]}
         figures["saves_in_flight"] = len(trainer["saves"])
         samples |= {(key, f'pid="{trainer["pid"]}"'): value for key, value in figures.items()}
-    runs = sorted(found["runs"], key=lambda run: run["newest_at"] or 0.0)
-    for tier in [*({"level": "local"} | run for run in runs), *found["tiers"]]:
+    for tier in sorted(found["tiers"], key=lambda tier: tier["newest_at"] or 0.0):
         values = {key: value for key, value in tier.items() if isinstance(value, int | float)}
         if (at := values.pop("newest_at", None)) is not None:
             values["newest_age_seconds"] = max(0.0, found["time"] - at)

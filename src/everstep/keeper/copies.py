@@ -42,8 +42,11 @@ _PAUSE_S_MIN, _PAUSE_S_MAX = 0.5, 15.0
 
 @dataclass(slots=True)
 class Traffic:
-    """What went to a tier so far. `newest`: the step that it has; `problem`: why nothing goes."""
+    """What came to a tier so far. `newest`: the step that it has; `problem`: why nothing comes."""
 
+    level: str
+    """Of what is there."""
+    place: str
     copied: int = 0
     given_up: int = 0
     bytes: int = 0
@@ -54,18 +57,27 @@ class Traffic:
     """time.time() at which that was told."""
     problem: str | None = None
 
+    def note(self, step: int) -> None:
+        """It has this step."""
+        self.copied += 1
+        if step >= (self.newest or 0):
+            self.newest, self.newest_at = step, time.time()
+
+    def status(self, waiting: int, speed: Speed) -> wire.Message:
+        """For who looks on."""
+        self.waiting = waiting
+        return {**asdict(self), "bytes_per_s": speed.bytes_per_s}
+
 
 class Copies(ABC):
     """What goes to one other tier. Any thread."""
 
-    level: str
-    """Of what is there."""
     backlog_max = BACKLOG_MAX
 
-    def __init__(self, place: Path | Url, tell: Callable[[wire.Message], None]) -> None:
-        """`tell`: the trainers, of each step that is there or never will be. `place`: the tier's,
-        for people."""
-        self.traffic = Traffic()
+    def __init__(self, level: str, place: Path | Url, tell: Callable[[wire.Message], None]) -> None:
+        """`level`: of what is there. `tell`: the trainers, of each step that is there or never will
+        be."""
+        self.traffic = Traffic(level, str(place))
         self.speed = Speed()
         self.conflict: Conflict | None = None
         """Another writer has taken the tier over: nothing more of this run's counts."""
@@ -77,9 +89,7 @@ class Copies(ABC):
         self._is_busy = True
         self._moved = time.monotonic()
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._work, name=f"everstep-{self.level}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._work, name=f"everstep-{level}", daemon=True)
 
     def note(self, name: CheckpointName) -> None:
         """A step was committed. Does not block."""
@@ -94,8 +104,7 @@ class Copies(ABC):
     def status(self) -> wire.Message:
         """For who looks on."""
         with self._changed:
-            self.traffic.waiting = len(self._waiting)
-        return {"level": self.level, "place": str(self._place), **asdict(self.traffic)}
+            return self.traffic.status(len(self._waiting), self.speed)
 
     def close(self, patience_s: float = 0.0) -> None:
         """End the thread; what it is copying is broken off at the next block of bytes."""
@@ -193,9 +202,7 @@ class Copies(ABC):
             self._reached(each)
 
     def _reached(self, name: CheckpointName) -> None:
-        self.traffic.copied += 1
-        if name.step >= (self.traffic.newest or 0):
-            self.traffic.newest, self.traffic.newest_at = name.step, time.time()
+        self.traffic.note(name.step)
         self._say(name)
 
     def _give_up(self, name: CheckpointName, error: EverstepError) -> None:
@@ -208,7 +215,7 @@ class Copies(ABC):
 
     def _say(self, name: CheckpointName, error: EverstepError | None = None) -> None:
         said = wire.failure(error) if error else {}
-        at = {"level": self.level, "step": name.step, "epoch": name.epoch}
+        at = {"level": self.traffic.level, "step": name.step, "epoch": name.epoch}
         self.told.append({"type": "level", "traffic": self.status(), **at, **said})
         self._tell(self.told[-1])
 
@@ -238,8 +245,6 @@ class RemoteCopies(Copies):
     """What goes from the store to the remote tier. What is due there is sought in the store when it
     begins: a keeper that comes after one that died goes on where that was."""
 
-    level = "remote"
-
     def __init__(
         self,
         disk: Tier,
@@ -252,7 +257,7 @@ class RemoteCopies(Copies):
     ) -> None:
         """`every`: such steps are due, and tagged ones. `keep`: the tier's own retention.
         `watches`: another node's keeper copies, and this one only tells of it."""
-        super().__init__(tier.root, tell)
+        super().__init__("remote", tier.root, tell)
         self.claims = claims
         """The same tier, for who waits less long for it: it has the claims of epochs, too."""
         self.source = disk
@@ -330,11 +335,10 @@ class Replica(Copies):
     """What the next node holds in its memory of what this one commits: its keeper takes it from
     this one's store (keeper/serve.py), the newest alone, with what that goes back to."""
 
-    level = "replicated"
     backlog_max = 1
 
     def __init__(self, partner: Peer, tell: Callable[[wire.Message], None]) -> None:
-        super().__init__(partner.root, tell)
+        super().__init__("replicated", partner.root, tell)
         self._partner = partner
         self._thread.start()
 

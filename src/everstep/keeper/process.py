@@ -137,7 +137,9 @@ class Keeper:
             return False
         if any(copies.is_awaited for copies in self._copies.values()):
             return self._leaving
-        patience = self._idle_s if self._sessions else min(LINGER_S, self._idle_s)
+        # What another node has lost may be here alone, till somebody has saved again.
+        is_awaited = self._sessions or self._holding.memory.used_bytes
+        patience = self._idle_s if is_awaited else min(LINGER_S, self._idle_s)
         patience = patience if self._was_used else FIRST_S
         return self._leaving or time.monotonic() - self._last_use > patience
 
@@ -222,13 +224,13 @@ class Keeper:
 
     def _status(self) -> wire.Message:
         """For `everstep top`."""
-        teams = {session.team for session in self._sessions}
-        local = [team.status() for team in teams if not team.is_empty]
-        sessions = [session.status() for session in self._sessions]
-        tiers = [copies.status() for copies in self._copies.values()]
+        teams = {session.team for session in self._sessions if not session.team.is_empty}
+        tiers = [team.status() for team in teams]
         tiers += [team.replica.status() for team in teams if team.replica]
+        tiers += [copies.status() for copies in self._copies.values()]
+        sessions = [session.status() for session in self._sessions]
         said = {"type": "status", "pid": os.getpid(), "bytes_written": self._system.written}
-        return said | {"trainers": sessions, "runs": local, "tiers": tiers}
+        return said | {"trainers": sessions, "tiers": tiers}
 
     def _serve_others(self, wanted: object) -> None:
         """Those of other nodes: where a former keeper of this run did, or at a new address."""
@@ -458,7 +460,7 @@ class Keeper:
     def _is_useless(self, orphan: Session) -> bool:
         """Whether it holds nothing, left in peace, or has a successor that has committed."""
         succeeded = any(
-            not session.orphan and session.team.committed and _epoch(session) > _epoch(orphan)
+            not session.orphan and session.team.traffic.copied and _epoch(session) > _epoch(orphan)
             for session in self._sessions
         )
         newest = orphan.newest()

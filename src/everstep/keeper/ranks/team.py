@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from everstep.errors import EverstepError, Unavailable, kind_of
 from everstep.keeper import wire
 from everstep.keeper.catch_up import CatchUp
-from everstep.keeper.copies import RemoteCopies, Replica
+from everstep.keeper.copies import RemoteCopies, Replica, Traffic
 from everstep.keeper.encoder import Encoder
 from everstep.keeper.existing import was_committed
 from everstep.keeper.job import Gap, Job
@@ -78,8 +78,7 @@ class Team:
         if self.place.nodes > 1:
             self._nodes = Nodes(self.writer, self.place, self._is_awaited)
         self.replica: Replica | None = None
-        self.committed = 0
-        self._newest: tuple[CheckpointName, float] | None = None
+        self.traffic = Traffic(disk.level, str(disk.root))
         self._wake = wake
         self._sessions: dict[int, Session] = {}
         self._queues: list[deque[Job | Gap]] = [deque() for _ in range(self.size)]
@@ -131,16 +130,9 @@ class Team:
         return not self._sessions
 
     def status(self) -> wire.Message:
-        """For who looks on: steps that wait for the disk, its speed, and the newest that is
-        durable."""
-        speed, newest = self.writer.speed.bytes_per_s, self._newest
-        return {
-            "waiting": len(self._tasks) + max(map(len, self._queues)),
-            "bytes_per_s": speed,
-            "newest": newest and newest[0].step,
-            "newest_at": newest and newest[1],
-            "committed": self.committed,
-        }
+        """For who looks on: what comes to the store, as of other tiers."""
+        waiting = len(self._tasks) + max(map(len, self._queues))
+        return self.traffic.status(waiting, self.writer.speed)
 
     def join(self, place: wire.Place, session: "Session", hello: wire.Message) -> None:
         """A rank has attached. Raises ValueError, KeyError or TypeError where it cannot be."""
@@ -386,10 +378,10 @@ class Team:
         if taken := next((each.conflict for each in self.writer.copies if each.conflict), None):
             self._end_save(first, taken)
             return
-        committed = self.committed
+        committed = self.traffic.copied
         for save, outcome in persist(self.writer, self._group(first), self._announce_written):
             self._end_save(save, outcome)
-        if self.committed > committed:
+        if self.traffic.copied > committed:
             apply_retention(self.writer)
 
     def _announce_written(self, save: NodeSave) -> None:
@@ -410,8 +402,7 @@ class Team:
             elif session and isinstance(outcome, Exception):
                 session.fail(job, outcome)
         if isinstance(outcome, Outcome) and not outcome.is_part:
-            self.committed += 1
-            self._newest = outcome.name, time.time()
+            self.traffic.note(outcome.name.step)
             for copies in self.writer.copies:
                 copies.note(outcome.name)
             if self.replica:
