@@ -212,7 +212,7 @@ def test_what_is_deleted_from_the_source_meanwhile_is_told(logged, target):
                 Store(logged.root).delete(name)
 
     copied = CheckpointName(15, 1)
-    with pytest.raises(Missing, match=r"15-0001.*deleted meanwhile"):
+    with pytest.raises(Corrupt, match=r"15-0001.*no such file, but a manifest needs it"):
         copy_checkpoint(logged, target, copied, progress=delete_both)
     assert copied not in catalog.committed(target)
     with pytest.raises(Missing):

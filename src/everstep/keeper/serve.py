@@ -26,7 +26,7 @@ from everstep.keeper import wire
 from everstep.store import catalog, names
 from everstep.store.copy import copy_checkpoint
 from everstep.store.names import CheckpointName
-from everstep.tiers.memory import Memory, MemoryReader
+from everstep.tiers.memory import Memory
 from everstep.tiers.peer import GREETING_S, Link, Message, Peer
 from everstep.tiers.tier import Readable, Tier
 
@@ -232,9 +232,9 @@ class Holding:
 def _range(tier: Readable, path: str, offset: int, count: int) -> memoryview:
     if wire.number(count) > RANGE_BYTES_MAX:
         raise ValueError(f"{count} bytes at once")
+    if isinstance(tier, Memory):
+        return tier.range(path, offset, count)
     with closing(tier.open(path)) as reader:
-        if isinstance(reader, MemoryReader) and offset + count <= reader.size:
-            return reader.view[offset : offset + count]
         data = memoryview(bytearray(count))
         reader.read_into(offset, data)
         return data

@@ -10,9 +10,9 @@ gone on elsewhere since, for all of which there would have to be rules. As it is
 behind; where trainer and keeper die both, what is durable counts, as ever.
 
 Invariants:
-* The budget is not passed: what a slot takes is counted before bytes go there, and given back when
-  its job is over. What is written by the mapping is reserved before: on a full file system that
-  would fault, where a system call fails.
+* The budget is not passed: what slots take is asked of the file system before more goes there, and
+  given back when a job is over. What is written by the mapping is reserved before: on a full file
+  system that would fault, where a system call fails.
 * The slot in the arena is freed when all is in the spill, sealed, and nobody reads the image.
 * Which images move is decided by `everstep.tiers.route`.
 """
@@ -62,8 +62,8 @@ class Spill:
         self._directory = directory
         self._given = budget
         self._ranks = ranks
-        self._used: dict[tuple[str, int], int] = {}
-        """Bytes that are reserved, by arena and slot."""
+        self._used: set[tuple[str, int]] = set()
+        """Arenas and slots that may have memory."""
         self._arenas: dict[str, Arena] = {}
         self._budget: int | None = None
         self._lock = threading.RLock()
@@ -76,22 +76,17 @@ class Spill:
         self._wanted.set()
 
     def adopt(self, key: str, arena: Arena) -> None:
-        """An arena of a keeper that has died. Its slots count as full till they are looked at."""
+        """An arena of a keeper that has died."""
         with self._lock:
             self._arenas[key] = arena
-            for slot in range(arena.slot_count):
-                self._used[key, slot] = arena.range(slot)[1]
-                if arena.state(slot) not in SUBMITTED:
-                    self._give_back(key, slot)
-                elif row := arena.row(slot):
-                    self._used[key, slot] = arena.documents_size + round_up(row.image_size)
+            self._used |= {(key, slot) for slot in range(arena.slot_count)}
 
     def close(self) -> None:
         """Nothing moves any more, and no descriptor is used, when this returns. The arenas are the
         session's."""
         with self._lock:
             self._is_closed = True
-            self._arenas, self._used = {}, {}
+            self._arenas, self._used = {}, set()
         self._wanted.set()
 
     # ---- its thread ------------------------------------------------------------------------
@@ -121,8 +116,7 @@ class Spill:
         steps = [Step(job.sequence, _size(job)) for job in jobs]
         steps += [Step(job.sequence, 0, writing="local") for job in writing]
         local = Durable(1 << 62, queued_bytes=len(writing))
-        used = sum(self._used.values()) + len(self._arenas) * PAGE_BYTES
-        memory = Memory(self._budget_bytes(), used)
+        memory = Memory(self._budget_bytes(), self._used_bytes())
         # One slot is needed, whatever its size: it is free when the image has moved.
         figures = Figures({"local": local}, Memory(), memory, need_bytes=1)
         spills = decide(steps, figures, "local").spills
@@ -131,9 +125,14 @@ class Spill:
     def _budget_bytes(self) -> int:
         if self._budget is None:
             found = os.statvfs(self._directory)
-            free = found.f_bavail * found.f_frsize + sum(self._used.values())
+            free = found.f_bavail * found.f_frsize + self._used_bytes()
             self._budget = (free // 2 if self._given is None else self._given) // self._ranks
         return self._budget
+
+    def _used_bytes(self) -> int:
+        """Memory or blocks of all files."""
+        with self._lock:
+            return sum(os.fstat(arena.fd).st_blocks for arena in self._arenas.values()) * 512
 
     def _move(self, job: Job) -> bool:
         """False where it could not be moved. Raises OSError, Unavailable."""
@@ -143,7 +142,7 @@ class Spill:
         if row is None or place is None:
             return False
         key, arena, index = place
-        self._reserve(key, arena, index, _size(job))
+        self._reserve(key, arena, index)
         image = source.image(slot)[: row.image_size]
         if not self._copy(image, arena, arena.range(index)[0] + arena.documents_size):
             return False
@@ -187,11 +186,11 @@ class Spill:
             self._session.add_spill(key, arena)
         return key, arena, 0
 
-    def _reserve(self, key: str, arena: Arena, slot: int, size: int) -> None:
+    def _reserve(self, key: str, arena: Arena, slot: int) -> None:
         with self._lock:
             if self._is_closed:
                 return
-            self._used[key, slot] = size
+            self._used.add((key, slot))
             os.posix_fallocate(arena.fd, arena.range(slot)[0], arena.documents_size)
 
     def _clear(self) -> None:
@@ -216,7 +215,7 @@ class Spill:
         arena = self._arenas[key]
         arena.set_state(slot, SlotState.FREE)
         _punch(arena.fd, *arena.range(slot))
-        self._used.pop((key, slot), None)
+        self._used.discard((key, slot))
 
 
 def create(directory: str, documents_size: int, image_size: int) -> Arena:

@@ -9,10 +9,9 @@ Invariants held here:
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from everstep.errors import Conflict, Corrupt, Missing, Unavailable
+from everstep.errors import Conflict, Missing, Unavailable
 from everstep.format.manifest import (
     Manifest,
     Part,
@@ -54,9 +53,9 @@ def copy_checkpoint(
     Blocks. Any number of threads may copy, also the same to the same target. Takes about 100 MiB of
     memory, whatever the sizes. Makes the target's store where there is none.
 
-    Raises Missing where the checkpoint is not there (any more), Corrupt where bytes of the source
-    differ from their digests, Conflict where the target is the store of another run, or has another
-    checkpoint of that name; Unavailable, Unsupported.
+    Raises Missing where the checkpoint is not there, Corrupt where bytes of the source differ from
+    their digests, or are not there (any more), Conflict where the target is the store of another
+    run, or has another checkpoint of that name; Unavailable, Unsupported.
     """
     open_copy(source, target)
     steps = _to_copy(source, target, name)
@@ -202,12 +201,11 @@ class _Copy:
 
     def copy(self, step: _Step) -> None:
         """Let the target have it: all that it goes back to is there."""
-        with self._telling(step.name):
-            for part in filter(self._is_to_go, step.parts):
-                for index, pack in enumerate(part.packs):
-                    if pack.path not in self._packs:
-                        self._copy_pack(part, index)
-                        self._packs.add(pack.path)
+        for part in filter(self._is_to_go, step.parts):
+            for index, pack in enumerate(part.packs):
+                if pack.path not in self._packs:
+                    self._copy_pack(part, index)
+                    self._packs.add(pack.path)
         self._publish(step)
 
     def _is_to_go(self, part: Part) -> bool:
@@ -288,18 +286,6 @@ class _Copy:
             raise Conflict(
                 f"copying to {self._target.root}: somebody else has just created another {path}"
             )
-
-    @contextmanager
-    def _telling(self, name: CheckpointName) -> Iterator[None]:
-        """Of files that are gone, whether the checkpoint is gone, too."""
-        try:
-            yield
-        except (Corrupt, Missing) as error:
-            if catalog.is_there(self._source, name):
-                raise
-            raise Missing(
-                f"copying {name} of {self._source.root}: it was deleted meanwhile"
-            ) from error
 
 
 def _create(tier: Target, path: str, document: bytes) -> bool:

@@ -195,20 +195,22 @@ class Bucket:
 
     def size(self, path: str) -> int | None:
         """Bytes of an object; None where there is none. Raises Unavailable."""
-        try:
-            with self._telling("looking for", path, 0):
-                return int(self._api.head(self._store, path)["size"])
-        except Missing:
-            return None
+        found = self._head(path)
+        return None if found is None else int(found["size"])
 
     def age_s(self, path: str) -> float | None:
         """Since an object was written, by the server's clock; None where there is none."""
+        if (found := self._head(path)) is None:
+            return None
+        written: datetime = found["last_modified"]
+        return max(0.0, time.time() + self._clock_offset_s() - written.timestamp())
+
+    def _head(self, path: str) -> Any:
         try:
-            with self._telling("looking at", path, 0):
-                written: datetime = self._api.head(self._store, path)["last_modified"]
+            with self._telling("looking for", path, 0):
+                return self._api.head(self._store, path)
         except Missing:
             return None
-        return max(0.0, time.time() + self._clock_offset_s() - written.timestamp())
 
     def _clock_offset_s(self) -> float:
         """By how much the server's clock is ahead; 0 where nothing can be written there."""
@@ -239,10 +241,7 @@ class Bucket:
     def open(self, path: str, direct: bool = False) -> RangeReader:
         """Open for reading."""
         del direct
-        size = self.size(path)
-        if size is None:
-            raise Missing(f"reading {self.root / path}: there is no such object")
-        return RangeReader(self, path, size)
+        return RangeReader(self, path)
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`. Raises Corrupt where the object is short."""

@@ -13,9 +13,9 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import Any, Protocol
 
-from everstep.errors import Corrupt, Unavailable
+from everstep.errors import Corrupt, Missing, Unavailable
 from everstep.tiers.system import System
 
 EXTENT_BYTES = 8 << 20
@@ -54,6 +54,13 @@ class Reader(Source, Protocol):
 class Ranged(Protocol):
     """A tier whose files are read by ranges, each by a request of its own."""
 
+    @property
+    def root(self) -> Any:
+        """Its place, below which paths lie."""
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`. Raises Corrupt, Missing, Unavailable."""
 
@@ -61,7 +68,11 @@ class Ranged(Protocol):
 class RangeReader:
     """A file of such a tier. `read_into` is thread-safe."""
 
-    def __init__(self, tier: Ranged, path: str, size: int) -> None:
+    def __init__(self, tier: Ranged, path: str) -> None:
+        """Raises Missing, Unavailable."""
+        size = tier.size(path)
+        if size is None:
+            raise Missing(f"reading {tier.root / path}: there is no such file")
         self.size = size
         self._tier = tier
         self._path = path

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from everstep.errors import Corrupt, Missing, Unavailable
 from everstep.tiers.bucket import Url
 from everstep.tiers.disk import DOCUMENT_BYTES_MAX
+from everstep.tiers.files import RangeReader
 
 
 class Memory:
@@ -66,20 +67,32 @@ class Memory:
 
     def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
         """The whole of a small file; raises Missing, or Corrupt where it exceeds `limit` bytes."""
-        data = self.open(path).view
-        if len(data) > limit:
-            raise Corrupt(
-                f"reading {self.root / path}: {len(data)} bytes, at most {limit} make sense"
-            )
-        return bytes(data)
+        size = self.open(path).size
+        if size > limit:
+            raise Corrupt(f"reading {self.root / path}: {size} bytes, at most {limit} make sense")
+        return bytes(self.range(path, 0, size))
 
-    def open(self, path: str, direct: bool = False) -> "MemoryReader":
-        """Open for reading; what is deleted meanwhile stays until it is closed."""
+    def open(self, path: str, direct: bool = False) -> RangeReader:
+        """Open for reading."""
         del direct
-        found = self._files.get(path)
-        if found is None:
+        return RangeReader(self, path)
+
+    def read_range(self, path: str, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`. Raises Missing, Corrupt."""
+        view[:] = self.range(path, offset, len(view))
+
+    def range(self, path: str, offset: int, size: int) -> memoryview:
+        """These bytes of a file, where they lie; nobody changes them. Raises Missing, Corrupt where
+        it is short."""
+        data = self._files.get(path)
+        if data is None:
             raise Missing(f"reading {self.root / path}: there is no such file")
-        return MemoryReader(self.root / path, memoryview(found).toreadonly())
+        if offset + size > len(data):
+            raise Corrupt(
+                f"reading {self.root / path}: it ends at byte {len(data)}, "
+                f"{offset + size - len(data)} bytes before the end of what the manifest names"
+            )
+        return memoryview(data)[offset : offset + size]
 
     def list(self, directory: str) -> list[str]:
         """The names in a directory, sorted."""
@@ -130,24 +143,3 @@ class Memory:
         with self._lock:
             self.delete(path)
             self._files[path] = data
-
-
-class MemoryReader:
-    """A file in memory. `read_into` is thread-safe."""
-
-    def __init__(self, name: Url, view: memoryview) -> None:
-        self._name = name
-        self.view = view
-        self.size = len(view)
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `offset`."""
-        if offset + len(view) > self.size:
-            raise Corrupt(
-                f"reading {self._name}: it ends at byte {self.size}, "
-                f"{offset + len(view) - self.size} bytes before the end of what the manifest names"
-            )
-        view[:] = self.view[offset : offset + len(view)]
-
-    def close(self) -> None:
-        """Nothing to release."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from everstep.errors import KINDS, Missing, Unavailable
+from everstep.errors import KINDS, Unavailable
 from everstep.tiers.bucket import Url
 from everstep.tiers.disk import DOCUMENT_BYTES_MAX
 from everstep.tiers.files import RangeReader
@@ -208,10 +208,7 @@ class Peer:
     def open(self, path: str, direct: bool = False) -> RangeReader:
         """Open for reading."""
         del direct
-        size = self.size(path)
-        if size is None:
-            raise Missing(f"reading {self.root / path}: there is no such file")
-        return RangeReader(self, path, size)
+        return RangeReader(self, path)
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`. Raises Corrupt where the file is short."""
