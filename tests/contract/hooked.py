@@ -17,11 +17,12 @@ from everstep.tiers.disk import Disk
 KINDS = {
     "fp16": {},
     "bf16": {},
-    "topk": {"density": 0.05},
+    "int8": {"seed": 3},
+    "topk": {"ratio": 0.05, "residual": "records"},
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 two_kinds = pytest.mark.parametrize("kind", ["fp16", "topk"])  # bf16: test_machine.py
-SHARE = {"fp16": 0.501, "bf16": 0.501, "topk": 0.12}
+SHARE = {"fp16": 0.501, "bf16": 0.501, "int8": 0.27, "topk": 0.12}
 """Of the gradients' bytes that their forms take here, at most."""
 
 

@@ -77,9 +77,13 @@ SCHEDULERS = {
 COMPRESSIONS = {
     "fp16": ("fp16", {}),
     "bf16": ("bf16", {}),
-    "topk": ("topk", {"density": 0.1}),
-    "topk of all": ("topk", {"density": 1.0, "residual_dtype": torch.bfloat16}),
-    "topk without residual": ("topk", {"density": 0.05, "error_feedback": False}),
+    "int8": ("int8", {}),
+    "topk": ("topk", {"ratio": 0.1, "residual": "records"}),
+    "topk of all": (
+        "topk",
+        {"ratio": 1.0, "residual": "records", "residual_dtype": torch.bfloat16},
+    ),
+    "topk without residual": ("topk", {"ratio": 0.05, "error_feedback": False}),
 }
 NEEDS_LAYERS = (derived.of_half_precision, derived.strided)
 AVERAGES = {make.__name__: make for make in derived.WAYS if make not in NEEDS_LAYERS}

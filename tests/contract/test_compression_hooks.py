@@ -43,7 +43,7 @@ def test_casts_as_torch_does(kind):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_topk_owes_what_it_does_not_send(dtype):
     model = DistributedDataParallel(nn.Linear(10, 10, bias=False))
-    hook = everstep.compress(model, "topk", density=0.07, residual_dtype=dtype)
+    hook = everstep.compress(model, "topk", ratio=0.07, residual_dtype=dtype)
     weight, owed = model.module.weight, torch.zeros(10, 10)
     for _ in range(20):
         inputs = torch.randn(4, 10)
@@ -66,7 +66,7 @@ def test_topk_owes_what_it_does_not_send(dtype):
 
 def test_topk_forgets_what_is_not_finite():
     model = DistributedDataParallel(nn.Linear(10, 10))
-    hook = everstep.compress(model, "topk", density=0.01)
+    hook = everstep.compress(model, "topk", ratio=0.01)
     (model(torch.randn(4, 10)) * torch.nan).sum().backward()
     for residual in hook.state_dict()["tensors"]["residual"].values():
         assert not residual.any()
@@ -75,7 +75,7 @@ def test_topk_forgets_what_is_not_finite():
 def test_records_with_half_a_residual_are_smaller(stores):
     sizes = {}
     for dtype in (None, torch.bfloat16):
-        options = {"density": 0.05, "residual_dtype": dtype}
+        options = {"ratio": 0.05, "residual": "records", "residual_dtype": dtype}
         frozen = run_logged(stores(dtype), build("topk", options=options), train, steps=6)
         check_steps(stores(dtype), build("topk", 2, options=options), frozen)
         sizes[dtype] = Store(stores(dtype)).manifest(6).size
@@ -109,8 +109,10 @@ def test_what_is_refused(stores):
     model = DistributedDataParallel(nn.Linear(8, 8))
     with pytest.raises(ValueError, match="knows fp16"):
         everstep.compress(model, "fp8")
-    with pytest.raises(ValueError, match="density"):
-        everstep.compress(model, "topk", density=0)
+    with pytest.raises(ValueError, match="ratio"):
+        everstep.compress(model, "topk", ratio=0)
+    with pytest.raises(ValueError, match="residual must be"):
+        everstep.compress(model, "topk", residual="nowhere")
     with pytest.raises(ValueError, match="floating"):
         everstep.compress(model, "topk", residual_dtype=torch.int8)
     with pytest.raises(ValueError, match="torch's own powerSGD_hook"):

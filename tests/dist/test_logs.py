@@ -75,7 +75,9 @@ def test_all_ranks_go_over_to_a_log_at_the_same_step(gang, store, nodes):
 # ---- gradients that are compressed, clipped, or written to -------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "options"), [("bf16", {}), ("topk", {"density": 0.1})])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("bf16", {}), ("topk", {"ratio": 0.1, "residual": "records"})]
+)
 def test_what_was_sent_is_replayed(gang, store, other_store, kind, options):
     state_of, last = partial(compressed, kind=kind, **options), 6
     more = {"state_of": state_of, "strategy": "log", "kept": [last + AFTER]}

@@ -447,6 +447,7 @@ ALONE: dict[str, Callable[[int], Job]] = {
     "log-boxes-flat": unboxed,
     "log-boxes-fused": unboxed,
 }
+TOPK = "topk", {"ratio": 0.1, "residual": "records"}
 TOGETHER = {
     "ddp-full-checked": Ranks("ddp", "aa"),
     "ddp-full-own": Ranks("ddp", "aa", extra="own"),
@@ -455,7 +456,7 @@ TOGETHER = {
     "ddp-log-derived": Ranks("ddp", "aa", extra="ema"),
     "ddp-log-bf16": Ranks("ddp", "aa", compression=("bf16", {})),
     "ddp-log-fp16-clipped": Ranks("ddp", "aa", clips=True, compression=("fp16", {})),
-    "ddp-log-topk": Ranks("ddp", "aa", extra="hook", compression=("topk", {"density": 0.1})),
+    "ddp-log-topk": Ranks("ddp", "aa", extra="hook", compression=TOPK),
     "ddp-log-powersgd": Ranks(
         "ddp", "aa", extra="hook", compression=("powersgd", {"start_powerSGD_iter": 2})
     ),
@@ -486,7 +487,7 @@ TOGETHER = {
     "zero1-log": Ranks("zero1", "aa"),
     "nodes-fsdp2-full": Ranks("fsdp2", "ab"),
     "nodes-fsdp2-log-clipped": Ranks("fsdp2", "ab", clips=True),
-    "nodes-ddp-log-topk": Ranks("ddp", "ab", extra="hook", compression=("topk", {"density": 0.1})),
+    "nodes-ddp-log-topk": Ranks("ddp", "ab", extra="hook", compression=TOPK),
     "nodes-zero1-log": Ranks("zero1", "ab"),
 }
 

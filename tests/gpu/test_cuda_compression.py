@@ -15,7 +15,7 @@ from everstep import Store
 KINDS = {
     "fp16": {},
     "bf16": {},
-    "topk": {"density": 0.05},
+    "topk": {"ratio": 0.05, "residual": "records"},
 }
 
 

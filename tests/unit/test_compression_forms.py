@@ -42,7 +42,7 @@ def expected(found):
         flat.copy_((p @ q.t()).flatten())
         return gradient
     flat.zero_()
-    for places, values in zip(found.indices.tolist(), found.tensor, strict=True):
+    for places, values in zip(found.beside.tolist(), found.tensor, strict=True):
         for place, value in zip(places, values, strict=True):
             flat[place] += value
     flat /= 3

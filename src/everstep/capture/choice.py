@@ -51,6 +51,7 @@ class Choice:
             Trust(is_alone=state.world.is_alone),
             CopySpeed(),
             ranks,
+            state.in_bases_alone,
         )
         self._is_open, self._is_lost = how is None, False
         self.reason: str | None = None

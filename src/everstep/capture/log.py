@@ -26,6 +26,7 @@ from everstep.capture.strategy import (
     part_of,
     size_of,
     unowned,
+    without,
 )
 from everstep.capture.unowned import Unowned
 from everstep.capture.window import Window, equal_groups, pieces_of, steps_of_base, why_undivided
@@ -181,15 +182,21 @@ class Log:
         own, calls = run.ranks.share(*run.recorder.take(), RECORD_OWNER)
         pieces, share = self._share(step, walk)
         slices = run.recorder.slices() + self._derived.slices(collected, run.pace.overlap_s)
+        left_out: list[str] = []
         if share and share["ends"]:  # a base has all of it
             others, loose = unowned(walk.leaves), collected.loose
         else:
             others = list(self._unowned.changed(self._others(collected)))
+            left_out, collected = without(collected, run.in_bases_alone)
             loose = self._without_derived(collected, collected.loose)
         leaves = (*pieces, *own, *others)  # updates wait for pieces, not for records
         part = part_of(collected, leaves, loose, slices)
-        derived = self._derived.describe()
-        said = {"previous": self._last.handle.step, "calls": calls, "derived": derived}
+        said = {
+            "previous": self._last.handle.step,
+            "calls": calls,
+            "derived": self._derived.describe(),
+            "left_out": left_out,
+        }
         return Captured(part, said, share, slices)
 
     def _share(self, step: int, walk: Walk) -> tuple[list[Leaf], dict[str, Any] | None]:

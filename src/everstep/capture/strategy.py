@@ -25,6 +25,7 @@ from everstep.redo.rolling_digest import Slice
 from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.state.fingerprint import Fingerprint
+from everstep.state.objects import references, without_tensors
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import Collected, Walk
 
@@ -86,6 +87,8 @@ class Run:
     trust: Trust
     pace: CopySpeed
     ranks: RankAgreement
+    in_bases_alone: Sequence[str] = ()
+    """Parts whose tensors records may do without."""
 
     def figures(self, walk: Walk, pieces: list[Piece]) -> Figures:
         """By which a window of these pieces is chosen, as this process has measured them."""
@@ -130,6 +133,21 @@ def part_of(
     sharded = tuple(leaf for leaf in collected.walk.sharded if leaf.name in kept)
     walk = Walk(all_leaves, names, {}, collected.walk.optimizers, sharded)
     return replace(collected, walk=walk, loose=loose, aliases=aliases)
+
+
+def without(collected: Collected, parts: Sequence[str]) -> tuple[list[str], Collected]:
+    """The state without the tensors of these parts; which of them have any."""
+    objects, own = collected.objects, collected.own
+    found = [part for part in parts if references([objects.get(part), own.get(part)])]
+    if not found:
+        return [], collected
+    gone = set(references([each.get(part) for each in (objects, own) for part in found]))
+    rest = [
+        {part: without_tensors(value) if part in found else value for part, value in each.items()}
+        for each in (objects, own)
+    ]
+    loose = tuple(leaf for leaf in collected.loose if leaf.name not in gone)
+    return found, replace(collected, loose=loose, objects=rest[0], own=rest[1])
 
 
 class Last:

@@ -21,6 +21,10 @@ from everstep.format.document import (
 )
 from everstep.format.tables import PACK_LINK, TABLE_LINK, FileLink, Table, extents
 
+LEFT_OUT = "left_out"
+"""Stands in what is said of a record's capture: the parts of which it has no tensors, so that it is
+not exact."""
+
 FORMS = ("clips", "compressed")
 """What a record's calls say of gradients that are not as the optimizer consumed them."""
 

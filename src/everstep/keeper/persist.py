@@ -9,7 +9,15 @@ from typing import Any
 
 from everstep.errors import EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of
-from everstep.format.manifest import Manifest, Part, Previous, Record, Stream, encode_manifest
+from everstep.format.manifest import (
+    LEFT_OUT,
+    Manifest,
+    Part,
+    Previous,
+    Record,
+    Stream,
+    encode_manifest,
+)
 from everstep.format.node_parts import NodePart
 from everstep.keeper.data import Data
 from everstep.keeper.existing import CALL, check_same
@@ -206,6 +214,9 @@ class Save:
             capture = {**capture, UNCLAIMED: True}
         if not self.job.place.is_alone:
             capture = {**capture, CALL: self.job.call}
+        left_out = list(record.get("left_out", ())) if record else []
+        if left_out:
+            capture = {**capture, LEFT_OUT: left_out}
         writer.run = writer.run or commit.open_store(writer.disk)
         parent = self._before.name if self._before else writer.parent
         return Manifest(
@@ -224,6 +235,7 @@ class Save:
             ranks=tuple(said["own"]),
             streams={name: Stream.from_json(each) for name, each in said["streams"].items()},
             previous=self._previous(record["previous"], parent) if record else None,
+            exact=not left_out,
         )
 
     def _previous(self, step: int, parent: CheckpointName | None) -> Previous:

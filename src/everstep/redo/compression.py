@@ -1,6 +1,6 @@
 """Gradients that DistributedDataParallel sends compressed, and records that hold what was sent.
 
-    hook = everstep.compress(model, "topk", density=0.01)
+    hook = everstep.compress(model, "topk", ratio=0.01)
     checkpointer = everstep.Checkpointer(store, {"model": model, "compression": hook, ...})
 
 Training and replay make a gradient dense again by the same `expand`, and a record holds the
@@ -8,12 +8,13 @@ compressed form only where that is the gradient which the optimizer consumes, bi
 (`clipping.origins`). What top-k did not send yet is the hook's state. It is kept by parameter,
 since DistributedDataParallel makes its buckets anew in the second iteration of a process.
 Sources: torch.distributed.algorithms.ddp_comm_hooks; Stich et al., Sparsified SGD with Memory
-(NeurIPS 2018). Logs from before may hold the thin matrices of Vogels et al., PowerSGD (NeurIPS
-2019), which are still read.
+(NeurIPS 2018); Alistarh et al., QSGD (NeurIPS 2017). Logs from before may hold the thin matrices
+of Vogels et al., PowerSGD (NeurIPS 2019), which are still read.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -27,12 +28,16 @@ from everstep.format.tables import is_dense, raw_name
 from everstep.redo import clipping
 from everstep.sharding.leaves import canonical
 
-Kind = Literal["cast", "low rank", "sparse"]
+Kind = Literal["cast", "int8", "low rank", "sparse"]
+Residual = Literal["bases", "records"]
 Future = torch.futures.Future[Tensor]
 # Its name since torch 2.13, and before.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _INT32_MAX = 2**31 - 1
+_SHAPED = ("cast", "int8")
+"""Forms that have the gradient's own shape and strides."""
+_LEVELS = 127
 _WORD = 8
 """Bytes to which what is sent is aligned."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,15 +47,16 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class CompressedGradient:
     """A gradient in compressed form. Nobody may change its tensors.
 
-    `tensor`: "cast": the gradient in another dtype, same shape and strides. "low rank": the
-    elements of P [rows, rank], then those of Q [columns, rank]. "sparse": values [ranks, count],
-    with `indices` of that shape into the gradient's memory. `dtype`, `shape`, `strides`: of the
-    gradient, which has neither gaps nor overlaps.
+    `tensor`: "cast": the gradient in another dtype, same shape and strides. "int8": likewise, to be
+    multiplied by `beside`, 0-d. "low rank": the elements of P [rows, rank], then those of Q
+    [columns, rank]. "sparse": values [ranks, count], with `beside` of that shape, indices into the
+    gradient's memory. `dtype`, `shape`, `strides`: of the gradient, which has neither gaps nor
+    overlaps.
     """
 
     kind: Kind
     tensor: Tensor
-    indices: Tensor | None
+    beside: Tensor | None
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -68,9 +74,10 @@ class CompressedGradient:
 
     def tensors(self, at: str, name: str) -> dict[str, Tensor]:
         """Its tensors by their names in a record; `at`: the call's prefix."""
-        found = {f"{at}.{name}": self.tensor.contiguous() if self.kind != "cast" else self.tensor}
-        if self.indices is not None:
-            found[_indices_name(at, name)] = self.indices.contiguous()
+        is_shaped = self.kind in _SHAPED
+        found = {f"{at}.{name}": self.tensor if is_shaped else self.tensor.contiguous()}
+        if self.beside is not None:
+            found[_beside_name(self.kind, at, name)] = self.beside.contiguous()
         return found
 
     @torch.no_grad()
@@ -80,14 +87,16 @@ class CompressedGradient:
         shape, strides = self.shape, self.strides
         if self.kind == "cast":
             return self.tensor.to(self.dtype)
+        if self.kind == "int8" and self.beside is not None:
+            return _dequantized(self.tensor, self.beside, self.dtype)
         if not is_dense(shape, strides):
             raise ValueError(f"a gradient of shape {shape} cannot have {strides=}")
         gradient = torch.empty_strided(shape, strides, dtype=self.dtype, device=self.tensor.device)
         flat = flat_of(gradient)
         if self.kind == "low rank" and flat.numel():
             flat.copy_(_product(self.tensor, shape[0], flat.numel() // shape[0]))
-        elif self.kind == "sparse" and self.indices is not None:
-            _scatter(self.tensor, self.indices, flat)
+        elif self.kind == "sparse" and self.beside is not None:
+            _scatter(self.tensor, self.beside, flat)
         else:
             raise ValueError(f"{self.kind!r} is no form of a gradient")
         return gradient
@@ -105,6 +114,10 @@ def _scatter(values: Tensor, indices: Tensor, flat: Tensor) -> None:
     for row, places in zip(values, indices, strict=True):
         flat.index_add_(0, places, row)
     flat.div_(len(values))
+
+
+def _dequantized(levels: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return levels.to(torch.float32).mul_(scale).to(dtype)
 
 
 def _product(factors: Tensor, rows: int, columns: int) -> Tensor:
@@ -127,7 +140,7 @@ def describe(forms: Mapping[str, CompressedGradient]) -> list[dict[str, Any]]:
             (form.kind, form.dtype), {"form": form.kind, "dtype": dtype, "names": []}
         )
         group["names"].append(name)
-        if form.kind != "cast" and form.strides != _row_major(form.shape):
+        if form.kind not in _SHAPED and form.strides != _row_major(form.shape):
             group.setdefault("strides", {})[name] = list(form.strides)
     return list(groups.values())
 
@@ -166,11 +179,11 @@ def gradient_of(
     if name not in compressed:
         return tensor
     group = compressed[name]
-    indices = tensors.get(_indices_name(at, name))
+    beside = tensors.get(_beside_name(group["form"], at, name))
     form = CompressedGradient(
         group["form"],
         tensor,
-        None if indices is None else indices.to(device),
+        None if beside is None else beside.to(device),
         getattr(torch, group["dtype"]),
         shape,
         group.get("strides", {}).get(name, _row_major(shape)),
@@ -181,8 +194,8 @@ def gradient_of(
     return made
 
 
-def _indices_name(at: str, name: str) -> str:
-    return f"{at}!indices.{name}"
+def _beside_name(kind: Kind, at: str, name: str) -> str:
+    return f"{at}!{'scale' if kind == 'int8' else 'indices'}.{name}"
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -204,6 +217,7 @@ class _Bucket:
         self.pieces = self.buffer.split(sizes)
         """The gradients: flat, in the order of memory, views."""
         self.names = [names[id(parameter)] for parameter in self._parameters]
+        self.is_last: bool = source.is_last()
         self._is_recorded = clipping.is_recording()
 
     def layout_of(self, position: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -212,13 +226,11 @@ class _Bucket:
         shape, strides = tuple(parameter.shape), parameter.stride()
         return shape, strides if is_dense(shape, strides) else _row_major(shape)
 
-    def note(
-        self, position: int, kind: Kind, tensor: Tensor, indices: Tensor | None = None
-    ) -> None:
+    def note(self, position: int, kind: Kind, tensor: Tensor, beside: Tensor | None = None) -> None:
         """That gradient was made of this; of no use to a record where it is not smaller."""
-        size = tensor.nbytes + (0 if indices is None else indices.nbytes)
+        size = tensor.nbytes + (0 if beside is None else beside.nbytes)
         if self._is_recorded and size < self.pieces[position].nbytes:
-            form = kind, tensor, indices, self.buffer.dtype, *self.layout_of(position)
+            form = kind, tensor, beside, self.buffer.dtype, *self.layout_of(position)
             clipping.note(self._parameters[position], CompressedGradient(*form))
 
 
@@ -230,6 +242,7 @@ class _Cast:
         self._dtype = dtype
         self.residuals: dict[str, Tensor] = {}
         """There are none."""
+        self.numbers: dict[str, int] = {}
 
     def reduce(self, bucket: _Bucket) -> Future:
         """The mean of what all ranks have, rounded before and after each sum."""
@@ -247,6 +260,59 @@ class _Cast:
         return widened
 
 
+class _Int8:
+    """Sends whole numbers of levels, of which the largest sum of all ranks fits into a byte; what
+    lies between two is rounded up or down by chance, so that on average nothing is lost. The chance
+    follows from the seed, the iteration, the parameter and the rank: a replay needs none of it, and
+    a run that goes on draws as if nothing had been."""
+
+    def __init__(self, group: dist.ProcessGroup, *, seed: int = 0) -> None:
+        if not 1 <= group.size() <= _LEVELS:
+            raise Unsupported(f"compressing by 'int8': {group.size()} ranks, at most {_LEVELS}")
+        self._group = group
+        self._levels = _LEVELS // group.size()
+        self.residuals: dict[str, Tensor] = {}
+        """There are none: the error is zero on average."""
+        self.numbers = {"seed": int(seed), "iteration": 0}
+
+    def reduce(self, bucket: _Bucket) -> Future:
+        """The mean of what all ranks have, in levels of the largest of each parameter."""
+        pieces = [piece.float() for piece in bucket.pieces]
+        zero = bucket.buffer.new_zeros((), dtype=torch.float32)
+        scales = torch.stack([each.abs().max() if each.numel() else zero for each in pieces])
+        dist.all_reduce(scales, op=dist.ReduceOp.MAX, group=self._group)
+        scales /= self._levels
+        rows = zip(bucket.names, pieces, scales, strict=True)
+        sent = torch.cat([self._rounded(*row) for row in rows])
+        self.numbers["iteration"] += bucket.is_last
+        means = scales / self._group.size()
+
+        def widen(done: Any) -> Tensor:
+            done.value()  # raises where it failed
+            for position, start in enumerate(bucket.starts):
+                shape, strides = bucket.layout_of(position)
+                levels = sent.as_strided(shape, strides, start)
+                bucket.note(position, "int8", levels, means[position])
+                flat = sent.narrow(0, start, bucket.pieces[position].numel())
+                bucket.pieces[position].copy_(
+                    _dequantized(flat, means[position], bucket.buffer.dtype)
+                )
+            return bucket.buffer
+
+        future: Any = dist.all_reduce(sent, group=self._group, async_op=True).get_future()
+        widened: Future = future.then(widen)
+        return widened
+
+    def _rounded(self, name: str, piece: Tensor, scale: Tensor) -> Tensor:
+        """In levels. Where something is not finite the scale is not either, nor what comes of it:
+        a GradScaler sees it."""
+        drawn = f"{self.numbers['seed']} {self.numbers['iteration']} {self._group.rank()} {name}"
+        seed = int.from_bytes(blake2b(drawn.encode(), digest_size=7).digest(), "big")
+        chance = torch.rand(piece.shape, generator=torch.Generator().manual_seed(seed))
+        found = (piece / scale).add_(chance.to(piece.device)).floor_().nan_to_num_(0.0)
+        return found.clamp_(-self._levels, self._levels).to(torch.int8)
+
+
 class _TopK:
     """Each rank sends the elements of largest magnitude, and remembers the rest."""
 
@@ -254,18 +320,23 @@ class _TopK:
         self,
         group: dist.ProcessGroup,
         *,
-        density: float = 0.01,
+        ratio: float = 0.01,
         error_feedback: bool = True,
+        residual: Residual = "bases",
         residual_dtype: torch.dtype | None = None,
     ) -> None:
-        if not 0 < density <= 1:
-            raise ValueError(f"density must be in (0, 1], it is {density}")
+        if not 0 < ratio <= 1:
+            raise ValueError(f"ratio must be in (0, 1], it is {ratio}")
+        if residual not in ("bases", "records"):
+            raise ValueError(f"residual must be 'bases' or 'records', not {residual!r}")
         if residual_dtype is not None and not residual_dtype.is_floating_point:
             raise ValueError(f"residual_dtype must be a floating point dtype, not {residual_dtype}")
         self._group = group
-        self._density = density
+        self._ratio = ratio
         self._has_feedback = error_feedback
         self._dtype = residual_dtype
+        self.numbers: dict[str, int] = {}
+        self.is_in_bases_alone = residual == "bases"
         self.residuals: dict[str, Tensor] = {}
         """What was not sent yet, flat, by name of the parameter. Never written to."""
 
@@ -275,7 +346,7 @@ class _TopK:
         for name, flat in zip(bucket.names, bucket.pieces, strict=True):
             if name in self.residuals:
                 flat.add_(self.residuals[name])
-            count = min(flat.numel(), max(1, round(self._density * flat.numel())))
+            count = min(flat.numel(), max(1, round(self._ratio * flat.numel())))
             chosen = torch.topk(flat.abs(), count, sorted=False).indices
             values.append(flat[chosen])
             places.append(chosen)
@@ -311,7 +382,7 @@ class Compression:
     """Each rank has a residual of its own."""
 
     def __init__(
-        self, model: DistributedDataParallel, kind: str, compressor: _Cast | _TopK
+        self, model: DistributedDataParallel, kind: str, compressor: _Cast | _Int8 | _TopK
     ) -> None:
         self._kind = kind
         self._compressor = compressor
@@ -320,12 +391,18 @@ class Compression:
         }
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
+    @property
+    def is_in_bases_alone(self) -> bool:
+        """Whether its tensors are left out of records. Who goes on from one owes nothing, which
+        trains better than what was owed at the base: much of that was sent since."""
+        return isinstance(self._compressor, _TopK) and self._compressor.is_in_bases_alone
+
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on; tensors by name of the parameter, not copied."""
         found = self._compressor.residuals
         residuals = {name: found[name] for name in self._parameters if name in found}
         tensors = {"residual": residuals} if isinstance(self._compressor, _TopK) else {}
-        return {"kind": self._kind, "numbers": {}, "tensors": tensors}
+        return {"kind": self._kind, "numbers": dict(self._compressor.numbers), "tensors": tensors}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from that; tensors are copied. Raises Mismatch where it is not for such a hook."""
@@ -344,6 +421,8 @@ class Compression:
                 )
             residuals[name] = residual.detach().to(parameter.device, copy=True)
         self._compressor.residuals = residuals
+        known = self._compressor.numbers
+        known |= {key: int(state_dict["numbers"].get(key, known[key])) for key in known}
 
     def reduce(self, source: Any) -> Future:
         """Send one bucket, torch's; the hook."""
@@ -353,32 +432,39 @@ class Compression:
 def compress(model: DistributedDataParallel, kind: str, **options: Any) -> Compression:
     """Send this model's gradients compressed, and record them so.
 
-    `kind`: "fp16" or "bf16": as torch's hooks. "topk": `density=0.01`, the part of a parameter's
+    `kind`: "fp16" or "bf16": as torch's hooks. "int8": levels of each parameter's largest element,
+    rounded by chance from `seed=0`. "topk": `ratio=0.01`, the part of a parameter's
     elements that is sent, at least one; `error_feedback=True`: add what was not sent to the next
-    gradient; `residual_dtype=None`: in which that is kept (None: the gradient's). Call it once, on
-    all ranks, before the first backward, and put what it returns into the state that is
-    checkpointed: what was not sent is as large as the gradients, and is in each record. Left out of
-    the state it makes no record larger, and a restored run owes nothing: it goes on, but not
-    exactly. Raises ValueError and TypeError for unknown kinds and options,
-    Unsupported for a model that cannot be compressed so.
+    gradient; `residual_dtype=None`: in which that is kept (None: the gradient's);
+    `residual="bases"`: what was not sent, which is as large as the gradients, is in whole states
+    and not in records, so that a run which goes on from a record owes nothing: weights and
+    optimizer are exact, the rest of the run is not (`exact: false`).
+    "records": it is in each record as well, and all is exact. Call it once, on all ranks, before
+    the first backward, and put what it returns into the state that is checkpointed. Raises
+    ValueError and TypeError for unknown kinds and options, Unsupported for a model that cannot be
+    compressed so.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"compress() wants a DistributedDataParallel, not a {type(model).__name__}")
     if kind == "powersgd":
         raise ValueError(
-            "compress() has no 'powersgd'. Use 'bf16', 'fp16' or 'topk', or register torch's own "
-            "powerSGD_hook (torch.distributed.algorithms.ddp_comm_hooks): its gradients are "
-            "recorded dense, and its memory is in no checkpoint"
+            "compress() has no 'powersgd'. Use 'bf16', 'fp16', 'int8' or 'topk', or register "
+            "torch's own powerSGD_hook (torch.distributed.algorithms.ddp_comm_hooks): its "
+            "gradients are recorded dense, and its memory is in no checkpoint"
         )
-    if kind not in (*_CASTS, "topk"):
-        raise ValueError(f"compress() knows {', '.join(_CASTS)}, topk, not {kind!r}")
+    if kind not in (*_CASTS, "int8", "topk"):
+        raise ValueError(f"compress() knows {', '.join(_CASTS)}, int8, topk, not {kind!r}")
     if kind in _CASTS and options:
         raise TypeError(f"compress() has no option {next(iter(options))!r} for {kind!r}")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not all(parameter.is_floating_point() for parameter in trained):
         raise Unsupported(f"compressing by {kind!r}: a parameter is complex. Leave it uncompressed")
     group = model.process_group
-    compressor = _TopK(group, **options) if kind == "topk" else _Cast(group, _CASTS[kind])
+    compressor: _Cast | _Int8 | _TopK
+    if kind in _CASTS:
+        compressor = _Cast(group, _CASTS[kind])
+    else:
+        compressor = (_Int8 if kind == "int8" else _TopK)(group, **options)
     compression = Compression(model, kind, compressor)
     model.register_comm_hook(compression, _hook)
     return compression

@@ -40,7 +40,7 @@ _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 _OF_SCALER = ("grad_scale", "found_inf")
-_FORMS = ("cast", "low rank", "sparse")
+_FORMS = ("cast", "int8", "low rank", "sparse")
 
 
 _DEPENDS = "An update depends on something that no record holds, or is not the same twice"

@@ -69,6 +69,7 @@ def apply(
         is_moved = any(each)
         differing += sorted({text for found in each for text in found})
     _check_exact(candidate, chain, differing, must_be_exact)
+    _check_left_out(candidate, chain, only, must_be_exact)
     if only is not None or _is_beside(chain, state):
         together(
             "replaying",
@@ -101,6 +102,23 @@ def _check_exact(
     if must_be_exact:
         raise Unsupported(f"{problem}. Restore another step, or exact='allow'")
     log.warning("%s", problem)
+
+
+def _check_left_out(
+    candidate: Candidate, chain: Chain, only: list[str] | None, must_be_exact: bool
+) -> None:
+    """Raises Unsupported where what records do without is wanted as it was then; else tells."""
+    if parts := [part for part in chain.left_out if only is None or part in only]:
+        problem = (
+            f"restoring step {candidate.name.step}: records do without the tensors of "
+            f"{', '.join(map(repr, parts))} (exact: false). All else is exact"
+        )
+        if must_be_exact:
+            raise Unsupported(
+                f"{problem}. Restore a whole state's step, or with exact='allow'; to have them in "
+                f"each record, compress(..., residual='records')"
+            )
+        log.warning("%s", problem)
 
 
 def _place_state(

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from everstep.format.global_tensors import Described, Version
-from everstep.format.manifest import Manifest, Record
+from everstep.format.manifest import LEFT_OUT, Manifest, Record
 from everstep.format.tables import Table, TensorEntry, owned_names
 from everstep.redo.derived import is_in
 from everstep.redo.replay import Comparison
@@ -60,6 +60,12 @@ class Chain:
     def first_step(self) -> int:
         """Of what has to be there before anything is replayed."""
         return min(part.steps for part in self.base.manifest.parts)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Parts of which the last record has no tensors."""
+        said = self.last.manifest.capture.get(LEFT_OUT)
+        return list(map(str, said)) if isinstance(said, list) else []
 
     def names_in(self, part: str) -> set[str]:
         """The base's tensors in a part of the state, but for what optimizers change."""

@@ -58,6 +58,7 @@ def materialize(disk: Tier, name: CheckpointName) -> Manifest:
             differing = [*differing_from(chain), *chain.moved()]
             if not base.exact:
                 differing.append(f"step {base.step}, where it begins, is not exact")
+            differing += [f"{part} has no tensors in records" for part in chain.left_out]
         try:
             return _write(disk, name, log_digest, token, chain, tensors, sorted(differing))
         except Conflict:  # somebody else has made it meanwhile

@@ -275,6 +275,19 @@ _DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
 }
 
 
+def without_tensors(value: Json) -> Json:
+    """The same tagged JSON without members and items that are tensors."""
+    if isinstance(value, list):
+        return [without_tensors(item) for item in value if not _is_tensor(item)]
+    if isinstance(value, dict):
+        return {k: without_tensors(item) for k, item in value.items() if not _is_tensor(item)}
+    return value
+
+
+def _is_tensor(value: Json) -> bool:
+    return isinstance(value, dict) and value.get("$") == "tensor"
+
+
 def references(value: Json) -> list[str]:
     """The names of the tensors that tagged JSON refers to."""
     if not isinstance(value, (list, dict)):

@@ -60,6 +60,11 @@ class StatefulState(_AtTheCall):
         """Whether it says of itself that each of several ranks has its own."""
         return getattr(self._value, "is_by_rank", False) is True
 
+    @property
+    def is_in_bases_alone(self) -> bool:
+        """Whether it says of itself that records may do without its tensors."""
+        return getattr(self._value, "is_in_bases_alone", False) is True
+
     def objects(self, sink: TensorSink) -> Any:
         """Its state_dict at this moment."""
         return encode(self._value.state_dict(), self.name, sink)

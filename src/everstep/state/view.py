@@ -154,6 +154,12 @@ class State:
         entries = (entry for entry in self._entries if isinstance(entry, ModuleState))
         return {entry.name: entry.module for entry in entries}
 
+    @property
+    def in_bases_alone(self) -> list[str]:
+        """The parts whose tensors records may do without."""
+        kinds = (entry for entry in self._entries if isinstance(entry, StatefulState))
+        return [entry.name for entry in kinds if entry.is_in_bases_alone]
+
     def parts_of(self, names: Iterable[str]) -> list[str]:
         """The optimizers, and the parts in which these tensors are."""
         heads = tuple(names)
