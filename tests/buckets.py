@@ -146,3 +146,11 @@ def proxy(bucket_server, bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", found.endpoint)
     yield found
     found.close()
+
+
+@pytest.fixture
+def proxied(bucket, bucket_server, monkeypatch):
+    proxy = Proxy(bucket_server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    yield bucket, proxy
+    proxy.is_away = False

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import forked_keepers
-from buckets import bucket, bucket_server, proxy  # noqa: F401 - fixtures
+from buckets import bucket, bucket_server, proxied, proxy  # noqa: F401 - fixtures
 from ceph import ceph_bucket, ceph_server  # noqa: F401 - fixtures
 from everstep.keeper import home
 from partners import partner  # noqa: F401 - a fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.errors import EverstepError, Unsupported
+from everstep.errors import EverstepError, Unavailable, Unsupported
 
 LEVELS = ("captured", "held")
 """Of every save; then it becomes durable: see SaveHandle.durable."""
@@ -80,14 +80,16 @@ class SaveHandle:
         """Block until `level` is reached (None: until it is durable). Raises the save's error, or
         TimeoutError after `timeout` seconds (in another thread than the one that trains: up to one
         more)."""
-        level = level or self.durable
-        if level not in (known := (*LEVELS, self.durable, *self.further)):
+        known = (*LEVELS, self.durable, *self.further)
+        if level is not None and level not in known:
             raise ValueError(f"level must be one of {known} for step {self.step}, not {level!r}")
         deadline = None if timeout is None else time.monotonic() + timeout
         is_captured = self._await("captured", deadline)
         confirm = self._confirm  # others may let go of it
         problem = confirm() if is_captured and confirm and self.error is None else None
-        if not is_captured or not self._await(level, deadline):
+        is_there = is_captured and self._await(level, deadline)
+        level = level or self.durable
+        if not is_there:
             raise TimeoutError(
                 f"waiting for step {self.step} to be {level}: it is "
                 f"{self.level or 'being copied'} after {timeout} s"
@@ -113,6 +115,15 @@ class SaveHandle:
                 self.times[level] = time.monotonic()
             self._changed.notify_all()
 
+    def go_to(self, level: str) -> None:
+        """For everstep: it is durable in that tier alone."""
+        with self._changed:
+            text = f"step {self.step} is in the {level} tier alone, to which it was routed"
+            self.problems[self.durable] = Unavailable(text)
+            others = (each for each in self.further if each != level)
+            self.further, self.durable = (*others, self.durable), level
+            self.advance(level)
+
     def fail(self, error: EverstepError, level: str | None = None) -> None:
         """For everstep: the save will come no further, or not to this further level."""
         with self._changed:
@@ -127,13 +138,16 @@ class SaveHandle:
         """Whether it has come to each further level, or never will."""
         return all(level in self.times or level in self.problems for level in self.further)
 
-    def _await(self, level: str, deadline: float | None) -> bool:
-        """Whether it came so far, or failed, before that."""
+    def _await(self, level: str | None, deadline: float | None) -> bool:
+        """Whether it came so far, or failed, before that. None: until it is durable somewhere."""
+
+        def is_over() -> bool:
+            wanted = level or self.durable
+            return self.error is not None or wanted in self.problems or self._has(wanted)
+
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self.error is not None or level in self.problems or self._has(level),
-                None if deadline is None else max(0.0, deadline - time.monotonic()),
-            )
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(is_over, left)
 
     def _has(self, level: str) -> bool:
         """What is durable counts as held, what is held as captured."""

@@ -122,6 +122,10 @@ class Tiers:
     spill: a second, slower memory, a directory on DAX, tmpfs or a disk: captures go there when
         memory_bytes are full and earlier ones are still being written.
     spill_bytes: how much of it may be used, by all ranks of a node. None: half of what is free.
+    route: where a step becomes durable first. "local": in the store. "auto": in the one of store
+        and remote tier that is expected to have it sooner, by the speeds that were measured;
+        "remote": in the remote tier. Of one process, for whole states without a tag, in a run that
+        keeps no log; what goes to the remote tier first is never in the store.
     codecs: "auto": tensors are encoded, without loss, where by what is measured a step is durable
         sooner so, on processor cores that training leaves; "raw": never. Needs no other tier.
     """
@@ -131,6 +135,7 @@ class Tiers:
     peers: int = 0
     spill: str | os.PathLike[str] | None = None
     spill_bytes: int | None = None
+    route: Literal["local", "auto", "remote"] = "local"
     codecs: Literal["auto", "raw"] = "auto"
 
     def __post_init__(self) -> None:
@@ -143,6 +148,9 @@ class Tiers:
         if type(self.peers) is not int or self.peers not in (0, 1):
             raise ValueError(f"peers must be 0 or 1, not {self.peers!r}")
         _check_choice("codecs", self.codecs, ("auto", "raw"))
+        _check_choice("route", self.route, ("local", "auto", "remote"))
+        if self.route != "local" and self.remote is None:
+            raise ValueError(f"route={self.route!r} needs remote=, the tier to route to")
 
     def around(self, store: Tier) -> list[Tier]:
         """The tiers beside the store, nearest first. Raises ValueError where they are none."""
@@ -162,6 +170,7 @@ class Tiers:
             "spill_bytes": self.spill_bytes,
             "remote_every": self.remote_every,
             "peers": self.peers,
+            "route": self.route,
             "codecs": self.codecs,
         }
 

@@ -10,7 +10,6 @@ from keepers import until
 from test_bucket_store import build, train
 
 import everstep
-from buckets import Proxy
 from everstep import Conflict, Keep, Store, Tiers, Unavailable
 from everstep.store import catalog
 from everstep.store.names import epoch_path
@@ -134,14 +133,6 @@ def test_a_run_that_went_back_stays_there(local, remote):
     with everstep.Checkpointer(local, build(), tiers=Tiers(remote=remote)) as checkpointer:
         assert checkpointer.restore() == 4
     assert Store(remote).steps() == [1, 2, 3, 4]
-
-
-@pytest.fixture
-def proxied(bucket, bucket_server, monkeypatch):
-    proxy = Proxy(bucket_server)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-    yield bucket, proxy
-    proxy.is_away = False
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ class Saves:
         newest = self.newest
         if newest and newest.error and not isinstance(newest.error, Skipped):
             raise newest.error
-        if newest and (problem := newest.problems.get(level)):
+        if newest and level != self.levels.durable and (problem := newest.problems.get(level)):
             raise problem
 
     def await_partner(self) -> None:
@@ -197,6 +197,8 @@ class Saves:
             log.error("%s", error)
             self._metrics.last_error = str(error)
         handle.bytes = message["bytes"]
+        if message.get("is_routed"):
+            handle.go_to("remote")
         handle.advance(handle.durable, error)
         self._metrics.add_durable(handle.times[handle.durable] - handle.times["called"])
         self.forget(capture)

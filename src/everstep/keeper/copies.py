@@ -265,6 +265,8 @@ class RemoteCopies(Copies):
         self._disk, self._tier, self._watches = disk, tier, watches
         self._every, self._keep = every, keep
         self._cache: retain.NeedsCache = {}
+        self._routed: set[CheckpointName] = set()
+        """What is there already, and was never in the store."""
         self._presence = Presence(tier)
         self._thread.start()
 
@@ -281,6 +283,21 @@ class RemoteCopies(Copies):
         """What the store must keep until it is copied."""
         with self._changed:
             return frozenset(self._waiting)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the tier has taken what came last."""
+        return self.traffic.problem is None and not self._is_closed.is_set()
+
+    def note(self, name: CheckpointName, *, is_there: bool = False) -> None:
+        """See Copies. `is_there`: it was committed in that tier."""
+        if is_there:
+            with self._changed:
+                self._routed.add(name)
+                self._waiting.add(name)
+                self._changed.notify_all()
+        else:
+            super().note(name)
 
     def takes(self, step: int) -> bool:
         """Whether this step goes there without a tag."""
@@ -319,7 +336,14 @@ class RemoteCopies(Copies):
         return copied.checkpoints, copied.bytes
 
     def _bring(self, name: CheckpointName) -> None:
-        if not self._watches:
+        if name in self._routed:
+            with self._changed:
+                self._waiting.discard(name)
+                self._routed.discard(name)
+            self._reached(name)
+            if self._keep:
+                retain.apply(self._tier, self._keep, self._cache)
+        elif not self._watches:
             super()._bring(name)
             if self._keep:
                 retain.apply(self._tier, self._keep, self._cache)

@@ -317,6 +317,7 @@ class Session:
             "sequence": job.sequence,
             "warning": (outcome.warning or "")[:TEXT_MAX],
             "is_part": outcome.is_part,
+            "is_routed": outcome.is_routed,
         }
         for names, are_still in (outcome.seen.noisy, False), (outcome.seen.still, True):
             for some in wire.portions(names):

@@ -26,7 +26,8 @@ _HASHERS = min(4, len(os.sched_getaffinity(0)))
 class Outcome:
     """What a commit cost: bytes written, seconds until durable. `warning`: what failed after it.
     `is_part`: durable, but committed by a later one. `takes_replay`: it is no whole state. `seen`:
-    what of it does not change."""
+    what of it does not change. `is_routed`: it is in the remote tier, and was never in the
+    store."""
 
     name: CheckpointName
     bytes: int
@@ -35,6 +36,7 @@ class Outcome:
     is_part: bool = False
     takes_replay: bool = False
     seen: Seen = NOTHING_SEEN
+    is_routed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from everstep.keeper.job import Gap, Job
 from everstep.keeper.persist import apply_retention, end_window, is_plain, persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import Nodes
+from everstep.keeper.router import Router
 from everstep.keeper.serve import Address
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
@@ -74,6 +75,10 @@ class Team:
         deletes = self.place.commits or self.place.own_store
         encoder = Encoder((hello.get("tiers") or {}).get("codecs", "auto"))
         self.writer = Writer(disk, keep if deletes else None, copies=copies, encoder=encoder)
+        route = (hello.get("tiers") or {}).get("route", "local")
+        self._router: Router | None = None
+        if route in ("auto", "remote") and copies and self.place.is_alone:
+            self._router = Router(route, self.writer, copies[0])
         self._nodes: Nodes | None = None
         if self.place.nodes > 1:
             self._nodes = Nodes(self.writer, self.place, self._is_awaited)
@@ -378,6 +383,9 @@ class Team:
         if taken := next((each.conflict for each in self.writer.copies if each.conflict), None):
             self._end_save(first, taken)
             return
+        if self._router and (routed := self._router.persist(first, self._announce_written)):
+            self._end_save(first, routed)
+            return
         committed = self.traffic.copied
         for save, outcome in persist(self.writer, self._group(first), self._announce_written):
             self._end_save(save, outcome)
@@ -402,13 +410,19 @@ class Team:
             elif session and isinstance(outcome, Exception):
                 session.fail(job, outcome)
         if isinstance(outcome, Outcome) and not outcome.is_part:
-            self.traffic.note(outcome.name.step)
-            for copies in self.writer.copies:
-                copies.note(outcome.name)
-            if self.replica:
-                self.replica.note(outcome.name)
-            if self._catch_up:
-                self._catch_up.note(outcome.name, outcome.takes_replay)
+            self._note_commit(outcome)
+
+    def _note_commit(self, outcome: Outcome) -> None:
+        """What goes on from there."""
+        for copies in self.writer.copies:
+            copies.note(outcome.name, is_there=outcome.is_routed)
+        if outcome.is_routed:
+            return
+        self.traffic.note(outcome.name.step)
+        if self.replica:
+            self.replica.note(outcome.name)
+        if self._catch_up:
+            self._catch_up.note(outcome.name, outcome.takes_replay)
 
     def _catch_up_every(self, every: int, is_resumed: bool) -> CatchUp:
         """What was kept for the sake of later steps may go when one of them is whole."""

@@ -1,0 +1,104 @@
+"""Where a step becomes durable first, where there is a remote tier: tiers/route.py decides, by the
+speeds that were measured.
+
+What stands by itself may go to the remote tier straight from memory: whole states of a run that
+keeps no log, without a tag. It is a checkpoint of that tier alone then, which restores read beside
+the store. Where that tier does not take it, the store does. For the team's thread.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from everstep.errors import Conflict, EverstepError, Unavailable
+from everstep.keeper.copies import RemoteCopies
+from everstep.keeper.persist import persist
+from everstep.keeper.ranks.node_save import NodeSave
+from everstep.keeper.writer import Outcome, Writer
+from everstep.store.copy import lead
+from everstep.tiers.route import Durable, Figures, Name, Route, Step, decide
+from everstep.tiers.tier import Tier
+
+log = logging.getLogger("everstep.keeper")
+
+AWAY_S = 30.0
+"""For so long nothing is routed to a tier that has not taken a step."""
+
+_ENDLESS = 1 << 62
+
+
+class Router:
+    """Of one writer, and the copies to its remote tier."""
+
+    def __init__(self, route: Route, writer: Writer, copies: RemoteCopies) -> None:
+        self._route, self._writer, self._copies = route, writer, copies
+        self._beside = Writer(copies.claims, None, encoder=writer.encoder)
+        """The same, as it writes to the remote tier."""
+        self._favourite: Name = "local"
+        self._seen: dict[Name, tuple[float | None, float]] = {}
+        self._away_until = 0.0
+
+    def persist(
+        self, save: NodeSave, announce_written: Callable[[NodeSave], None]
+    ) -> Outcome | Exception | None:
+        """Commit a step in the remote tier, and say what became of it; None where it is to be
+        committed in the store."""
+        if self._place_of(save) == "local":
+            return None
+        writer, beside = self._writer, self._beside
+        beside.epoch, beside.parent, beside.run = writer.epoch, writer.parent, writer.run
+        try:
+            lead(writer.disk, beside.disk)
+        except Conflict as error:
+            return error
+        except EverstepError as error:
+            self._note_away(error)
+            return None
+        [(_, outcome)] = persist(beside, [save], announce_written)
+        if type(outcome) is Unavailable:
+            self._note_away(outcome)
+            return None
+        if isinstance(outcome, Outcome):
+            writer.parent, writer.parent_digest = outcome.name, None  # no record goes on from it
+            return replace(outcome, is_routed=True)
+        return outcome
+
+    def _note_away(self, error: EverstepError) -> None:
+        log.warning("%s. The store takes what comes in the next %.0f s", error, AWAY_S)
+        self._away_until = time.monotonic() + AWAY_S
+
+    def _place_of(self, save: NodeSave) -> Name:
+        said = save.describe()
+        is_whole = not (said["record"] or said["share"] or said["tag"] or said["streams"])
+        if not is_whole or said["capture"].get("strategy") == "log" or self._writer.epoch is None:
+            return "local"
+        tiers: dict[Name, Durable] = {"local": self._look("local"), "remote": self._look("remote")}
+        step = Step(save.step, save.size)
+        decision = decide([step], Figures(tiers, favourite=self._favourite), self._route)
+        self._favourite = decision.favourite
+        if decision.probe and decision.probe[1] == "local":
+            return "local"  # it was not measured for long; the other one is, by what is copied
+        return decision.writes[0][1] if decision.writes else "local"
+
+    def _look(self, name: Name) -> Durable:
+        is_local, now = name == "local", time.monotonic()
+        writer = self._writer if is_local else self._beside
+        speed = writer.speed.bytes_per_s or (None if is_local else self._copies.speed.bytes_per_s)
+        if self._seen.get(name, (None, 0.0))[0] != speed:
+            self._seen[name] = speed, now
+        _, since = self._seen.get(name, (None, now))
+        answers = is_local or (now >= self._away_until and self._copies.answers)
+        return Durable(_free_bytes(writer.disk), speed, now - since, answers=answers)
+
+
+def _free_bytes(tier: Tier) -> int:
+    if not isinstance(tier.root, Path):
+        return _ENDLESS
+    try:
+        found = os.statvfs(tier.root)
+    except OSError:
+        return _ENDLESS
+    return found.f_bavail * found.f_frsize
