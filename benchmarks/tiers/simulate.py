@@ -24,7 +24,6 @@ from everstep.tiers.route import (
     Decision,
     Durable,
     Figures,
-    Memory,
     Name,
     Route,
     Step,
@@ -191,7 +190,7 @@ class Simulation:
 
     def _capture(self) -> None:
         """A step of training has ended: its state is copied, where there is room."""
-        if self._arena().free_bytes < STATE_BYTES:
+        if self._arena_bytes() < STATE_BYTES:
             self._stalled_since = self._now if self._stalled_since is None else self._stalled_since
             return
         if self._stalled_since is not None:
@@ -204,11 +203,12 @@ class Simulation:
         if self._newest < self._steps:
             self._at(STEP_S, self._capture)
 
-    def _arena(self) -> Memory:
+    def _arena_bytes(self) -> int:
+        """That are free."""
         held = {each.step for each in self._waiting.values() if not each.is_spilled}
         held |= {self._newest, *(tier.step or 0 for tier in self._tiers.values())} - {0}
         held -= {each.step for each in self._waiting.values() if each.is_spilled}
-        return Memory(SLOTS * STATE_BYTES, len(held | self._moving) * STATE_BYTES)
+        return (SLOTS - len(held | self._moving)) * STATE_BYTES
 
     # ---- what is decided -------------------------------------------------------------------
 
@@ -233,9 +233,9 @@ class Simulation:
             )
             for name, tier in self._tiers.items()
         }
-        spill = Memory(self._spill_bytes, spilled + len(self._moving) * STATE_BYTES)
+        spill = self._spill_bytes - spilled - len(self._moving) * STATE_BYTES
         need = STATE_BYTES if self._newest < self._steps else 0
-        return Figures(tiers, self._arena(), spill, need, self._favourite, self._drops)
+        return Figures(tiers, self._arena_bytes(), spill, need, self._favourite, self._drops)
 
     def _follow(self, decision: Decision) -> None:
         for step in decision.dropped:

@@ -14,7 +14,6 @@ from everstep.tiers.route import (
     Decision,
     Durable,
     Figures,
-    Memory,
     Step,
     decide,
 )
@@ -26,7 +25,7 @@ speeds = st.none() | st.sampled_from([0.0, float("nan"), float("inf")]) | st.flo
 durables = st.builds(
     Durable, sizes.map(lambda n: 4 * n), speeds, st.floats(0, 100), sizes, st.booleans()
 )
-memories = st.builds(Memory, st.integers(0, 200), st.integers(0, 250))
+memories = st.integers(-50, 200)
 figures_of = st.builds(
     Figures,
     st.dictionaries(st.sampled_from(NAMES), durables),
@@ -64,7 +63,7 @@ def test_invariants(steps: list[Step], figures: Figures, route: str) -> None:
     # budgets
     spilled = [by_number[step] for step in found.spills]
     assert not any(step.is_spilled or step.writing for step in spilled)
-    assert sum(step.size_bytes for step in spilled) <= figures.spill.free_bytes
+    assert sum(step.size_bytes for step in spilled) <= max(0, figures.spill_bytes)
     for name in NAMES:
         to_it = sum(by_number[step].size_bytes for step, tier in found.writes if tier == name)
         if to_it:
@@ -81,7 +80,7 @@ def test_invariants(steps: list[Step], figures: Figures, route: str) -> None:
     if found.dropped:  # not in vain
         gone = {*found.spills, *found.dropped}
         freed = sum(by_number[number].size_bytes for number in gone)
-        assert figures.arena.free_bytes + freed >= figures.need_bytes
+        assert figures.arena_bytes + freed >= figures.need_bytes
 
     # a record after what it goes on from, in a tier that has that
     for at, (number, tier) in enumerate(found.writes):
@@ -115,9 +114,9 @@ class Executor:
             name: Durable(1000, self.draw.choice(speeds), 0.0, busy.get(name, 0), answers[name])
             for name in NAMES
         }
-        spill = Memory(40, self.used(is_spilled=True))
-        assert spill.used_bytes <= spill.budget_bytes
-        arena = Memory(30, self.used(is_spilled=False))
+        spill = 40 - self.used(is_spilled=True)
+        assert spill >= 0
+        arena = 30 - self.used(is_spilled=False)
         figures = Figures(tiers, arena, spill, favourite=self.favourite, **more)
         for number, step in self.steps.items():
             if step.follows in self.durable:
@@ -214,17 +213,17 @@ def test_what_is_unknown_or_old_is_measured_by_a_copy() -> None:
 
 def test_the_image_that_waits_longest_is_spilled() -> None:
     tiers = {"local": Durable(1000, 1.0, queued_bytes=10)}
-    arena, spill = Memory(30, 30), Memory(100, 0)
+    arena, spill = 0, 100
     found = decide([Step(2, 10), Step(3, 10)], Figures(tiers, arena, spill, need_bytes=10))
     assert found.spills == (2,)
-    full = Memory(100, 95)
+    full = 5
     found = decide([Step(2, 10), Step(3, 10)], Figures(tiers, arena, full, need_bytes=10))
     assert (found.spills, found.dropped, found.waits) == ((), (), ())
 
 
 def test_where_nothing_is_to_wait_the_oldest_is_dropped() -> None:
     tiers = {"local": Durable(1000, 1.0, queued_bytes=10)}
-    figures = Figures(tiers, Memory(40, 40), need_bytes=10, drops=True)
+    figures = Figures(tiers, need_bytes=10, drops=True)
     steps = [Step(2, 10, is_tagged=True), Step(3, 10), Step(4, 10)]
     assert decide(steps, figures).dropped == (3,)
     assert decide(steps, dataclasses.replace(figures, need_bytes=30)).dropped == ()  # in vain

@@ -38,7 +38,7 @@ from everstep.keeper.arena import (
     lay_out,
 )
 from everstep.keeper.job import Job
-from everstep.tiers.route import Durable, Figures, Memory, Step, decide
+from everstep.tiers.route import Durable, Figures, Step, decide
 
 if TYPE_CHECKING:
     from everstep.keeper.session import Session
@@ -116,9 +116,9 @@ class Spill:
         steps = [Step(job.sequence, _size(job)) for job in jobs]
         steps += [Step(job.sequence, 0, writing="local") for job in writing]
         local = Durable(1 << 62, queued_bytes=len(writing))
-        memory = Memory(self._budget_bytes(), self._used_bytes())
+        room = self._budget_bytes() - self._used_bytes()
         # One slot is needed, whatever its size: it is free when the image has moved.
-        figures = Figures({"local": local}, Memory(), memory, need_bytes=1)
+        figures = Figures({"local": local}, spill_bytes=room, need_bytes=1)
         spills = decide(steps, figures, "local").spills
         return found[spills[0]] if spills else None
 

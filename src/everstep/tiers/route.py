@@ -20,7 +20,7 @@ Invariants:
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Route = Literal["auto", "local", "remote"]
@@ -44,19 +44,6 @@ class Durable:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """The arena, or the spill."""
-
-    budget_bytes: int = 0
-    used_bytes: int = 0
-
-    @property
-    def free_bytes(self) -> int:
-        """What fits in."""
-        return max(0, self.budget_bytes - self.used_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """A step that is sealed, and nowhere durable. writing: the tier that it is being written into
     now. follows: the step that a record goes on from, and `beside` the tiers that have that one
@@ -73,12 +60,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured. need_bytes: of the next capture, 0 for none. favourite: the tier that the
-    last decision gave. drops: whether steps are dropped rather than that training waits."""
+    """What was measured. arena_bytes, spill_bytes: that are free there. need_bytes: of the next
+    capture, 0 for none. favourite: the tier that the last decision gave. drops: whether steps are
+    dropped rather than that training waits."""
 
     tiers: Mapping[Name, Durable]
-    arena: Memory = field(default_factory=Memory)
-    spill: Memory = field(default_factory=Memory)
+    arena_bytes: int = 0
+    spill_bytes: int = 0
     need_bytes: int = 0
     favourite: Name = "local"
     drops: bool = False
@@ -180,8 +168,8 @@ def _make_room(
 ) -> tuple[list[int], list[int]]:
     """What is spilled, and what is dropped, oldest first, so that the next capture has memory. What
     does not help is not dropped."""
-    need = figures.need_bytes - figures.arena.free_bytes
-    room = figures.spill.free_bytes
+    need = figures.need_bytes - figures.arena_bytes
+    room = figures.spill_bytes
     kept = {each.follows for each in steps} | {max((each.step for each in steps), default=0)}
     spills: list[int] = []
     dropped: list[int] = []
