@@ -1,7 +1,8 @@
 """`python -m benchmarks.tiers` (or `make bench-tiers`): what tiers cost and give back.
 
 upload   a committed step copied to a bucket, beside obstore's own multipart put of as many bytes
-restore  from the keeper's memory, beside a plain copy of as many bytes; from the bucket
+restore  from the keeper's memory, beside a plain copy of as many bytes; from the bucket; of a node
+         that was lost from the other one's memory and store, over loopback
 stall    a step of training with a remote tier behind a throttled link, beside one without it
 route    the policy on traces (benchmarks.tiers.simulate)
 
@@ -26,8 +27,10 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -61,6 +64,7 @@ def main() -> None:
             for number in range(args.rounds):
                 upload(root, bucket, args.mib << 20, samples, number)
                 restore(root, bucket, args.mib << 20, samples, number)
+                restore_from_peer(root, args.mib << 20, samples, number)
                 stall(root, bucket, samples, number)
         _show(samples, describe(root))
     finally:
@@ -119,6 +123,53 @@ def _dies(store: Path, remote: str, size: int) -> None:
     tiers = everstep.Tiers(remote=remote)
     checkpointer = everstep.Checkpointer(store, _state(size), strategy="full", tiers=tiers)
     checkpointer.save(1).wait("remote")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restore_from_peer(root: Path, size: int, samples: Samples, number: int) -> None:
+    """Of two nodes, each with a store of its own, one is lost, disk and all."""
+    folder = root / f"peer-{number}"
+    _, (lost, _) = _on_two_nodes(folder, "saves", size)
+    os.kill(lost, signal.SIGKILL)
+    shutil.rmtree(folder / "1")
+    (first, _), (second, seconds) = _on_two_nodes(folder, "restores", size)
+    samples.add("restore from a peer", "seconds", number, [seconds])
+    for keeper in (first, second):
+        os.kill(keeper, signal.SIGKILL)
+    shutil.rmtree(folder)
+
+
+def _on_two_nodes(folder: Path, what: str, size: int) -> list[Any]:
+    """What each node's one rank says: its keeper's process, and how long it restored."""
+    context = multiprocessing.get_context("spawn")
+    folder.mkdir(exist_ok=True)
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, folder, what, size, pipes[rank][1]))
+        for rank in range(2)
+    ]
+    for each in ranks:
+        each.start()
+    said = [receiver.recv() for receiver, _ in pipes]
+    for each in ranks:
+        each.join()
+    return said
+
+
+def _rank(rank: int, folder: Path, what: str, size: int, pipe: Any) -> None:
+    """Saves a step that both nodes hold, or restores it; then it dies, so that its keeper stays."""
+    store, run = folder / str(rank) / "store", folder / str(rank) / "run"
+    run.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.environ |= {"EVERSTEP_NODE": str(rank), "EVERSTEP_RUNTIME_DIR": str(run)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{what}", rank=rank, world_size=2)
+    tiers = everstep.Tiers(peers=1)
+    checkpointer = everstep.Checkpointer(store, _state(size), strategy="full", tiers=tiers)
+    if what == "saves":
+        checkpointer.save(1).wait("replicated", timeout=120)
+    else:
+        assert checkpointer.restore() == 1
+    dist.barrier()
+    pipe.send((status(str(store))["pid"], checkpointer.metrics.restore_seconds))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -243,6 +294,7 @@ def _throttled(bytes_per_s: float) -> Iterator[None]:
 COMPARED = (
     ("upload", "obstore's put", "obstore's put / upload", "≥ 0.9"),
     ("restore from memory", "plain copy", "plain copy / restore from memory", "≥ 0.7"),
+    ("restore from a peer", "plain copy", "plain copy / restore from a peer", ""),
     ("restore from bucket", "plain copy", "plain copy / restore from bucket", ""),
     ("step, alone", "step, remote", "step with remote_every=1 / without", "≤ 1.1"),
     ("stall, alone", "stall, remote", "stall with remote_every=1 / without", "≤ 1.1"),

@@ -154,9 +154,10 @@ def test_every_is_within_the_run(every: str, capsys: pytest.CaptureFixture[str])
     assert "--every" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("server", ["bucket", *slow("ceph_bucket")])
+@pytest.mark.parametrize(("server", "kills"), [("bucket", KILLS), *slow(("ceph_bucket", 6))])
 def test_a_bucket_alone_brings_all_back(
     server: str,
+    kills: int,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -164,11 +165,11 @@ def test_a_bucket_alone_brings_all_back(
 ) -> None:
     url = request.getfixturevalue(server)
     monkeypatch.chdir(tmp_path)
-    words = f"demo --size tiny --steps {STEPS} --kills {KILLS} --seed 5 --strategy log".split()
+    words = f"demo --size tiny --steps {STEPS} --kills {kills} --seed 5 --strategy log".split()
     assert main([*words, "--store", url, "--json", "report.json"]) == 0
     report = json.loads(Path("report.json").read_text())
     assert report["ok"]
-    assert len(report["kills"]) == KILLS
+    assert len(report["kills"]) == kills
     assert max(kill["lost"] or 0 for kill in report["kills"]) <= 1
     assert report["state"]["differences"] == []
     assert not Path("runs/demo/store").exists()
