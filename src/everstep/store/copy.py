@@ -165,7 +165,7 @@ def _read_step(source: Readable, target: Target, name: CheckpointName) -> _Step:
     return _Step(name, document, manifest, state_document, state, streams, there is not None)
 
 
-def _is_same(target: Tier, name: CheckpointName, manifest: Manifest) -> bool:
+def _is_same(target: Readable, name: CheckpointName, manifest: Manifest) -> bool:
     """Whether the target's checkpoint has the same content: a step that was routed there, whose
     answer got lost, and that the store took then."""
 
