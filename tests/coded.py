@@ -3,7 +3,7 @@
 import sys
 
 from everstep.codecs import codec
-from everstep.keeper import encoder, measured, writer
+from everstep.keeper import data, encoder, measured, writer
 
 _PROGRAM = """#!{python}
 import sys
@@ -11,13 +11,14 @@ sys.path.insert(0, {tests!r})
 import coded
 from everstep.keeper import __main__ as keeper
 
-coded.choose({encoders!r})
+coded.choose({encoders!r}, small={small})
 keeper.main(sys.argv[sys.argv.index("everstep.keeper") + 1 :])
 """
 
 
-def choose(encoders, patch=setattr):
-    """In this process tensors get these in turn, by their names; "raw": none."""
+def choose(encoders, patch=setattr, small=encoder.SMALL_BYTES):
+    """In this process tensors get these in turn, by their names; "raw": none. Chunks of less than
+    `small` bytes stay raw."""
 
     def pick(samples, link, free):
         del link, free
@@ -25,15 +26,16 @@ def choose(encoders, patch=setattr):
         return {name: each for name, each in found.items() if each != codec.RAW}
 
     patch(encoder, "choose", pick)
+    patch(encoder, "SMALL_BYTES", small)
+    patch(data, "SMALL_BYTES", small)
     patch(encoder, "REACH_BYTES_PER_S", 1e18)
     patch(measured.FreeCores, "look", lambda self, own_s: 1.0)
     patch(writer.Writer, "link_bytes_per_s", lambda self, step, goes_everywhere: 1e6)
 
 
-def write(program, encoders, tests):
+def write(program, encoders, tests, small=encoder.SMALL_BYTES):
     """What `sys.executable` has to be for keepers that encode so."""
-    program.write_text(
-        _PROGRAM.format(python=sys.executable, tests=str(tests), encoders=tuple(encoders))
-    )
+    words = {"tests": str(tests), "encoders": tuple(encoders), "small": small}
+    program.write_text(_PROGRAM.format(python=sys.executable, **words))
     program.chmod(0o700)
     return str(program)

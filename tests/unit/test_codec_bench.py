@@ -3,9 +3,10 @@
 import pytest
 
 from benchmarks.codecs import measure, states
+from examples import slow
 
 
-@pytest.mark.parametrize("kind", measure.KINDS)
+@pytest.mark.parametrize("kind", ["lora", *slow("fp32", "bf16")])
 def test_a_table_of_each_kind(kind, monkeypatch, capsys):
     shape = states.Shape(layers=1, heads=2, width=32, sequence=8, batch=2, learning_rate=1e-3)
     monkeypatch.setattr(states, "SHAPE", shape)

@@ -1,0 +1,45 @@
+"""Ranks of two nodes whose keepers encode what they write: one checkpoint, for any layout."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import zoo
+from jobs import RECIPE, attached, check_restored
+
+import coded
+from comparing import check_stored
+from everstep import Store
+
+NODES = "aabb"
+
+
+def trains_encoded(store, program, strategy):
+    python, sys.executable = sys.executable, program
+    job, states = zoo.build("fsdp2", RECIPE), {}
+    try:
+        with attached(job, store, nodes=NODES, strategy=strategy) as saver:
+            for step in (1, 2, 3):
+                job.train(step)
+                saver.save(step).wait("local")
+                states[step] = job.full_state()
+    finally:
+        sys.executable = python
+        os.environ.pop("EVERSTEP_NODE", None)
+    return states
+
+
+@pytest.mark.parametrize("strategy", ["full", "log"])
+def test_nodes_encode_each_its_part(gang, store, tmp_path, strategy):
+    tests = Path(__file__).parents[1]
+    program = coded.write(tmp_path / "keeper", ("planes", "zstd", "raw"), tests, small=512)
+    states = gang.run(trains_encoded, store, program, strategy)[0]
+    manifest = Store(store).manifest(3)
+    codecs = {each.codec for part in manifest.all_parts for each in part.encoded or ()}
+    assert len(manifest.all_parts) == 2
+    assert "planes" in codecs
+    assert Store(store).verify().ok
+    if strategy == "full":
+        check_stored(store, states[3], 3)
+    check_restored(gang, "ddp", store, {step: states[step] for step in (2, 3)}, size=1)
