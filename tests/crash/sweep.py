@@ -4,6 +4,7 @@ import contextlib
 import copy
 import hashlib
 import itertools
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -128,9 +129,11 @@ def _again_after_power_cut(
 def _check(promises: Promises, base: Path) -> None:
     """Each tree once: of two calls in a row many leave the same."""
     digest = hashlib.sha256(repr(promises).encode())
-    for path in sorted(base.rglob("*")):
-        digest.update(f"{path.relative_to(base)} {path.is_file()} ".encode())
-        digest.update(path.read_bytes() if path.is_file() else b"")
+    for folder, _, files in sorted(os.walk(base)):
+        digest.update(f"{os.path.relpath(folder, base)}/ ".encode())
+        for name in sorted(files):
+            content = Path(folder, name).read_bytes()
+            digest.update(f"{name} {len(content)} ".encode() + content)
     if digest.digest() not in _checked:
         promises.check(base)
         _checked.add(digest.digest())

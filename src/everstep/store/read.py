@@ -65,6 +65,9 @@ def opened(disk: Readable, link: FileLink) -> Iterator[Reader]:
 
 def blocks(reader: Reader) -> Iterator[memoryview]:
     """A pack's bytes in order, in new page-aligned memory, while the next ones are being read."""
+    if 0 < reader.size <= EXTENT_BYTES:
+        yield _read_block(reader, 0, reader.size)
+        return
     reads: deque[Future[memoryview]] = deque()
     with ThreadPoolExecutor(_READS_IN_FLIGHT, "everstep-copy") as pool:
         try:
