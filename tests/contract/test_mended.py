@@ -14,6 +14,7 @@ from everstep.store.names import CheckpointName
 from everstep.store.repair import Mender
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
+from examples import slow
 
 LOG, STATE = CheckpointName(12, 1), CheckpointName(10, 1)
 
@@ -66,7 +67,11 @@ def all_files(tier):
 EVERYTHING = ["pack", "pack of the state", "table", "manifest", "state", "epoch", "tag"]
 
 
-@pytest.mark.parametrize("damage", [flip, cut])
+@pytest.mark.parametrize(
+    ("pair", "damage"),
+    [("disk", flip), ("disk", cut), ("bucket", flip), *slow(("bucket", cut))],
+    indirect=["pair"],
+)
 @pytest.mark.parametrize("what", EVERYTHING)
 def test_what_is_damaged_is_mended(pair, capsys, what, damage):
     one, other = pair
