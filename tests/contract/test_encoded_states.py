@@ -20,6 +20,7 @@ from everstep.format.packs import Spec
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import slow
 from independent_reader import Damaged, read
 
 STEPS = 6
@@ -63,7 +64,7 @@ def codecs_of(store, step):
     return {row[1] for row in part.get("encoded", ())}
 
 
-@pytest.fixture(params=ENCODERS)
+@pytest.fixture(params=["all", *slow("planes", "zstd")])
 def encoders(request, tmp_path, monkeypatch):
     found = ENCODERS[request.param]
     tests = Path(__file__).parents[1]
