@@ -24,6 +24,10 @@ from rich.table import Table
 import everstep
 from benchmarks.codecs.states import Training, build
 from benchmarks.machine import await_end_of_keeper, describe
+from everstep.codecs import codec
+from everstep.format.packs import CHUNK_BYTES
+from everstep.keeper.encoder import SMALL_BYTES, Speeds, figures_of
+from everstep.state.view import State
 
 KINDS = ("fp32", "bf16", "lora")
 LINKS = (50e6, 200e6, 1e9, 5e9)
@@ -34,6 +38,7 @@ _MEMORY = Path("/dev/shm")
 _KEEPER = """#!{python}
 import sys, threading, time
 from everstep.codecs import codec
+from everstep.format.packs import CHUNK_BYTES
 from everstep.keeper import __main__ as keeper, encoder
 from everstep.tiers.system import System
 
@@ -80,6 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(", ".join(f"{key} {value}" for key, value in describe(root).items()))
         for kind in args.kinds:
             training = _trained(kind)
+            Console(width=140).print(_samples(kind, training))
             table = Table("link", *args.modes, title=f"{kind}, {args.threads} thread(s)")
             for link in args.links:
                 rows = [run(root, training, link, mode) for mode in args.modes]
@@ -87,6 +93,33 @@ def main(arguments: list[str] | None = None) -> None:
             Console(width=140).print(table)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _samples(kind: str, training: Training) -> Table:
+    """What everstep sees of the tensors: by what they are, the share of bytes that stays, and MB of
+    raw bytes that a core encodes in a second."""
+    table = Table(kind, "MB", *codec.ENCODERS)
+    state = State(training.state)
+    groups: dict[str, list[tuple[memoryview, int]]] = {}
+    for leaf in state.collect().walk.leaves:
+        if leaf.tensor.nbytes >= SMALL_BYTES:
+            first, last = leaf.name.partition(".")[0], leaf.name.rpartition(".")[2]
+            what = f"{first} {last}" if last.startswith("exp_") else first
+            raw = leaf.tensor.detach().reshape(-1).view(torch.uint8).numpy().data[:CHUNK_BYTES]
+            chunk = raw, leaf.tensor.element_size()
+            groups.setdefault(f"{what}, {leaf.tensor.dtype}", []).append(chunk)
+    for what, chunks in groups.items():
+        size, cells = sum(len(raw) for raw, _ in chunks), []
+        for encoder in codec.ENCODERS:
+            found = [
+                (len(raw), figures_of(raw, item_size, (encoder,), Speeds())[encoder])
+                for raw, item_size in chunks
+            ]
+            share = sum(nbytes * figures.share for nbytes, figures in found) / size
+            speed = size / sum(nbytes / figures.bytes_per_s for nbytes, figures in found)
+            cells.append(f"{share:.2f}, {speed / 1e6:,.0f}")
+        table.add_row(what, f"{size / 1e6:.1f}", *cells)
+    return table
 
 
 def _trained(kind: str) -> Training:

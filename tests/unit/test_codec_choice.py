@@ -10,7 +10,7 @@ from everstep.codecs import codec
 from everstep.codecs.choice import CAUTION, FREE_CORES_MIN, Figures, Sample, choose
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.tables import Extent
-from everstep.keeper.encoder import Encoder, measure
+from everstep.keeper.encoder import Encoder, Speeds, figures_of
 from everstep.keeper.measured import FreeCores, Speed
 
 GB = 1e9
@@ -251,6 +251,15 @@ def test_a_codec_of_later():
 
 
 def test_a_sample_is_a_part_of_the_chunk():
-    found = measure(TEXT, 4, codec.ENCODERS)
+    found = figures_of(TEXT, 4, codec.ENCODERS, Speeds())
     assert found["zstd"].share < 0.1
     assert all(each.bytes_per_s > 0 for each in found.values())
+
+
+def test_a_speed_is_that_of_the_largest_chunk():
+    speeds = Speeds()
+    small = speeds.of("planes", TEXT[:1024], 4)
+    assert speeds.of("planes", TEXT[:1500], 4) == small  # no matter of size
+    large = speeds.of("planes", TEXT, 4)
+    assert large != small
+    assert speeds.of("planes", TEXT[:1024], 4) == large

@@ -57,6 +57,26 @@ class _Layout:
         return not self.samples or self.age % patience == 0
 
 
+class Speeds:
+    """Raw bytes that encoders take in a second of a core, by the size of items: of whole chunks,
+    as short ones take several times as long for each byte. For any thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], tuple[int, float]] = {}
+        """The largest chunk that was seen, and its bytes a second."""
+
+    def of(self, encoder: str, raw: memoryview, item_size: int) -> float:
+        """As far as it is known; where no chunk of at least half this one was seen, by this one."""
+        size, speed = self._known.get((encoder, item_size), (0, 0.0))
+        if len(raw) < 2 * size:
+            return speed
+        codec.encode(encoder, raw[:item_size], item_size)  # it imports
+        began = time.thread_time()
+        codec.encode(encoder, raw, item_size)
+        self._known[encoder, item_size] = len(raw), len(raw) / _since(began)
+        return self._known[encoder, item_size][1]
+
+
 class Encoding:
     """What is done with the chunks of one part. Its methods are for any thread."""
 
@@ -71,7 +91,7 @@ class Encoding:
     def look(self, chunk: Extent, raw: memoryview) -> None:
         """Take a sample of it, if that is wanted."""
         if chunk.digest in self._wanted:
-            figures = measure(raw, chunk.item_size, codec.ENCODERS)
+            figures = figures_of(raw, chunk.item_size, codec.ENCODERS, self._encoder.speeds)
             self._layout.samples[chunk.what] = Sample(self._layout.sizes[chunk.what], figures)
 
     def encode(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
@@ -102,6 +122,7 @@ class Encoder:
         self._mode = mode
         self._cores = cores or FreeCores()
         self._layouts: dict[bytes, _Layout] = {}
+        self.speeds = Speeds()
         self._spent_s = 0.0
         self._lock = threading.Lock()
         self._limit = threading.Semaphore()
@@ -129,7 +150,7 @@ class Encoder:
         if not layout.sizes or not (is_near or is_record):
             return Encoding(self, layout, {}, samples=False)
         known = layout.samples if is_near else {}
-        samples = known or _probe(layout, view, codec.ENCODERS if is_near else (codec.ZEROS,))
+        samples = known or self._probe(layout, view, codec.ENCODERS if is_near else (codec.ZEROS,))
         encoding = Encoding(
             self,
             layout,
@@ -140,6 +161,16 @@ class Encoder:
         self._limit = threading.Semaphore(max(1, round(free)))
         return encoding
 
+    def _probe(self, layout: _Layout, view: View, encoders: tuple[str, ...]) -> dict[str, Sample]:
+        """The first chunk's figures, for all that is of such items; blocks until it has arrived."""
+        first = next(iter(layout.firsts.values()))
+        figures = figures_of(view(first), first.item_size, encoders, self.speeds)
+        return {
+            name: Sample(size, figures)
+            for name, size in layout.sizes.items()
+            if layout.firsts[name].item_size == first.item_size
+        }
+
     def encode(self, encoder: str, raw: memoryview, item_size: int) -> bytes | None:
         """Encode a chunk, on no more cores than are free."""
         if encoder == codec.ZEROS:
@@ -147,35 +178,26 @@ class Encoder:
         with self._limit:
             began = time.thread_time()
             found = codec.encode(encoder, raw, item_size)
-            seconds = time.thread_time() - began
+            seconds = _since(began)
         with self._lock:
             self._spent_s += seconds
         return found
 
 
-def _probe(layout: _Layout, view: View, encoders: tuple[str, ...]) -> dict[str, Sample]:
-    """The first chunk's figures, for all that is of such items; blocks until it has arrived."""
-    first = next(iter(layout.firsts.values()))
-    figures = measure(view(first), first.item_size, encoders)
-    return {
-        name: Sample(size, figures)
-        for name, size in layout.sizes.items()
-        if layout.firsts[name].item_size == first.item_size
-    }
-
-
-def measure(raw: memoryview, item_size: int, encoders: tuple[str, ...]) -> dict[str, Figures]:
-    """What encoders do with some slices of a chunk, by the time of this thread alone."""
-    data = _excerpt(raw)
-    found = {}
+def figures_of(
+    raw: memoryview, item_size: int, encoders: tuple[str, ...], speeds: Speeds
+) -> dict[str, Figures]:
+    """What encoders do with a chunk: what stays of some slices of it, and how fast that goes."""
+    data, found = _excerpt(raw), {}
     for encoder in encoders:
-        codec.encode(encoder, data[:item_size], item_size)  # it imports
-        began = time.thread_time()
         encoded = codec.encode(encoder, data, item_size)
-        seconds = max(time.thread_time() - began, 1e-9)
         share = 1.0 if encoded is None else len(encoded) / len(data)
-        found[encoder] = Figures(share, len(data) / seconds)
+        found[encoder] = Figures(share, speeds.of(encoder, raw, item_size))
     return found
+
+
+def _since(began: float) -> float:
+    return max(time.thread_time() - began, 1e-9)
 
 
 def _excerpt(raw: memoryview) -> memoryview:
