@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from runs import bits, check_same, checkpointer, freeze, restore, round_trip, save
 
 from everstep import Corrupt, Mismatch, Unsupported
-from everstep.state.objects import decode, encode, plain_json
+from everstep.state.objects import decode, encode, plain_json, references
 
 NUMPY_DTYPES = (
     hnp.scalar_dtypes() | hnp.unicode_string_dtypes(max_len=5) | hnp.byte_string_dtypes(max_len=5)
@@ -211,3 +211,12 @@ def test_a_grad_scaler_that_is_enabled_no_more(store):
     save(store, {"scaler": torch.amp.GradScaler("cpu")})
     with pytest.raises(Mismatch, match="'scaler' was enabled"):
         restore(store, {"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+
+
+@pytest.mark.parametrize(
+    "value", [{"$": "tensor"}, {"$": "tensor", "v": {"a": []}, "device": "cpu"}]
+)
+def test_a_reference_that_is_no_name_is_corrupt(value):
+    assert references([value]) == []
+    with pytest.raises(Corrupt):
+        decode(value, lambda name, device: {}[name])

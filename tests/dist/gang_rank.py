@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import debug
 
 STACKS_SIGNAL = signal.SIGUSR2
 MAIN_THREAD = "in _answer"
@@ -105,9 +104,6 @@ def _world(rank: int, store: dist.Store, call: Call):
         yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    # A mesh of the next world is equal to one of this, with whose groups DTensor would go on.
-    # torch 2.9 has no such function.
-    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 class _Unseen:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, debug
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -220,11 +220,21 @@ class _PipelineJob(Job):
         return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
+_built: list[tuple[str, int]] = []
+"""The last layout of this process, and how many groups there were before it."""
+
+
 def build(layout: str, recipe: Recipe | None = None) -> Job:
     """A training in `layout`, on the world as it is; the same start in all layouts.
 
     The parameters of `fsdp1_flat` are mixtures: it needs a recipe that is not `grouped`.
     """
+    built = layout, len(dist.distributed_c10d._world.pg_map)
+    if _built != [built]:
+        # DTensor goes on with what it has found out of equal meshes of a world that has ended,
+        # whose groups had other names, as they are numbered. torch 2.9 cannot forget it.
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+        _built[:] = [built]
     return LAYOUTS[layout](recipe or Recipe())
 
 

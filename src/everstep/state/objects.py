@@ -289,10 +289,10 @@ def _is_tensor(value: Json) -> bool:
 
 
 def references(value: Json) -> list[str]:
-    """The names of the tensors that tagged JSON refers to."""
+    """The names of the tensors that tagged JSON refers to. What is no name is told by `decode`."""
     if not isinstance(value, (list, dict)):
         return []
-    if isinstance(value, dict) and value.get("$") == "tensor":
+    if isinstance(value, dict) and value.get("$") == "tensor" and isinstance(value.get("v"), str):
         return [value["v"]]
     items = value if isinstance(value, list) else value.values()
     return [name for item in items for name in references(item)]

@@ -38,10 +38,11 @@ from everstep.store.names import CheckpointName
 from everstep.tiers.peer import Peer
 from everstep.tiers.tier import Tier
 
-PARTS_S = float(os.environ.get("EVERSTEP_PARTS_S", 300.0))
-"""How long a node waits for another one, in seconds: for its part of a step, or its commit."""
+PARTS_S = 300.0
+"""How long a node waits for another one, in seconds: for its part of a step, or its commit. A run
+may choose it: EVERSTEP_PARTS_S."""
 
-ORPHANS_S = min(30.0, PARTS_S)
+ORPHANS_S = 30.0
 """How long it does where no trainer of its own lives: who starts again waits for that."""
 
 _UNTOLD_MAX = 64
@@ -226,12 +227,13 @@ class Nodes:
     ) -> T:
         """Look until something is there. By polling: what is shared is a file system."""
         began = looked = time.monotonic()
-        pause = _PAUSE_S_MIN
+        parts_s = float(os.environ.get("EVERSTEP_PARTS_S", PARTS_S))
+        orphans_s, pause = min(ORPHANS_S, parts_s), _PAUSE_S_MIN
         while (found := look()) is None:
             now = time.monotonic()
             self._orphaned = None if self._is_awaited() else self._orphaned or now
-            is_orphan = self._orphaned is not None and now - self._orphaned > ORPHANS_S
-            if is_orphan or now - began > PARTS_S:
+            is_orphan = self._orphaned is not None and now - self._orphaned > orphans_s
+            if is_orphan or now - began > parts_s:
                 what = "claiming an epoch" if name is None else f"saving step {name.step}"
                 seconds = f"within {now - began:.0f} s"
                 raise Unavailable(f"{what} in {self.shared.root}: {late()} ({seconds})")
