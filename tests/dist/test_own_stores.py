@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import zoo
-from jobs import RECIPE, attached, trains, trains_alone
+from jobs import RECIPE, attached, parts_of, trains, trains_alone
 
 from comparing import check_equal, check_stored
 from everstep import Keep, Store, Tiers
@@ -89,6 +90,24 @@ def test_each_node_has_its_packs_and_what_all_need(gang, folders, layout):
         assert Store(store).steps() == [5]
         own = {pack.path for part in Store(store).manifest().parts for pack in part.packs}
         assert packs_of(store) < own
+
+
+def has_frozen(job):
+    torch.manual_seed(0)
+    job.frozen = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4))
+    return {**parts_of(job), "frozen": job.frozen.requires_grad_(False)}
+
+
+def test_what_does_not_change_lies_in_each_nodes_store_once(gang, folders):
+    options = {"waits": True, "strategy": "full", "state_of": has_frozen, "keep": Keep(last=2)}
+    for last in (3, 5):
+        run, *_ = gang.run(on_node, folders, NODES, trains, "fsdp2", last, **options)
+        assert not run.errors
+    a, b = (Store(at(folders, node) / "store") for node in "ab")
+    assert a.steps() == b.steps() == [4, 5]
+    for part in a.manifest().parts:
+        assert part.packs[-1].path.startswith("data/00000001-")
+    assert Store(united(folders)).verify().ok
 
 
 def trains_on(files, store, nodes, until=1000, **options):

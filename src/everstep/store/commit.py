@@ -231,17 +231,19 @@ def publish(
     manifest: Manifest,
     document: bytes | None = None,
     tables: Sequence[bytes | memoryview] = (),
+    node: int | None = None,
 ) -> None:
     """Write the tables, then create the manifest: from then on the checkpoint exists.
 
-    Its packs must be durable. The store is locked (shared), so that no gc takes a table away, or
-    the packs of an epoch that has just been superseded, between the check and the manifest.
+    Its packs must be durable; `node`: those of this one of several nodes alone lie here. The store
+    is locked (shared), so that no gc takes a table away, or the packs of an epoch that has just
+    been superseded, between the check and the manifest.
     """
     name = CheckpointName(manifest.step, manifest.epoch)
     with disk.locked(exclusive=False):
         check_epoch(disk, manifest.epoch, manifest.step)
         _check_previous(disk, manifest)
-        _check_shared(disk, manifest)
+        _check_shared(disk, manifest, node)
         for table in tables:
             write_table(disk, table)
         if disk.size(names.state_path(name)) is not None:  # of one of this name that was deleted
@@ -327,11 +329,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _check_shared(disk: Tier, manifest: Manifest) -> None:
+def _check_shared(disk: Tier, manifest: Manifest, node: int | None = None) -> None:
     """What it has of earlier checkpoints may have been deleted since, as nothing else had it.
-    Raises Unavailable."""
+    `node`: see publish. Raises Unavailable."""
     name = CheckpointName(manifest.step, manifest.epoch)
-    of_parts = (link for part in manifest.parts for link in part.packs)
+    parts = [part for part in manifest.parts if node in (None, part.rank)]
+    of_parts = (link for part in parts for link in part.packs)
     of_streams = (link for stream in manifest.streams.values() for link in stream.packs)
     for link in (*of_parts, *of_streams):
         if not names.is_new_in(link.path, name) and disk.size(link.path) != link.size:

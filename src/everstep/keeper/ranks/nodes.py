@@ -72,6 +72,8 @@ class Nodes:
         self._writer, self._disk, self._place = writer, writer.disk, place
         self.shared: Tier | Peer = writer.disk
         """Where nodes meet: the store, or where each has its own, that of rank 0's node."""
+        self._own = place.node if place.own_store else None
+        """The node whose packs alone lie in this one's store."""
         self._is_awaited = is_awaited
         self._orphaned: float | None = None
         self._untold: deque[tuple[int, int, str, str | None]] = deque(maxlen=_UNTOLD_MAX)
@@ -104,7 +106,7 @@ class Nodes:
             every = [own, *self._await_parts(name, own.attempt)]
             manifest, tables = unite(self._disk, manifest, every, table)
             document = encode_manifest(manifest)
-            commit.publish(self._disk, manifest, document, tables)
+            commit.publish(self._disk, manifest, document, tables, self._own)
             parts.clear(self._disk, name)
             return manifest, digest_of(document)
         found = self._await_commit(name, own.attempt)
@@ -114,7 +116,8 @@ class Nodes:
         links = [link for part in manifest.all_parts for link in part.packs]
         if any(link.path not in packs for link in links):  # those of a keeper that died after it
             check_same(self._disk, manifest, table, node=self.node)
-            commit.discard_packs(self._disk, name, links)
+            new = [link for link in links if names.is_new_in(link.path, name)]
+            commit.discard_packs(self._disk, name, new)
             self.shared.forget([names.part_path(name, self.node)])  # perhaps told after it
         return found, None
 
@@ -124,7 +127,7 @@ class Nodes:
         paths = {part.table.path for part in found.all_parts}
         tables = [self.shared.read(path) for path in paths if not self._disk.holds(path)]
         document = self.shared.read(names.manifest_path(name))
-        commit.publish(self._disk, found, document, tables)
+        commit.publish(self._disk, found, document, tables, self._own)
 
     # ---- what this node has nothing of -----------------------------------------------------
 
