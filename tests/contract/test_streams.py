@@ -3,13 +3,28 @@
 import os
 import resource
 import signal
+import threading
 
 import pytest
 import torch
+from keepers import stopped, until
 
 import everstep
-from everstep import Corrupt, EverstepError, Keep, Mismatch, Store, Tiers, Unsupported
+from everstep import (
+    Corrupt,
+    EverstepError,
+    Keep,
+    Mismatch,
+    Store,
+    Tiers,
+    Unavailable,
+    Unsupported,
+)
+from everstep.capture.streams import write_stream
+from everstep.state.streams import StreamState
 from everstep.store import catalog, commit, retain
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
 from forked import Forked, run
 from stores import end_keeper, packs_of
@@ -90,6 +105,8 @@ def test_it_is_written_where_its_version_changes(local, strategy, is_immutable):
             checkpointer.step(step).wait(timeout=60)
     assert replay.reads == 3
     assert len(large_packs(local)) == 3
+    added = {step: catalog.added_bytes(Store(local).manifest(step)) for step in range(1, 10)}
+    assert [step for step, size in added.items() if size > 1 << 20] == [1, 4, 8]
     for step in (3, 4, 9):
         state = build()
         with everstep.Checkpointer(local, state) as checkpointer:
@@ -99,15 +116,15 @@ def test_it_is_written_where_its_version_changes(local, strategy, is_immutable):
 
 
 def test_a_run_that_comes_back_does_not_write_it_again(store):
-    for until in (2, 4):
+    for last in (2, 4):
         state = build(Replay(7))
         with everstep.Checkpointer(store, state, strategy="full") as checkpointer:
             start = checkpointer.restore()
-            assert start == until - 2
-            for step in range(start + 1, until + 1):
+            assert start == last - 2
+            for step in range(start + 1, last + 1):
                 train(state)
                 checkpointer.step(step).wait(timeout=60)
-        assert state["replay"].reads == (until == 2)
+        assert state["replay"].reads == (last == 2)
     check_loaded(state["replay"], 7)
     if not isinstance(store, str):
         assert len(large_packs(store)) == 1
@@ -220,6 +237,149 @@ def test_bad_ones(local):
     state["other"] = Replay()
     with everstep.Checkpointer(local, state) as checkpointer, pytest.raises(Mismatch):
         checkpointer.restore()
+
+
+def test_where_it_is_damaged_another_tier_serves(local, tmp_path):
+    tiers = Tiers(remote=tmp_path / "remote")
+    with everstep.Checkpointer(local, build(Replay(3)), tiers=tiers) as checkpointer:
+        checkpointer.save(1).wait("remote", timeout=60)
+    end_keeper(local)
+    [path] = large_packs(local)
+    with open(local / path, "r+b") as file:
+        file.seek(9000)
+        file.write(b"damage")
+    state = build()
+    with everstep.Checkpointer(local, state, tiers=tiers) as checkpointer:
+        assert checkpointer.restore() == 1
+    check_loaded(state["replay"], 3)
+
+
+class Slow(Replay):
+    """Is read while training goes on; what it has is changed meanwhile."""
+
+    immutable = True
+
+    def stream(self):
+        self.is_read = threading.Event()
+        self.may_go_on = threading.Event()
+        yield "one", [b"%d" % self.version]
+        self.is_read.set()
+        assert self.may_go_on.wait(60)
+        yield "two", [b"%d" % self.version]
+
+
+def test_an_immutable_one_that_changes_while_it_is_read_fails_the_save(local):
+    state = build(Slow(1))
+    replay = state["replay"]
+    with everstep.Checkpointer(local, state, strategy="full") as checkpointer:
+        handle = checkpointer.save(1)
+        until(lambda: replay.__dict__.get("is_read"), "the thread has begun")
+        assert replay.is_read.wait(60)
+        replay.version = 2
+        replay.may_go_on.set()
+        with pytest.raises(Unsupported, match="its version went from 1 to 2"):
+            handle.wait(timeout=60)
+        handle = checkpointer.save(2)
+        until(lambda: not replay.may_go_on.is_set(), "the thread has begun again")
+        replay.may_go_on.set()
+        handle.wait(timeout=60)
+    assert Store(local).steps() == [2]
+
+
+def test_what_is_skipped_is_not_streamed(local):
+    state = build()
+    state["history"] = torch.zeros(300_000)
+    with everstep.Checkpointer(
+        local, state, strategy="full", when_full="skip", keep=Keep(100)
+    ) as checkpointer:
+        checkpointer.save(1).wait(timeout=60)
+        with stopped(checkpointer._client.keeper_pid):
+            for step in range(2, 10):
+                state["replay"].version = step
+                checkpointer.save(step)
+        checkpointer.wait(timeout=60)
+        assert checkpointer.metrics.skips
+    assert state["replay"].reads == len(Store(local).steps())
+
+
+def test_of_a_window_the_last_step_alone_streams(local):
+    state = build()
+    strategy = everstep.Spread(window=3)
+    with everstep.Checkpointer(local, state, strategy=strategy, every=4) as checkpointer:
+        for step in range(1, 9):
+            state["replay"].version = step
+            train(state)
+            checkpointer.step(step)
+        checkpointer.wait(timeout=60)
+    assert len(Store(local).manifest(8).parts) > 1
+    assert state["replay"].reads == len(large_packs(local)) == 2
+    state = build()
+    with everstep.Checkpointer(local, state) as checkpointer:
+        assert checkpointer.restore(8) == 8
+    check_loaded(state["replay"], 8)
+
+
+class Full(Disk):
+    """It takes what is large, and then no document."""
+
+    def create(self, path, document):
+        raise Unavailable(f"creating {path}: no space left")
+
+
+def test_nothing_is_left_of_one_whose_table_has_no_place(tmp_path):
+    with pytest.raises(Unavailable):
+        write_stream(Full(tmp_path), CheckpointName(1, 1), StreamState("replay", Replay()), 0)
+    assert not packs_of(tmp_path)
+
+
+class Growing(Replay):
+    """Its content is its history: a version says which only within one history."""
+
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+    def add(self, value):
+        self.history.append(value)
+        self.version = len(self.history)
+
+    def stream(self):
+        yield "history", [bytes(self.history)]
+
+    def load_stream(self, content):
+        [(_, [history])] = [(name, list(pieces)) for name, pieces in content]
+        self.history = list(bytes(history))
+        self.version = len(self.history)
+
+
+def test_a_version_that_comes_again_after_a_restore_has_other_content(local):
+    state = build(Growing())
+    with everstep.Checkpointer(local, state, strategy="full", keep=Keep(100)) as checkpointer:
+        for step in (1, 2, 3):
+            state["replay"].add(step)
+            checkpointer.save(step).wait(timeout=60)
+        assert checkpointer.restore(2) == 2
+        assert state["replay"].history == [1, 2]
+        state["replay"].add(30)
+        checkpointer.save(3).wait(timeout=60)
+    state = build(Growing())
+    with everstep.Checkpointer(local, state) as checkpointer:
+        assert checkpointer.restore() == 3
+    assert state["replay"].history == [1, 2, 30]
+
+
+def test_the_stream_of_another_store_is_written_here(local, tmp_path):
+    other = tmp_path / "other"
+    with everstep.Checkpointer(other, build(Replay(5))) as checkpointer:
+        checkpointer.save(1).wait(timeout=60)
+    end_keeper(other)
+    state = build(Replay(1))
+    with everstep.Checkpointer(local, state, strategy="full") as checkpointer:
+        checkpointer.save(1).wait(timeout=60)
+        assert checkpointer.restore(from_store=other) == 1
+        state["replay"].version = 5
+        checkpointer.save(2).wait(timeout=60)
+    assert Store(local).verify().ok
 
 
 SIZE, PIECE = 8 << 30, 16 << 20

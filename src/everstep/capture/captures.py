@@ -198,7 +198,6 @@ class Captures:
     def _capture(
         self, handle: SaveHandle, request: Request, captured: Captured, *, waits: bool
     ) -> None:
-        streams = self._streams.take(handle.step, self._metrics.failures)
         plan = self._planner(captured).plan(captured.collected)
         if (lent := self.pool.lent) and not self._copier.was_given(lent):  # that call was cut off
             self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
@@ -209,6 +208,9 @@ class Captures:
             self._leave_out(handle.step, handle.call, "it had no memory for it")
             self.strategy.break_off()
             return
+        streams = {}
+        if captured.commits:
+            streams = self._streams.take(handle.step, self.epoch, self._metrics.failures)
         sequence = self.pool.next_sequence()
         said = self._describe(captured, request) | {"call": handle.call}
         capture = self._copier.begin(handle, sequence, captured, plan, slot, said)

@@ -23,7 +23,7 @@ from everstep.format.streams import BUFFER, NOTHING, TENSOR, encode_part, row_na
 from everstep.format.tables import FileLink, PackShape, Table, TensorEntry, seal_table
 from everstep.keeper.data import Tail
 from everstep.sharding.leaves import bytes_of, dtype_name
-from everstep.state.streams import Chunk, Streamed, StreamState
+from everstep.state.streams import Chunk, StreamState
 from everstep.store import catalog, commit, names
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
@@ -36,40 +36,36 @@ class Streams:
         self._disk = disk
         self._parts = list(parts)
         self._pool = ThreadPoolExecutor(1, "everstep-stream") if self._parts else None
-        self._begun: dict[str, tuple[Any, Future[Stream]]] = {}
-        self._failures = -1
+        self._looked = (-1, 0)
 
-    def take(self, step: int, failures: int) -> dict[str, Future[Stream]]:
+    def take(self, step: int, epoch: int | None, failures: int) -> dict[str, Future[Stream]]:
         """Where the content of each is, or will be: what the store has is named, what it has not is
-        written. Blocks for what may change. `failures`: of saves so far: after one it is looked
-        whether files are still there. Raises what `stream()` does; what the disk does is in the
-        future."""
-        if failures != self._failures:
-            self._failures = failures
+        written. Blocks for what may change. `epoch`: None where it is not claimed yet. `failures`:
+        of saves so far: after one, and after a restore, it is looked whether files are (still)
+        there. Raises what `stream()` does; what the disk does is in the future."""
+        now = failures, sum(part.loads for part in self._parts)
+        if now != self._looked:
+            self._looked = now
             self._forget_absent()
-        return {part.name: self._take(part, step) for part in self._parts}
+        return {part.name: self._take(part, step, epoch) for part in self._parts}
 
     def _forget_absent(self) -> None:
         for part in self._parts:
-            if part.known and not self._is_there(part.known[1]):
-                part.known = None
-            _, begun = self._begun.get(part.name, (None, None))
-            if begun and begun.done() and (begun.exception() or not self._is_there(begun.result())):
-                del self._begun[part.name]
+            if part.known and part.known[1].done():
+                found = part.known[1]
+                if found.exception() or not self._is_there(found.result()):
+                    part.known = None
 
-    def _take(self, part: StreamState, step: int) -> Future[Stream]:
+    def _take(self, part: StreamState, step: int, epoch: int | None) -> Future[Stream]:
         version = part.version
         if part.known and part.known[0] == version:
-            found: Future[Stream] = Future()
-            found.set_result(part.known[1])
-            return found
-        begun = self._begun.get(part.name)
-        if begun and begun[0] == version and not (begun[1].done() and begun[1].exception()):
-            return begun[1]
+            found = part.known[1]
+            if not (found.done() and found.exception()):
+                return found
         assert self._pool
-        name = CheckpointName(step, catalog.newest_epoch(self._disk) + 1)
-        future = self._pool.submit(write_stream, self._disk, name, part.name, part.value)
-        self._begun[part.name] = version, future
+        name = CheckpointName(step, epoch or catalog.newest_epoch(self._disk) + 1)
+        future = self._pool.submit(write_stream, self._disk, name, part, version)
+        part.known = version, future
         if not part.is_immutable:
             error = future.exception()  # blocks
             if error and not isinstance(error, EverstepError):
@@ -95,27 +91,37 @@ def links_of(streams: Mapping[str, Future[Stream]]) -> dict[str, Any]:
         raise Unavailable(f"streaming {', '.join(map(repr, streams))}: {error!r}") from error
 
 
-def write_stream(disk: Tier, name: CheckpointName, called: str, content: Streamed) -> Stream:
-    """Make the content of a stream durable, in a file that is named after a checkpoint. Raises
-    Unavailable, Unsupported, and what `stream()` raises; then nothing is left of it."""
+def write_stream(disk: Tier, name: CheckpointName, part: StreamState, version: Any) -> Stream:
+    """Make the content of a stream, which is of that version, durable, in a file that is named
+    after a checkpoint. Raises Unavailable, Unsupported, and what `stream()` raises; then nothing
+    is left of it."""
     path = names.pack_path(name, secrets.token_hex(4), 0)
     with disk.new_file(path) as file:
         tail, rows = Tail(file), _Rows()
-        for number, (key, pieces) in enumerate(content.stream()):
-            rows.begin(number, key, called)
+        for number, (key, pieces) in enumerate(part.value.stream()):
+            rows.begin(number, key, part.name)
             for piece in pieces:
                 tail.append(rows.add(piece))
+        if (now := part.version) != version:
+            raise Unsupported(
+                f"streaming {part.name!r}: its version went from {version!r} to {now!r} while it "
+                f"was read. Put new content into an object of its own, or leave out immutable"
+            )
         size = tail.finish()
         first = header(size - HEADER_BYTES)
         tail.put_first(first)
     link = FileLink(path, size)
-    commit.sync_packs(disk, [commit.NewPack(0, link, file)])
-    disk.sync_entries([path])
-    shape = PackShape(size, HEADER_BYTES, 0)
-    table = seal_table(Table((shape,), dict(sorted(rows.entries.items())), {}))
-    digests = (digest_of(first), *rows.digests)
-    part = Part(0, commit.write_table(disk, table), (link,), digests, name.step)
-    return Stream(commit.write_table(disk, encode_part(part)), part.table, part.packs)
+    try:
+        commit.sync_packs(disk, [commit.NewPack(0, link, file)])
+        disk.sync_entries([path])
+        shape = PackShape(size, HEADER_BYTES, 0)
+        table = seal_table(Table((shape,), dict(sorted(rows.entries.items())), {}))
+        digests = (digest_of(first), *rows.digests)
+        known = Part(0, commit.write_table(disk, table), (link,), digests, name.step)
+        return Stream(commit.write_table(disk, encode_part(known)), known.table, known.packs)
+    except BaseException:
+        commit.discard_packs(disk, name, [link])
+        raise
 
 
 class _Rows:

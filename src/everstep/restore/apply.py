@@ -138,7 +138,7 @@ def _match(
 ) -> Placement:
     """Where the base goes, or these parts of it. Raises Mismatch."""
     placement = state.place(Saved.of(base))
-    placement.read_stream = partial(read_stream, candidate.disk)
+    placement.read_stream = partial(read_stream, candidate)
     state.prepare(placement, only)
     step, root = candidate.name.step, candidate.disk.root
     state.world.together("fitting", lambda: placement.check(step, root))
@@ -168,7 +168,7 @@ def _replay(
     def match_rest() -> Placement:
         live = derivation.live().values()
         rest = state.place_rest(saved, names, live)
-        rest.read_stream = partial(read_stream, candidate.disk)
+        rest.read_stream = partial(read_stream, candidate)
         state.prepare(rest, None)
         return rest
 
@@ -255,7 +255,7 @@ def _replay_beside(
     memory for all of it."""
     saved = chain.saved(chain.optimized)
     placement = state.place(saved)
-    placement.read_stream = partial(read_stream, candidate.disk)
+    placement.read_stream = partial(read_stream, candidate)
     state.prepare(placement, only)
     placement.check(candidate.name.step, candidate.disk.root)
     wanted = placement.destinations

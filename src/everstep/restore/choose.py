@@ -141,13 +141,17 @@ class Candidate:
                 if self.held:
                     here.append(self.held.packs[index])
                 if not self.held or self.held.is_committed:
-                    # The nearest that has it, and where its bytes are not right, the others.
-                    others = self.disk.tiers[1:] if isinstance(self.disk, Union) else []
-                    tiers = [self.disk, *others]
-                    direct = not self.is_shared
-                    here += [_Lazy(tier, pack, stack, direct) for tier in tiers]
+                    here += self.files(pack, stack, direct=not self.is_shared)
                 found.append(here)
             yield found
+
+    def files(
+        self, pack: FileLink, stack: contextlib.ExitStack, *, direct: bool = False
+    ) -> list[Source]:
+        """Where that file can be read: the nearest tier that has it, and where its bytes are not
+        right there, the others."""
+        others = self.disk.tiers[1:] if isinstance(self.disk, Union) else []
+        return [_Lazy(tier, pack, stack, direct) for tier in (self.disk, *others)]
 
     @contextlib.contextmanager
     def _noting(self, parts: Iterable[Part]) -> Iterator[None]:

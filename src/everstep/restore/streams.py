@@ -1,41 +1,62 @@
 """Streams read back: each piece verified, in memory of its own, when it is asked for."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from everstep.errors import EverstepError
 from everstep.format.manifest import Part, Stream
 from everstep.format.packs import chunks
 from everstep.format.streams import TENSOR, Row, rows_by_name
+from everstep.restore.choose import Candidate
 from everstep.store import catalog
-from everstep.store.read import check_chunk, opened
-from everstep.tiers.files import Reader
-from everstep.tiers.tier import Tier
+from everstep.store.read import check_chunk
+from everstep.tiers.files import Source
+
+log = logging.getLogger("everstep")
 
 
-def read_stream(disk: Tier, stream: Stream) -> Iterator[tuple[str, Iterator[Any]]]:
+def read_stream(candidate: Candidate, stream: Stream) -> Iterator[tuple[str, Iterator[Any]]]:
     """Yield the names and their pieces as `stream()` gave them: tensors, or memoryviews of buffers.
     Holds one piece. Raises Corrupt."""
+    disk = candidate.disk
     part = catalog.read_stream(disk, stream)
     table = catalog.read_table(disk, part)
     (pack,) = part.packs
-    with opened(disk, pack) as reader:
+    with ExitStack() as stack:
+        sources = candidate.files(pack, stack)
         for name, rows in rows_by_name(table, disk.root / part.table.path):
-            yield name, (_read(reader, part, row) for row in rows)
+            yield name, (_read(sources, part, row) for row in rows)
 
 
-def _read(reader: Reader, part: Part, row: Row) -> Any:
+def _read(sources: Sequence[Source], part: Part, row: Row) -> Any:
     (piece,) = row.entry.pieces
     view = memoryview(bytearray(piece.size))
     for index, (start, size) in enumerate(chunks(piece.size)):
-        chunk = view[start : start + size]
-        if size:
-            reader.read_into(piece.offset + start, chunk)
-        check_chunk(chunk, part.digests[piece.digest + index], f"{row.name!r} of a stream")
+        chunk, digest = view[start : start + size], part.digests[piece.digest + index]
+        _read_chunk(sources, piece.offset + start, chunk, digest, f"{row.name!r} of a stream")
     if row.kind != TENSOR:
         return view
     dtype = getattr(torch, row.entry.spec.dtype)
     if not piece.size:
         return torch.empty(row.entry.spec.shape, dtype=dtype)
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(row.entry.spec.shape)
+
+
+def _read_chunk(
+    sources: Sequence[Source], offset: int, chunk: memoryview, digest: str, where: str
+) -> None:
+    """From the first source whose bytes are right."""
+    for number, source in enumerate(sources):
+        try:
+            if chunk:
+                source.read_into(offset, chunk)
+            check_chunk(chunk, digest, where)
+            return
+        except EverstepError as error:
+            if number + 1 == len(sources):
+                raise
+            log.warning("%s; trying the next source", error)

@@ -6,6 +6,7 @@ composable state providers (DataStates-LLM's second paper).
 """
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,8 +45,10 @@ class StreamState:
     def __init__(self, name: str, value: Streamed) -> None:
         self.name = name
         self.value = value
-        self.known: tuple[Any, Stream] | None = None
-        """The version that is durable, and where."""
+        self.known: tuple[Any, Future[Stream]] | None = None
+        """The version that is durable, or will be, and where. One that comes again after another
+        was loaded may have other content: only the last is known."""
+        self.loads = 0
 
     @property
     def version(self) -> Any:
@@ -77,7 +80,10 @@ class StreamState:
             return
 
         def load() -> None:
+            self.known, self.loads = None, self.loads + 1
             self.value.load_stream(placement.read_stream(stream))
-            self.known = version(), stream
+            found: Future[Stream] = Future()
+            found.set_result(stream)
+            self.known = version(), found
 
         placement.then(load)
