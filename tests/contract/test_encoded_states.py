@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from everstep import Conflict, Store, Tiers
 from everstep.cli.main import main
 from everstep.format.packs import Spec
 from everstep.store import catalog
+from everstep.store.copy import copy_checkpoint
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
@@ -197,3 +199,21 @@ def test_a_step_that_another_keeper_has_encoded_is_the_same(tmp_path, monkeypatc
         with pytest.raises(Conflict, match="other content"):
             other.commit(other.seal(1, salt=1))
     assert len(stores.packs_of(tmp_path)) == 1
+
+
+def test_a_step_that_another_tier_has_encoded_is_the_same(tmp_path, monkeypatch):
+    """It was routed there, the answer got lost, and the store took it as it is."""
+    specs = (Spec("ids", "int32", (40_000,)), Spec("weights", "float32", (40_000,)))
+    monkeypatch.setattr(stores, "content", lambda spec, step: bytes(spec.size - 1) + bytes([step]))
+    local, remote = Disk(tmp_path / "local"), Disk(tmp_path / "remote")
+    stores.Trainer(local, specs=specs).claim()
+    shutil.copytree(local.root, remote.root)
+    coded.choose(("planes", "zstd"), monkeypatch.setattr)
+    stores.Trainer(remote, specs=specs, epoch=1).save(1)
+    coded.choose(("raw",), monkeypatch.setattr)
+    stores.Trainer(local, specs=specs, epoch=1).save(1)
+    assert not copy_checkpoint(local, remote, CheckpointName(1, 1)).checkpoints
+    shutil.rmtree(local.root / "checkpoints")
+    stores.Trainer(local, specs=specs, epoch=1).save(1, salt=1)
+    with pytest.raises(Conflict):
+        copy_checkpoint(local, remote, CheckpointName(1, 1))

@@ -14,6 +14,7 @@ import everstep
 from everstep import Conflict, Store, Unavailable
 from everstep.format.packs import Spec
 from everstep.store import catalog, commit, retain
+from everstep.store.copy import copy_checkpoint
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
 from everstep.tiers.disk import Disk
@@ -116,6 +117,27 @@ def test_records_and_a_base_that_is_spread(tmp_path):
     assert {part.packs[-1].path for part in state.parts} == set(shared(tmp_path, 1, 4))
     retain.drop_base(disk, state)
     check(tmp_path)
+
+
+class Opened(Disk):
+    """Says what was read there."""
+
+    def open(self, path, direct=False):
+        self.opened = [*getattr(self, "opened", []), path]
+        return super().open(path, direct)
+
+
+def test_copies_do_not_read_again_what_the_one_before_has_brought(tmp_path):
+    trainer = make_store(tmp_path / "store", [1, 2, 3], SPECS, still=FROZEN)
+    target, whole = Opened(tmp_path / "copy"), set()
+    for step in (1, 2, 3):
+        copied = copy_checkpoint(trainer.disk, target, CheckpointName(step, 1), whole=whole)
+        assert bool(copied.bytes_there) == (step > 1)
+    assert shared(tmp_path / "copy", 3)[0] not in target.opened
+    (tmp_path / "copy" / shared(tmp_path / "copy", 3)[0]).unlink()
+    trainer.save(4)
+    copy_checkpoint(trainer.disk, target, CheckpointName(4, 1), whole=whole)
+    check(tmp_path / "copy")
 
 
 def test_random_deletions(tmp_path):

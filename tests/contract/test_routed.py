@@ -9,8 +9,9 @@ from test_bucket_store import build, train
 from test_remote_tier import undisturbed, weights
 
 import everstep
-from everstep import Conflict, Keep, Store, Tiers, Unavailable
+from everstep import Conflict, Corrupt, Keep, Store, Tiers, Unavailable
 from everstep.keeper.copies import RemoteCopies
+from everstep.keeper.persist import persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.router import Router
 from everstep.store.copy import copy_checkpoint
@@ -129,6 +130,31 @@ def test_a_step_that_both_have_is_no_conflict(local, tmp_path):
     rewrite(path, lambda document: document["objects"].update(step=2))
     with pytest.raises(Conflict):
         copy_checkpoint(trainer.disk, target, CheckpointName(1, 1))
+
+
+def test_what_makes_no_sense_is_left_to_who_tells_of_it(local, tmp_path):
+    """The keeper does not end by it, and the next one, and so on."""
+    trainer, target = make_store(local, []), Disk(tmp_path / "remote")
+    copies = RemoteCopies(trainer.disk, target, 1, None, lambda message: None, target)
+    router = Router("remote", trainer.writer, copies)
+    job = trainer.seal(1)
+    trainer.arena.descriptor(job.slot, job.row)[:4] = b"junk"
+    save = NodeSave([job])
+    assert router.persist(save, lambda save: None) is None
+    [(_, outcome)] = persist(trainer.writer, [save], lambda save: None)
+    assert isinstance(outcome, Corrupt)
+
+
+def test_what_is_there_is_not_given_up(local, tmp_path):
+    """While a large copy takes its time, many steps are routed."""
+    trainer, target = make_store(local, []), Disk(tmp_path / "remote")
+    copies = RemoteCopies(trainer.disk, target, 1, None, lambda message: None, target)
+    copies.close()
+    copies._thread.join()
+    for step in range(20):
+        copies.note(CheckpointName(step, 1), is_there=True)
+    assert copies._next()
+    assert copies.traffic.given_up == 0
 
 
 def test_by_what_is_measured(local, tmp_path):

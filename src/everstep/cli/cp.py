@@ -83,12 +83,15 @@ class _Copies:
         self.cut_off: list[CheckpointName] = []
         self._source, self._target = source, target
         self._tags = tags_of(source)
+        self._whole: set[str] = set()
 
     def copy(self, name: CheckpointName, progress: Progress) -> None:
         """One, with those of its tags that the target has not."""
         there = catalog.read_tags(self._target)
         tags = [tag for tag in self._tags.get(name, []) if tag not in there]
-        new = copy_checkpoint(self._source, self._target, name, tags=tags, progress=progress)
+        new = copy_checkpoint(
+            self._source, self._target, name, tags=tags, progress=progress, whole=self._whole
+        )
         self.copied.checkpoints += new.checkpoints
         self.copied.bytes += new.bytes
         self.copied.bytes_there += new.bytes_there

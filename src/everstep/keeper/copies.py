@@ -265,6 +265,7 @@ class RemoteCopies(Copies):
         self._disk, self._tier, self._watches = disk, tier, watches
         self._every, self._keep = every, keep
         self._cache: retain.NeedsCache = {}
+        self._whole: set[str] = set()
         self._routed: set[CheckpointName] = set()
         """What is there already, and was never in the store."""
         self._presence = Presence(tier)
@@ -317,7 +318,10 @@ class RemoteCopies(Copies):
         return self.takes(name.step) or name in self._tagged()
 
     def _tagged(self) -> set[CheckpointName]:
-        return set(catalog.read_tags(self._disk).values())
+        """And what is there already: neither is given up."""
+        tagged = set(catalog.read_tags(self._disk).values())
+        with self._changed:
+            return tagged | self._routed
 
     def _left(self) -> set[CheckpointName]:
         """What is due and not there: of a run that goes on, the newest of it."""
@@ -332,7 +336,14 @@ class RemoteCopies(Copies):
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
         lead(self._disk, self._tier)
         tags = [tag for tag, at in catalog.read_tags(self._disk).items() if at == name]
-        copied = copy_checkpoint(self.source, self._tier, name, tags=tags, progress=self._look_up)
+        copied = copy_checkpoint(
+            self.source,
+            self._tier,
+            name,
+            tags=tags,
+            progress=self._look_up,
+            whole=self._whole,
+        )
         return copied.checkpoints, copied.bytes
 
     def _bring(self, name: CheckpointName) -> None:

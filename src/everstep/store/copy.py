@@ -19,6 +19,7 @@ from everstep.format.manifest import (
     check_table,
     decode_manifest,
 )
+from everstep.format.packed import content_digests
 from everstep.format.tables import FileLink, Table
 from everstep.store import catalog, commit, names, read
 from everstep.store.names import CheckpointName
@@ -46,9 +47,12 @@ def copy_checkpoint(
     tags: Sequence[str] = (),
     nodes: Collection[int] | None = None,
     progress: Progress = lambda done, total: None,
+    whole: set[str] | None = None,
 ) -> Copied:
     """Copy one checkpoint, and before it all that it goes back to; then let `tags` name it.
-    `nodes`: packs of these nodes alone go there, with all tables (None: of all).
+    `nodes`: packs of these nodes alone go there, with all tables (None: of all). `whole`: packs
+    that the last copy has brought or compared, which this one need not read where it names them,
+    too; then its own.
 
     Blocks. Any number of threads may copy, also the same to the same target. Takes about 100 MiB of
     memory, whatever the sizes. Makes the target's store where there is none.
@@ -59,12 +63,15 @@ def copy_checkpoint(
     """
     open_copy(source, target)
     steps = _to_copy(source, target, name)
-    copy = _Copy(source, target, progress, sum(step.size for step in steps), nodes)
+    whole = set() if whole is None else whole
+    copy = _Copy(source, target, progress, sum(step.size for step in steps), nodes, whole)
     _copy_epochs(source, target, name.epoch)
     for step in steps:
         copy.copy(step)
     for tag in tags:
         commit.set_tag(target, tag, name)
+    whole.clear()
+    whole.update(copy.packs)
     return copy.copied
 
 
@@ -167,14 +174,19 @@ def _read_step(source: Readable, target: Target, name: CheckpointName) -> _Step:
 
 def _is_same(target: Readable, name: CheckpointName, manifest: Manifest) -> bool:
     """Whether the target's checkpoint has the same content: a step that was routed there, whose
-    answer got lost, and that the store took then."""
+    answer got lost, and that the store took then, perhaps encoded in another way."""
 
-    def content(one: Manifest) -> tuple[object, ...]:
-        parts = [(part.table, part.digests, part.encoded) for part in one.parts]
-        return one.run, parts, one.objects, one.hyperparameters, one.ranks
+    def said(one: Manifest) -> tuple[object, ...]:
+        tables = [part.table for part in one.parts]
+        return one.run, tables, one.objects, one.hyperparameters, one.ranks
+
+    def contents(one: Manifest) -> list[object]:
+        return [content_digests(part, catalog.read_table(target, part)) for part in one.parts]
 
     there = catalog.read_manifest(target, name)
-    return not manifest.records and content(there) == content(manifest)
+    if manifest.records or said(there) != said(manifest):
+        return False
+    return contents(there) == contents(manifest)
 
 
 def _copy_epochs(source: Readable, target: Target, newest: int) -> None:
@@ -203,21 +215,22 @@ class _Copy:
         progress: Progress,
         total: int,
         nodes: Collection[int] | None,
+        whole: Collection[str],
     ) -> None:
         self.copied = Copied()
+        self.packs: set[str] = set()
         self._source, self._target = source, target
         self._progress, self._total, self._done = progress, total, 0
         self._tables: dict[str | None, tuple[bytes, Table]] = {}  # most steps share one
-        self._packs: set[str] = set()
-        self._nodes = nodes
+        self._nodes, self._whole = nodes, whole
 
     def copy(self, step: _Step) -> None:
         """Let the target have it: all that it goes back to is there."""
         for part in filter(self._is_to_go, step.parts):
             for index, pack in enumerate(part.packs):
-                if pack.path not in self._packs:
+                if pack.path not in self.packs:
                     self._copy_pack(part, index)
-                    self._packs.add(pack.path)
+                    self.packs.add(pack.path)
         self._publish(step)
 
     def _is_to_go(self, part: Part) -> bool:
@@ -238,9 +251,10 @@ class _Copy:
         size, and not be filled."""
         if self._target.size(link.path) != link.size:
             return False
-        if not self._target.shows_whole_files and not check.is_passed_by(self._target):
-            return False
-        self._target.settle(link.path)
+        if link.path not in self._whole:
+            if not self._target.shows_whole_files and not check.is_passed_by(self._target):
+                return False
+            self._target.settle(link.path)
         self._advance(link.size)
         return True
 
