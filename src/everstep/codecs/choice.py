@@ -1,13 +1,14 @@
 """Which codec each tensor gets: decided by what was measured, and by nothing else.
 
-A chunk is encoded while those before it are written, so that a part is durable after
+A part is taken to be durable after
 
-    max(stored bytes / link, Σ raw bytes / (speed of the encoder x free cores))
+    stored bytes / link + Σ raw bytes / (speed of the encoder x free cores)
 
-Without encoders that is raw bytes / link. An encoder is taken where the larger of the two falls by
-it, those first that save most for the time that they take: so no choice is slower than raw. To drop
-planes of zeros takes no longer than to write them, so that it is not counted. Where the figures
-come from, and when they are taken again: keeper/encoder.py.
+Chunks are encoded while others are written, but beside training that hides little of the time, as
+`python -m benchmarks.codecs` shows. Without encoders that is raw bytes / link. An encoder is taken
+where the sum falls by it: so no choice is slower than raw. To drop planes of zeros takes no longer
+than to write them, so that it is not counted. Where the figures come from, and when they are taken
+again: keeper/encoder.py.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,9 @@ from everstep.codecs.codec import WORTH, ZEROS
 FREE_CORES_MIN = 0.5
 """With less, training would pay: only what takes less time than the write that it saves is done."""
 
-CAUTION = 1.25
-"""An encoder is taken to need so much longer than in its sample, which was in the cache."""
+CAUTION = 2.0
+"""An encoder is taken to need so much longer than in its sample, which was in the cache; digests of
+what is stored are in it."""
 
 GAIN_MIN = 0.05
 """Of the time until durable: for less everything stays raw."""
@@ -67,10 +69,10 @@ def choose(
         takes = CAUTION * samples[name].size / samples[name].figures[encoder].bytes_per_s
         new_write_s = write_s - saved / link_bytes_per_s
         new_encode_s = encode_s + (takes - spent[name]) / free_cores
-        if saved > 0 and max(new_write_s, new_encode_s) < max(write_s, encode_s):
+        if saved > 0 and new_write_s + new_encode_s < write_s + encode_s:
             write_s, encode_s = new_write_s, new_encode_s
             better[name], stored[name], spent[name] = encoder, stored[name] - saved, takes
-    return better if max(write_s, encode_s) < bound_s else chosen
+    return better if write_s + encode_s < bound_s else chosen
 
 
 def _is_free(zeros: Figures | None, link_bytes_per_s: float | None, free_cores: float) -> bool:
