@@ -11,10 +11,8 @@ from typing import Any
 from everstep.cli import text
 from everstep.cli.target import add_target, split_words
 from everstep.errors import Missing
-from everstep.keeper import wire
-from everstep.keeper.home import endpoint
+from everstep.keeper.home import status_of
 
-_PATIENCE_S = 5.0
 _COUNTERS = ("saves", "skips", "failures", "stall_seconds", "copied", "given_up", "bytes")
 """Of figures: those that only grow."""
 
@@ -45,18 +43,12 @@ def run(args: argparse.Namespace) -> int:
 
 def status(store: str) -> dict[str, Any]:
     """What the keeper of the store on this node says of itself. Raises Missing where none runs."""
-    try:
-        connection = wire.connect(endpoint(store).with_suffix(".sock"))
-        with connection:
-            connection.settimeout(_PATIENCE_S)
-            wire.send(connection, {"type": "status"})
-            received = wire.receive(connection)
-    except OSError as error:
+    said = status_of(store)
+    if said is None:
         raise Missing(
-            f"looking at {store}: no keeper of it runs on this node ({error.strerror or error}), "
-            f"so that nothing is being saved. `everstep ls {store}` shows what is there"
-        ) from error
-    said = received[0] if received else {}
+            f"looking at {store}: no keeper of it runs on this node, so that nothing is being "
+            f"saved. `everstep ls {store}` shows what is there"
+        )
     if said.get("type") != "status":
         raise Missing(f"looking at {store}: its keeper is one of another everstep")
     return {"store": store, "time": time.time(), **said}

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from everstep.errors import Unavailable
+from everstep.keeper import wire
 from everstep.tiers.bucket import Url
 from everstep.tiers.tier import name_of
 
@@ -35,6 +36,7 @@ _LOG_BYTES_KEPT = 64 << 10
 _BACKLOG = 128
 _DIRECTORY_BYTES_MAX = 107 - len("/.sock") - 24
 """Linux takes 107 bytes for the path of a socket."""
+_PATIENCE_S = 5.0
 _NAMES_MAX = 8
 """Of the directories in /tmp that are tried."""
 _TOUCH_S = 3600.0
@@ -115,6 +117,24 @@ def endpoint(store: str | os.PathLike[str]) -> Path:
 def node() -> str:
     """What tells nodes apart that share a host: containers with one /tmp set EVERSTEP_NODE."""
     return os.environ.get("EVERSTEP_NODE", "")
+
+
+def status_of(store: str | os.PathLike[str]) -> wire.Message | None:
+    """What the keeper of a store says of itself; None where none runs on this node."""
+    try:
+        with wire.connect(endpoint(store).with_suffix(".sock")) as connection:
+            connection.settimeout(_PATIENCE_S)
+            wire.send(connection, {"type": "status"})
+            received = wire.receive(connection)
+    except OSError:
+        return None
+    return received[0] if received else {}
+
+
+def trainers_of(store: str | os.PathLike[str]) -> list[int]:
+    """The processes of this node that have a Checkpointer on a store."""
+    said = status_of(store) or {}
+    return [int(each["pid"]) for each in said.get("trainers", ()) if each.get("is_attached")]
 
 
 # ---- the trainer starts a keeper -----------------------------------------------------------------

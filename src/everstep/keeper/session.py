@@ -212,8 +212,8 @@ class Session:
         ]
         own = [arena for arena in list(self.arenas.values()) if not arena.is_spill]
         memory = sum(arena.size for arena in own)
-        said = {"pid": self.pid, "lives": not self.dead, "memory_bytes": memory}
-        return said | {"saves": saves, "figures": self._figures}
+        said = {"pid": self.pid, "lives": not self.dead, "is_attached": not self.orphan}
+        return said | {"memory_bytes": memory, "saves": saves, "figures": self._figures}
 
     def keep_newest(self) -> None:
         """Close all arenas but the one with the newest state; the session must be idle."""

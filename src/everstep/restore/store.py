@@ -124,18 +124,24 @@ class Store:
         from everstep.restore.fill import read_tensors  # torch, which the rest does without
 
         name = catalog.find(self._disk, step)
+        try:
+            return read_tensors(self._disk, self.describe(str(name)), names)
+        except Corrupt as error:
+            if catalog.is_there(self._disk, name):
+                raise
+            raise Missing(f"reading {name} of {self._disk.root}: deleted meanwhile") from error
+
+    def describe(self, step: int | str | None = None) -> Described:
+        """The whole state of a checkpoint: its manifest, and its tables. Raises Missing, Corrupt;
+        Unsupported for a step that is a log."""
+        name = catalog.find(self._disk, step)
         manifest = catalog.read_manifest(self._disk, name)
         if manifest.records:
             state = catalog.read_state(self._disk, name)
             if state is None or state.records:
                 raise Unsupported(self._no_state(manifest))
             manifest = state
-        try:
-            return read_tensors(self._disk, Described(manifest, self.tables(manifest)), names)
-        except Corrupt as error:
-            if catalog.is_there(self._disk, name):
-                raise
-            raise Missing(f"reading {name} of {self._disk.root}: deleted meanwhile") from error
+        return Described(manifest, self.tables(manifest))
 
     def delete(self, step: int | str) -> int:
         """Delete a checkpoint and the data that only it needs. Returns the bytes freed."""

@@ -1,0 +1,587 @@
+"""torch.distributed.checkpoint on stores of everstep: its storage layer, in the place of
+FileSystemWriter and FileSystemReader.
+
+    from everstep.integrations.dcp import StorageReader, StorageWriter
+
+    dcp.save(state_dict, storage_writer=StorageWriter("runs/gpt", step=5000))  # async_save, too
+    dcp.load(state_dict, storage_reader=StorageReader("runs/gpt", step=5000))
+
+DCP plans, and its ranks talk, as they do with its own; only where bytes go is another matter:
+
+    all ranks      local plan ──────────────▶ packs and a piece table, durable ──▶ their part
+    coordinator    all plans ──▶ an epoch ──────────────────────────── all parts ──▶ the manifest
+
+Invariants:
+* What one rank could not write, or nobody wrote, is an error of the save, and there is no
+  checkpoint. Each rank has a part of its own.
+* Nothing is pickled into a store, nor unpickled from it. What DCP pickles (`load_bytes`) is made
+  anew here, of tagged JSON.
+* DCP is told that each tensor is one chunk: where its pieces lie is known to their tables alone.
+"""
+
+import dataclasses
+import io
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader as ReaderOfDCP
+from torch.distributed.checkpoint.storage import StorageWriter as WriterOfDCP
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from everstep.errors import Conflict, Corrupt, Mismatch, Unsupported
+from everstep.format.boxes import Box
+from everstep.format.global_tensors import Described
+from everstep.format.manifest import Manifest, Part
+from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, lay_out
+from everstep.format.tables import TensorEntry, encode_table
+from everstep.format.tiling import find_flaw
+from everstep.keeper.data import Data, Image, Segment, parse
+from everstep.keeper.home import trainers_of
+from everstep.keeper.persist import apply_retention
+from everstep.keeper.writer import Writer
+from everstep.restore.choose import Candidate
+from everstep.restore.fill import fill, read_tensors
+from everstep.restore.load import Loader
+from everstep.restore.store import Store
+from everstep.sharding.layout import LocalBox, is_dtensor
+from everstep.sharding.leaves import Leaf, bytes_of, check_tensor, dtype_name
+from everstep.sharding.topology import topology
+from everstep.state.objects import Json, decode, encode, place_of, references
+from everstep.store import catalog, commit
+from everstep.store.names import CheckpointName, parse_checkpoint
+from everstep.store.retain import Keep
+from everstep.tiers.tier import Tier, tier_at
+
+log = logging.getLogger("everstep")
+
+Path = str | os.PathLike[str]
+
+PLANNER = "dcp.planner"
+"""Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded, and
+`streams`, the objects that are io.BytesIO."""
+
+
+def split_id(checkpoint_id: Path) -> tuple[str, str | None]:
+    """Store and step of a `checkpoint_id`: STORE, STORE@STEP, or STORE@STEP-EPOCH."""
+    text = os.fspath(checkpoint_id)
+    store, at, step = text.rpartition("@")
+    is_step = step.isdecimal() or parse_checkpoint(step) is not None
+    return (store, step) if at and store and is_step else (text, None)
+
+
+class _Storage:
+    """What a writer and a reader are set to: a store, and a step of it (None: the next, or the
+    latest)."""
+
+    def __init__(self, store: Path | None, step: int | str | None) -> None:
+        self._store = None if store is None else os.fspath(store)
+        self._step = step
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        """DCP calls it with the `checkpoint_id` of a save or load, which counts from then on."""
+        if checkpoint_id is not None:
+            self._store, step = split_id(checkpoint_id)
+            self._step = self._step if step is None else step
+
+    @property
+    def store(self) -> str:
+        """The store. Raises ValueError where there is none."""
+        if self._store is None:
+            raise ValueError("neither a store was given nor a checkpoint_id, STORE or STORE@STEP")
+        return self._store
+
+    @property
+    def checkpoint_id(self) -> str:
+        """As it may be given to DCP."""
+        return self.store if self._step is None else f"{self.store}@{self._step}"
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Whether it can be one of these."""
+        return bool(os.fspath(checkpoint_id))
+
+
+# ---- save ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What the coordinator tells a rank of a save; `token`: of that rank, in this save."""
+
+    token: str
+    name: CheckpointName
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Written:
+    """What a rank has written, durably, and the objects that were its to write."""
+
+    name: CheckpointName
+    part: Part | None
+    objects: Mapping[str, Json]
+    streams: Sequence[str]
+
+
+class StorageWriter(_Storage, WriterOfDCP):
+    """Saves to a store of everstep. It can be pickled, for async_save by a process.
+
+    Each object of it is one writer, with one epoch: once another one has saved, it gets Conflict.
+    """
+
+    def __init__(
+        self, store: Path | None = None, step: int | None = None, *, keep: Keep | None = None
+    ) -> None:
+        """`step`: None for the one after the latest. `keep`: what stays of the store after each
+        save; all without it."""
+        super().__init__(store, step)
+        self._keep = keep
+        self._id = secrets.token_hex(16)
+        self._token = ""
+        self._name: CheckpointName | None = None
+        self._parent: CheckpointName | None = None
+        self._is_coordinator = False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """On all ranks. Raises Unsupported where they would not talk."""
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if not kwargs.get("use_collectives", True) and ranks > 1:
+            raise Unsupported(
+                f"saving to {self.store} with use_collectives=False: a checkpoint is of all ranks "
+                f"or does not exist, so that they have to talk. Leave that argument out"
+            )
+        self._is_coordinator = is_coordinator
+        self._token, self._name = secrets.token_hex(8), None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """On all ranks."""
+        return dataclasses.replace(plan, storage_data=_Attempt(self._token, CheckpointName(0, 0)))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: claim the checkpoint. Raises Conflict, Unavailable."""
+        name = self._claim(tier_at(self.store))
+        return [_told(plan, name) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On all ranks: write what the plan has, durably; blocks. Raises Mismatch, Unsupported,
+        Unavailable."""
+        collected = _Collected()
+        for item in plan.items:
+            collected.add(item, planner)
+        disk, name, part = tier_at(self.store), self._name_of(plan), None
+        if collected.leaves or self._is_coordinator:  # a checkpoint has one part at least
+            part = _write(disk, name, collected)
+        written = _Written(name, part, collected.objects, collected.streams)
+        size = part.size if part else 0
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(""), size, written)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: publish what all have written. Raises Conflict, Mismatch,
+        Unsupported, Unavailable; then there is no checkpoint."""
+        assert self._name is not None, "prepare_global_plan comes first"
+        disk = tier_at(self.store)
+        written = [each.storage_data for result in results for each in result]
+        try:
+            _check_whole(metadata)
+            self._publish(disk, self._name, metadata, written)
+        except BaseException:
+            links = [link for each in written if each.part for link in each.part.packs]
+            commit.discard_packs(disk, self._name, links)
+            raise
+        metadata.storage_meta = self.storage_meta()
+        apply_retention(Writer(disk, self._keep))
+
+    def storage_meta(self) -> StorageMeta:
+        """What planners are told."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._token)
+
+    def _claim(self, disk: Tier) -> CheckpointName:
+        """The checkpoint to be written. Raises Conflict where it is not the newest, or somebody
+        else is writing."""
+        what = f"saving to {disk.root} with torch.distributed.checkpoint"
+        if others := trainers_of(self.store):
+            raise Conflict(
+                f"{what}: process {others[0]} has a Checkpointer on it. A store has one writer at "
+                f"a time: close() that one first, or save to another store"
+            )
+        commit.open_store(disk)
+        self._parent, step = self._next(disk)
+        if self._parent and step <= self._parent.step:
+            raise Conflict(
+                f"{what}: step {step} is not above its newest one, {self._parent.step}. Save a "
+                f"later step, or to another store; to go back for good, delete what is later first "
+                f"(everstep rm {disk.root} {self._parent})"
+            )
+        epoch = catalog.find_attachment(disk, self._id)
+        if epoch is None:
+            origin = self._parent or CheckpointName(0, 0)
+            parent = origin.epoch if self._parent else None
+            epoch = commit.claim_epoch(disk, parent, origin.step, self._id)
+        commit.check_epoch(disk, epoch, step)
+        self._name = CheckpointName(step, epoch)
+        return self._name
+
+    def _next(self, disk: Tier) -> tuple[CheckpointName | None, int]:
+        """The newest checkpoint, and the step to be saved. Raises ValueError."""
+        line = catalog.lineage(disk)
+        newest = line[-1] if line else None
+        if self._step is None:
+            return newest, newest.step + 1 if newest else 1
+        if not str(self._step).isdecimal():
+            raise ValueError(f"a save needs a step, from 0 on, not {self._step!r}")
+        return newest, int(self._step)
+
+    def _name_of(self, plan: SavePlan) -> CheckpointName:
+        """What this rank writes for. A planner that caches plans gives one of an earlier save: then
+        it is told from the store, in which the coordinator's claim is the newest."""
+        said = plan.storage_data
+        if isinstance(said, _Attempt) and said.token == self._token:
+            return said.name
+        if self._name is not None:
+            return self._name
+        disk = tier_at(self.store)
+        return CheckpointName(self._next(disk)[1], catalog.newest_epoch(disk))
+
+    def _publish(
+        self,
+        disk: Tier,
+        name: CheckpointName,
+        metadata: Metadata,
+        written: Sequence[_Written],
+    ) -> None:
+        if others := {each.name for each in written} - {name}:
+            raise Conflict(
+                f"saving {name} to {disk.root}: some ranks took it for {sorted(others)[0]}, as "
+                f"they see the store as it was before. Save without enable_plan_caching"
+            )
+        parts = [
+            dataclasses.replace(each.part, rank=rank)
+            for rank, each in enumerate(written)
+            if each.part
+        ]
+        objects = {key: value for each in written for key, value in each.objects.items()}
+        streams = [key for each in written for key in each.streams]
+        said = {"data": metadata.planner_data, "streams": streams}
+        objects[PLANNER] = encode(said, PLANNER, _no_tensors)
+        manifest = Manifest(
+            step=name.step,
+            epoch=name.epoch,
+            run=catalog.read_run(disk),
+            created=commit.now(),
+            parts=tuple(parts),
+            objects=objects,
+            hyperparameters={},
+            parent=self._parent and self._parent._asdict(),
+            topology=topology(len(written), "dcp"),
+            capture={"library": "torch.distributed.checkpoint"},
+        )
+        commit.publish(disk, manifest)
+
+
+def _told(plan: SavePlan, name: CheckpointName) -> SavePlan:
+    said = plan.storage_data
+    token = said.token if isinstance(said, _Attempt) else ""
+    return dataclasses.replace(plan, storage_data=_Attempt(token, name))
+
+
+@dataclasses.dataclass(slots=True)
+class _Collected:
+    """What a rank's plan has: tensors, or boxes of them, by their entries, and objects as tagged
+    JSON, of which some are the bytes of `streams`."""
+
+    leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)
+    objects: dict[str, Json] = dataclasses.field(default_factory=dict)
+    streams: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, item: WriteItem, planner: SavePlanner) -> None:
+        """What the planner has for an item. Raises Mismatch, Unsupported."""
+        key = item.index.fqn
+        if item.type == WriteItemType.BYTE_IO:
+            value = _object_of(item, planner)
+            if type(value) is io.BytesIO:
+                self.streams.append(key)
+                value = value.getvalue()
+            self.objects[key] = encode(value, key, self._sink)
+            return
+        data: Any = planner.resolve_data(item)
+        data = data.wait() if hasattr(data, "trigger_wait") else data  # still on its way
+        said = item.tensor_data
+        assert said is not None, "a planner says what a tensor is"
+        planned = said.properties.dtype, tuple(said.chunk.sizes)
+        if (data.dtype, tuple(data.shape)) != planned:
+            raise Mismatch(
+                f"saving {key!r}: it is {data.dtype} of shape {tuple(data.shape)}, the planner had "
+                f"announced {planned[0]} of shape {planned[1]}. Let create_local_plan say what "
+                f"resolve_data gives"
+            )
+        shape, box = tuple(said.size), Box(tuple(said.chunk.offsets), planned[1])
+        is_whole = box == Box.whole(shape)
+        self._take(Leaf(key, data.detach(), None, None if is_whole else box, shape))
+
+    def _sink(self, name: str, tensor: torch.Tensor) -> str:
+        """A tensor within an object."""
+        if is_dtensor(tensor):
+            raise Unsupported(
+                f"saving {name!r}: it is a DTensor within an object. Let the planner flatten the "
+                f"state dict (DefaultSavePlanner(flatten_state_dict=True))"
+            )
+        self._take(Leaf(name, tensor.detach()))
+        return name
+
+    def _take(self, leaf: Leaf) -> None:
+        check_tensor(leaf.name, leaf.tensor)
+        if leaf.entry in self.leaves:
+            raise Unsupported(f"saving {leaf.entry!r}: two tensors have this name. Rename one")
+        self.leaves[leaf.entry] = leaf
+
+
+def _object_of(item: WriteItem, planner: SavePlanner) -> Any:
+    """What is no tensor, as it is; of a planner that makes bytes of its own, as torch reads them
+    without running anything. Raises Unsupported."""
+    if isinstance(planner, DefaultSavePlanner):
+        kind, usual = type(planner), DefaultSavePlanner
+        own = (kind.resolve_data, kind.transform_object)
+        if own == (usual.resolve_data, usual.transform_object):
+            return planner.lookup_object(item.index)
+    data: Any = planner.resolve_data(item)
+    try:
+        data.seek(0)
+        return torch.load(data, weights_only=True)
+    except Exception as error:
+        raise Unsupported(
+            f"saving {item.index.fqn!r}: the bytes that {type(planner).__qualname__} makes of it "
+            f"are not what torch.load(weights_only=True) reads, and pickles are not stored: {error}"
+        ) from error
+
+
+def _no_tensors(name: str, tensor: torch.Tensor) -> str:
+    raise Unsupported(f"saving {name!r}: what a planner says cannot have tensors in it")
+
+
+def _write(disk: Tier, name: CheckpointName, collected: _Collected) -> Part:
+    """Write a rank's packs and their table, durably; blocks. What was written in vain is
+    deleted."""
+    leaves = collected.leaves
+    layout = lay_out([leaf.spec for leaf in leaves.values()])
+    devices = {leaf.name: place_of(leaf.tensor.device) for leaf in leaves.values()}
+    table = encode_table(layout, {}, devices, {})
+    data = Data(Writer(disk, None), Image(parse(table), list(_packs(layout, leaves))), False)
+    try:
+        data.write(name)
+        data.sync()
+        if data.new:
+            disk.sync_entries([link.path for link in data.new])
+        commit.write_table(disk, table)
+    except BaseException:
+        data.discard(name)
+        raise
+    return data.part(name.step)
+
+
+def _packs(layout: Layout, leaves: Mapping[str, Leaf]) -> Iterator[list[Segment]]:
+    """The packs, in the memory of the tensors themselves where they are large and on the host;
+    small ones are joined."""
+    rows: list[list[tuple[int, torch.Tensor]]] = [[] for _ in layout.packs]
+    for spec, piece in zip(layout.specs, layout.pieces, strict=True):
+        rows[piece.pack].append((piece.offset, leaves[spec.entry].tensor))
+    for pack, members in zip(layout.packs, rows, strict=True):
+        views = [memoryview(pack.header)]
+        members.sort(key=lambda row: (row[0], row[1].nbytes))
+        large = [row for row in members if row[1].nbytes >= ALIGNED_FROM_BYTES]
+        at = len(pack.header)
+        for offset, tensor in large:
+            views += [memoryview(bytes(offset - at)), bytes_of(tensor).numpy().data]
+            at = offset + tensor.nbytes
+        rest = bytearray(pack.size - at)
+        for offset, tensor in members[len(large) :]:
+            rest[offset - at : offset - at + tensor.nbytes] = bytes_of(tensor).numpy().data
+        yield [Segment(view) for view in (*views, memoryview(rest)) if len(view)]
+
+
+def _check_whole(metadata: Metadata) -> None:
+    """Raises Mismatch where the plans leave a part of a tensor out, or have one twice."""
+    for key, said in metadata.state_dict_metadata.items():
+        if isinstance(said, TensorStorageMetadata):
+            boxes = [Box(tuple(each.offsets), tuple(each.sizes)) for each in said.chunks]
+            if flaw := find_flaw(tuple(said.size), boxes):
+                what = "is written twice" if flaw.members else "is written by nobody"
+                raise Mismatch(
+                    f"saving {key!r} of shape {tuple(said.size)}: {flaw.box} {what}. All ranks "
+                    f"that hold some of it must save it, and replicas under one name be equal"
+                )
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+
+class StorageReader(_Storage, ReaderOfDCP):
+    """Loads from a store of everstep, whoever wrote it: a StorageWriter, or a Checkpointer (of
+    whose logs those steps that were made whole)."""
+
+    def __init__(self, store: Path | None = None, step: int | str | None = None) -> None:
+        """`step`: None for the latest; a step, a tag, or "120-3": step 120 of epoch 3."""
+        super().__init__(store, step)
+        self._read: tuple[Store, Described] | None = None
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        """See _Storage; what was read before is read anew."""
+        super().reset(checkpoint_id)
+        self._read = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint has. Raises Missing, Corrupt, Unsupported."""
+        store = Store(self.store)
+        described = store.describe(self._step)
+        described.check(store.path)
+        self._read = store, described
+        objects = described.manifest.objects
+        within = {name for value in objects.values() for name in references(value)}
+        found: dict[str, Any] = {
+            name: _metadata_of(entry)
+            for name, entry in described.tensors.items()
+            if name not in within
+        }
+        found |= {name: BytesStorageMetadata() for name in objects if name != PLANNER}
+        meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        planner = _planner_said(described).get("data")
+        return Metadata(found, planner, storage_data={}, storage_meta=meta)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """On all ranks."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """On all ranks."""
+        return dataclasses.replace(plan, storage_data=str(self._name))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator. Raises Conflict where ranks would load different steps."""
+        found = sorted({str(plan.storage_data) for plan in plans} - {"None"})
+        if len(found) > 1:
+            raise Conflict(
+                f"loading the latest step of {self.store}: for some ranks that is {found[0]}, for "
+                f"others {found[-1]}, as one was saved meanwhile. Try again, or say which (step=)"
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """On all ranks: fill the planner's tensors, and give it its objects; each byte is verified
+        on the way. Blocks. Raises Missing, Mismatch, Corrupt, Unavailable."""
+        store, described = self._described
+        known = described.tensors
+        wanted: dict[str, tuple[TensorEntry, list[LocalBox]]] = {}
+        targets: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in plan.items:
+            if item.type == LoadItemType.TENSOR:
+                entry = known[item.storage_index.fqn]
+                targets.append((item, planner.resolve_tensor(item).detach()))
+                _, boxes = wanted.setdefault(entry.spec.name, (entry, []))
+                boxes.append(_destination(item, entry, targets[-1][1]))
+        candidate, disk = Candidate(self._name, tier_at(store.path)), tier_at(store.path)
+        with Loader() as loader:
+            fill(candidate, described.versions, wanted, loader)
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+        objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        for item in objects:
+            planner.load_bytes(item, _pickled(_value(disk, described, item.storage_index.fqn)))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def _described(self) -> tuple[Store, Described]:
+        assert self._read is not None, "read_metadata comes first"
+        return self._read
+
+    @property
+    def _name(self) -> CheckpointName:
+        manifest = self._described[1].manifest
+        return CheckpointName(manifest.step, manifest.epoch)
+
+
+def _metadata_of(entry: TensorEntry) -> TensorStorageMetadata:
+    """As one chunk."""
+    size = torch.Size(entry.spec.shape)
+    properties = TensorProperties(dtype=getattr(torch, entry.spec.dtype))
+    return TensorStorageMetadata(
+        properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
+    )
+
+
+def _destination(item: ReadItem, entry: TensorEntry, target: torch.Tensor) -> LocalBox:
+    """Where a box of a stored tensor goes. Raises Mismatch where it does not fit."""
+    start = item.storage_index.offset or [0] * len(entry.spec.shape)
+    offsets = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
+    box = Box(offsets, tuple(item.lengths))
+    found = dtype_name(target.dtype), tuple(target.shape)
+    if found != (entry.spec.dtype, box.lengths):
+        raise Mismatch(
+            f"loading {entry.spec.name!r}: it is stored as {entry.spec.dtype}, {box} of shape "
+            f"{entry.spec.shape}; what it is loaded into is {found[0]} of shape {found[1]}. Load "
+            f"it into a tensor of that dtype, and convert it afterwards"
+        )
+    return LocalBox(box, target)
+
+
+def _value(disk: Tier, described: Described, key: str) -> Any:
+    """An object, with the tensors in it. Raises Missing, Corrupt."""
+    value = described.manifest.objects[key]
+    tensors = read_tensors(disk, described, references(value))
+
+    def tensor(name: str, device: str) -> torch.Tensor:
+        place = torch.device(device)
+        is_here = place.type == "cuda" and (place.index or 0) < torch.cuda.device_count()
+        return tensors[name].to(place) if is_here else tensors[name]
+
+    found = decode(value, tensor)
+    is_stream = isinstance(found, bytes) and key in _planner_said(described).get("streams", ())
+    return io.BytesIO(found) if is_stream else found
+
+
+def _planner_said(described: Described) -> Mapping[str, Any]:
+    """Nothing of a Checkpointer's. Raises Corrupt."""
+    said = decode(described.manifest.objects.get(PLANNER, {}), _no_tensor)
+    if not isinstance(said, dict):
+        raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
+    return said
+
+
+def _no_tensor(name: str, device: str) -> torch.Tensor:
+    raise Corrupt(f"reading what the planner had said: it has a tensor, {name!r}, on {device}")
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """As a planner's `load_bytes` expects it, which unpickles it at once."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data

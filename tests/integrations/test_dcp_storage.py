@@ -1,0 +1,428 @@
+"""DCP on a store of everstep, in one process: what comes back, which step, what is refused."""
+
+import contextlib
+import copy
+import dataclasses
+import errno
+import io
+import json
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import everstep
+from comparing import check_equal
+from everstep.format.document import seal
+from everstep.integrations import dcp as integration
+from everstep.integrations.dcp import StorageReader, StorageWriter, split_id
+from everstep.tiers.disk import Disk
+from everstep.tiers.system import System
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+@contextlib.contextmanager
+def refused(kind, *words):
+    """DCP hands on what its storage raises by rank."""
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        yield
+    (error,) = [failure[0] for failure in caught.value.failures.values()]
+    assert type(error) is kind, error
+    assert all(word in str(error) for word in words), error
+
+
+def save(store, state, step=None, planner=None, **more):
+    dcp.save(state, storage_writer=StorageWriter(store, step, **more), planner=planner)
+
+
+def load(store, state, step=None, planner=None):
+    dcp.load(state, storage_reader=StorageReader(store, step), planner=planner)
+    return state
+
+
+def trained(seed=0, width=8):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(width, 600), nn.ReLU(), nn.Linear(600, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+    model(torch.randn(4, width)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def emptied(state):
+    """The same structure with other values."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state)
+    if isinstance(state, dict):
+        return {key: emptied(value) for key, value in state.items()}
+    return None
+
+
+KINDS = {
+    "int": 3,
+    "large": 1 << 80,
+    "float": float("-inf"),
+    "text": "ü",
+    "none": None,
+    "tuple": (1, (2.5, "x")),
+    "list": [1, 2, [3]],
+    "bytes": b"\x80\x04.",
+    "set": {1, 2},
+    "mappings": (OrderedDict(a=1), Counter("aab")),
+    "array": np.arange(4, dtype=np.int16),
+    "dtype": torch.bfloat16,
+    "size": torch.Size([2, 3]),
+}
+TENSORS = {
+    "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+    "eight": torch.arange(16, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    "mask": torch.tensor([True, False]),
+    "wave": torch.tensor([1 + 2j]),
+    "scalar": torch.tensor(7),
+    "none": torch.zeros(0, 3),
+    "turned": torch.arange(12.0).view(3, 4).t(),
+    "large": torch.randn(700, 700),
+}
+
+
+def test_everything_comes_back_with_its_type(store):
+    save(store, {"tensors": TENSORS, "objects": KINDS, "within": (TENSORS["half"], 3)}, step=5)
+    found = {"tensors": emptied(TENSORS), "objects": dict.fromkeys(KINDS), "within": None}
+    load(store, found, 5)
+    check_equal(found["tensors"], TENSORS)
+    check_equal({"half": found["within"][0]}, {"half": TENSORS["half"]})
+    assert repr(found["objects"]) == repr(KINDS)
+    assert everstep.Store(store).verify().ok
+    assert torch.equal(everstep.Store(store).read(5)["tensors.large"], TENSORS["large"])
+
+
+def test_training_goes_on_from_it(store):
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    save(store, {"model": weights, "optimizer": moments, "step": 1})
+    other, another = trained(seed=1)
+    weights, moments = get_state_dict(other, another)
+    found = load(store, {"model": weights, "optimizer": moments, "step": 0})
+    set_state_dict(
+        other,
+        another,
+        model_state_dict=found["model"],
+        optim_state_dict=found["optimizer"],
+    )
+    assert found["step"] == 1
+    assert another.param_groups[0]["lr"] == 0.01
+    for each, its in ((model, optimizer), (other, another)):
+        torch.manual_seed(3)
+        its.zero_grad()
+        each(torch.randn(4, 8)).square().mean().backward()
+        its.step()
+    check_equal(other.state_dict(), model.state_dict())
+
+
+def test_a_stream_of_bytes_is_one_again(store):
+    data = io.BytesIO()
+    torch.save([1.5], data)
+    save(store, {"losses": data, "bytes": data.getvalue()})
+    found = load(store, {"losses": None, "bytes": None})
+    assert isinstance(found["losses"], io.BytesIO)
+    assert torch.load(found["losses"]) == [1.5]
+    assert found["bytes"] == data.getvalue()
+
+
+def test_steps_and_epochs(store):
+    state = {"x": torch.ones(3)}
+    writer = StorageWriter(store)
+    dcp.save(state, storage_writer=writer)
+    dcp.save(state, storage_writer=writer)
+    dcp.save(state, checkpoint_id=f"{store}@5000", storage_writer=StorageWriter())
+    found = everstep.Store(store)
+    assert found.steps() == [1, 2, 5000]
+    assert [found.manifest(step).epoch for step in found.steps()] == [1, 1, 2]
+    assert found.manifest(5000).parent == {"step": 2, "epoch": 1}
+    with refused(everstep.Conflict, "epoch 1", "epoch 2 has started"):
+        dcp.save(state, storage_writer=writer)
+    with refused(everstep.Conflict, "step 5000", "newest one, 5000"):
+        save(store, state, step=5000)
+    save(store, {"x": torch.zeros(3)})
+    assert found.latest() == 5001
+    assert load(store, {"x": torch.ones(3)})["x"].tolist() == [0, 0, 0]
+    reader = StorageReader()
+    dcp.load(state, checkpoint_id=f"{store}@00000002-0001", storage_reader=reader)
+    assert state["x"].tolist() == [1, 1, 1]
+
+
+def test_ids():
+    assert split_id("runs/gpt") == ("runs/gpt", None)
+    assert split_id("runs/gpt@12") == ("runs/gpt", "12")
+    assert split_id("runs/gpt@12-3") == ("runs/gpt", "12-3")
+    assert split_id("me@host/gpt") == ("me@host/gpt", None)
+    assert StorageWriter("runs/gpt", 12).checkpoint_id == "runs/gpt@12"
+    with pytest.raises(ValueError, match="STORE@STEP"):
+        StorageReader().read_metadata()
+
+
+def test_retention(store):
+    for step in range(1, 5):
+        save(store, {"x": torch.ones(step)}, keep=everstep.Keep(last=2))
+    assert everstep.Store(store).steps() == [3, 4]
+    assert len(list((store / "data").glob("*.safetensors"))) == 2
+
+
+def test_beside_a_checkpointer(store):
+    model, optimizer = trained()
+    state = {"model": model, "optimizer": optimizer, "note": {"epoch": 3}}
+    with everstep.Checkpointer(store, state, strategy=everstep.Full()) as checkpointer:
+        checkpointer.save(7).wait("local", 60)
+        with refused(everstep.Conflict, "has a Checkpointer on it"):
+            save(store, {"x": torch.ones(3)})
+    other, _ = trained(seed=1)
+    found = load(store, {"model": other.state_dict(), "note": None}, 7)
+    check_equal(found["model"], model.state_dict())
+    assert found["note"] == {"epoch": 3}
+    other, _ = trained(seed=2)
+    save(store, {"model": other.state_dict(), "more": 1})
+    with everstep.Checkpointer(store, {"model": model}) as checkpointer:
+        assert checkpointer.restore(only=["model"]) == 8
+        check_equal(model.state_dict(), other.state_dict())
+        checkpointer.save(9).wait("local", 60)
+    assert everstep.Store(store).steps() == [7, 8, 9]
+
+
+def test_a_log_is_refused_until_it_is_whole(store):
+    model, optimizer = trained()
+    state = {"model": model, "optimizer": optimizer}
+    with everstep.Checkpointer(store, state, strategy=everstep.Log()) as checkpointer:
+        for step in (1, 2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            checkpointer.step(step).wait("local", 60)
+    with pytest.raises(dcp.api.CheckpointException, match="everstep materialize"):
+        load(store, {"model": copy.deepcopy(model).state_dict()}, 2)
+
+
+# ---- planners ------------------------------------------------------------------------------------
+
+
+def test_unflattened(store):
+    state = {"model": {"w": torch.ones(3)}, "x": torch.arange(4)}
+    flat = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+    save(store, state, planner=DefaultSavePlanner(**flat))
+    found = {"model": None, "x": torch.zeros(4, dtype=torch.int64)}
+    load(store, found, planner=DefaultLoadPlanner(**flat))
+    check_equal({**found["model"], "n": found["x"]}, {**state["model"], "n": state["x"]})
+
+
+def test_partial_load(store):
+    save(store, {"a": torch.ones(3), "b": {"c": torch.ones(2), "d": 4}})
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+        load(store, {"a": torch.zeros(3), "e": torch.zeros(3)})
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    found = load(store, {"a": torch.zeros(3), "e": torch.zeros(3)}, planner=planner)
+    assert (found["a"].tolist(), found["e"].tolist()) == ([1, 1, 1], [0, 0, 0])
+
+
+def test_without_a_state_dict(store):
+    save(store, {"a": {"b.c": torch.ones(3), "d": 4}, "e": [torch.zeros(2)]})
+    reader = StorageReader(store)
+    assert _load_state_dict_from_keys("a.d", storage_reader=reader) == {"a": {"d": 4}}
+    found = _load_state_dict_from_keys(storage_reader=reader)
+    assert found.keys() == {"a", "e"}
+    assert found["a"]["b.c"].tolist() == [1, 1, 1]
+    assert found["e"][0].tolist() == [0, 0]
+
+
+def test_nothing(store):
+    save(store, {})
+    assert load(store, {}) == {}
+    assert everstep.Store(store).verify().ok
+
+
+def test_cached_plans(store):
+    values = {"w": torch.zeros(4), "n": 0}
+    try:
+        for step in (10, 20, 30):
+            values["w"] += step
+            values["n"] = step
+            save(store, values, step, planner=DefaultSavePlanner(enable_plan_caching=True))
+    finally:
+        caches = [each for each in vars(dcp.SavePlanner) if each.startswith("_cached")]
+        for each in caches:
+            getattr(dcp.SavePlanner, each).clear()
+    assert caches
+    assert everstep.Store(store).steps() == [10, 20, 30]
+    found = load(store, {"w": torch.ones(4), "n": 1}, 20)
+    assert (found["w"].tolist(), found["n"]) == ([30.0] * 4, 20)
+
+
+class Halved(DefaultSavePlanner):
+    """Saves in half precision, and says so, or not."""
+
+    says = True
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[self.told(item) for item in plan.items])
+
+    def told(self, item):
+        if item.type == WriteItemType.BYTE_IO or not self.says:
+            return item
+        data = item.tensor_data
+        properties = dataclasses.replace(data.properties, dtype=torch.float16)
+        return dataclasses.replace(
+            item, tensor_data=dataclasses.replace(data, properties=properties)
+        )
+
+    def transform_object(self, write_item, object):
+        found = super().transform_object(write_item, object)
+        return found.half() if isinstance(found, torch.Tensor) else found
+
+
+def test_a_planner_that_converts(store):
+    save(store, {"w": torch.ones(3), "n": (1, 2)}, planner=Halved())
+    found = load(store, {"w": torch.zeros(3, dtype=torch.float16), "n": None})
+    assert (found["w"].tolist(), found["n"]) == ([1, 1, 1], (1, 2))
+    silent = Halved()
+    silent.says = False
+    with refused(everstep.Mismatch, "'w'", "torch.float16", "torch.float32"):
+        save(store, {"w": torch.ones(3)}, planner=silent)
+
+
+class Pickled(DefaultSavePlanner):
+    """Makes bytes of objects by itself."""
+
+    def transform_object(self, write_item, object):
+        if write_item.type != WriteItemType.BYTE_IO:
+            return object
+        data = io.BytesIO()
+        torch.save(object if object != "evil" else print, data)
+        return data
+
+
+def test_a_planner_that_pickles(store):
+    save(store, {"n": {"a": (1, 2.5)}}, planner=Pickled(flatten_state_dict=False))
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    assert load(store, {"n": None}, planner=planner)["n"] == {"a": (1, 2.5)}
+    with refused(everstep.Unsupported, "'n'", "pickles are not stored"):
+        save(store, {"n": "evil"}, planner=Pickled())
+
+
+class Cut(DefaultSavePlanner):
+    """Leaves out, or has twice, the last row."""
+
+    def __init__(self, boxes):
+        super().__init__()
+        self.boxes = boxes
+
+    def create_local_plan(self):
+        (item,) = super().create_local_plan().items
+        items = []
+        for at, length in self.boxes:
+            chunk = dataclasses.replace(
+                item.tensor_data.chunk, offsets=torch.Size([at, 0]), sizes=torch.Size([length, 2])
+            )
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            index = dataclasses.replace(item.index, offset=torch.Size([at, 0]))
+            new = dataclasses.replace(item, tensor_data=data, index=index, type=WriteItemType.SHARD)
+            items.append(new)
+        return dataclasses.replace(self.plan, items=items, planner_data={})
+
+    def lookup_object(self, index):
+        lengths = dict(self.boxes)
+        start = index.offset[0]
+        return self.state_dict[index.fqn][start : start + lengths[start]]
+
+
+def test_a_tensor_is_all_there_or_nothing_is(store):
+    values = {"w": torch.arange(8).view(4, 2)}
+    save(store, values, planner=Cut([(0, 1), (1, 3)]))
+    check_equal(load(store, {"w": torch.zeros(4, 2, dtype=torch.int64)}), values)
+    with refused(everstep.Mismatch, "'w'", "[3:4,0:2] is written by nobody"):
+        save(store, values, planner=Cut([(0, 1), (1, 2)]))
+    assert everstep.Store(store).steps() == [1]
+    assert len(list((store / "data").glob("*.safetensors"))) == 1
+
+
+# ---- what DCP lets pass --------------------------------------------------------------------------
+
+
+def test_another_dtype(store):
+    save(store, {"w": torch.ones(3)})
+    with refused(everstep.Mismatch, "'w'", "float32", "float64"):
+        load(store, {"w": torch.zeros(3, dtype=torch.float64)})
+
+
+def test_a_flipped_byte(store):
+    save(store, {"w": torch.ones(3)})
+    (pack,) = (store / "data").glob("*.safetensors")
+    data = bytearray(pack.read_bytes())
+    data[4097] ^= 1
+    pack.write_bytes(data)
+    with refused(everstep.Corrupt, "tensor 'w'"):
+        load(store, {"w": torch.zeros(3)})
+    assert not everstep.Store(store).verify().ok
+
+
+class Full(System):
+    """A disk that is full."""
+
+    def pwrite(self, fd, data, offset):
+        if len(data) > 1 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().pwrite(fd, data, offset)
+
+
+def test_a_full_disk(store, monkeypatch):
+    save(store, {"w": torch.ones(3)})
+    with monkeypatch.context() as patch:
+        patch.setattr(integration, "tier_at", lambda path: Disk(path, Full()))
+        with refused(everstep.Unavailable, "The disk is full"):
+            save(store, {"w": torch.ones(1 << 20)})
+    assert everstep.Store(store).steps() == [1]
+    assert len(list((store / "data").glob("*.safetensors"))) == 1
+    save(store, {"w": torch.ones(3)})
+
+
+def test_what_cannot_be_stored_is_named(store):
+    with refused(everstep.Unsupported, "a.b.0", "builtin_function_or_method"):
+        save(store, {"a": {"b": [print]}})
+    with refused(everstep.Unsupported, "'s'", "sparse"):
+        save(store, {"s": torch.eye(3).to_sparse()})
+    assert not (store / "checkpoints").exists()
+
+
+def test_nothing_of_a_store_is_unpickled(store, monkeypatch):
+    """What a manifest says is an object becomes one, or Corrupt: no pickle is read."""
+    save(store, {"n": b"x"})
+    path = next((store / "checkpoints").glob("*/manifest.json"))
+    document = json.loads(path.read_bytes())
+    del document["digest"]
+    document["objects"]["n"] = {"$": "pickle", "v": "gASVIAAAAAAAAACMCGJ1aWx0aW5zlIwFcHJpbnSUk5Qu"}
+    path.write_bytes(seal(document))
+    with refused(everstep.Corrupt, "pickle"):
+        load(store, {"n": None})
+
+
+def test_where_there_is_nothing(store):
+    with pytest.raises(dcp.api.CheckpointException, match="there is none"):
+        load(store, {"w": torch.zeros(3)})
+    save(store, {"w": torch.ones(3)})
+    with pytest.raises(dcp.api.CheckpointException, match="no checkpoint of step 3"):
+        load(store, {"w": torch.zeros(3)}, 3)
+
+
+def test_async(store):
+    values = {"w": torch.ones(1000), "n": 1}
+    writer = StorageWriter(store, 3)
+    future = dcp.async_save(values, storage_writer=writer)
+    values["w"].zero_()
+    future.result()
+    assert load(store, {"w": torch.zeros(1000), "n": 0})["w"].tolist() == [1.0] * 1000
