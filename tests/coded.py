@@ -17,12 +17,16 @@ keeper.main(sys.argv[sys.argv.index("everstep.keeper") + 1 :])
 
 
 def choose(encoders, patch=setattr, small=encoder.SMALL_BYTES):
-    """In this process tensors get these in turn, by their names; "raw": none. Chunks of less than
-    `small` bytes stay raw."""
+    """In this process tensors get these in turn, by their names; "raw": none; "rounded": those that
+    are. Chunks of less than `small` bytes stay raw."""
+    others = [each for each in encoders if each != codec.ROUNDED] or [codec.RAW]
 
     def pick(samples, link, free):
         del link, free
-        found = {name: encoders[at % len(encoders)] for at, name in enumerate(sorted(samples))}
+        found = {name: others[at % len(others)] for at, name in enumerate(sorted(samples))}
+        if codec.ROUNDED in encoders:
+            rounded = (name for name, each in samples.items() if codec.ROUNDED in each.figures)
+            found |= dict.fromkeys(rounded, codec.ROUNDED)
         return {name: each for name, each in found.items() if each != codec.RAW}
 
     patch(encoder, "choose", pick)

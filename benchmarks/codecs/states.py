@@ -54,6 +54,11 @@ class Training:
     state: dict[str, Any]
     step: Callable[[], None]
 
+    def set_rate(self, share: float) -> None:
+        """The optimizer's rate as a share of what it began with."""
+        for group in self.state["optimizer"].param_groups:
+            group["lr"] = share * SHAPE.learning_rate
+
 
 def build(kind: str, trained: dict[str, Tensor] | None = None) -> Training:
     """A run of that kind; from those weights, where they are given."""

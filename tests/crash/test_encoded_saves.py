@@ -1,5 +1,5 @@
-"""A fault at every system call of the save of a state that is encoded, and of one beside still
-packs."""
+"""A fault at every system call of the save of a state that is encoded, with a rounded copy, beside
+still packs."""
 
 import pytest
 from faults import Fault
@@ -8,6 +8,7 @@ from sweep import Promises, sweep
 import coded
 import stores
 from everstep import Store
+from everstep.codecs.rounded import rounded
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import encode_table
 from everstep.store import catalog, commit, retain
@@ -21,6 +22,7 @@ SPECS = (
     Spec("frozen", "float32", (20_000,)),
     Spec("ids", "int32", (40_000,)),
     Spec("weights", "float32", (50_000,)),
+    Spec("copy", "bfloat16", (50_000,)),
 )
 
 
@@ -33,6 +35,8 @@ def trainer_of(disk: Disk, **options: object) -> Trainer:
 
 
 def content(spec: Spec, step: int) -> bytes:
+    if spec.name == "copy":
+        return bytes(rounded(memoryview(content(SPECS[-2], step)), "bfloat16"))
     size = spec.size
     return bytes(size) if spec.name == "frozen" else (bytes([0, step % 2]) * size)[:size]
 
@@ -48,13 +52,13 @@ def _two(disk: Disk) -> Promises:
 @pytest.mark.parametrize("fault", [Fault.KILL, Fault.NO_SYNC, *slow(Fault.EIO, Fault.BURST)])
 def test_a_save_that_is_encoded(folder, fault, monkeypatch):
     monkeypatch.setattr(stores, "content", content)
-    coded.choose(("planes", "zstd"), monkeypatch.setattr)
+    coded.choose(("planes", "zstd", "rounded"), monkeypatch.setattr)
 
     def save(disk: Disk, promises: Promises) -> None:
         trainer_of(disk, epoch=1, parent=CheckpointName(2, 1)).save(3)
         promises.checkpoints.add(CheckpointName(3, 1))
         (part,) = catalog.read_manifest(disk, CheckpointName(3, 1)).parts
-        assert {each.codec for each in part.encoded} == {"planes", "zstd"}
+        assert {each.codec for each in part.encoded} == {"planes", "zstd", "rounded:weights"}
 
     def finish(disk: Disk) -> None:
         commit.claim_epoch(disk, 1, 3)

@@ -13,6 +13,10 @@ ZSTD = "zstd"
 ZEROS = "zeros"
 """Byte planes of which those of zeros are dropped, and nothing else is done: as fast as memory."""
 
+ROUNDED = "rounded"
+"""Nothing is stored: the chunk is rounded from the same elements of a float32 tensor, whose name
+follows, as in "rounded:masters.weight"."""
+
 ENCODERS = (ZEROS, PLANES, ZSTD)
 """What a chunk can be encoded with, by rising cost. What comes of `ZEROS` is called `PLANES`."""
 
@@ -31,6 +35,12 @@ def encode(codec: str, data: memoryview, item_size: int) -> bytes | None:
 def name_of(encoder: str) -> str:
     """The codec that decodes what one of `ENCODERS` makes."""
     return ZSTD if encoder == ZSTD else PLANES
+
+
+def master_of(codec: str | None) -> str | None:
+    """The tensor from which a chunk is rounded; None for any other codec."""
+    kind, _, name = (codec or "").partition(":")
+    return name if kind == ROUNDED else None
 
 
 def decode_into(codec: str, encoded: memoryview, item_size: int, into: memoryview) -> None:

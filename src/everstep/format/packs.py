@@ -137,11 +137,15 @@ def round_up(value: int, multiple: int = PAGE_BYTES) -> int:
     return -(-value // multiple) * multiple
 
 
-def chunks(size: int) -> Iterable[tuple[int, int]]:
+def chunks(size: int) -> list[tuple[int, int]]:
     """(start, length) of the chunks of a piece of `size` bytes; an empty piece has an empty one."""
-    if size == 0:
-        return [(0, 0)]
-    return [(at, min(CHUNK_BYTES, size - at)) for at in range(0, size, CHUNK_BYTES)]
+    return [chunk_at(size, index) for index in range(chunk_count(size))]
+
+
+def chunk_at(size: int, index: int) -> tuple[int, int]:
+    """(start, length) of that one."""
+    start = index * CHUNK_BYTES
+    return start, min(CHUNK_BYTES, size - start)
 
 
 def chunk_count(size: int) -> int:

@@ -181,7 +181,12 @@ class Data:
         self._image = image
         self._is_record = is_record
         self._encoding = writer.encoder.begin(
-            self.document, image.parsed.chunks, image.view, link_bytes_per_s, is_record=is_record
+            self.document,
+            image.parsed.chunks,
+            image.view,
+            link_bytes_per_s,
+            is_record=is_record,
+            table=None if is_record else image.parsed.table,
         )
         self._packed: dict[int, Stored] = {}
         self._shares: list[Future[dict[int, str]]] = []

@@ -8,12 +8,15 @@ only where the link is so slow that anything can come of them.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from everstep.codecs import codec
 from everstep.codecs.choice import Figures, Sample, choose
-from everstep.format.tables import Extent
+from everstep.codecs.rounded import is_rounded, rounded
+from everstep.format.tables import Extent, Table
+from everstep.keeper.masters import Master, View, find_masters
 from everstep.keeper.measured import FreeCores
 
 SMALL_BYTES = 64 << 10
@@ -27,7 +30,6 @@ _RENEW_SAVES = 50
 _RENEW_SOONER = 8
 _DRIFT = 0.05
 _LAYOUTS_MAX = 4
-View = Callable[[Extent], memoryview]
 
 
 @dataclass(slots=True)
@@ -37,6 +39,9 @@ class _Layout:
     sizes: dict[str, int]
     firsts: dict[str, Extent]
     samples: dict[str, Sample] = field(default_factory=dict)
+    masters: dict[int, Master] = field(default_factory=dict)
+    """Of chunks that were rounded when that was looked at last, by their digests."""
+    rounded_bytes_per_s: float = 0.0
     age: int = 0
     has_drifted: bool = False
 
@@ -55,6 +60,21 @@ class _Layout:
         """Whether samples are to be taken."""
         patience = _RENEW_SOONER if self.has_drifted else _RENEW_SAVES
         return not self.samples or self.age % patience == 0
+
+    def find_masters(self, table: Table, view: View) -> None:
+        """Look which chunks are rounded; blocks until all has arrived, if there can be any."""
+        self.masters = find_masters(table, view, SMALL_BYTES)
+        if self.masters:
+            _, dtype, (first, *_) = next(iter(self.masters.values()))
+            began = time.thread_time()
+            rounded(view(first), dtype)
+            self.rounded_bytes_per_s = first.size / 2 / _since(began)
+
+    def sample(self, what: str, figures: Mapping[str, Figures]) -> Sample:
+        """A tensor of these figures."""
+        if self.firsts[what].digest in self.masters:
+            figures = {**figures, codec.ROUNDED: Figures(0.0, self.rounded_bytes_per_s)}
+        return Sample(self.sizes[what], figures)
 
 
 class Speeds:
@@ -81,26 +101,50 @@ class Encoding:
     """What is done with the chunks of one part. Its methods are for any thread."""
 
     def __init__(
-        self, encoder: "Encoder", layout: _Layout, encoders: Mapping[str, str], samples: bool
+        self,
+        encoder: "Encoder",
+        layout: _Layout,
+        view: View,
+        encoders: Mapping[str, str],
+        samples: bool,
     ) -> None:
         self.encoders = encoders
         """By `what` an extent is; none where all stays raw."""
-        self._encoder, self._layout = encoder, layout
+        self._encoder, self._layout, self._view = encoder, layout, view
         self._wanted = {chunk.digest for chunk in layout.firsts.values()} if samples else set()
 
     def look(self, chunk: Extent, raw: memoryview) -> None:
         """Take a sample of it, if that is wanted."""
         if chunk.digest in self._wanted:
             figures = figures_of(raw, chunk.item_size, codec.ENCODERS, self._encoder.speeds)
-            self._layout.samples[chunk.what] = Sample(self._layout.sizes[chunk.what], figures)
+            self._layout.samples[chunk.what] = self._layout.sample(chunk.what, figures)
 
     def encode(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
         """What is stored of a chunk, and the name of its codec; None: raw."""
         encoder = self.encoders.get(chunk.what)
         if encoder is None or chunk.size < SMALL_BYTES:
             return raw, None
+        if encoder == codec.ROUNDED:
+            return self._rounded(chunk, raw)
         found = self._encoder.encode(encoder, raw, chunk.item_size)
         return (raw, None) if found is None else (found, codec.name_of(encoder))
+
+    def _rounded(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
+        """Nothing, where it is: blocks until its master has arrived. One that is not is not tried
+        again before masters are looked for anew."""
+        if not (master := self._layout.masters.get(chunk.digest)):
+            return raw, None
+        parts = [self._view(each) for each in master.chunks]
+        with self._encoder.counting():
+            at, is_equal = 0, True
+            for part in parts:
+                half = len(part) // 2
+                is_equal = is_equal and is_rounded(raw[at : at + half], part, master.dtype)
+                at += half
+        if is_equal:
+            return b"", f"{codec.ROUNDED}:{master.name}"
+        self._layout.masters.pop(chunk.digest, None)
+        return raw, None
 
     def note(self, stored: int) -> None:
         """What all chunks that are not small came to: are the samples still right?"""
@@ -135,12 +179,13 @@ class Encoder:
         link_bytes_per_s: float | None,
         *,
         is_record: bool,
+        table: Table | None = None,
     ) -> Encoding:
         """Decide for one part, whose table is `document`. `view` blocks until a chunk has arrived.
-        `link_bytes_per_s`: of the slowest tier that it goes to. Raises Unsupported where the
-        trainer gives it up."""
+        `link_bytes_per_s`: of the slowest tier that it goes to. `table`: of a state, in which some
+        tensors may be rounded from others. Raises Unsupported where the trainer gives it up."""
         if self._mode == codec.RAW:
-            return Encoding(self, _Layout({}, {}), {}, samples=False)
+            return Encoding(self, _Layout({}, {}), view, {}, samples=False)
         free = self._cores.look(self._spent_s)
         layout = self._layouts.pop(document, None) or _Layout.of(chunks)
         self._layouts[document] = layout
@@ -148,12 +193,15 @@ class Encoder:
             del self._layouts[oldest]
         is_near = link_bytes_per_s is not None and link_bytes_per_s < REACH_BYTES_PER_S * free
         if not layout.sizes or not (is_near or is_record):
-            return Encoding(self, layout, {}, samples=False)
+            return Encoding(self, layout, view, {}, samples=False)
+        if is_near and layout.is_stale and table is not None:
+            layout.find_masters(table, view)
         known = layout.samples if is_near else {}
         samples = known or self._probe(layout, view, codec.ENCODERS if is_near else (codec.ZEROS,))
         encoding = Encoding(
             self,
             layout,
+            view,
             choose(samples, link_bytes_per_s, free),
             samples=is_near and layout.is_stale,
         )
@@ -165,23 +213,29 @@ class Encoder:
         """The first chunk's figures, for all that is of such items; blocks until it has arrived."""
         first = next(iter(layout.firsts.values()))
         figures = figures_of(view(first), first.item_size, encoders, self.speeds)
+        of_others: dict[str, Figures] = {}
         return {
-            name: Sample(size, figures)
-            for name, size in layout.sizes.items()
-            if layout.firsts[name].item_size == first.item_size
+            what: layout.sample(what, figures if is_alike else of_others)
+            for what, chunk in layout.firsts.items()
+            if (is_alike := chunk.item_size == first.item_size) or chunk.digest in layout.masters
         }
 
     def encode(self, encoder: str, raw: memoryview, item_size: int) -> bytes | None:
         """Encode a chunk, on no more cores than are free."""
         if encoder == codec.ZEROS:
             return codec.encode(encoder, raw, item_size)
+        with self.counting():
+            return codec.encode(encoder, raw, item_size)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """What is done within can be left out, and is done on no more cores than are free."""
         with self._limit:
             began = time.thread_time()
-            found = codec.encode(encoder, raw, item_size)
+            yield
             seconds = _since(began)
         with self._lock:
             self._spent_s += seconds
-        return found
 
 
 def figures_of(

@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from everstep.codecs.codec import decode_into
+from everstep.codecs.rounded import rounded
 from everstep.errors import Corrupt, EverstepError
 from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
@@ -159,19 +160,25 @@ class _Task:
                 check_chunk(chunk, target.digest, where)
                 if target.codec:
                     chunk = self._decoded(target, chunk, where)
-                for delivery in self.deliveries[target.name]:
-                    delivery.put(target, chunk)
-                sent.append(chunk)
+                sent += self._deliver(target, chunk)
         finally:  # also where a chunk was bad: the buffer is filled again then
             for device in self.devices:
                 torch.cuda.current_stream(device).synchronize()
+
+    def _deliver(self, target: Target, chunk: memoryview) -> Iterator[memoryview]:
+        """The chunk, and what is rounded from it. Yields what a device may still copy from."""
+        copies = ((copy, rounded(chunk, dtype)) for dtype, copy in target.copies)
+        for each, raw in ((target, chunk), *copies):
+            for delivery in self.deliveries.get(each.name, ()):
+                delivery.put(each, raw)
+            yield raw
 
     def _copied(self, source: MemorySource, span: Span) -> bool:
         """Copy a chunk to where it belongs, and check it there: an arena may be adopted by another
         trainer meanwhile. False where it has to be taken apart."""
         target, *others = span.targets
-        deliveries = self.deliveries[target.name]
-        if others or len(deliveries) != 1 or target.codec:
+        deliveries = self.deliveries.get(target.name, ())
+        if others or len(deliveries) != 1 or target.codec or target.copies:
             return False
         if (window := deliveries[0].window(target)) is None:
             return False

@@ -6,8 +6,11 @@ a hundred reads of a kilobyte take longer than one of a megabyte.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from everstep.codecs.codec import master_of
+from everstep.codecs.rounded import SOURCE
+from everstep.errors import Corrupt
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES, plane_count
 from everstep.format.manifest import Encoded, Part
@@ -16,7 +19,9 @@ from everstep.format.packs import (
     ALIGNED_FROM_BYTES,
     CHUNK_BYTES,
     PAGE_BYTES,
-    chunks,
+    Piece,
+    chunk_at,
+    chunk_count,
     round_up,
 )
 from everstep.format.tables import Extent, Table, TensorEntry
@@ -27,7 +32,7 @@ class Target:
     """One chunk: `size` bytes at `offset` of the pack are, or decode by `codec` to, the `raw` bytes
     from byte `start` of the elements of `box` of tensor `name`, of items of `item_size` bytes. In
     the raw layout, as memory has it, it lies at `raw_offset`, with the digest `content` (None where
-    that is not known)."""
+    that is not known). `copies`: what of other tensors is rounded from it, to which dtype."""
 
     name: str
     box: Box
@@ -40,6 +45,7 @@ class Target:
     codec: str | None = None
     raw_offset: int = 0
     content: str | None = None
+    copies: tuple[tuple[str, "Target"], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,44 +63,89 @@ def plan(
 ) -> list[Span]:
     """The reads that bring what the part has of these boxes, by pack and offset: each chunk once,
     and none in which there is no element of them. `table`: of a packed part."""
-    packed: dict[int, Extent] = {}
-    encoded: dict[int, Encoded] = {}
-    if part.stored is not None:
-        assert table is not None
-        packed = {each.digest: each for each in stored_extents(table, part.stored)}
-        encoded = encoded_chunks(part, table)
-    by_pack: dict[int, list[Target]] = {}
+    found = _Chunks(part, table)
     for entry, boxes in wanted:
-        name, dtype = entry.spec.name, entry.spec.dtype
         for piece in entry.pieces:
             if not any(piece.box.intersect(box) for box in boxes):
                 continue
-            for index, (start, raw) in enumerate(chunks(piece.size)):
-                number = piece.digest + index
-                at, size = piece.offset + start, raw
-                if packed:
-                    at, size = packed[number].offset, packed[number].size
-                digest, how = part.digests[number], encoded.get(number)
-                target = Target(
-                    name,
-                    piece.box,
-                    start,
-                    at,
-                    size,
-                    digest,
-                    raw,
-                    plane_count(dtype),
-                    how.codec if how else None,
-                    piece.offset + start,
-                    how.content if how else digest,
-                )
-                if _is_needed(target, boxes, ITEM_SIZES[dtype]):
-                    by_pack.setdefault(piece.pack, []).append(target)
+            for index in range(chunk_count(piece.size)):
+                target = found.target(entry, piece, index)
+                if _is_needed(target, boxes, ITEM_SIZES[entry.spec.dtype]):
+                    found.add(entry, piece, index, target)
     spans = []
-    for pack, targets in sorted(by_pack.items()):
-        targets.sort(key=lambda target: (target.offset, target.size))
-        spans += [_span(pack, group) for group in _groups(targets)]
+    for pack, targets in sorted(found.by_pack.items()):
+        rows = sorted(targets.values(), key=lambda target: (target.offset, target.size))
+        spans += [_span(pack, group) for group in _groups(rows)]
     return spans
+
+
+class _Chunks:
+    """The chunks of a part that are to be read: by their packs, and digests."""
+
+    def __init__(self, part: Part, table: Table | None) -> None:
+        self.by_pack: dict[int, dict[int, Target]] = {}
+        self._part, self._table = part, table
+        self._packed: dict[int, Extent] = {}
+        self._encoded: dict[int, Encoded] = {}
+        if part.stored is not None:
+            assert table is not None
+            self._packed = {each.digest: each for each in stored_extents(table, part.stored)}
+            self._encoded = encoded_chunks(part, table)
+
+    def target(self, entry: TensorEntry, piece: Piece, index: int) -> Target:
+        """Chunk number `index` of a piece."""
+        start, raw = chunk_at(piece.size, index)
+        number = piece.digest + index
+        at, size = piece.offset + start, raw
+        if self._packed:
+            at, size = self._packed[number].offset, self._packed[number].size
+        digest, how = self._part.digests[number], self._encoded.get(number)
+        return Target(
+            entry.spec.name,
+            piece.box,
+            start,
+            at,
+            size,
+            digest,
+            raw,
+            plane_count(entry.spec.dtype),
+            how.codec if how else None,
+            piece.offset + start,
+            how.content if how else digest,
+        )
+
+    def add(self, entry: TensorEntry, piece: Piece, index: int, target: Target) -> None:
+        """It is wanted: itself, or what it is rounded from. Raises Corrupt."""
+        if (master := master_of(target.codec)) is not None:
+            self._add_master(master, entry, index, target)
+            return
+        here = self.by_pack.setdefault(piece.pack, {})
+        before = here.get(piece.digest + index)
+        copies = (*before.copies, *target.copies) if before else target.copies
+        here[piece.digest + index] = replace(target, copies=copies)
+
+    def _add_master(self, name: str, entry: TensorEntry, index: int, target: Target) -> None:
+        """The same elements of that tensor take twice as many chunks."""
+        master = self._table.tensors.get(name) if self._table else None
+        same = (each for each in master.pieces if each.box == target.box) if master else iter(())
+        piece = next(same, None)
+        sources = []
+        if master and piece and (master.spec.dtype, target.size) == (SOURCE, 0):
+            last = min(2 * index + 2, chunk_count(piece.size))
+            sources = [self.target(master, piece, each) for each in range(2 * index, last)]
+        if sum(each.raw for each in sources) != 2 * target.raw or any(
+            master_of(each.codec) is not None for each in sources
+        ):
+            raise Corrupt(
+                f"reading tensor {target.name!r}: it is said to be rounded from {name!r}, of which "
+                f"there are no such elements"
+            )
+        assert master
+        assert piece
+        for number, each in enumerate(sources, 2 * index):
+            copy = replace(target, start=each.start // 2, raw=each.raw // 2)
+            copied = replace(each, copies=((entry.spec.dtype, copy),))
+            self.add(master, piece, number, copied)
 
 
 def blocks(target: Target, item_size: int) -> Iterator[tuple[int, Box]]:

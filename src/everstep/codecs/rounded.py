@@ -1,0 +1,64 @@
+"""Rounded copies: where a bfloat16 or float16 tensor is what rounding its float32 master gives,
+nothing is stored of it.
+
+Rounding is to nearest, ties to even. For bfloat16 it is done on bits, 0x7FFF and the lowest bit
+that stays being added to the number, modulo 2^32; so it is defined for what is no number, too. A
+float16 that is no number is never said to be rounded: processors differ in its bits.
+
+Numpy is imported when it is first needed. Blocks stay in the cache, and the work is done without
+the GIL.
+"""
+
+from typing import TYPE_CHECKING
+
+from everstep.errors import Corrupt
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+DTYPES = ("bfloat16", "float16")
+SOURCE = "float32"
+_BLOCK_ITEMS = 1 << 15
+_INFINITY = 0x7C00
+
+
+def is_rounded(data: memoryview, master: memoryview, dtype: str) -> bool:
+    """Whether `data`, of that dtype, is the rounding of `master`; to the bit. Blocks."""
+    import numpy as np
+
+    items, numbers = np.frombuffer(data, "<u2"), np.frombuffer(master, "<u4")
+    for start in range(0, len(numbers), _BLOCK_ITEMS):
+        block = items[start : start + _BLOCK_ITEMS]
+        if not np.array_equal(block, _rounded(numbers[start : start + _BLOCK_ITEMS], dtype)):
+            return False
+        if dtype == "float16" and np.any((block & 0x7FFF) > _INFINITY):
+            return False
+    return True
+
+
+def rounded(master: memoryview, dtype: str) -> memoryview:
+    """The rounding of float32 numbers, in new memory. Blocks. Raises Corrupt for another dtype."""
+    import numpy as np
+
+    if dtype not in DTYPES or master.nbytes % 4:
+        raise Corrupt(f"rounding {master.nbytes} bytes of float32 to {dtype}: that is not done")
+    numbers = np.frombuffer(master, "<u4")
+    found = np.empty(len(numbers), "<u2")
+    for start in range(0, len(numbers), _BLOCK_ITEMS):
+        block = numbers[start : start + _BLOCK_ITEMS]
+        found[start : start + len(block)] = _rounded(block, dtype)
+    return found.view("u1").data
+
+
+def _rounded(numbers: "npt.NDArray[np.uint32]", dtype: str) -> "npt.NDArray[np.uint16]":
+    import numpy as np
+
+    if dtype == "float16":
+        with np.errstate(all="ignore"):
+            return numbers.view("<f4").astype("<f2").view("<u2")
+    bits = numbers >> 16
+    bits &= 1
+    bits += 0x7FFF
+    bits += numbers
+    return bits.view("<u2")[1::2]
