@@ -23,7 +23,7 @@ from everstep.capture.captures import Captures, check_room
 from everstep.capture.choice import Choice
 from everstep.capture.saves import Saves, Skipped
 from everstep.capture.strategy import Request
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, Unsupported
 from everstep.handle import Levels, Metrics, SaveHandle
 from everstep.keeper.client import Client
 from everstep.keeper.spill import check_directory
@@ -136,6 +136,11 @@ class Checkpointer:
         place = form_team(self._world, self._disk, alike)
         self._world.local = place.ranks
         choice = Choice(options, self._state, self._derived)
+        if how.replica and place.own_store:
+            raise Unsupported(
+                f"everstep.Log(replica=True): each node has a store of its own ({store}), and a "
+                f"replica needs one directory. Leave replica= out"
+            )
         check_room(self._state)
         run = open_stores(self._world, place, self._disk, around)
         remote_every = tiers.remote_every if tiers.remote else None
@@ -143,13 +148,13 @@ class Checkpointer:
         if tiers.peers and not replicates:
             log.warning("tiers: peers=%s, but there is no other node", tiers.peers)
         levels = Levels(self._disk.level, remote_every, replicates)
-        self._saves = Saves(self.metrics, choice.run.trust, levels)
+        self._saves = Saves(self.metrics, choice.run.trust, levels, choice.run.bases)
         has_partners = place.own_store or replicates
         self._client = Client(
             self._disk.root,
             keep,
             self._saves.on_event,
-            catch_up=how.catch_up,
+            replica={"base_every": how.base_every} if how.replica else None,
             place=place,
             tiers=tiers.to_json(),
             serve=new_address() if has_partners else None,

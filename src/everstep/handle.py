@@ -183,10 +183,13 @@ class Metrics:
     restore_seconds: float = 0.0
     durable_seconds: list[float] = field(default_factory=list, repr=False)
     """From the call to the commit, of the newest 1000 saves."""
-    catch_ups: int = 0
-    """Steps of a log that were made whole in the background; the newest of them, and in seconds."""
-    catch_up_failures: int = 0
-    catch_up_seconds: float = 0.0
+    replica_step: int | None = None
+    """Of a log's replica: the newest step that it is known to have come to; the processor time that
+    its process has taken; how often it failed; and of the bases that it wrote, how many, and the
+    newest one's step."""
+    replica_seconds: float = 0.0
+    replica_failures: int = 0
+    replica_bases: int = 0
     whole_step: int | None = None
     tiers: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     """By level ("remote", "replicated"): what went to that tier so far (copied, given_up, bytes,

@@ -5,7 +5,7 @@ An option stands beside what it configures: that of a log in `Log`, that of many
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -49,8 +49,10 @@ class Log:
     verify: how a record proves that its replay comes to the same bytes. "rolling": by a part of
         them in each, so that some steps together have looked at all. "full": by all of them in
         each, a pass over the whole state before and after each update, and again at replay.
-    catch_up: when so many steps would have to be replayed, a process in the background makes the
-        newest durable one a whole state, from which a recovery begins then. None: never.
+    replica: a process beside the keeper holds the newest state, brought on by each record. A
+        recovery is a copy of it, however long the log is; and it writes the bases, so that training
+        copies a whole state once only. It takes memory for a state and some gradients, and what
+        processor time training leaves. For torch's optimizers, on the CPU, of one node.
     pre_clip: record gradients as they were before `everstep.clip_grad_norm_`. They take fewer bytes
         on the disk where they came out of arithmetic in bfloat16, and memory until the update.
     optimizers: classes of optimizers beside torch's that you know to change their state in place.
@@ -58,14 +60,17 @@ class Log:
 
     base_every: int | None = None
     verify: Literal["rolling", "full"] = "rolling"
-    catch_up: int | None = None
+    replica: bool = False
     pre_clip: bool = False
     optimizers: Sequence[type[torch.optim.Optimizer]] = ()
+    catch_up: InitVar[None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, catch_up: None) -> None:
         """Raises ValueError, TypeError."""
+        if catch_up is not None:
+            raise TypeError("Log has no argument 'catch_up' any more: say replica=True")
         _check_count("base_every", self.base_every, "steps")
-        _check_count("catch_up", self.catch_up, "steps")
+        _check_flag("replica", self.replica)
         _check_choice("verify", self.verify, ("rolling", "full"))
         _check_flag("pre_clip", self.pre_clip)
         kinds = tuple(self.optimizers) if isinstance(self.optimizers, (list, tuple)) else (None,)
@@ -223,7 +228,8 @@ _RENAMED = {
     "recovery_budget": "give strategy=everstep.Log(base_every=...), or leave it out",
     "audit": "say strategy=everstep.Log(verify='full') for audit='full'",
     "base_every": "say strategy=everstep.Log(base_every=...)",
-    "catch_up": "say strategy=everstep.Log(catch_up=...)",
+    "catch_up": "say strategy=everstep.Log(replica=True)",
+    "replica": "say strategy=everstep.Log(replica=True)",
     "window": "say strategy=everstep.Spread(window=...)",
     "keep_exact": "leave it out: the log stays what restore() takes",
     "group_commit": "leave it out: what waits anyway is committed together",

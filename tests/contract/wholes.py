@@ -1,4 +1,4 @@
-"""Logs of which steps are made whole, for the tests of catch_up."""
+"""Logs of which steps are made whole, by hand or by a replica."""
 
 import atexit
 import contextlib

@@ -262,8 +262,8 @@ def test_commands_on_a_log_of_nodes(gang, store, capsys):
 
 
 @pytest.mark.slow
-def test_the_host_catches_up_with_a_log_of_nodes(gang, store):
-    more = {"strategy": "log", "base_every": 100, "catch_up": 4, "keep": Keep(last=3)}
+def test_a_replica_writes_the_bases_of_a_log_of_nodes(gang, store):
+    more = {"strategy": "log", "base_every": 4, "replica": True, "keep": Keep(last=3)}
     run, *_ = gang.run(trains, "fsdp2", store, 12, nodes=NODES, timeout=PATIENCE_S, **more)
     states = run.states
     steps = Store(store).steps()

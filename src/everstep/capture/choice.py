@@ -11,6 +11,7 @@ import logging
 import torch
 
 from everstep import options
+from everstep.capture.bases import Bases, why_no_replica
 from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.log import STATES, Log
 from everstep.capture.rank_agreement import RankAgreement
@@ -51,6 +52,7 @@ class Choice:
             Trust(is_alone=state.world.is_alone),
             CopySpeed(),
             ranks,
+            Bases(by_replica=of_log.replica, is_alone=state.world.is_alone),
             state.in_bases_alone,
         )
         self._is_open, self._is_lost = how is None, False
@@ -90,6 +92,8 @@ class Choice:
         if isinstance(how, options.Log):
             if why:
                 raise Unsupported(f"strategy='log': {why}. Use strategy='full' or 'auto'")
+            if how.replica:
+                self._check_replica()
             return Log(self.run, self._base_every, self._derived)
         if how is None and why:
             self._is_open, self.reason = False, f"full: {why}"
@@ -109,6 +113,13 @@ class Choice:
             )
         window = how.window if how else None
         return Spread(self.run, self._every, window, why_whole)
+
+    def _check_replica(self) -> None:
+        """Raises Unsupported, on all ranks."""
+        why = why_no_replica(self._state.optimizers, self._derived)
+        whys = self._state.world.gather("choosing a replica", why)
+        if found := next(filter(None, whys), None):
+            raise Unsupported(f"everstep.Log(replica=True): {found}. Leave replica= out")
 
     def _why_no_log(self, how: options.Log) -> str | None:
         why = why_not_allowed(self._state.optimizers, self._state.modules, how.optimizers)

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 
+from everstep.capture.bases import Bases
 from everstep.capture.copier import Capture
 from everstep.capture.pool import Pool
 from everstep.capture.still import Still
@@ -47,8 +48,9 @@ class Saves:
     _client: Client
     _pool: Pool
 
-    def __init__(self, metrics: Metrics, trust: Trust, levels: Levels) -> None:
-        """`trust` is told of each call that comes to nothing."""
+    def __init__(self, metrics: Metrics, trust: Trust, levels: Levels, bases: Bases) -> None:
+        """`trust` is told of each call that comes to nothing, `bases` of what keeps a replica from
+        following."""
         self.levels = levels
         self.newest: SaveHandle | None = None
         self.still = Still()
@@ -56,6 +58,7 @@ class Saves:
         """Of step() and save(). All count, whatever comes of them: by their numbers ranks know
         which of their saves belong together."""
         self._trust = trust
+        self._bases = bases
         self._failures_in_row = 0
         self._metrics = metrics
         self._begun: dict[int, Capture] = {}
@@ -216,8 +219,8 @@ class Saves:
             self.still.hear(message["names"], are_still=message["are_still"])
         elif message["type"] == "level":
             self._on_level(message)
-        elif message["type"] in ("whole", "not_whole"):
-            self._on_catch_up(message)
+        elif message["type"] in ("replica", "whole", "no_replica"):
+            self._on_replica(message)
 
     def _on_level(self, message: Message) -> None:
         handle, level = self._spreading.get(message["step"]), message["level"]
@@ -246,16 +249,20 @@ class Saves:
             if handle.error or handle.is_everywhere:
                 self._spreading.pop(step, None)
 
-    def _on_catch_up(self, message: Message) -> None:
-        if message["type"] == "not_whole":
-            self._metrics.catch_up_failures += 1
-            self._metrics.last_error = message["message"]
-            end = ". It is not tried any more" if message["is_end"] else ""
-            log.warning("catching up with the log: %s%s", message["message"], end)
-            return
-        self._metrics.catch_ups += 1
-        self._metrics.catch_up_seconds += message["seconds"]
-        self._metrics.whole_step = message["step"]
+    def _on_replica(self, message: Message) -> None:
+        metrics = self._metrics
+        if message["type"] == "replica":
+            metrics.replica_step = message["name"] and message["name"][0]
+            metrics.replica_seconds = message["seconds"]
+        elif message["type"] == "whole":
+            metrics.replica_bases += 1
+            metrics.whole_step = message["step"]
+        else:
+            metrics.replica_failures += 1
+            metrics.last_error = message["message"]
+            self._bases.note_failure(wants_base=message["wants_base"], is_end=message["is_end"])
+            end = ". There will be none any more" if message["is_end"] else ""
+            log.warning("the replica: %s%s", message["message"], end)
 
     def _note_torn(self, capture: Capture, problem: str) -> None:
         """Another keeper that asks again is told, too."""

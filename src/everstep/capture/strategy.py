@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from everstep.capture.bases import Bases
 from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.rank_agreement import RankAgreement
 from everstep.capture.trust import Trust
@@ -87,6 +88,7 @@ class Run:
     trust: Trust
     pace: CopySpeed
     ranks: RankAgreement
+    bases: Bases
     in_bases_alone: Sequence[str] = ()
     """Parts whose tensors records may do without."""
 

@@ -63,19 +63,20 @@ class Client:
         keep: Keep | None,
         on_event: Callable[[wire.Message], None],
         idle_s: float = IDLE_S,
-        catch_up: int | None = None,
+        replica: wire.Message | None = None,
         place: wire.Place = wire.ALONE,
         tiers: wire.Message | None = None,
         serve: Address | None = None,
     ) -> None:
-        """Connects, which starts a keeper where none runs. `catch_up`: see Log. `place`: among the
+        """Connects, which starts a keeper where none runs. `replica`: what is asked
+        of one, see Log. `place`: among the
         ranks of a run. `tiers`: see Tiers.to_json. `serve`: where the keeper serves those of other
         nodes, unless it does so already. Raises Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event
         self._idle_s = idle_s
-        self._catch_up = catch_up
+        self._replica = replica
         self.place = place
         self._tiers = tiers
         self.address = serve
@@ -436,7 +437,7 @@ class Client:
             "token": self._token,
             "keep": self._keep.to_json() if self._keep else None,
             "epoch": self._epoch,
-            "catch_up": self._catch_up,
+            "replica": self._replica,
             "tiers": self._tiers,
             "serve": self.address,
             "partners": self._partners,

@@ -22,6 +22,7 @@ from everstep.keeper import wire
 from everstep.keeper.arena import SlotState
 from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.home import Home
+from everstep.keeper.live_replica import KEY, LiveReplica
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.serve import Address, Holding, Service
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
@@ -48,6 +49,9 @@ GREETING_S = 5.0
 HALF_STEP_S = 5.0
 """How long somebody who restores waits for a step of others, of which some ranks are dead, and some
 live and have not handed in theirs."""
+
+LEND_S = 60.0
+"""How long somebody who restores waits for the replica, which is at most some records behind."""
 
 TIER_PATIENCES_S = 20.0, 3.0
 """How long one call to another tier is tried again, before that is told; then it is made anew; and
@@ -96,6 +100,7 @@ class Keeper:
         )
         self._copies: dict[str, RemoteCopies] = {}
         """To other tiers, by how they were asked for."""
+        self._live: LiveReplica | None = None
         self._leaving = False
         self._was_used = False
         self._last_use = self._looked_home = self._told = time.monotonic()
@@ -113,11 +118,14 @@ class Keeper:
             self._end_silence()
             self._answer_settled()
             self._tidy()
+            self._lend_early()
             self._tell_progress()
             self._show_presence()
             self._look_after_home()
         for copies in self._copies.values():
             copies.close(_LEAVE_S)
+        if self._live:
+            self._live.close()
         self._presence.end(_LEAVE_S)
 
     def _show_presence(self) -> None:
@@ -253,7 +261,15 @@ class Keeper:
                 return session.team
         if hello.get("partners"):
             self._meet(place, hello["partners"])
-        return Team(self._disk, place, hello, self._wake, self._copies_of(place, hello))
+        copies, live = self._copies_of(place, hello), self._live_for(place, hello)
+        return Team(self._disk, place, hello, self._wake, copies, live)
+
+    def _live_for(self, place: wire.Place, hello: wire.Message) -> LiveReplica | None:
+        """The replica, where this run has one: the same for one run of it after another."""
+        if not hello.get("replica") or not place.commits or place.own_store:
+            return None
+        self._live = self._live or LiveReplica(self._disk, self._wake)
+        return self._live
 
     def _copies_of(self, place: wire.Place, hello: wire.Message) -> list[RemoteCopies]:
         """To the tiers around the store, by the node that commits, while others watch; of one
@@ -377,14 +393,31 @@ class Keeper:
         for orphan in orphans:
             if orphan.team.has_tasks or not (orphan.team.idle or waited > HALF_STEP_S):
                 return
+        live = self._live if self._may_lend() else None
+        if live and not live.lend() and waited < LEND_S:
+            return
         self._tidy()
         orphans = [session for session in self._sessions if session.orphan]
         held = [item for orphan in orphans for item in orphan.arenas.items()]
+        held += [(KEY, live.lent)] if live and live.lent else []
         held = held[-wire.DESCRIPTORS_MAX :]
         for session, number, _ in self._settling:
             settled = {"type": "settled", "id": number, "arenas": [key for key, _ in held]}
             session.tell(settled, [arena.fd for _, arena in held])
         self._settling.clear()
+
+    def _may_lend(self) -> bool:
+        """Whether nobody lives whose commits the replica follows."""
+        return not any(
+            not session.orphan and session.team.live and session.team.traffic.copied
+            for session in self._sessions
+        )
+
+    def _lend_early(self) -> None:
+        """When a trainer has died, who restores will be here soon."""
+        dead = [session for session in self._sessions if session.dead and session.team.live]
+        if self._live and dead and self._may_lend() and all(each.team.idle for each in dead):
+            self._live.lend()
 
     def _adopt(self, session: Session, key: str, number: int) -> None:
         """Let a trainer go on in the arena of one that is dead: nobody else writes to it."""
@@ -455,6 +488,9 @@ class Keeper:
             if session.team.is_empty:
                 session.team.close()
         if forgotten:
+            if self._live and not any(session.team.live for session in self._sessions):
+                self._live.close()
+                self._live = None
             gc.collect()  # the traceback of a failed job may hold a mapping
 
     def _is_useless(self, orphan: Session) -> bool:

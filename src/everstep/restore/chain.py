@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import LEFT_OUT, Manifest, Record
@@ -29,6 +30,11 @@ class Chain:
     def records(self) -> list[tuple[Record, tuple[Table, ...]]]:
         """Those that are replayed, in their order, with the tables of their parts."""
         return [row for described in self.replayed for row in described.records]
+
+    @property
+    def calls(self) -> list[Mapping[str, Any]]:
+        """Of optimizers, in their order."""
+        return [call for record, _ in self.records for call in record.calls]
 
     @property
     def last(self) -> Described:

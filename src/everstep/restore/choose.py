@@ -14,7 +14,7 @@ from everstep.format.manifest import Manifest, Part, check_table, decode_manifes
 from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
 from everstep.keeper.persist import UNCLAIMED
-from everstep.keeper.ranks.node_save import NodeSave, ended_saves
+from everstep.keeper.ranks.node_save import REPLICA, NodeSave, ended_saves
 from everstep.redo.replay import OtherBytes
 from everstep.restore.chain import Chain
 from everstep.restore.load import MemorySource, RawSource
@@ -24,6 +24,9 @@ from everstep.store.read import check_size, open_pack
 from everstep.tiers.files import Source
 from everstep.tiers.tier import Readable, Tier
 from everstep.tiers.union import Union
+
+_TABLES_MAX = 256
+"""That one candidate remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,12 @@ class Held:
         """Whether its writer could not claim an epoch: it goes on from its parent, and nothing can
         go on from it."""
         return bool(self.manifest.capture.get(UNCLAIMED))
+
+    @property
+    def log_digest(self) -> str | None:
+        """Of a replica's state: of the manifest of the log step that it has come to."""
+        found = self.manifest.capture.get(REPLICA)
+        return found if isinstance(found, str) else None
 
     @property
     def parent(self) -> CheckpointName | None:
@@ -66,6 +75,11 @@ class Candidate:
     """What it was rebuilt from when that was looked at last, as far as it could be read."""
     _damaged: set[int] = field(default_factory=set)
     """By id(): the parts of them that turned out to be damaged."""
+    _tables: dict[str | None, Table] = field(default_factory=dict)
+    _checked: set[tuple[int, ...]] = field(default_factory=set)
+    """By id(): tables that are whole together."""
+    near: Callable[[FileLink], Sequence[Source]] = lambda pack: ()
+    """Where a pack lies nearer than its file."""
 
     @property
     def origin(self) -> CheckpointName | None:
@@ -82,27 +96,28 @@ class Candidate:
         self._manifests.clear()
         for manifest in catalog.followed(self.disk, self.name):
             self._manifests.insert(0, manifest)
-        known: dict[str | None, Table] = {}  # most steps share one
-        checked: set[tuple[int, ...]] = set()
-
-        def table(part: Part) -> Table:
-            digest = part.table.digest
-            if digest in known:
-                check_table(known[digest], part, part.table.path)
-            else:
-                known[digest] = catalog.read_table(self.disk, part)
-            return known[digest]
-
-        def described(manifest: Manifest) -> Described:
-            with self._noting(manifest.all_parts):
-                for pack in (pack for part in manifest.all_parts for pack in part.packs):
-                    check_size(self.disk, pack)  # memory is taken by it before a byte is read
-                found = Described(manifest, [table(part) for part in manifest.all_parts])
-                found.check(self.disk.root, checked)
-            return found
-
-        base, *logs = map(described, self._manifests)
+        base, *logs = map(self.read, self._manifests)
         return Chain(base, logs)
+
+    def read(self, manifest: Manifest) -> Described:
+        """A manifest with its tables, of which most are shared. Raises Corrupt."""
+        with self._noting(manifest.all_parts):
+            for pack in (pack for part in manifest.all_parts for pack in part.packs):
+                check_size(self.disk, pack)  # memory is taken by it before a byte is read
+            found = Described(manifest, [self._table(part) for part in manifest.all_parts])
+            found.check(self.disk.root, self._checked)
+        return found
+
+    def _table(self, part: Part) -> Table:
+        digest = part.table.digest
+        if digest in self._tables:
+            check_table(self._tables[digest], part, part.table.path)
+            return self._tables[digest]
+        if len(self._tables) >= _TABLES_MAX:
+            self._tables.clear()
+            self._checked.clear()
+        self._tables[digest] = catalog.read_table(self.disk, part)
+        return self._tables[digest]
 
     def has_changed(self) -> bool:
         """Whether it is gone, or rebuilt from something else by now: host catch-up has made a step
@@ -140,6 +155,7 @@ class Candidate:
                 here: list[Source] = []
                 if self.held:
                     here.append(self.held.packs[index])
+                here += self.near(pack)
                 if not self.held or self.held.is_committed:
                     here += self.files(pack, stack, direct=not self.is_shared)
                 found.append(here)
@@ -190,6 +206,8 @@ def is_of(disk: Tier, held: Held) -> bool:
     """Whether the store has the same checkpoint, or none of its name: it may have been put back to
     an older copy, and another run may have gone on from there in an epoch of the same number."""
     try:
+        if held.log_digest:
+            return catalog.digest_of_manifest(disk, held.name) == held.log_digest
         return catalog.read_manifest(disk, held.name) == held.manifest
     except Missing:
         return not held.is_committed
@@ -249,9 +267,16 @@ def candidates(
     ]
     if reference is None:
         order = sorted(run + uncommitted, reverse=True)
-        return [Candidate(name, disk, held.get(name)) for name in order]
+        return [each for name in order for each in _ways(name, disk, held.get(name))]
     for name in uncommitted:
         if reference == name.step:
             return [Candidate(name, disk, held[name])]
     name = catalog.find(disk, reference)
-    return [Candidate(name, disk, held.get(name))]
+    return _ways(name, disk, held.get(name))
+
+
+def _ways(name: CheckpointName, disk: Tier, held: Held | None) -> list[Candidate]:
+    """A checkpoint as it lies in memory; and where that is a replica's, of which the disk has no
+    files, as its log after that."""
+    found = [Candidate(name, disk, held)]
+    return [*found, Candidate(name, disk)] if held and held.log_digest else found

@@ -12,7 +12,7 @@ import torch
 
 from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.global_tensors import optimizers_of
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Layout, lay_out
 from everstep.format.tables import encode_table, still_names
 from everstep.keeper.data import Data, Image, Segment, parse
@@ -41,7 +41,6 @@ def materialize(disk: Tier, name: CheckpointName) -> Manifest:
     with claims.hold(disk, name) as token:
         if made := _find_whole(disk, name):
             return made
-        log_digest = catalog.digest_of_manifest(disk, name)
         candidate = Candidate(name, disk)
         chain = candidate.describe()
         if not chain.replayed:
@@ -52,19 +51,27 @@ def materialize(disk: Tier, name: CheckpointName) -> Manifest:
                 f"{', '.join(map(repr, ruled))} is derived by a rule of its own (derive=). Restore "
                 f"the whole step there instead"
             )
-        base = chain.base.manifest
         with adopted(chain.last.manifest.topology), Loader() as loader:
             tensors = rebuilt(candidate, chain, loader)
-            differing = [*differing_from(chain), *chain.moved()]
-            if not base.exact:
-                differing.append(f"step {base.step}, where it begins, is not exact")
-            differing += [f"{part} has no tensors in records" for part in chain.left_out]
+            differing = why_inexact(chain)
+        layout, table = described(chain, tensors)
+        image = Image(parse(table), _packs(layout, tensors))
         try:
-            return _write(disk, name, log_digest, token, chain, tensors, sorted(differing))
+            return publish(disk, name, token, chain, image, differing)
         except Conflict:  # somebody else has made it meanwhile
             if made := _find_whole(disk, name):
                 return made
             raise
+
+
+def why_inexact(chain: Chain) -> list[str]:
+    """What may make the result of a replay in this process another than the run's: what is other
+    here than where it was recorded, where it begins, and what records do without."""
+    differing = [*differing_from(chain), *chain.moved()]
+    if not (base := chain.base.manifest).exact:
+        differing.append(f"step {base.step}, where it begins, is not exact")
+    differing += [f"{part} has no tensors in records" for part in chain.left_out]
+    return sorted(differing)
 
 
 def differing_from(chain: Chain) -> list[str]:
@@ -78,18 +85,9 @@ def _find_whole(disk: Tier, name: CheckpointName) -> Manifest | None:
     return None if found is None or found.is_spread else found
 
 
-def _write(
-    disk: Tier,
-    name: CheckpointName,
-    log_digest: str,
-    token: str,
-    chain: Chain,
-    tensors: Mapping[str, torch.Tensor],
-    differing: Sequence[str],
-) -> Manifest:
-    """Make the state durable, and publish it beside its log. `log_digest`: of the log step's
-    manifest; `token`: of the claim on it; `differing`: why the state is not exact."""
-    _, of_last = chain.records[-1]
+def described(chain: Chain, tensors: Mapping[str, torch.Tensor]) -> tuple[Layout, bytes]:
+    """How these tensors of the state after the last record lie in packs, and the piece table that
+    says so."""
     saved = chain.saved(chain.optimized).tensors.values()
     entries = {entry.spec.name: entry for entry in saved}
     still = {name for table in chain.base.tables for name in still_names(table)}
@@ -99,35 +97,54 @@ def _write(
         key: entries[key].aliases for key in tensors if key in entries and entries[key].aliases
     }
     strides = {key: entry.strides for key, entry in entries.items() if entry.strides is not None}
-    table = encode_table(layout, aliases, on, optimizers_of(of_last), strides)
+    return layout, encode_table(layout, aliases, on, optimizers_of(chain.last.tables), strides)
+
+
+def whole_manifest(chain: Chain, part: Part, differing: Sequence[str] = ()) -> Manifest:
+    """Of the state after the last record, which is all in this part. `differing`: why it is not
+    exact."""
+    last = chain.last.manifest
+    return replace(
+        last,
+        parts=(part,),
+        records=(),
+        previous=None,
+        exact=not differing,
+        topology=last.topology | ({"replayed": {"differs": [*differing]}} if differing else {}),
+        created=commit.now(),
+        tag=None,
+    )
+
+
+def publish(
+    disk: Tier,
+    name: CheckpointName,
+    token: str,
+    chain: Chain,
+    image: Image,
+    differing: Sequence[str],
+) -> Manifest:
+    """Make the state durable, and publish it beside its log step, on which the caller has a claim
+    of that `token`. Raises Missing where the step is gone, Conflict where a state is there that is
+    to stay."""
     if disk.size(manifest_path(name)) is None:  # a store that is gone is not made anew
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
-    image = Image(parse(table), _packs(layout, tensors))
+    log_digest = catalog.digest_of_manifest(disk, name)
     base = CheckpointName(chain.base.manifest.step, chain.base.manifest.epoch)
     data = Data(Writer(disk, None, parent=base), image, is_record=False)
-    exact, last = not differing, chain.last.manifest
     try:
         data.write(name, token)
         data.sync()
         disk.sync_entries([link.path for link in data.new])
         here = commit.find_state(disk, name)
-        if here and here.exact and not exact:  # what the log goes on from may be gone
+        if here and here.exact and differing:  # what the log goes on from may be gone
             raise Conflict(
                 f"materialising {name} of {disk.root}: an exact base stands there, which a state "
                 f"that would not be exact (other build or machine, or a GPU) must not replace. "
                 f"Materialise a later step"
             )
-        manifest = replace(
-            last,
-            parts=(data.part(name.step),),
-            records=(),
-            previous=None,
-            exact=exact,
-            topology=last.topology | ({} if exact else {"replayed": {"differs": differing}}),
-            created=commit.now(),
-            tag=None,
-        )
-        replaced = commit.publish_state(disk, manifest, table, log_digest, token)
+        manifest = whole_manifest(chain, data.part(name.step), differing)
+        replaced = commit.publish_state(disk, manifest, data.document, log_digest, token)
     except BaseException:
         data.discard(name)
         raise

@@ -2,18 +2,19 @@
 from what the records say, their class, which must be torch's own, and their hyperparameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.format.global_tensors import optimizers_of
+from everstep.format.global_tensors import Described, Version, optimizers_of
+from everstep.format.tables import TensorEntry
 from everstep.redo.replay import redo
 from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain, is_brought
 from everstep.restore.choose import Candidate
-from everstep.restore.fill import Wanted, fill
+from everstep.restore.fill import fill
 from everstep.restore.load import Loader
 from everstep.restore.records import Records
 from everstep.sharding.layout import LocalBox
@@ -21,60 +22,131 @@ from everstep.sharding.topology import ALONE
 from everstep.sharding.world import World
 from everstep.state.objects import decode
 from everstep.state.optimizers import OptimizerState, install
-from everstep.state.placement import Saved
+
+
+class Rebuilt:
+    """The tensors of a state after a log's last record, on the CPU, without the program; it can be
+    brought on by the records that come after. What rules derive is left as it was at the base:
+    nothing else depends on it.
+
+    It is as exact as this process is like the one that wrote the log (sharding.topology). For one
+    thread, whose methods block.
+    """
+
+    def __init__(
+        self, candidate: Candidate, chain: Chain, loader: Loader, *, goes_on: bool = False
+    ) -> None:
+        """Reads the base, and replays the records. `goes_on`: others may come, by optimizers that
+        no record has called yet. Raises Corrupt; Unsupported for an optimizer that is not torch's
+        own."""
+        self._candidate = candidate
+        self._loader = loader
+        self._base = chain.base
+        self._optimized = chain.optimized
+        self._logs = {_key_of(log): log for log in chain.logs}
+        with torch.device("cpu"):
+            wanted = _places(chain.base.tensors)
+            self._tensors = {name: places[0].tensor for name, (_, places) in wanted.items()}
+            classes = {call["optimizer"]: call["class"] for call in chain.calls}
+            if goes_on:
+                classes |= chain.last.manifest.classes
+            self._optimizers = _optimizers(candidate, chain, classes, self._tensors)
+            self._records = Records(
+                candidate,
+                chain,
+                self._optimizers,
+                loader,
+                World(0, 1),
+                comparison=chain.comparison(ALONE, is_moved=bool(chain.moved())),
+            )
+            with self._records as records:
+                records.check()
+                fill(candidate, chain.base.versions, wanted, loader)
+                for loaded in records:
+                    redo(loaded, self._optimizers)
+                    del loaded
+            rest = chain.saved(self._optimized).tensors
+            self._fill_rest(rest, chain.later_names, chain.versions)
+
+    @property
+    def chain(self) -> Chain:
+        """Where it began, and of what came since all that is still needed: of records that have
+        the same tables, the last."""
+        return Chain(self._base, sorted(self._logs.values(), key=lambda log: log.manifest.step))
+
+    def advance(self, log: Described) -> None:
+        """Bring it from before the records of a log step to after them. Raises Mismatch; Corrupt,
+        after which it is worth nothing."""
+        chain = Chain(self._base, [log])
+        self._records.comparison = chain.comparison(ALONE, is_moved=bool(chain.moved()))
+        with torch.device("cpu"):
+            for record, tables in log.records:
+                redo(self._records.take(record, tables), self._optimizers)
+            self._fill_rest(log.tensors, log.tensors.keys(), log.versions)
+        self._logs[_key_of(log)] = log
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of the state, by name."""
+        saved = self.chain.saved(self._optimized)
+        kept = {whole.spec.name for whole in saved.tensors.values()}
+        found = {name: tensor for name, tensor in self._tensors.items() if name in kept}
+        for optimizer in self._optimizers.values():
+            for _, parameter_name, parameter, _ in optimizer.parameters():
+                for key, value in optimizer.optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{optimizer.name}.{parameter_name}.{key}"] = value
+        return found
+
+    def _fill_rest(
+        self, tensors: Mapping[str, TensorEntry], names: Set[str], versions: Sequence[Version]
+    ) -> None:
+        """Read what of these no optimizer changes, where a tensor of that kind is already to
+        there."""
+        wanted = _places(tensors, names, self._optimized)
+        for name, (whole, (place,)) in wanted.items():
+            before = self._tensors.get(name)
+            if before is not None and _is_alike(before, place.tensor):
+                wanted[name] = whole, [LocalBox.whole(before)]
+            else:
+                self._tensors[name] = place.tensor
+        fill(self._candidate, versions, wanted, self._loader)
 
 
 def rebuilt(candidate: Candidate, chain: Chain, loader: Loader) -> dict[str, torch.Tensor]:
-    """The tensors of the state after the last record, by name, on the CPU; blocks. What rules
-    derive is left as it was at the base: nothing else depends on it.
+    """The tensors of the state after the last record, by name; blocks. See Rebuilt."""
+    return Rebuilt(candidate, chain, loader).tensors
 
-    As exact as this process is like the one that wrote them (sharding.topology). Raises Corrupt;
-    Unsupported for an optimizer that is not torch's own.
-    """
-    with torch.device("cpu"):
-        wanted = _places(Saved.of(chain.base))
-        tensors = {name: destination.tensor for name, (_, (destination,)) in wanted.items()}
-        optimizers = _optimizers(candidate, chain, tensors)
-        comparison = chain.comparison(ALONE, is_moved=bool(chain.moved()))
-        with Records(
-            candidate, chain, optimizers, loader, World(0, 1), comparison=comparison
-        ) as records:
-            records.check()
-            fill(candidate, chain.base.versions, wanted, loader)
-            for loaded in records:
-                redo(loaded, optimizers)
-                del loaded
-        saved = chain.saved(chain.optimized)
-        rest = _places(saved, chain.later_names, but=chain.optimized)
-        fill(candidate, chain.versions, rest, loader)
-    kept = {whole.spec.name for whole in saved.tensors.values()}
-    found = {name: tensor for name, tensor in tensors.items() if name in kept}
-    found |= {name: destination.tensor for name, (_, (destination,)) in rest.items()}
-    for optimizer in optimizers.values():
-        for _, parameter_name, parameter, _ in optimizer.parameters():
-            for key, value in optimizer.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    found[f"{optimizer.name}.{parameter_name}.{key}"] = value
-    return found
+
+def _key_of(log: Described) -> tuple[str | None, ...]:
+    """The same of steps that have the same tables."""
+    return tuple(part.table.digest for part in log.manifest.all_parts)
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
 
 
 def _places(
-    saved: Saved, names: set[str] | None = None, but: set[str] | frozenset[str] = frozenset()
-) -> Wanted:
+    tensors: Mapping[str, TensorEntry],
+    names: Set[str] | None = None,
+    but: Set[str] = frozenset(),
+) -> dict[str, tuple[TensorEntry, list[LocalBox]]]:
     """New tensors for these (None: all), whole."""
     return {
         whole.spec.name: (whole, [LocalBox.whole(empty(whole))])
-        for whole in {each.spec.name: each for each in saved.tensors.values()}.values()
+        for whole in {each.spec.name: each for each in tensors.values()}.values()
         if (names is None or whole.spec.name in names) and not is_brought(whole, but)
     }
 
 
 def _optimizers(
-    candidate: Candidate, chain: Chain, tensors: Mapping[str, torch.Tensor]
+    candidate: Candidate,
+    chain: Chain,
+    classes: Mapping[str, str],
+    tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, OptimizerState]:
-    """Those that the records call, as they are at the base once `tensors` are filled."""
-    calls = [call for record, _ in chain.records for call in record.calls]
-    classes = {call["optimizer"]: call["class"] for call in calls}
+    """Those of these classes, by name, as they are at the base once `tensors` are filled."""
     tables = optimizers_of(chain.base.tables)
     found = {}
     for index, (key, kind) in enumerate(classes.items()):

@@ -39,11 +39,15 @@ _IN_FLIGHT = 2
 """Loads at once, so that a disk does not idle between two records; memory is there for as many: for
 the one that is replayed, and the next."""
 
+_TABLES_MAX = 16
+"""That are remembered of a log without an end."""
+
 
 @dataclass(frozen=True, slots=True)
 class _United:
     """What the tables of a record's parts say together. `groups`: see Loaded."""
 
+    tables: Sequence[Table]
     tensors: Mapping[str, TensorEntry]
     groups: Mapping[str, Mapping[str, int]]
 
@@ -51,7 +55,7 @@ class _United:
     def of(cls, tables: Sequence[Table]) -> "_United":
         optimizers = optimizers_of(tables)
         groups = {name: found["groups"] for name, found in optimizers.items()}
-        return cls(whole_tensors(tables), groups)
+        return cls(tables, whole_tensors(tables), groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +89,13 @@ class Records:
         self._optimizers = optimizers
         self._loader = loader
         self._world = world
-        self._comparison = comparison
+        self.comparison = comparison
         self._base_step = chain.base.manifest.step
         self._since = _steps_of(chain.base)
         self._rows = chain.records
         self._united: dict[tuple[int, ...], _United] = {}
+        """By the id() of tables, as are those below: they are held in it."""
+        self._merged: dict[tuple[tuple[int, ...], str], list[set[int]]] = {}
         self._owners: dict[str, torch.Tensor] = {}
         """By the name of a tensor, the parameter that is it, or has boxes of it."""
         self._boxed: list[_Boxed] = []
@@ -125,22 +131,30 @@ class Records:
         """Raises Mismatch where an optimizer that was called is not there, or is another, or has
         parameters together that were apart then; Corrupt where what a record says of a call is
         none. Reads nothing."""
-        merged: dict[tuple[tuple[int, ...], str], list[set[int]]] = {}
         for record, tables in self._rows:
-            united, ahead = self._unite(tables), self._ahead(record)
-            for number, call in enumerate(record.calls):
-                state = find(record.step, call, self._optimizers)
-                key = tuple(map(id, tables)), state.name
-                with as_stored(record.step):
-                    groups = united.groups[state.name]
-                    if key not in merged:
-                        merged[key] = _merged(state, groups)
-                    _check_sets(record.step, call, state, merged[key])
-                said = of_rank(call, self._world.rank, self._world.size)
-                check(record.step, f"@{number}", said, groups, state, united.tensors)
-                for boxed in self._boxed:
-                    if boxed.optimizer == state.name:
-                        _check_boxed(record.step, f"@{number}", said, boxed, united.tensors, ahead)
+            self._check(record, tables)
+
+    def take(self, record: Record, tables: tuple[Table, ...]) -> Loaded:
+        """One more, which comes after all others; blocks while it is read. Raises as `check` and
+        iterating do."""
+        self._check(record, tables)
+        return self._load(record, tables)
+
+    def _check(self, record: Record, tables: tuple[Table, ...]) -> None:
+        united, ahead = self._unite(tables), self._ahead(record)
+        for number, call in enumerate(record.calls):
+            state = find(record.step, call, self._optimizers)
+            key = tuple(map(id, tables)), state.name
+            with as_stored(record.step):
+                groups = united.groups[state.name]
+                if key not in self._merged:
+                    self._merged[key] = _merged(state, groups)
+                _check_sets(record.step, call, state, self._merged[key])
+            said = of_rank(call, self._world.rank, self._world.size)
+            check(record.step, f"@{number}", said, groups, state, united.tensors)
+            for boxed in self._boxed:
+                if boxed.optimizer == state.name:
+                    _check_boxed(record.step, f"@{number}", said, boxed, united.tensors, ahead)
 
     def _note_parameters(self, state: OptimizerState) -> None:
         for _, name, parameter, _ in state.parameters():
@@ -157,6 +171,9 @@ class Records:
     def _unite(self, tables: Sequence[Table]) -> _United:
         key = tuple(map(id, tables))  # most steps share them
         if key not in self._united:
+            if len(self._united) >= _TABLES_MAX and not self._waiting:
+                self._united.clear()
+                self._merged.clear()
             self._united[key] = _United.of(tables)
         return self._united[key]
 
@@ -179,7 +196,7 @@ class Records:
         tensors = {name: tensor for name, (tensor, _) in wanted.items()}
         clip(record.step, calls, tensors)
         is_whole = not ahead or record.step >= self._base_step
-        comparison = self._comparison if is_whole else None
+        comparison = self.comparison if is_whole else None
         return Loaded(record.step, tuple(calls), tensors, united.groups, comparison)
 
     def _tensors(

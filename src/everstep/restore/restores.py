@@ -13,6 +13,7 @@ from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable,
 from everstep.format.manifest import Manifest
 from everstep.keeper.arena import Arena
 from everstep.keeper.client import Client
+from everstep.keeper.live_replica import KEY
 from everstep.redo.derived import Derived
 from everstep.redo.replay import OtherBytes
 from everstep.restore.apply import apply
@@ -85,7 +86,7 @@ class Restores:
         disk = self._disk if from_store is None else _existing_store(from_store)
         arenas = self._state.world.together("waiting for the keepers", self._settle)
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
-        self._captures.pool.inherit(arenas)
+        self._captures.pool.inherit([row for row in arenas if row[0] != KEY])
         found = self._common(lambda: candidates(disk, step, held))
         if step is None:
             found = self._proven_first(disk, found)
@@ -122,7 +123,7 @@ class Restores:
                 gather = self._state.world.gather
                 if any(gather("looking for what has changed", candidate.has_changed())):
                     raise _Changed(f"{candidate.name} has changed: {error}") from error
-                if is_asked:
+                if is_asked and candidate is found[-1]:
                     raise KINDS[kind_of(error)](
                         f"restoring step {candidate.name.step} of {candidate.disk.root}: {error}. "
                         f"Without a step, restore() takes the newest that verifies"
@@ -187,7 +188,11 @@ class Restores:
     def _held(self, arenas: list[Arena]) -> dict[CheckpointName, Held]:
         """What the keeper holds of this run: another may have been in this directory before."""
         run = open_store(self._disk)
-        return find_held(arenas, lambda held: held.manifest.run == run and is_of(self._disk, held))
+        found = find_held(arenas, lambda held: held.manifest.run == run and is_of(self._disk, held))
+        lent = [name for name, held in found.items() if held.log_digest]
+        each = self._state.world.gather("agreeing on the replica", list(map(list, lent)))
+        common = set.intersection(*({CheckpointName(*name) for name in names} for names in each))
+        return {name: held for name, held in found.items() if name in common or name not in lent}
 
     def _common(self, find: Callable[[], list[Candidate]]) -> list[Candidate]:
         """What all ranks can see: no byte is read before they agree on what to restore."""

@@ -1,55 +1,169 @@
-"""python -m everstep.restore.worker STORE STEP-EPOCH: make a step of a log whole, out of the way.
+"""python -m everstep.restore.worker STORE: the process that has torch, and the live replica of a
+log.
 
-The keeper starts it (keeper/catch_up.py), watches it, and reads the one line of JSON that it
-prints. It ends when its standard input does: then its keeper is gone.
+The keeper starts it (keeper/live_replica.py) with a socket as its standard input, over which both
+send messages as trainer and keeper do (keeper/wire.py). It ends when that closes: then its keeper
+is gone.
+
+    keeper → worker   follow: checkpoints that were committed, and where they lie in arenas
+                      lend: the state is needed, by who restores
+    worker → keeper   at: it has come to there; lent: the state's arena, or nothing
+                      whole: a base was written; failed: with kind and message
 """
 
 import contextlib
 import ctypes
-import json
 import os
 import platform
+import queue
 import signal
+import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from everstep.errors import EverstepError
-from everstep.store.names import parse_checkpoint
-from everstep.tiers.tier import tier_at
+from everstep.errors import Conflict, EverstepError, Missing
+from everstep.keeper import wire
+from everstep.keeper.arena import Arena
+from everstep.keeper.job import ALL, Job
+from everstep.store.names import CheckpointName
+from everstep.tiers.tier import Tier, tier_at
+
+if TYPE_CHECKING:
+    from everstep.restore.replica import Replica
 
 PATIENCE_S = 5.0
 """How long it may take to clean up when it is told to end."""
 
+EVERY_MIN, EVERY_MAX, STATES = 10, 1000, 4
+"""Records between two of its bases, as between those of a log: when they have as many bytes as four
+states."""
+
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
+_Jobs = dict[CheckpointName, Sequence[Job]]
+
+
+class Worker:
+    """Does what the keeper asks for, one thing after another."""
+
+    def __init__(self, disk: Tier, connection: socket.socket, replica: "Replica") -> None:
+        self._disk = disk
+        self._connection = connection
+        self._replica = replica
+        self._arenas: dict[tuple[int, int], Arena] = {}
+
+    def handle(self, message: wire.Message, fds: list[int]) -> None:
+        """Answer one message; owns `fds`. Raises OSError where the keeper is gone."""
+        arenas = [self._arena(fd) for fd in fds]
+        try:
+            if message["type"] == "lend":
+                self._lend()
+            else:
+                self._follow(message["saves"], message["every"], arenas)
+        except EverstepError as error:
+            self._send({"type": "failed", **wire.failure(error)})
+        except Exception as error:  # noqa: BLE001 - torch's and the optimizers'
+            said = {"kind": "Unsupported", "message": repr(error)[: wire.TEXT_MAX]}
+            self._send({"type": "failed", **said})
+
+    def _follow(self, saves: list[Any], every: int | None, arenas: list[Arena | None]) -> None:
+        names = [CheckpointName(step, epoch) for step, epoch, _ in saves]
+        jobs: _Jobs = {}
+        for name, (_, _, places) in zip(names, saves, strict=True):
+            found = [_job(arenas[at], slot, sequence) for at, slot, sequence in places]
+            jobs[name] = [job for job in found if job]
+            if len(jobs[name]) < len(places):
+                jobs[name] = []
+        with contextlib.suppress(Missing, Conflict):  # retention was quicker; or another writer
+            self._replica.follow(names[-1], jobs)
+            if self._is_base_due(every):
+                self._write_base()
+        at = self._replica.at
+        said = {"type": "at", "name": at, "records": self._replica.records}
+        self._send(said | {"seconds": time.process_time()})
+
+    def _is_base_due(self, every: int | None) -> bool:
+        replica = self._replica
+        if every is not None:
+            return replica.records >= every
+        is_long = replica.record_bytes >= STATES * replica.state_bytes
+        return replica.records >= EVERY_MAX or (replica.records >= EVERY_MIN and is_long)
+
+    def _write_base(self) -> None:
+        began = time.monotonic()
+        made = self._replica.write_base()
+        said = {"step": made.step, "epoch": made.epoch, "exact": made.exact, "bytes": made.size}
+        self._send({"type": "whole", **said, "seconds": time.monotonic() - began})
+
+    def _lend(self) -> None:
+        """At once: somebody waits for it."""
+        with _taking_turn():
+            arena = self._replica.lend()
+        self._send({"type": "lent", "name": self._replica.at}, [arena.fd] if arena else [])
+
+    def _arena(self, fd: int) -> Arena | None:
+        """That of a trainer; None for what is none."""
+        found = os.fstat(fd)
+        key = found.st_dev, found.st_ino
+        if key in self._arenas:
+            os.close(fd)
+            return self._arenas[key]
+        for other in list(self._arenas)[:-_ARENAS_MAX]:
+            self._arenas.pop(other).close()
+        try:
+            self._arenas[key] = Arena(fd)
+        except (EverstepError, OSError):
+            return None
+        return self._arenas[key]
+
+    def _send(self, message: wire.Message, fds: list[int] | None = None) -> None:
+        wire.send(self._connection, message, fds)
+
+
+_ARENAS_MAX = 2 * wire.LOCAL_RANKS_MAX
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what was made, or what went wrong; 0, or 1."""
-    store, reference = sys.argv[1:] if arguments is None else arguments
-    name = parse_checkpoint(reference)
-    if name is None:
-        raise ValueError(f"not a checkpoint: {reference!r}")
+    """Serve until the keeper is gone."""
+    (store,) = sys.argv[1:] if arguments is None else arguments
     give_way()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    threading.Thread(target=_end_with_keeper, daemon=True).start()
-    from everstep.restore.materialize import materialize  # torch: slow, so at low priority
+    connection = socket.socket(fileno=0)
+    received: queue.SimpleQueue[tuple[wire.Message, list[int]]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, received), daemon=True).start()
+    from everstep.restore.replica import Replica  # torch: slow, so at low priority
 
-    began = time.monotonic()
-    try:
-        made = materialize(tier_at(store), name)
-    except EverstepError as error:
-        print(json.dumps({"kind": type(error).__name__, "message": str(error)}), flush=True)
-        return 1
-    except Exception as error:  # noqa: BLE001 - torch's and the optimizers': told, and not retried
-        print(json.dumps({"kind": "Unsupported", "message": repr(error)}), flush=True)
-        return 1
-    seconds = time.monotonic() - began
-    said = {"step": made.step, "epoch": made.epoch, "exact": made.exact, "bytes": made.size}
-    print(json.dumps({**said, "seconds": seconds}), flush=True)
+    disk = tier_at(store)
+    worker = Worker(disk, connection, Replica(disk))
+    with contextlib.suppress(OSError):
+        while True:
+            worker.handle(*received.get())
     return 0
+
+
+def _receive(
+    connection: socket.socket, received: "queue.SimpleQueue[tuple[wire.Message, list[int]]]"
+) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while found := wire.receive(connection):
+            received.put(found)
+    os.kill(os.getpid(), signal.SIGTERM)  # the main thread cleans up, if it can
+    time.sleep(PATIENCE_S)
+    os._exit(128 + signal.SIGTERM)
+
+
+def _job(arena: Arena | None, slot: int, sequence: int) -> Job | None:
+    """The slot of a trainer's, if it still holds what was told."""
+    if arena is None or not 0 <= slot < arena.slot_count or arena.sequence_of(slot) != sequence:
+        return None
+    job = Job(arena, slot, sequence)
+    job.arrival.advance(ALL)
+    return job
 
 
 def give_way() -> None:
@@ -67,12 +181,17 @@ def give_way() -> None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
 
 
-def _end_with_keeper() -> None:
-    while os.read(0, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)  # the main thread cleans up, if it can
-    time.sleep(PATIENCE_S)
-    os._exit(128 + signal.SIGTERM)
+@contextlib.contextmanager
+def _taking_turn() -> Iterator[None]:
+    """This thread, and those that it begins, have a fair share within: somebody waits."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+        Path("/proc/self/autogroup").write_text("0")
+    try:
+        yield
+    finally:
+        give_way()
 
 
 if __name__ == "__main__":

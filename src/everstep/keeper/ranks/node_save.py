@@ -24,6 +24,10 @@ from everstep.keeper.wire import ALONE, Place
 REFERENCE = b"the manifest beside the first rank's image: "
 """Stands, with the digest of that, where a slot is a part of a state."""
 
+REPLICA = "replica"
+"""In what a manifest in memory says of its capture: it is of a replica, made of the log step whose
+manifest has this digest."""
+
 PLACE = "place"
 """In what a trainer says of a step: its local rank, and how many there are."""
 

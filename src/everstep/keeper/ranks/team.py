@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 from everstep.errors import EverstepError, Unavailable, kind_of
 from everstep.keeper import wire
-from everstep.keeper.catch_up import CatchUp
 from everstep.keeper.copies import RemoteCopies, Replica, Traffic
 from everstep.keeper.encoder import Encoder
 from everstep.keeper.existing import was_committed
 from everstep.keeper.job import Gap, Job
+from everstep.keeper.live_replica import LiveReplica
 from everstep.keeper.persist import apply_retention, end_window, is_plain, persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import Nodes
@@ -65,9 +65,11 @@ class Team:
         hello: wire.Message,
         wake: Callable[[], None],
         copies: Sequence[RemoteCopies] = (),
+        live: LiveReplica | None = None,
     ) -> None:
         """As the first of its ranks greets. `wake` is called when the queue has become empty.
-        `copies`: to the tiers around the store, of what this node commits.
+        `copies`: to the tiers around the store, of what this node commits. `live`: the replica
+        that follows what they commit.
         Raises ValueError, KeyError or TypeError for a greeting that is none."""
         self.place = place
         self.size = len(self.place.ranks)
@@ -92,12 +94,11 @@ class Team:
         self._tasks: deque[Task] = deque()
         self._is_busy = self._is_closed = False
         self._changed = threading.Condition()
-        every = wire.number(hello["catch_up"]) if hello.get("catch_up") else 0
-        is_resumed = hello["epoch"] is not None
-        has_log = bool(every) and self.place.commits and not self.place.own_store
+        self.live = live
+        every = (hello.get("replica") or {}).get("base_every")
+        self._base_every = None if every is None else wire.number(every)
         if hello.get("partners"):
             self.meet(hello["partners"])
-        self._catch_up = self._catch_up_every(every, is_resumed) if has_log else None
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
 
     def meet(self, partners: wire.Message) -> None:
@@ -111,7 +112,7 @@ class Team:
             copies.source = Union([self.writer.disk, *others])
         if partners["next"] and self.replica is None:
             partner = Address.of(partners["next"]).peer("memory")
-            self.replica = Replica(partner, self._tell_all)
+            self.replica = Replica(partner, self.tell_all)
 
     @property
     def idle(self) -> bool:
@@ -195,8 +196,6 @@ class Team:
 
     def close(self) -> None:
         """End the thread; nothing is queued any more."""
-        if self._catch_up:
-            self._catch_up.close()
         if self.replica:
             self.replica.close()
         with self._changed:
@@ -410,9 +409,9 @@ class Team:
             elif session and isinstance(outcome, Exception):
                 session.fail(job, outcome)
         if isinstance(outcome, Outcome) and not outcome.is_part:
-            self._note_commit(outcome)
+            self._note_commit(save, outcome)
 
-    def _note_commit(self, outcome: Outcome) -> None:
+    def _note_commit(self, save: NodeSave, outcome: Outcome) -> None:
         """What goes on from there."""
         for copies in self.writer.copies:
             copies.note(outcome.name, is_there=outcome.is_routed)
@@ -421,19 +420,15 @@ class Team:
         self.traffic.note(outcome.name.step)
         if self.replica:
             self.replica.note(outcome.name)
-        if self._catch_up:
-            self._catch_up.note(outcome.name, outcome.takes_replay)
+        if self.live:
+            jobs, takes_replay = save.jobs, outcome.takes_replay
+            self.live.note(self, self._base_every, outcome.name, jobs, takes_replay=takes_replay)
 
-    def _catch_up_every(self, every: int, is_resumed: bool) -> CatchUp:
-        """What was kept for the sake of later steps may go when one of them is whole."""
-        return CatchUp(
-            self.writer.disk,
-            every,
-            is_resumed=is_resumed,
-            tell=self._tell_all,
-            on_whole=lambda: self.put(lambda: apply_retention(self.writer)),
-        )
+    def retain(self) -> None:
+        """What was kept for the sake of later steps may go, as one of them is whole now."""
+        self.put(lambda: apply_retention(self.writer))
 
-    def _tell_all(self, message: wire.Message) -> None:
+    def tell_all(self, message: wire.Message) -> None:
+        """Tell the trainers of all ranks."""
         for session in list(self._sessions.values()):
             session.tell(message)

@@ -1,22 +1,17 @@
-"""catch_up: steps of a log become whole in the background, and what is before them can go."""
+"""Steps of a log that are made whole: they are the run's, and what is before them can go."""
 
 import pytest
 import torch
-from keepers import ended, until
-from runs import check_same, check_steps, end_keeper, logged, snapshot
+from runs import check_steps, logged, snapshot
 from torch import nn
-from wholes import advance, build, fill, same, tensors_of, train, whole_steps
+from wholes import advance, build, fill, same, tensors_of, train
 
 import everstep
-from everstep import Keep, Store, Unsupported
+from everstep import Store, Unsupported
 from everstep.restore.materialize import materialize
-from everstep.store import catalog, names
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
-
-pytestmark = pytest.mark.timeout(300)  # workers give way to whatever else this machine does
-
 
 CLIPS = {
     "torch": nn.utils.clip_grad_norm_,
@@ -58,58 +53,6 @@ def test_what_is_made_whole_is_the_run(store, kind, options, clip):
         same(Store(store).read(step), live[step])
     assert [manifest.step for manifest in Store(store).chain(11)] == [7, 8, 9, 10, 11]
     assert check_steps(store, build(2, kind, **options), frozen) == list(range(1, 13))
-    assert Store(store).verify().ok
-
-
-def test_the_background_makes_them(store, capsys):
-    state, frozen, live = build(1), {}, {}
-    with logged(store, state, base_every=1000, catch_up=5) as saver:
-        for step in range(1, 15):
-            train(state, everstep.clip_grad_norm_)
-            saver.step(step).wait("local")
-            live[step], frozen[step] = tensors_of(state), snapshot(state)
-            if step == 6:
-                until(lambda: saver.metrics.catch_ups, "the first catch-up")
-        until(lambda: saver.metrics.whole_step > 6, "a later catch-up")
-        assert saver.metrics.catch_up_failures == 0
-        assert saver.metrics.catch_up_seconds > 0
-        newest = saver.metrics.whole_step
-        keeper = saver._client.keeper_pid
-    assert ended(keeper)
-    whole = whole_steps(store)
-    assert whole[0] == 6
-    assert whole[-1] >= newest
-    assert all(Store(store).manifest(step).previous for step in whole)
-    for step in whole:
-        state_of = catalog.read_state(Disk(store), CheckpointName(step, 1))
-        assert state_of.exact
-        same(Store(store).read(step), live[step])
-    assert Store(store).chain(14)[0].step == whole[-1]  # where a recovery begins
-    assert not Disk(store).list(names.CLAIMS)
-    check_steps(store, build(2), frozen)
-
-
-@pytest.mark.slow
-def test_going_on_after_a_restore_from_what_was_made_whole(store):
-    state, keep = build(1), Keep(last=2)
-    with logged(store, state, catch_up=4, keep=keep) as saver:
-        frozen = advance(saver, state, range(1, 11))
-        until(lambda: saver.metrics.catch_ups, "a catch-up")
-    end_keeper(store)
-    fresh = build(2)
-    with logged(store, fresh, catch_up=4, keep=keep) as saver:
-        assert saver.restore() == 10
-        check_same(snapshot(fresh), frozen[10])
-        generator = torch.get_rng_state()
-        advance(saver, fresh, range(11, 20), frozen)
-        until(lambda: (saver.metrics.whole_step or 0) > 10, "a catch-up of the new epoch")
-        keeper = saver._client.keeper_pid
-    assert ended(keeper)  # no retention changes anything any more
-    torch.set_rng_state(generator)
-    for _ in range(11, 20):
-        train(state)
-    check_same(snapshot(state), frozen[19])
-    check_steps(store, build(3), frozen)
     assert Store(store).verify().ok
 
 

@@ -1,0 +1,252 @@
+"""The live replica: a log's newest state in shared memory, brought on by each record as it comes.
+
+    record t (arena, else disk) ──▶ the optimizers, on tensors that lie in an arena of their own
+    lend ──▶ that arena's slot is sealed: a whole state, as a dead trainer's arena holds one
+    base ──▶ the same image, as state.json beside record t
+
+Invariants:
+* The slot is sealed only while nothing changes the tensors: a process that dies in the midst of an
+  update leaves one that nobody takes for a state.
+* It holds what the log says, or nothing: what another build, machine or flush mode would bring to
+  other bits is Unsupported, and what does not compare with the run's digests is Corrupt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from everstep.errors import EverstepError, Unsupported
+from everstep.format.document import seal
+from everstep.format.global_tensors import Described
+from everstep.format.manifest import Manifest, encode_manifest
+from everstep.format.packs import Layout, Piece, pack_starts
+from everstep.format.tables import FileLink
+from everstep.keeper.arena import Arena, Row, SlotState
+from everstep.keeper.data import Data, Image, Segment, parse
+from everstep.keeper.encoder import Encoder
+from everstep.keeper.job import Job
+from everstep.keeper.ranks.node_save import REPLICA, NodeSave
+from everstep.keeper.wire import ALONE, Place
+from everstep.keeper.writer import Writer
+from everstep.restore.chain import Chain
+from everstep.restore.choose import Candidate
+from everstep.restore.load import Loader, MemorySource, RawSource
+from everstep.restore.materialize import described, publish, whole_manifest, why_inexact
+from everstep.restore.rebuild import Rebuilt
+from everstep.sharding.leaves import bytes_of
+from everstep.sharding.topology import adopted
+from everstep.store import catalog, claims, commit, names
+from everstep.store.names import CheckpointName
+from everstep.tiers.files import Source
+from everstep.tiers.tier import Tier
+
+_SLACK_BYTES = 1 << 20
+_DIGEST_BYTES = 64
+"""Of a manifest, about, for each chunk."""
+
+
+class Replica:
+    """The state of one log. For one thread; its methods block."""
+
+    def __init__(self, disk: Tier) -> None:
+        self._disk = disk
+        self._loader = Loader()
+        self._candidate = Candidate(CheckpointName(0, 0), disk, near=self._near)
+        self._jobs: Mapping[CheckpointName, Sequence[Job]] = {}
+        self._images: dict[str, Source] = {}
+        self._state: Rebuilt | None = None
+        self._memory: _Memory | None = None
+        self.at: CheckpointName | None = None
+        """The step that it has come to; None where it holds nothing."""
+        self.records = self.record_bytes = 0
+        """Since the newest base: that many, of so many bytes."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all tensors."""
+        return self._memory.size if self._memory else 0
+
+    def follow(self, name: CheckpointName, jobs: Mapping[CheckpointName, Sequence[Job]]) -> None:
+        """Bring it to this checkpoint, of an epoch or a base that it may not know. `jobs`: where
+        checkpoints may still lie in memory. Raises what keeps it from that; it holds nothing then.
+        """
+        self._candidate.name, self._jobs = name, jobs
+        try:
+            self._follow(name)
+        except BaseException:
+            self.drop()
+            raise
+        finally:
+            self._jobs, self._images = {}, {}
+
+    def lend(self) -> Arena | None:
+        """The arena with the state in its one slot, to be restored from until the next `follow`;
+        None where it holds nothing."""
+        if self._state is None or self.at is None:
+            return None
+        image = self._settle()
+        assert self._memory
+        chain, arena = self._state.chain, self._memory.arena
+        writer = Writer(self._disk, None, encoder=Encoder("raw"))
+        part = Data(writer, image, is_record=False).part(self.at.step)
+        writer.hasher.shutdown(wait=False)
+        manifest = whole_manifest(chain, part)
+        of = catalog.digest_of_manifest(self._disk, self.at)
+        manifest = replace(manifest, capture={**manifest.capture, REPLICA: of})
+        row, descriptor = self._memory.row(self.at.step, image.parsed.document)
+        arena.seal(0, row, image.parsed.document, descriptor)
+        arena.put_manifest(0, row, encode_manifest(manifest))
+        arena.set_state(0, SlotState.DONE)
+        return arena
+
+    def write_base(self) -> Manifest:
+        """Put its state beside the log step that it has come to. Raises Missing where retention was
+        quicker, Conflict where another writer goes on from there."""
+        assert self._state
+        assert self.at
+        commit.check_epoch(self._disk, self.at.epoch, self.at.step)
+        if self._disk.list(names.CLAIMS):  # of a worker that died
+            with self._disk.locked(exclusive=True):
+                claims.clear(self._disk)
+        with claims.hold(self._disk, self.at) as token:
+            image = self._settle()
+            made = publish(self._disk, self.at, token, self._state.chain, image, ())
+        self.records = self.record_bytes = 0
+        return made
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self._state = self._memory = self.at = None
+
+    def _follow(self, name: CheckpointName) -> None:
+        if name == self.at:
+            return
+        missed: list[Manifest] = []
+        for manifest in catalog.followed(self._disk, name):
+            missed.insert(0, manifest)
+            before = manifest.previous
+            if before and self._state and CheckpointName(before.step, before.epoch) == self.at:
+                break
+        else:
+            self._start(missed)
+            return
+        for manifest in missed:
+            self._images = _images(manifest, self._jobs.get(_name_of(manifest), ()))
+            self._advance(self._candidate.read(manifest))
+
+    def _start(self, manifests: Sequence[Manifest]) -> None:
+        """From a base, and what came since."""
+        self.drop()
+        self._images = {}
+        for manifest in manifests:
+            self._images |= _images(manifest, self._jobs.get(_name_of(manifest), ()))
+        base, *logs = map(self._candidate.read, manifests)
+        chain = Chain(base, logs)
+        if ruled := sorted(chain.ruled):
+            raise Unsupported(f"a replica of {self._disk.root}: {ruled[0]!r} is derived by a rule")
+        with adopted(chain.last.manifest.topology):
+            self._check(chain)
+            self._state = Rebuilt(self._candidate, chain, self._loader, goes_on=True)
+        self.records = self.record_bytes = 0
+        for log in chain.logs:
+            self._count(log)
+        self.at = _name_of(manifests[-1])
+        self._settle()
+
+    def _advance(self, log: Described) -> None:
+        assert self._state
+        assert self._memory
+        self._memory.arena.set_state(0, SlotState.CAPTURING)
+        with adopted(log.manifest.topology):
+            self._check(Chain(self._state.chain.base, [log]))
+            self._state.advance(log)
+        self._count(log)
+        self.at = _name_of(log.manifest)
+
+    def _check(self, chain: Chain) -> None:
+        if differing := why_inexact(chain):
+            raise Unsupported(
+                f"a replica of {self._disk.root}: its bits would not be the run's "
+                f"({'; '.join(differing)})"
+            )
+
+    def _count(self, log: Described) -> None:
+        self.records += 1
+        self.record_bytes += sum(
+            pack.size for part in log.manifest.all_parts for pack in part.packs
+        )
+
+    def _settle(self) -> Image:
+        """All tensors lie in the arena; the image of it."""
+        assert self._state
+        tensors = self._state.tensors
+        layout, table = described(self._state.chain, tensors)
+        if self._memory is None or self._memory.layout != layout:
+            manifest = encode_manifest(self._state.chain.last.manifest)
+            room = 2 * (len(table) + len(manifest)) + _DIGEST_BYTES * layout.digest_count
+            self._memory = _Memory(layout, room + _SLACK_BYTES)
+        self._memory.take(tensors)
+        return Image(parse(table), self._memory.packs)
+
+    def _near(self, pack: FileLink) -> Sequence[Source]:
+        return [self._images[pack.path]] if pack.path in self._images else []
+
+
+class _Memory:
+    """The arena in which tensors lie as packs of a whole state do."""
+
+    def __init__(self, layout: Layout, documents_bytes: int) -> None:
+        self.layout = layout
+        self.size = layout.size
+        self.arena = Arena.create(1, documents_bytes, layout.size)
+        self.arena.set_state(0, SlotState.CAPTURING)
+        image = self.arena.image(0)
+        starts = pack_starts(pack.size for pack in layout.packs)
+        views = [image[at : at + pack.size] for at, pack in zip(starts, layout.packs, strict=True)]
+        for view, pack in zip(views, layout.packs, strict=True):
+            view[: len(pack.header)] = pack.header
+        self.packs = [[Segment(view)] for view in views]
+        self._bytes = [torch.frombuffer(view, dtype=torch.uint8) for view in views]
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let them lie here from now on; one that is not row-major is copied."""
+        for spec, piece in zip(self.layout.specs, self.layout.pieces, strict=True):
+            tensor, here = tensors[spec.name], self._at(piece)
+            if piece.size == 0 or tensor.data_ptr() == here.data_ptr():
+                continue
+            here.copy_(bytes_of(tensor))
+            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                tensor.data = here.view(tensor.dtype).view(tensor.shape)
+
+    def row(self, step: int, table: bytes) -> tuple[Row, bytes]:
+        """The slot's row, and a descriptor."""
+        descriptor = seal({"step": step})
+        return Row(step + 1, step, self.size, len(table), len(descriptor)), descriptor
+
+    def _at(self, piece: Piece) -> torch.Tensor:
+        return self._bytes[piece.pack][piece.offset : piece.offset + piece.size]
+
+
+def _name_of(manifest: Manifest) -> CheckpointName:
+    return CheckpointName(manifest.step, manifest.epoch)
+
+
+def _images(manifest: Manifest, jobs: Sequence[Job]) -> dict[str, Source]:
+    """Where the packs of a checkpoint lie in slots, by their paths. The trainer may fill these
+    again at any time: what is read there is checked."""
+    if not jobs or len(manifest.all_parts) != 1:
+        return {}
+    place = Place("followed", tuple(range(len(jobs)))) if len(jobs) > 1 else ALONE
+    try:
+        packs = NodeSave(jobs, place).image().packs
+    except EverstepError:
+        return {}
+    (part,) = manifest.all_parts
+    kind = MemorySource if part.stored is None else RawSource
+    if len(packs) != len(part.packs):
+        return {}
+    return {
+        link.path: kind([segment.view for segment in pack])
+        for link, pack in zip(part.packs, packs, strict=True)
+    }

@@ -1,0 +1,121 @@
+"""Log(replica=True): a process holds the newest state, from which a restart copies it."""
+
+import os
+import signal
+
+import pytest
+import torch
+from keepers import ended, until
+from runs import check_same, check_steps, checkpointer, end_keeper, logged, snapshot
+from wholes import advance, build, same, tensors_of, train, whole_steps
+
+import everstep
+import forked
+from everstep import Keep, Store, Unsupported
+from everstep.store import catalog, names
+from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
+from examples import slow
+
+pytestmark = pytest.mark.timeout(300)  # workers give way to whatever else this machine does
+
+
+def come(saver, step):
+    """The replica has come to this step."""
+    until(lambda: (saver.metrics.replica_step or 0) >= step, f"the replica at {step}")
+
+
+def trains_and_dies(store, steps, kind="AdamW"):
+    state = build(1, getattr(torch.optim, kind))
+    saver = logged(store, state, replica=True, base_every=1000)
+    start = saver.restore()
+    for step in range(start + 1, start + steps + 1):
+        train(state, everstep.clip_grad_norm_)
+        saver.step(step).wait("local")
+    come(saver, step)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "ASGD", *slow("Adafactor", "SGD")])
+def test_a_restart_copies_the_state_out_of_it(store, monkeypatch, kind):
+    """No file with data is opened, however long the log is."""
+    for _ in range(2):
+        assert forked.run(trains_and_dies, store, 12, kind).returncode == -signal.SIGKILL
+    assert not whole_steps(store)
+    expected = build(1, getattr(torch.optim, kind))
+    for _ in range(24):
+        train(expected, everstep.clip_grad_norm_)
+    frozen, restored = snapshot(expected), build(2, getattr(torch.optim, kind))
+    with monkeypatch.context() as patch, checkpointer(store, restored) as restorer:
+        patch.setattr("everstep.restore.choose._Lazy.read_into", None)
+        assert restorer.restore() == 24
+    check_same(snapshot(restored), frozen)
+    end_keeper(store)
+    with checkpointer(store, again := build(3, getattr(torch.optim, kind))) as restorer:
+        assert restorer.restore() == 24
+    check_same(snapshot(again), frozen)
+
+
+def test_it_writes_the_bases(store):
+    state, frozen, live = build(1), {}, {}
+    with logged(store, state, base_every=5, replica=True) as saver:
+        for step in range(1, 15):
+            train(state, everstep.clip_grad_norm_)
+            saver.step(step).wait("local")
+            live[step], frozen[step] = tensors_of(state), snapshot(state)
+            if step == 6:
+                until(lambda: saver.metrics.replica_bases, "the first base")
+        until(lambda: saver.metrics.whole_step > 6, "a later base")
+        assert saver.metrics.replica_failures == 0
+        come(saver, 14)
+        assert saver.metrics.replica_seconds > 0
+        keeper = saver._client.keeper_pid
+    assert ended(keeper)
+    whole = whole_steps(store)
+    assert whole[0] == 6
+    assert all(Store(store).manifest(step).previous for step in range(2, 15))  # one whole copy
+    for step in whole:
+        state_of = catalog.read_state(Disk(store), CheckpointName(step, 1))
+        assert state_of.exact
+        same(Store(store).read(step), live[step])
+    assert Store(store).chain(14)[0].step == whole[-1]
+    assert not Disk(store).list(names.CLAIMS)
+    check_steps(store, build(2), frozen)
+
+
+@pytest.mark.slow
+def test_going_on_after_a_restore_from_its_base(store):
+    state, keep = build(1), Keep(last=2)
+    with logged(store, state, base_every=4, replica=True, keep=keep) as saver:
+        frozen = advance(saver, state, range(1, 11))
+        until(lambda: saver.metrics.replica_bases, "a base")
+    end_keeper(store)
+    fresh = build(2)
+    with logged(store, fresh, base_every=4, replica=True, keep=keep) as saver:
+        assert saver.restore() == 10
+        check_same(snapshot(fresh), frozen[10])
+        generator = torch.get_rng_state()
+        advance(saver, fresh, range(11, 20), frozen)
+        until(lambda: (saver.metrics.whole_step or 0) > 10, "a base of the new epoch")
+        keeper = saver._client.keeper_pid
+    assert ended(keeper)  # no retention changes anything any more
+    torch.set_rng_state(generator)
+    for _ in range(11, 20):
+        train(state)
+    check_same(snapshot(state), frozen[19])
+    check_steps(store, build(3), frozen)
+    assert Store(store).verify().ok
+
+
+class Own(torch.optim.SGD):
+    """Not torch's own: nobody but the program can build it."""
+
+
+def test_what_no_other_process_can_follow_is_told_at_once(store):
+    with pytest.raises(Unsupported, match="only torch's own"):
+        logged(store, build(1, Own), replica=True)
+    state = build(1)
+    rules = {"average": lambda step: None}
+    with pytest.raises(Unsupported, match="derived by a rule"):
+        logged(store, {**state, "average": torch.zeros(2)}, replica=True, derive=rules)
+    assert not store.exists() or not Store(store).steps()
