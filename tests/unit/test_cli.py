@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import CAPTURED, run, run_json
 
 import cli_store
+from commands import CAPTURED, run, run_json
 from everstep.cli import main as command
 from everstep.cli import text
 from everstep.format.document import FORMAT_VERSION, seal

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from commands import CAPTURED, run, run_json
 
 import cli_store
 import stores
+from commands import CAPTURED, run, run_json
 from everstep import Store
 from everstep.store import catalog, commit
 from everstep.store.names import CheckpointName

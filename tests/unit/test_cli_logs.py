@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from commands import CAPTURED, run, run_json
 
 import cli_store
+from commands import CAPTURED, run, run_json
 from everstep.cli.chains import Chains, Link
 from everstep.store import claims, commit
 from everstep.store.names import CheckpointName

@@ -4,7 +4,7 @@ What every released safetensors reader knows is stored under its own dtype; the 
 bytes ("U8", one dimension) and keeps its logical dtype in the manifest's table.
 """
 
-_CARRIED = {
+CARRIED = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),
     "float16": ("F16", 2),
@@ -31,7 +31,7 @@ _AS_BYTES = {
     "float4_e2m1fn_x2": 1,
 }
 
-ITEM_SIZES: dict[str, int] = {name: size for name, (_, size) in _CARRIED.items()} | _AS_BYTES
+ITEM_SIZES: dict[str, int] = {name: size for name, (_, size) in CARRIED.items()} | _AS_BYTES
 
 
 def plane_count(dtype: str) -> int:
@@ -41,6 +41,6 @@ def plane_count(dtype: str) -> int:
 
 def carried_as(dtype: str, shape: tuple[int, ...], size: int) -> tuple[str, list[int]]:
     """The safetensors dtype and shape under which a tensor of `size` bytes is stored."""
-    if dtype in _CARRIED:
-        return _CARRIED[dtype][0], list(shape)
+    if dtype in CARRIED:
+        return CARRIED[dtype][0], list(shape)
     return "U8", [size]

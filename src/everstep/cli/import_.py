@@ -1,0 +1,68 @@
+"""everstep import: what another library has saved, as a checkpoint of a store."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from everstep.cli import text
+from everstep.cli.progress import progress_bar
+from everstep.tiers.tier import tier_at
+
+_KINDS = ("dcp", "hf", "torch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words and options of the command."""
+    parser.epilog = "What comes along of each format: docs/interchange.md. Nothing of it is run."
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a file or a folder")
+    parser.add_argument("store", metavar="STORE", help="a directory or URL, of a store or nothing")
+    parser.add_argument("--step", type=int, help="of the checkpoint (default: as SOURCE says)")
+    parser.add_argument(
+        "--from", dest="kind", choices=_KINDS, metavar="FORMAT", help=f"one of {', '.join(_KINDS)}"
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PART", help="may be given several times"
+    )
+    parser.add_argument(
+        "--part", default="model", help="what a model is called that has no name (default: model)"
+    )
+    parser.add_argument(
+        "--names",
+        type=Path,
+        metavar="FILE",
+        help="JSON: the names of an optimizer's parameters, where SOURCE has only numbers",
+    )
+    parser.add_argument(
+        "--branch", action="store_true", help="also below the latest, whose branch is left behind"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import one checkpoint."""
+    from everstep.interchange.sources import Options, read_names, read_source
+    from everstep.interchange.write import write
+
+    names = None if args.names is None else read_names(args.names)
+    draft = read_source(args.source, args.kind, Options(args.part, names, args.only))
+    step = draft.step if args.step is None else args.step
+    if step is None or not 0 <= step < 10**18:
+        raise ValueError(f"{args.source} does not say of which step it is: say it by --step")
+    began = time.monotonic()
+    with progress_bar("importing") as progress:
+        name = write(tier_at(args.store), draft, step, branch=args.branch, progress=progress)
+    seconds = time.monotonic() - began
+    size = sum(found.size for found in draft.tensors.values())
+    if args.json:
+        said: dict[str, Any] = {**name._asdict(), "from": draft.kind, "bytes": size}
+        said |= {"tensors": len(draft.tensors), "left_out": draft.left_out, "seconds": seconds}
+        print(json.dumps(said, indent=2))
+        return 0
+    rate = text.size(int(size / max(seconds, 1e-9)))
+    tensors = text.plural(len(draft.tensors), "tensor")
+    print(f"{name} from {draft.kind}: {tensors}, {text.size(size)}, in {seconds:.1f} s ({rate}/s)")
+    for path, why in draft.left_out.items():
+        print(f"left out: {text.clean(path)} ({text.clean(why)})")
+    return 0

@@ -1,0 +1,1 @@
+"""From and to the formats of other libraries: docs/interchange.md."""

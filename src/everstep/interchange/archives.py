@@ -1,0 +1,255 @@
+"""What torch.save writes: a zip of a pickle and the bytes of storages, read without torch.load.
+
+A file is one, or has several behind one another (DCP's). https://pytorch.org/docs/stable/notes/
+serialization.html#torch-save-serialization-format
+"""
+
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.errors import Corrupt, Unavailable, Unsupported
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.interchange.pickles import Buildable, Global, Inert, Settler, read_pickle
+from everstep.interchange.tensors import Found, Storage, Stretch, view_of
+
+PICKLE_BYTES_MAX = 1 << 28
+_DIRECTORY_BYTES_MAX = 1 << 26
+_LOCAL = struct.Struct("<4s5H3I2H")
+_BROKEN = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, LookupError)
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "UntypedStorage": None,
+}
+
+
+def is_archive(path: Path) -> bool:
+    """Whether it begins as a zip does."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+class Archive:
+    """One zip of torch.save."""
+
+    def __init__(self, path: Path, offset: int = 0, size: int | None = None) -> None:
+        """Raises Corrupt, Unsupported, Unavailable."""
+        self.where = path if size is None else f"{path} at byte {offset}"
+        try:
+            there = path.stat().st_size
+            size = there - offset if size is None else size
+            if offset < 0 or size < 0 or offset + size > there:
+                raise Corrupt(f"reading {path}: {size} bytes at {offset} are named, it has {there}")
+            with path.open("rb") as file:
+                self._read(_Window(file, offset, size), Stretch(path, offset, size))
+        except OSError as error:
+            raise Unavailable(f"reading {path}: {error.strerror or error}") from error
+        except _BROKEN as error:
+            raise Corrupt(f"reading {self.where}: it is no whole zip: {error}") from error
+
+    def _read(self, window: "_Window", whole: Stretch) -> None:
+        self._records: dict[str, Stretch] = {}
+        for entry in zipfile.ZipFile(window).infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+                raise Unsupported(f"reading {self.where}: {entry.filename[:80]} is compressed")
+            window.seek(entry.header_offset)
+            row = _LOCAL.unpack(window.read(_LOCAL.size))
+            start = entry.header_offset + _LOCAL.size + row[-2] + row[-1]
+            if row[0] != b"PK\x03\x04" or not 0 <= start <= start + entry.file_size <= whole.size:
+                raise Corrupt(f"reading {self.where}: {entry.filename[:80]} is not in it")
+            _, _, name = entry.filename.partition("/")
+            self._records[name] = Stretch(whole.path, whole.offset + start, entry.file_size)
+        if "data.pkl" not in self._records or "constants.pkl" in self._records:
+            raise Unsupported(f"reading {self.where}: a zip, but not one of torch.save")
+        order = self._records.get("byteorder")
+        if order and order.size < 100 and order.read() != b"little":
+            raise Unsupported(f"reading {self.where}: it is of a big-endian machine")
+
+    def load(self) -> Any:
+        """What was saved, with a Found for each tensor, and an Inert for what nobody here knows.
+        Raises Corrupt, Unsupported."""
+        data = self._records["data.pkl"]
+        if data.size > PICKLE_BYTES_MAX:
+            raise Unsupported(f"reading {self.where}: its pickle has {data.size} bytes")
+        return read_pickle(data.read(), self.where, makers(self.where), self._storage)
+
+    def _storage(self, identity: Any) -> Storage:
+        kind, storage, key, _, count = identity
+        name = storage.name.rpartition(".")[2]
+        if kind != "storage" or name not in _STORAGES or type(count) is not int:
+            raise ValueError(f"no storage: {identity!r:.200}")
+        stretch, dtype = self._records[f"data/{key}"], _STORAGES[name]
+        if not 0 <= count * (ITEM_SIZES[dtype] if dtype else 1) <= stretch.size:
+            raise ValueError(f"a storage of {count} items in {stretch.size} bytes")
+        return Storage(stretch, dtype)
+
+
+def load(path: Path) -> Any:
+    """What a file of torch.save has, settled: plain containers. Raises Corrupt, Unsupported."""
+    if not is_archive(path):
+        raise Unsupported(
+            f"reading {path}: it is no zip. Files of torch before 1.6 (or of other programs) have "
+            f"to be loaded and saved anew: torch.save(torch.load(path), other)"
+        )
+    return settled(Archive(path).load(), path)
+
+
+def settled(value: Any, where: object) -> Any:
+    """Containers of its own, with arrays for what makes them; Inert and Found stay."""
+    return Settler(where, lambda leaf, path: _resolved(leaf)).settle(value)
+
+
+def makers(where: object) -> dict[str, Callable[..., Any]]:
+    """What torch's and numpy's names make in a pickle."""
+
+    def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Found:
+        return view_of(storage, None, offset, shape, strides, where)
+
+    def tensor_of(
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        grad: Any,
+        hooks: Any,
+        dtype: Any,
+        *_: Any,
+    ) -> Found:
+        return view_of(storage, _dtype_of(dtype), offset, shape, strides, where)
+
+    known = {"_rebuild_tensor": tensor, "_rebuild_tensor_v2": tensor}
+    known = {f"torch._utils.{name}": each for name, each in known.items()}
+
+    def subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+        if not isinstance(function, Global) or function.name not in known:
+            return Inert("torch.Tensor", (function, kind, arguments))
+        return known[function.name](*arguments)
+
+    known["torch._utils._rebuild_tensor_v3"] = tensor_of
+    return known | {
+        "torch._utils._rebuild_parameter": lambda data, *_: data,
+        "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+        "torch._tensor._rebuild_from_type_v2": subclass,
+        "torch.Size": lambda items=(): tuple(items),
+        "torch.device": lambda *names: torch.device(*_names(names)),
+        "numpy.dtype": lambda code, *_: _Dtype(code),
+        "numpy.core.multiarray._reconstruct": lambda *_: _Array(),
+        "numpy.core.multiarray.scalar": _scalar,
+        "numpy.core.numeric._frombuffer": _from_buffer,
+    }
+
+
+def _names(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not given or type(given[0]) is not str or not all(type(each) is int for each in given[1:]):
+        raise TypeError("no device")
+    return given
+
+
+def _dtype_of(named: Any) -> str:
+    name = named.name.removeprefix("torch.")
+    if name not in ITEM_SIZES:
+        raise ValueError(f"{name!r:.80} is no dtype")
+    return str(name)
+
+
+class _Dtype(Buildable):
+    """numpy's, of numbers or texts; of nothing that has objects."""
+
+    def __init__(self, code: Any) -> None:
+        if type(code) is not str or len(code) > 8:
+            raise TypeError("no dtype of numbers")
+        self.dtype = np.dtype(code)
+        if self.dtype.hasobject or self.dtype.kind not in "biufcSU":
+            raise TypeError(f"{code} is no dtype of numbers")
+
+    def build(self, state: Any) -> None:
+        if state[1] in ("<", ">", "|", "="):
+            self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array(Buildable):
+    """numpy's, whose bytes come later."""
+
+    def __init__(self) -> None:
+        self.array: Any = None
+
+    def build(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, data = state
+        self.array = _from_buffer(data, dtype, shape, "F" if is_fortran else "C").array
+
+
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
+    if type(data) not in (bytes, bytearray) or order not in ("C", "F"):
+        raise TypeError("an array without bytes")
+    kind = dtype.dtype
+    if kind.itemsize * prod(shape) != len(data) or not kind.itemsize:
+        raise ValueError(f"an array of shape {shape!r:.80} in {len(data)} bytes")
+    made = _Array()
+    made.array = np.frombuffer(bytes(data), kind).reshape(shape, order=order).copy(order)
+    return made
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    return _from_buffer(data, dtype, (1,), "C").array[0]
+
+
+def _resolved(leaf: Any) -> Any:
+    """Dtypes and arrays as they are."""
+    if isinstance(leaf, _Array):
+        return leaf.array
+    if isinstance(leaf, Global) and leaf.name.removeprefix("torch.") in ITEM_SIZES:
+        return getattr(torch, leaf.name.removeprefix("torch."))
+    return leaf
+
+
+class _Window(io.RawIOBase):
+    """A stretch of a file as a file, of which nobody reads much at once."""
+
+    def __init__(self, file: io.BufferedReader, offset: int, size: int) -> None:
+        super().__init__()
+        self._file, self._offset, self._size, self._at = file, offset, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError("a place before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        wanted = left if size is None or size < 0 else min(size, left)
+        if wanted > _DIRECTORY_BYTES_MAX:
+            raise ValueError("its directory is enormous")
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(wanted)
+        self._at += len(data)
+        return data

@@ -1,0 +1,137 @@
+"""Directories of torch.distributed.checkpoint, and of what writes such ones (FSDP, Accelerate).
+
+.metadata is a pickle of names, sizes, and where each piece lies; a piece is a small file of
+torch.save inside of a larger one.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from everstep.errors import Corrupt, Missing, Unsupported
+from everstep.format.boxes import Box
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.interchange.archives import Archive, makers, settled
+from everstep.interchange.pickles import Global, Inert, read_pickle
+from everstep.interchange.tensors import Found, Part
+
+METADATA = ".metadata"
+_METADATA_BYTES_MAX = 1 << 30
+_FILE = re.compile(r"[\w-][\w.-]{0,199}")
+_PATH_MAX = 64
+_LIST_MAX = 1 << 20
+
+
+def read_tree(folder: Path) -> dict[str, Any]:
+    """The state dict that was saved: nested as it was, tensors as Found. Raises Missing, Corrupt,
+    Unsupported."""
+    path = folder / METADATA
+    if not path.is_file():
+        raise Missing(f"reading {folder}: it has no {METADATA}")
+    if path.stat().st_size > _METADATA_BYTES_MAX:
+        raise Unsupported(f"reading {path}: it has {path.stat().st_size} bytes")
+    said = read_pickle(path.read_bytes(), path, makers(path))
+    try:
+        return _tree(folder, said)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"reading {path}: it is no metadata of DCP: {error!r}") from error
+
+
+def _tree(folder: Path, said: Inert) -> dict[str, Any]:
+    lies: dict[str, dict[Any, Inert]] = {}
+    for index, info in said.get("storage_data").items():
+        lies.setdefault(index.get("fqn"), {})[_numbers(index.get("offset"))] = info
+    paths = said.get("planner_data")
+    tree: dict[Any, Any] = {}
+    for name, each in said.get("state_dict_metadata").items():
+        if each.kind.endswith(".TensorStorageMetadata"):
+            value: Any = _tensor(folder, name, each, lies.get(name, {}))
+        else:
+            value = _value(folder, lies[name])
+        way = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
+        _put(tree, way, value)
+    made = _with_lists(tree)
+    if not isinstance(made, dict):
+        raise TypeError("its top is no dict")
+    return made
+
+
+def _tensor(folder: Path, name: str, said: Inert, lies: Mapping[Any, Inert]) -> Found:
+    properties = said.get("properties")
+    dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
+    kind, shape = _dtype_of(dtype), _numbers(said.get("size"))
+    assert shape is not None
+    parts = []
+    for chunk in said.get("chunks"):
+        box = Box(_numbers(chunk.get("offsets")) or (), _numbers(chunk.get("sizes")) or ())
+        parts.append(_part(folder, name, kind, box, lies[box.offsets]))
+    return Found(kind, shape, parts, name)
+
+
+def _part(folder: Path, name: str, dtype: str, box: Box, info: Inert) -> Part:
+    file, offset, size = _place(folder, info)
+
+    def blocks() -> Iterator[memoryview]:
+        found = Archive(file, offset, size).load()
+        if not isinstance(found, Found) or (found.dtype, found.shape) != (dtype, box.lengths):
+            raise Corrupt(f"reading {file} at byte {offset}: it is not the piece {box} of {name!r}")
+        for part in found.parts:
+            yield from part.blocks()
+
+    return Part(box, blocks)
+
+
+def _value(folder: Path, lies: Mapping[Any, Inert]) -> Any:
+    (info,) = lies.values()
+    archive = Archive(*_place(folder, info))
+    return settled(archive.load(), archive.where)
+
+
+def _place(folder: Path, info: Inert) -> tuple[Path, int, int]:
+    """File, offset and size of an item."""
+    name, offset, size = (info.get(key) for key in ("relative_path", "offset", "length"))
+    if type(name) is not str or not _FILE.fullmatch(name):
+        raise Corrupt(f"reading {folder}: it names a file {name!r:.80}")
+    if info.get("transform_descriptors"):
+        raise Unsupported(f"reading {folder / name}: it was transformed when it was saved")
+    if type(offset) is not int or type(size) is not int:
+        raise TypeError("no place in a file")
+    if not (folder / name).is_file():
+        raise Corrupt(f"reading {folder}: {name}, which it names, is not there")
+    return folder / name, offset, size
+
+
+def _numbers(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+        raise ValueError(f"{value!r:.80} are no lengths")
+    return value
+
+
+def _dtype_of(named: Any) -> str:
+    name: str = named.name.removeprefix("torch.") if isinstance(named, Global) else ""
+    if name not in ITEM_SIZES:
+        raise Unsupported(f"reading a tensor of dtype {name or named!r:.80}")
+    return name
+
+
+def _put(tree: dict[Any, Any], way: tuple[Any, ...], value: Any) -> None:
+    if not 0 < len(way) <= _PATH_MAX or not all(type(each) in (str, int) for each in way):
+        raise ValueError(f"{way!r:.80} is no place in a state dict")
+    for each in way[:-1]:
+        tree = tree.setdefault(each, {})
+    tree[way[-1]] = value
+
+
+def _with_lists(tree: Any) -> Any:
+    """What has numbers for keys as lists."""
+    if type(tree) is not dict:
+        return tree
+    made = {key: _with_lists(each) for key, each in tree.items()}
+    if made and all(type(key) is int for key in made):
+        if sorted(made) != list(range(len(made))) or len(made) > _LIST_MAX:
+            raise ValueError("a list with gaps")
+        return [made[index] for index in range(len(made))]
+    return made

@@ -1,0 +1,202 @@
+"""A checkpoint in the making, out of what another library has saved.
+
+models          name.weight                       tensors
+optimizers      optimizer.name.weight.exp_avg     tensors, groups, hyperparameters
+all else        scheduler, rng, ...               tagged JSON, tensors in it under their paths
+"""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from everstep.errors import Corrupt, Unsupported
+from everstep.format.boxes import Box
+from everstep.format.document import digest_of
+from everstep.format.tiling import find_flaw
+from everstep.interchange.pickles import Inert, Settler
+from everstep.interchange.tensors import Found
+from everstep.sharding.leaves import canonical
+from everstep.state.objects import Json, encode
+
+_STRUCTURE = ("params", "param_names")
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is imported. `where`: it comes from, for messages; `kind`: as `--from` says it. `step`:
+    what the source says, None where it does not."""
+
+    where: object
+    kind: str
+    step: int | None = None
+    tensors: dict[str, Found] = field(default_factory=dict)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    """As a piece table has them: groups, and keys of the state, by parameter."""
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Json] = field(default_factory=dict)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """By path what was not taken, and why."""
+    _owners: dict[object, str] = field(default_factory=dict)
+    _stand_ins: dict[int, tuple[torch.Tensor, Found]] = field(default_factory=dict)
+
+    def add_tensor(self, name: str, found: Found) -> None:
+        """Raises Corrupt for one that is there, or is not all there."""
+        if name in self.tensors:
+            raise Corrupt(f"reading {self.where}: two tensors are called {name!r}")
+        boxes = [part.box for part in found.parts]
+        if not all(_fits(box, found.shape) for box in boxes):
+            raise Corrupt(f"reading {self.where}: a piece of {name!r} lies outside of its shape")
+        if flaw := find_flaw(found.shape, boxes):
+            problem = "two pieces overlap" if flaw.members else "no piece has the elements"
+            raise Corrupt(f"reading {self.where}: of {name!r} {problem} at {flaw.box}")
+        self.tensors[name] = found
+
+    def add_weights(self, part: str, weights: Mapping[str, Found]) -> None:
+        """Those of a model, which may be tied."""
+        for key, found in weights.items():
+            name = f"{part}.{key}"
+            first = self._owners.setdefault(found.memory or id(found), name)
+            if first == name:
+                self.add_tensor(name, found)
+            else:
+                self.aliases.setdefault(first, []).append(name)
+
+    def twins(self) -> dict[str, str]:
+        """Matrices of models that have the bytes of an earlier one → that one: where a source has
+        each by itself, they may be tied. Reads a little of each."""
+        known: dict[object, str] = {}
+        found = {}
+        for name in self._owners.values():
+            own = self.tensors[name]
+            first = bytes(next(own.parts[0].blocks(), b"")) if len(own.shape) > 1 else b""
+            if first.count(first[:1]) < len(first):  # and not all zeros
+                other = known.setdefault((own.dtype, own.shape, digest_of(first)), name)
+                if other != name and own.is_equal_to(self.tensors[other]):
+                    found[name] = other
+        return found
+
+    def find_ties(self) -> None:
+        """Let twins be one of which optimizers have only one."""
+        trained = {name for table in self.optimizers.values() for name in table["groups"]}
+        for twin, first in self.twins().items():
+            if (twin in trained) != (first in trained):
+                name, other = (twin, first) if first in trained else (first, twin)
+                del self.tensors[name]
+                self.aliases.setdefault(other, []).append(name)
+
+    def add_object(self, name: str, value: Any) -> None:
+        """A value, which has no part that nobody here knows. Raises Unsupported."""
+        self.objects[name] = self.encoded(name, value)
+
+    def try_object(self, name: str, value: Any) -> None:
+        """The same, or say why it was left out."""
+        tensors = dict(self.tensors)
+        try:
+            self.add_object(name, value)
+        except Unsupported as error:
+            self.tensors = tensors
+            self.left_out[name] = str(error)
+
+    def encoded(self, path: str, value: Any) -> Json:
+        """Tagged JSON, whose tensors are the draft's, under their paths."""
+        tree = Settler(self.where, self._leaf).settle(value, path)
+        return encode(tree, path, self._sink)
+
+    def add_optimizer(
+        self, name: str, state: Mapping[str, Any], names: Mapping[Any, str], class_: str = ""
+    ) -> None:
+        """The state_dict of a torch optimizer. `names`: of the tensor that each of its parameters
+        is, by what stands for it there."""
+        table: dict[str, Any] = {"groups": {}, "state": {}}
+        plain: dict[str, Any] = {}
+        for index, group in enumerate(state["param_groups"]):
+            for each in group["params"]:
+                table["groups"][names[each]] = index
+        for each, own in state["state"].items():
+            if each not in names:
+                continue
+            full = names[each]
+            for key, value in own.items():
+                if isinstance(value, Found):
+                    self.add_tensor(f"{name}.{full}.{key}", value)
+                    table["state"].setdefault(full, []).append(key)
+                else:
+                    plain.setdefault(full, {})[key] = value
+        self.optimizers[name] = table
+        self.hyperparameters[name] = [
+            {
+                key: self.encoded(f"{name}.param_groups.{index}.{key}", value)
+                for key, value in group.items()
+                if key not in _STRUCTURE
+            }
+            for index, group in enumerate(state["param_groups"])
+        ]
+        if plain:
+            values = {full: self.encoded(f"{name}.{full}", each) for full, each in plain.items()}
+            self.objects[name] = {"state": values, "other": {}}
+
+    def shapes(self, part: str, but: Container[str] = ()) -> dict[str, tuple[int, ...]]:
+        """Of the weights of a part, by their names in it; tied ones once."""
+        prefix = f"{part}."
+        return {
+            name.removeprefix(prefix): found.shape
+            for name, found in self.tensors.items()
+            if name.startswith(prefix) and name not in but
+        }
+
+    def full_name(self, part: str, key: str) -> str:
+        """The first name of a weight. Raises KeyError."""
+        name = f"{part}.{key}"
+        if name in self.tensors:
+            return name
+        return next(first for first, others in self.aliases.items() if name in others)
+
+    def _leaf(self, value: Any, path: str) -> Any:
+        if isinstance(value, Found):
+            stand_in = value.stand_in
+            self._stand_ins[id(stand_in)] = stand_in, value
+            return stand_in
+        if isinstance(value, Inert):
+            raise Unsupported(
+                f"importing {path[:200]} of {self.where}: it is a {value.kind[:200]}, which nobody "
+                f"here knows, and is made by no import"
+            )
+        return value
+
+    def _sink(self, path: str, tensor: torch.Tensor) -> str:
+        self.add_tensor(path, self._stand_ins[id(tensor)][1])
+        return path
+
+
+def _fits(box: Box, shape: tuple[int, ...]) -> bool:
+    if not len(box.offsets) == len(box.lengths) == len(shape):
+        return False
+    rows = zip(box.offsets, box.lengths, shape, strict=True)
+    return all(start + length <= size for start, length, size in rows)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether it is what state_dict() of a torch optimizer returned."""
+    return isinstance(value, dict) and value.keys() >= {"state", "param_groups"}
+
+
+def is_weights(value: Any) -> bool:
+    """Whether it is a model's: tensors by names."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(type(key) is str and isinstance(each, Found) for key, each in value.items())
+    )
+
+
+def bare(weights: Mapping[str, Found]) -> dict[str, Found]:
+    """Their names without what DistributedDataParallel and others put before or into them."""
+    names = [canonical(name) for name in weights]
+    prefix = "module."
+    if all(name.startswith(prefix) for name in names):
+        names = [name.removeprefix(prefix) for name in names]
+    return dict(zip(names, weights.values(), strict=True))

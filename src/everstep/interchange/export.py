@@ -1,0 +1,177 @@
+"""A checkpoint of a store in another library's format: streamed, and there at once or not."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everstep.errors import Missing
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.interchange.safetensors import header_of, in_file_order
+from everstep.interchange.staged import new_folder, write_file
+from everstep.interchange.whole import Whole
+from everstep.restore.load import Loader
+from everstep.store.names import CheckpointName
+from everstep.tiers.tier import Tier
+
+SHARD_BYTES = 5_000_000_000
+"""As transformers has it."""
+
+Progress = Callable[[int, int], None]
+_CONFIG = "config.json"
+_BESIDE: tuple[str, ...] = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
+_BESIDE += ("special_tokens_map.json", "added_tokens.json", "chat_template*")
+_BESIDE += ("preprocessor_config.json", "processor_config.json")
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`part`: whose weights, without its name (None: see each format). `dtype`: of what are
+    floating-point numbers (None: as it is). `beside`: a config.json, folders that have one and a
+    tokenizer's files."""
+
+    part: str | None = None
+    dtype: str | None = None
+    shard_bytes: int = SHARD_BYTES
+    beside: Sequence[Path] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, Missing."""
+        if self.dtype not in (None, *_DTYPES):
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}")
+        if self.shard_bytes < 1:
+            raise ValueError(f"a shard needs bytes, not {self.shard_bytes}")
+        for path in self.beside:
+            if not path.exists():
+                raise Missing(f"exporting with {path}: there is no such file or folder")
+
+
+@dataclass(slots=True)
+class Exported:
+    """What an export came to."""
+
+    name: CheckpointName
+    tensors: int = 0
+    bytes: int = 0
+    left_out: list[str] = field(default_factory=list)
+    """Other names of tensors (tied weights), which the format does without."""
+
+
+def export(
+    disk: Tier,
+    name: CheckpointName,
+    target: Path,
+    kind: str,
+    options: Options,
+    progress: Progress = lambda done, total: None,
+) -> Exported:
+    """Write a checkpoint to the new folder `target`; blocks. `kind`: one of FORMATS. The store is
+    only read.
+
+    Takes memory for two of the largest tensors; of a step that is a log for the whole state.
+    Raises Missing, Corrupt, Conflict where there is something, Unavailable, Unsupported.
+    """
+    with Loader() as loader:
+        whole = Whole(disk, name, loader)
+        with new_folder(target) as folder:
+            export = _Export(whole, folder, options, progress, Exported(name))
+            FORMATS[kind](export)
+    return export.exported
+
+
+@dataclass(slots=True)
+class _Export:
+    whole: Whole
+    folder: Path
+    options: Options
+    progress: Progress
+    exported: Exported
+
+    def dtype(self, name: str) -> str:
+        """That which the tensor gets."""
+        dtype = self.whole.entries[name].spec.dtype
+        return self.options.dtype if self.options.dtype and dtype in _DTYPES else dtype
+
+    def size(self, name: str) -> int:
+        """Bytes of the tensor there."""
+        spec = self.whole.entries[name].spec
+        return spec.size // ITEM_SIZES[spec.dtype] * ITEM_SIZES[self.dtype(name)]
+
+    def tensors(self, names: Sequence[str], total: int) -> Iterator[torch.Tensor]:
+        """Read and converted, one after another; `total`: bytes of the whole export."""
+        for name, tensor in self.whole.read(names):
+            yield tensor.to(getattr(torch, self.dtype(name)))
+            self.exported.tensors += 1
+            self.exported.bytes += self.size(name)
+            self.progress(self.exported.bytes, total)
+
+
+def to_safetensors(export: _Export) -> None:
+    """All tensors under their names in the state, or without it those of `part`'s weights."""
+    whole, part = export.whole, export.options.part
+    _to_shards(export, {name: name for name in whole.entries} if part is None else whole.part(part))
+
+
+def to_hf(export: _Export) -> None:
+    """A model's weights, as from_pretrained() takes them, and what is beside them."""
+    _to_shards(export, export.whole.part(export.options.part))
+    for path in export.options.beside:
+        if path.is_file():
+            shutil.copyfile(path, export.folder / _CONFIG)
+        else:
+            for pattern in (_CONFIG, *_BESIDE):
+                for each in filter(Path.is_file, path.glob(pattern)):
+                    shutil.copyfile(each, export.folder / each.name)
+    config = export.folder / _CONFIG
+    if export.options.dtype and config.exists():
+        said = json.loads(config.read_bytes())
+        said |= {key: export.options.dtype for key in ("dtype", "torch_dtype") if key in said}
+        config.write_text(f"{json.dumps(said, indent=2)}\n")
+
+
+def _to_shards(export: _Export, chosen: Mapping[str, str]) -> None:
+    """`chosen`: name there → in the state. Tied ones are left out: files hold no tensor twice."""
+    entries, firsts = export.whole.entries, set(chosen.values())
+    tied = (alias for name in firsts for alias in entries[name].aliases)
+    export.exported.left_out = sorted(tied)
+    shards = _shards([(name, export.size(of)) for name, of in chosen.items()], export.options)
+    total = sum(map(export.size, chosen.values()))
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        of_shards = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = f"model{of_shards}.safetensors"
+        shapes = {n: (export.dtype(chosen[n]), entries[chosen[n]].spec.shape) for n in shard}
+        names = [chosen[name] for name in in_file_order(shapes)]
+        write_file(export.folder / file, header_of(shapes), export.tensors(names, total))
+        index |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        said: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": index}
+        path = export.folder / "model.safetensors.index.json"
+        path.write_text(f"{json.dumps(said, indent=2)}\n")
+
+
+def _shards(sizes: Sequence[tuple[str, int]], options: Options) -> list[list[str]]:
+    """In their order, none larger than asked for, but for one of a single tensor."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes:
+        if shards[-1] and filled + size > options.shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+FORMATS: dict[str, Callable[[_Export], None]] = {"hf": to_hf, "safetensors": to_safetensors}

@@ -1,0 +1,135 @@
+"""Which parameter each number in an optimizer's state_dict is.
+
+Told by the source (`param_names`, names in place of numbers), or by the user (`--names`), or by how
+people make groups: all of model.parameters() in their order; matrices first, then the rest; what
+decays first, then biases and norms, as transformers' Trainer has it. What a rule comes to is taken
+where the shape of all state fits, and no other rule fits in another way.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from everstep.errors import Corrupt, Unsupported
+from everstep.interchange.tensors import Found
+
+Shapes = Mapping[str, tuple[int, ...]]
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
+_NO_DECAY = re.compile(
+    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln(?:_|\d|\.|$)",
+    re.IGNORECASE,
+)
+_ELEMENTWISE: tuple[str, ...] = (
+    "exp_avg",
+    "exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "sum",
+    "max_exp_avg_sq",
+)
+_ELEMENTWISE += ("acc_delta", "grad_avg", "exp_inf", "ax", "prev")
+_ADVICE = (
+    "Write the names of its parameters into a file, as a JSON list in the order of its groups, and "
+    "give it by --names: json.dump([names[p] for g in optimizer.param_groups for p in g['params']])"
+)
+Rule = Callable[[Sequence[str], Shapes], list[list[str]]]
+
+
+def find_names(
+    state: Mapping[str, Any], shapes: Shapes, given: Sequence[str] | None, what: str
+) -> dict[Any, str]:
+    """What stands for a parameter in the state_dict → its name. `shapes`: of the model's weights,
+    in their order; `given`: names by the user. Raises Unsupported, with what to do; Corrupt."""
+    groups, own = state["param_groups"], state["state"]
+    if not isinstance(groups, list) or not isinstance(own, dict):
+        raise Corrupt(f"{what}: it has no groups, or no state")
+    if not all(isinstance(each, dict) for each in own.values()) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), (list, tuple)) for g in groups
+    ):
+        raise Corrupt(f"{what}: its groups have no parameters")
+    keys: list[Any] = [each for group in groups for each in group["params"]]
+    if not all(type(each) in (str, int) for each in keys):
+        raise Corrupt(f"{what}: its parameters are neither names nor numbers")
+    if given is not None:
+        found = [list(given)]
+    elif all(type(each) is str for each in keys):
+        return {key: _known(key, shapes, what) for key in keys}
+    elif all(len(g.get("param_names") or ()) == len(g["params"]) for g in groups):
+        found = [[_known(name, shapes, what) for g in groups for name in g["param_names"]]]
+    else:
+        found = _by_rules(state, keys, shapes)
+    fitting = [
+        names for names in found if _fits(state, dict(zip(keys, names, strict=False)), shapes)
+    ]
+    fitting = [names for names in fitting if len(names) == len(keys)]
+    if not fitting:
+        said = f"{what}: none of {len(shapes)} weights is known to be the parameter of a number"
+        raise Unsupported(f"{said}, or their shapes do not fit. {_ADVICE}")
+    if any(names != fitting[0] for names in fitting):
+        raise Unsupported(f"{what}: its groups may be of several kinds. {_ADVICE}")
+    return dict(zip(keys, fitting[0], strict=True))
+
+
+def with_numbers(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state_dict whose numbers DCP has made texts, as it was."""
+    if not isinstance(state["state"], dict) or not isinstance(state["param_groups"], list):
+        return state
+    own = {int(k) if _NUMBER.fullmatch(str(k)) else k: each for k, each in state["state"].items()}
+    return {**state, "state": own}
+
+
+def _known(name: str, shapes: Shapes, what: str) -> str:
+    """A weight by what an optimizer calls it."""
+    for each in (name, name.removeprefix("module.")):
+        if each in shapes:
+            return each
+    raise Unsupported(f"{what}: it has state of {name!r}, which is no weight of the model")
+
+
+def _by_rules(state: Mapping[str, Any], keys: Sequence[Any], shapes: Shapes) -> list[list[str]]:
+    """None of them where nothing can be compared."""
+    own = state["state"].values()
+    if not any(key in each for each in own if isinstance(each, dict) for key in _ELEMENTWISE):
+        return []
+    parameters = [name for name in shapes if not _BUFFERS.search(name)]
+    counts = [len(group["params"]) for group in state["param_groups"]]
+    found = []
+    for rule in _RULES:
+        groups = rule(parameters, shapes)
+        is_alike = len(groups) == 1 or [len(each) for each in groups] == counts
+        if is_alike and sum(map(len, groups)) == len(keys):
+            found.append([name for group in groups for name in group])
+    return found
+
+
+def _fits(state: Mapping[str, Any], names: Mapping[Any, str], shapes: Shapes) -> bool:
+    """Whether what is kept of each has its shape."""
+    for key, own in state["state"].items():
+        if key in names and isinstance(own, dict):
+            tensors = (own[each] for each in _ELEMENTWISE if isinstance(own.get(each), Found))
+            if any(each.shape != shapes.get(names[key]) for each in tensors):
+                return False
+    return all(name in shapes for name in names.values())
+
+
+def _all(names: Sequence[str], shapes: Shapes) -> list[list[str]]:
+    return [list(names)]
+
+
+def _matrices_first(names: Sequence[str], shapes: Shapes) -> list[list[str]]:
+    are_large = {name: len(shapes[name]) > 1 for name in names}
+    return [[n for n in names if are_large[n]], [n for n in names if not are_large[n]]]
+
+
+def _decaying_first(names: Sequence[str], shapes: Shapes) -> list[list[str]]:
+    return list(decay_groups(names, lambda name: _NO_DECAY.search(name) is None))
+
+
+def decay_groups(names: Sequence[str], decays: Callable[[str], bool]) -> Iterator[list[str]]:
+    """The two groups of transformers' Trainer."""
+    yield [name for name in names if decays(name)]
+    yield [name for name in names if not decays(name)]
+
+
+_RULES: tuple[Rule, ...] = (_all, _matrices_first, _decaying_first)

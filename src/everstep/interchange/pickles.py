@@ -1,0 +1,375 @@
+"""Pickles, read by a machine of our own that runs nothing of what they name.
+
+    opcodes (by pickletools) ──▶ stack, memo ──▶ numbers, texts, containers; else `Inert`
+
+A global is a name here, and never imported. What a few names make (containers, tensors, arrays,
+dtypes) is made by functions of ours; all else becomes an `Inert`, which keeps what it was given.
+
+Hostile ones: memory stays within a budget that goes by the pickle's size; keys of dicts are plain,
+as hashing what is nested deeply takes the process's stack; cycles and what is shared a thousandfold
+are found when a value is settled (`settled`).
+"""
+
+import pickletools
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.errors import Corrupt, Unsupported
+
+_BUDGET_BYTES, _BUDGET_MAX_BYTES, _BUDGET_PER_BYTE = 64 << 20, 4 << 30, 32
+_COSTS = {"EMPTY_SET": 300, "FROZENSET": 300, "EMPTY_DICT": 300, "DICT": 300, "EMPTY_LIST": 150}
+_COST = 100
+_DEPTH_MAX = 100
+_NODES_MAX = 1 << 22
+_PLAIN_KEYS = (str, bytes, int, float, bool, complex, type(None))
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A name, "module.name"."""
+
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Inert:
+    """What somebody's class was to make: its name, what it was called with, and was given then."""
+
+    kind: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+
+    def get(self, name: str) -> Any:
+        """An attribute, as far as it is known."""
+        states = self.state if isinstance(self.state, tuple) else (self.state,)
+        return next(
+            (each[name] for each in states if isinstance(each, dict) and name in each), None
+        )
+
+
+class Buildable:
+    """What gets its content by BUILD."""
+
+    def build(self, state: Any) -> None:
+        """Take it. Raises what nonsense comes to."""
+        raise NotImplementedError
+
+
+Makers = Mapping[str, Callable[..., Any]]
+Persistent = Callable[[Any], Any]
+
+
+def read_pickle(
+    data: bytes, where: object, makers: Makers, persistent: Persistent | None = None
+) -> Any:
+    """The value of a pickle. `makers`: what names make, beside containers. `persistent`: gives
+    what lies elsewhere. Raises Corrupt, Unsupported; nothing is executed."""
+    machine = _Machine({**_MAKERS, **makers}, persistent)
+    budget = min(_BUDGET_MAX_BYTES, _BUDGET_BYTES + _BUDGET_PER_BYTE * len(data))
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            budget -= _COSTS.get(opcode.name, _COST)
+            if budget < 0:
+                raise Unsupported(f"reading {where}: a pickle that takes too much memory")
+            if opcode.name == "STOP":
+                return machine.pop()
+            _STEPS[opcode.name](machine, argument)
+    except _NONSENSE as error:
+        text = f"{type(error).__name__}: {error}"
+        raise Corrupt(
+            f"reading {where}: it is no pickle that makes sense ({text[:200]})"
+        ) from error
+    raise Corrupt(f"reading {where}: the pickle has no end")
+
+
+class _Machine:
+    def __init__(self, makers: Makers, persistent: Persistent | None) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.makers, self.persistent = makers, persistent
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> Any:
+        return self.stack.pop()
+
+    def mark(self) -> None:
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def pop_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def forget_mark(self) -> None:
+        self.pop_mark()
+
+    def pop_or_mark(self) -> None:
+        """POP takes a mark where nothing is above it."""
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.pop_mark()
+
+    def put(self, index: Any) -> None:
+        self.memo[len(self.memo) if index is None else int(index)] = self.stack[-1]
+
+    def get(self, index: Any) -> None:
+        self.push(self.memo[int(index)])
+
+    def find(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise TypeError("a global whose name is no text")
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        self.push(Global(f"{module}.{name}".replace("numpy._core.", "numpy.core.", 1)))
+
+    def call(self, function: Any, arguments: Any) -> None:
+        """Make what it makes here: never by importing it."""
+        if not isinstance(function, Global) or type(arguments) is not tuple:
+            raise TypeError(f"a call of a {type(function).__name__}")
+        made = self.makers.get(function.name)
+        self.push(Inert(function.name, arguments) if made is None else made(*arguments))
+
+    def build(self, state: Any) -> None:
+        made = self.stack[-1]
+        if isinstance(made, Inert):
+            made.state = state
+        elif isinstance(made, Buildable):
+            made.build(state)
+
+    def extend(self, items: list[Any]) -> None:
+        made = self.stack[-1]
+        if isinstance(made, Inert):
+            made.items += items
+        elif type(made) in (list, deque):
+            made.extend(items)
+        else:
+            raise TypeError(f"items for a {type(made).__name__}")
+
+    def update(self, items: list[Any]) -> None:
+        made = self.stack[-1]
+        if isinstance(made, Inert):
+            made.items += items
+            return
+        if not isinstance(made, dict) or len(items) % 2:
+            raise TypeError(f"entries for a {type(made).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            made[_key(key)] = value
+
+    def add(self, items: list[Any]) -> None:
+        self.stack[-1].update(map(_key, items))
+
+    def find_persistent(self, identity: Any) -> None:
+        if self.persistent is None:
+            raise TypeError("something that lies elsewhere")
+        self.push(self.persistent(identity))
+
+    def refuse(self, argument: Any) -> None:
+        raise TypeError("an extension of one program's own")
+
+
+def _key(value: Any) -> Any:
+    """Of a dict or a set: hashing what is nested deeply takes the process's stack."""
+    if type(value) is tuple:
+        if len(value) > _DEPTH_MAX or not all(type(each) in _PLAIN_KEYS for each in value):
+            raise TypeError("a key that is nested")
+    elif type(value) not in (*_PLAIN_KEYS, Inert, Global):
+        raise TypeError(f"a key that is a {type(value).__name__}")
+    return value
+
+
+def _dict(items: list[Any]) -> dict[Any, Any]:
+    return {_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)}
+
+
+def _instance(machine: _Machine, items: list[Any]) -> None:
+    machine.call(items[0], tuple(items[1:]))
+
+
+def _old_instance(machine: _Machine, argument: str) -> None:
+    items = machine.pop_mark()
+    machine.find(*argument.split(" ", 1))
+    machine.call(machine.pop(), tuple(items))
+
+
+def _new_with_names(machine: _Machine) -> None:
+    named, arguments, kind = machine.pop(), machine.pop(), machine.pop()
+    machine.call(kind, (*arguments, named) if named else arguments)
+
+
+def _call(machine: _Machine) -> None:
+    arguments, function = machine.pop(), machine.pop()
+    machine.call(function, arguments)
+
+
+def _find_on_stack(machine: _Machine) -> None:
+    name, module = machine.pop(), machine.pop()
+    machine.find(module, name)
+
+
+def _entry(machine: _Machine) -> None:
+    value, key = machine.pop(), machine.pop()
+    machine.update([key, value])
+
+
+def _last(machine: _Machine, count: int) -> tuple[Any, ...]:
+    if len(machine.stack) < count:
+        raise IndexError("the stack is empty")
+    items = tuple(machine.stack[-count:])
+    del machine.stack[-count:]
+    return items
+
+
+_Step = Callable[[_Machine, Any], None]
+_PUSHED = "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING "
+_PUSHED += "SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES "
+_PUSHED += "SHORT_BINBYTES BINBYTES8"
+_STEPS: dict[str, _Step] = {
+    **dict.fromkeys(_PUSHED.split(), lambda m, a: m.push(a)),
+    **dict.fromkeys(("PROTO", "FRAME", "READONLY_BUFFER"), lambda m, a: None),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), lambda m, a: m.put(a)),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, a: m.get(a)),
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4", "NEXT_BUFFER"), lambda m, a: m.refuse(a)),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda m, a: _call(m)),
+    "NEWOBJ_EX": lambda m, a: _new_with_names(m),
+    "INST": lambda m, a: _old_instance(m, a),
+    "OBJ": lambda m, a: _instance(m, m.pop_mark()),
+    "GLOBAL": lambda m, a: m.find(*a.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, a: _find_on_stack(m),
+    "BUILD": lambda m, a: m.build(m.pop()),
+    "PERSID": lambda m, a: m.find_persistent(a),
+    "BINPERSID": lambda m, a: m.find_persistent(m.pop()),
+    "NONE": lambda m, a: m.push(None),
+    "NEWTRUE": lambda m, a: m.push(True),
+    "NEWFALSE": lambda m, a: m.push(False),
+    "EMPTY_TUPLE": lambda m, a: m.push(()),
+    "TUPLE": lambda m, a: m.push(tuple(m.pop_mark())),
+    "TUPLE1": lambda m, a: m.push(_last(m, 1)),
+    "TUPLE2": lambda m, a: m.push(_last(m, 2)),
+    "TUPLE3": lambda m, a: m.push(_last(m, 3)),
+    "EMPTY_LIST": lambda m, a: m.push([]),
+    "LIST": lambda m, a: m.push(m.pop_mark()),
+    "APPEND": lambda m, a: m.extend([m.pop()]),
+    "APPENDS": lambda m, a: m.extend(m.pop_mark()),
+    "EMPTY_DICT": lambda m, a: m.push({}),
+    "DICT": lambda m, a: m.push(_dict(m.pop_mark())),
+    "SETITEM": lambda m, a: _entry(m),
+    "SETITEMS": lambda m, a: m.update(m.pop_mark()),
+    "EMPTY_SET": lambda m, a: m.push(set()),
+    "ADDITEMS": lambda m, a: m.add(m.pop_mark()),
+    "FROZENSET": lambda m, a: m.push(frozenset(map(_key, m.pop_mark()))),
+    "BYTEARRAY8": lambda m, a: m.push(bytearray(a)),
+    "MARK": lambda m, a: m.mark(),
+    "POP": lambda m, a: m.pop_or_mark(),
+    "POP_MARK": lambda m, a: m.forget_mark(),
+    "DUP": lambda m, a: m.push(m.stack[-1]),
+}
+
+
+# ---- what names make, beside tensors ---------------------------------------------------------
+
+
+def _ordered(items: Iterable[Any] = ()) -> "OrderedDict[Any, Any]":
+    made: OrderedDict[Any, Any] = OrderedDict()
+    for key, value in items:
+        made[_key(key)] = value
+    return made
+
+
+def _counter(items: Mapping[Any, Any] | None = None) -> "Counter[Any]":
+    made: Counter[Any] = Counter()
+    for key, value in (items or {}).items():
+        made[key] = value
+    return made
+
+
+def _defaultdict(factory: Any = None, *_: Any) -> "defaultdict[Any, Any]":
+    known = {f"builtins.{kind.__name__}": kind for kind in (int, float, str, list, dict, set)}
+    return defaultdict(known.get(factory.name) if isinstance(factory, Global) else None)
+
+
+def _deque(items: Iterable[Any] = (), length: Any = None) -> "deque[Any]":
+    return deque(items, length if type(length) is int else None)
+
+
+def _encode(text: Any, encoding: Any = "latin1") -> bytes:
+    """How protocol 2 has bytes."""
+    if type(text) is not str or encoding not in ("latin1", "utf-8", "utf8", "ascii"):
+        raise TypeError("a text that is none")
+    return text.encode(encoding)
+
+
+def _bytes(made: Callable[[Any], Any], *given: Any) -> Any:
+    """Never of a number, which says how many to take."""
+    if not given:
+        return made(b"")
+    if type(given[0]) not in (bytes, bytearray, str, list):
+        raise TypeError("bytes of something else")
+    return made(given[0].encode("latin1") if type(given[0]) is str else given[0])
+
+
+def _set(made: Callable[[Any], Any], items: Iterable[Any] = ()) -> Any:
+    return made(map(_key, items))
+
+
+def _numbers(made: type, *given: Any) -> Any:
+    if not all(type(each) in (int, float) for each in given):
+        raise TypeError(f"no {made.__name__}")
+    return made(*given)
+
+
+_MAKERS: Makers = {
+    "collections.OrderedDict": _ordered,
+    "collections.Counter": _counter,
+    "collections.defaultdict": _defaultdict,
+    "collections.deque": _deque,
+    "_codecs.encode": _encode,
+    "builtins.set": lambda *a: _set(set, *a),
+    "builtins.frozenset": lambda *a: _set(frozenset, *a),
+    "builtins.bytes": lambda *a: _bytes(bytes, *a),
+    "builtins.bytearray": lambda *a: _bytes(bytearray, *a),
+    "builtins.complex": lambda *a: _numbers(complex, *a),
+    "builtins.range": lambda *a: _numbers(range, *a),
+}
+
+
+# ---- a value as a tree -------------------------------------------------------------------------
+
+
+class Settler:
+    """Makes plain trees of values. One that says a thing often in few bytes runs out of nodes."""
+
+    def __init__(self, where: object, leaf: Callable[[Any, str], Any]) -> None:
+        """`leaf`: what becomes of what is neither plain nor a container, by its path."""
+        self._where, self._leaf, self._left = where, leaf, _NODES_MAX
+
+    def settle(self, value: Any, path: str = "", depth: int = 0) -> Any:
+        """The same in containers of its own. Raises Unsupported for what is nested too deeply, or
+        in itself."""
+        self._left -= 1
+        if depth > _DEPTH_MAX or self._left < 0:
+            raise Unsupported(f"reading {self._where}: {path[:200]} is nested too deeply, or often")
+        if type(value) in (*_PLAIN_KEYS, bytearray, range):
+            return value
+        if isinstance(value, dict):
+            made = _empty_like(value)
+            for key, item in value.items():
+                made[key] = self.settle(item, f"{path}.{key}" if path else f"{key}", depth + 1)
+            return made
+        if type(value) in (list, tuple, deque):
+            items = [self.settle(each, f"{path}.{i}", depth + 1) for i, each in enumerate(value)]
+            return deque(items, value.maxlen) if type(value) is deque else type(value)(items)
+        return value if type(value) in (set, frozenset) else self._leaf(value, path)
+
+
+def _empty_like(value: dict[Any, Any]) -> dict[Any, Any]:
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory)
+    return type(value)()

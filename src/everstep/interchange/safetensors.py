@@ -1,0 +1,133 @@
+"""safetensors files: 8 bytes of length, a JSON header, the tensors' bytes without gaps.
+
+https://github.com/huggingface/safetensors#format. The library writes a file from tensors that are
+all in memory; here they come one after another.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from everstep.errors import Corrupt, Missing, Unsupported
+from everstep.format.dtypes import CARRIED, ITEM_SIZES
+from everstep.format.packs import round_up
+from everstep.interchange.tensors import Found, Stretch
+
+INDEX = "*.safetensors.index.json"
+HEADER_BYTES_MAX = 100_000_000
+"""The library refuses longer ones."""
+
+_FILE = re.compile(r"[\w-][\w.-]{0,199}")
+_DTYPES = {kind: name for name, (kind, _) in CARRIED.items()}
+_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+
+def in_file_order(shapes: Mapping[str, tuple[str, Sequence[int]]]) -> list[str]:
+    """The names of tensors, whose dtype and shape are given, by falling size of their items: so
+    each lies on a multiple of it."""
+    return sorted(shapes, key=lambda name: (-ITEM_SIZES[shapes[name][0]], name))
+
+
+def header_of(shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
+    """The beginning of a file of these tensors, `in_file_order`. Raises Unsupported for what no
+    such file can hold."""
+    rows: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in in_file_order(shapes):
+        dtype, shape = shapes[name]
+        if dtype not in CARRIED:
+            raise Unsupported(f"exporting {name!r}: {dtype} is no dtype of safetensors files")
+        start, end = end, end + ITEM_SIZES[dtype] * prod(shape)
+        rows[name] = {
+            "dtype": CARRIED[dtype][0],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(round_up(len(text), 8))
+    if len(text) > HEADER_BYTES_MAX:
+        raise Unsupported(f"exporting {len(rows)} tensors to one file: choose smaller shards")
+    return len(text).to_bytes(8, "little") + text
+
+
+def is_any(path: Path) -> bool:
+    """Whether it is such a file, or a folder of Hugging Face's with such ones."""
+    if path.is_file():
+        return path.suffix == ".safetensors"
+    return any(path.glob(INDEX)) or any(path.glob("*.safetensors"))
+
+
+def read_weights(path: Path) -> dict[str, Found]:
+    """The tensors of a file, or of a folder: of the shards that its index names, or of its only
+    file. Raises Missing, Corrupt, Unsupported."""
+    if path.is_file():
+        return read_file(path)
+    indices, files = sorted(path.glob(INDEX)), sorted(path.glob("*.safetensors"))
+    if len(indices) > 1 or (not indices and len(files) != 1):
+        raise Unsupported(
+            f"reading {path}: it has {len(indices)} indices and {len(files)} safetensors files. "
+            f"Name the file that is meant"
+        )
+    return _read_shards(path, indices[0]) if indices else read_file(files[0])
+
+
+def _read_shards(folder: Path, index: Path) -> dict[str, Found]:
+    try:
+        said = json.loads(index.read_bytes())["weight_map"]
+        shards: dict[str, list[str]] = {}
+        for name, file in said.items():
+            shards.setdefault(file, []).append(name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"reading {index}: it is no index of shards: {error!r}") from error
+    found: dict[str, Found] = {}
+    for file, names in shards.items():
+        if type(file) is not str or not _FILE.fullmatch(file):
+            raise Corrupt(f"reading {index}: it names a file {file!r:.80}")
+        if not (folder / file).is_file():
+            raise Missing(f"reading {index}: {file}, which it names, is not there")
+        shard = read_file(folder / file)
+        if absent := sorted(set(names) - shard.keys()):
+            raise Corrupt(f"reading {folder / file}: it has no {absent[0]!r:.200}")
+        found |= {name: shard[name] for name in names}
+    return found
+
+
+def read_file(path: Path) -> dict[str, Found]:
+    """The tensors of a file, whose bytes are read later. Raises Corrupt, Unsupported."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, HEADER_BYTES_MAX):
+            raise Corrupt(f"reading {path}: a header of {length} bytes in a file of {size}")
+        text = file.read(length)
+    try:
+        rows = json.loads(text, object_pairs_hook=_pairs)
+        return {
+            name: _found(path, name, row, 8 + length, size)
+            for name, row in rows.items()
+            if name != "__metadata__"
+        }
+    except _NONSENSE as error:
+        raise Corrupt(f"reading {path}: its header makes no sense: {error!r:.200}") from error
+
+
+def _found(path: Path, name: str, row: Any, start: int, size: int) -> Found:
+    kind, shape, (begin, end) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
+    if kind not in _DTYPES:
+        raise Unsupported(f"reading {path}: {name!r:.200} is of dtype {kind!r:.80}")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, begin, end)):
+        raise ValueError(f"{name!r} of shape {shape}")
+    if ITEM_SIZES[_DTYPES[kind]] * prod(shape) != end - begin or start + end > size:
+        raise ValueError(f"{name!r} of shape {shape} in bytes {begin} to {end} of {size}")
+    stretch = Stretch(path, start + begin, end - begin)
+    return Found.whole(_DTYPES[kind], shape, stretch.blocks, (path, name))
+
+
+def _pairs(rows: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(rows)
+    if len(found) < len(rows):
+        raise ValueError("a name comes twice")
+    return found

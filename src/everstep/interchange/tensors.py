@@ -1,0 +1,160 @@
+"""A tensor in somebody's files: its dtype and shape, and boxes of it whose bytes come when asked.
+
+Nothing is read before it is written somewhere else; memory is taken for a block of it, or, where
+its elements do not lie in order, for the tensor and what it is a view of.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from everstep.errors import Corrupt, Unavailable, Unsupported
+from everstep.format.boxes import Box
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.sharding.leaves import bytes_of
+
+BLOCK_BYTES = 4 << 20
+_FIRST_BYTES = 64 << 10
+_DIMS_MAX = 64
+Blocks = Callable[[], Iterator[memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Bytes of a file."""
+
+    path: Path
+    offset: int
+    size: int
+
+    def blocks(self, start: int = 0, size: int | None = None) -> Iterator[memoryview]:
+        """Those from `start` on. Raises Corrupt where the file is short."""
+        left = self.size - start if size is None else size
+        if start < 0 or left < 0 or start + left > self.size:
+            raise Corrupt(f"reading {self.path}: bytes are named that are not there")
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.offset + start)
+                count = _FIRST_BYTES  # whoever compares is often done after that
+                while left:
+                    block = file.read(min(count, left))
+                    count = BLOCK_BYTES
+                    if not block:
+                        raise Corrupt(f"reading {self.path}: it is cut short")
+                    left -= len(block)
+                    yield memoryview(block)
+        except OSError as error:
+            raise Unavailable(f"reading {self.path}: {error.strerror or error}") from error
+
+    def read(self) -> bytes:
+        """All of them."""
+        return b"".join(self.blocks())
+
+
+class Part(NamedTuple):
+    """A box of a tensor; `blocks` are its bytes, row-major."""
+
+    box: Box
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor of a source. `memory` tells which are one: equal ones are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Sequence[Part]
+    memory: object = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of its elements."""
+        return ITEM_SIZES[self.dtype] * prod(self.shape)
+
+    @classmethod
+    def whole(cls, dtype: str, shape: Sequence[int], blocks: Blocks, memory: object) -> "Found":
+        """One that lies in one piece."""
+        return cls(dtype, tuple(shape), [Part(Box.whole(tuple(shape)), blocks)], memory)
+
+    def read(self) -> torch.Tensor:
+        """All of it. For small ones."""
+        data = bytearray(b"".join(block for part in self.parts for block in part.blocks()))
+        if len(self.parts) != 1 or len(data) != self.size:
+            raise Unsupported("a tensor that lies in several pieces where a small one is expected")
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
+        return flat.view(getattr(torch, self.dtype)).view(self.shape)
+
+    def is_equal_to(self, other: "Found") -> bool:
+        """Whether both have the same bytes; mostly told by the first of them."""
+        if [part.box for part in self.parts] != [part.box for part in other.parts]:
+            return False
+        for one, two in zip(self.parts, other.parts, strict=True):
+            if any(a != b for a, b in zip_longest(one.blocks(), two.blocks())):
+                return False
+        return True
+
+    @property
+    def stand_in(self) -> torch.Tensor:
+        """A tensor of that dtype and shape without memory of its own."""
+        return torch.empty((), dtype=getattr(torch, self.dtype)).expand(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What tensors are views of. `dtype`: None where it is bytes."""
+
+    stretch: Stretch
+    dtype: str | None
+
+
+def view_of(
+    storage: Any, dtype: str | None, offset: Any, shape: Any, strides: Any, where: object
+) -> Found:
+    """A tensor as torch pickles it: elements of a storage. `dtype`: None: the storage's. Raises
+    Corrupt where they are not in it; Unsupported where they are more than it has."""
+    dtype = dtype or storage.dtype
+    numbers = (offset, *shape, *strides)
+    if not isinstance(storage, Storage) or dtype is None:
+        raise TypeError("a tensor without elements")
+    if not all(type(each) is int and 0 <= each < 1 << 62 for each in numbers):
+        raise ValueError(f"a tensor of shape {shape!r:.80} and strides {strides!r:.80}")
+    if len(shape) != len(strides) or len(shape) > _DIMS_MAX:
+        raise ValueError("a tensor with other strides than dims")
+    item, count = ITEM_SIZES[dtype], prod(shape)
+    reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+    if count and (offset + reach) * item > storage.stretch.size:
+        raise Corrupt(f"reading {where}: a tensor is larger than its storage")
+    if count * item > storage.stretch.size:
+        raise Unsupported(f"reading {where}: a tensor's elements share memory. Clone it, and save")
+    shape, strides = tuple(shape), tuple(strides)
+    memory = (storage.stretch, offset, shape, strides, dtype)
+    if _is_row_major(shape, strides):
+        start = offset * item if count else 0
+        return Found.whole(
+            dtype, shape, lambda: storage.stretch.blocks(start, count * item), memory
+        )
+    return Found.whole(dtype, shape, lambda: _strided(storage, memory), memory)
+
+
+def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    size = 1
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != size:
+            return not prod(shape)
+        size *= length
+    return True
+
+
+def _strided(storage: Storage, memory: tuple[Any, ...]) -> Iterator[memoryview]:
+    _, offset, shape, strides, dtype = memory
+    flat = torch.frombuffer(bytearray(storage.stretch.read()), dtype=torch.uint8)
+    item = ITEM_SIZES[dtype]
+    elements = flat[: flat.numel() // item * item].view(getattr(torch, dtype))
+    view: memoryview = bytes_of(elements.as_strided(shape, strides, offset)).numpy().data
+    yield from (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))

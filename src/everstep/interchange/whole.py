@@ -1,0 +1,146 @@
+"""A checkpoint of a store as what others take: its tensors by name, in bounded memory, and objects.
+
+A step of a log is made whole on the way, in memory: nothing is written to the store.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from everstep.errors import Missing, Unsupported
+from everstep.format.global_tensors import optimizers_of
+from everstep.format.manifest import Manifest
+from everstep.format.packs import Spec
+from everstep.format.tables import TensorEntry, owned_names
+from everstep.restore.buffer_pool import empty
+from everstep.restore.chain import Chain
+from everstep.restore.choose import Candidate
+from everstep.restore.fill import fill
+from everstep.restore.load import Loader
+from everstep.restore.rebuild import rebuilt
+from everstep.sharding.layout import LocalBox
+from everstep.sharding.leaves import Leaf
+from everstep.sharding.topology import adopted
+from everstep.state.objects import references
+from everstep.store.names import CheckpointName
+from everstep.tiers.tier import Tier
+
+BATCH_BYTES = 64 << 20
+"""Small tensors are read together, up to so many bytes."""
+
+
+class Whole:
+    """A checkpoint. For one thread. Takes memory for a batch of tensors, or the largest; of a log
+    for the whole state, which is replayed."""
+
+    def __init__(self, disk: Tier, name: CheckpointName, loader: Loader) -> None:
+        """Raises Missing, Corrupt; Unsupported for a log that only its own program can replay."""
+        self.name, self._disk, self._loader = name, disk, loader
+        self._candidate = Candidate(name, disk)
+        chain = self._candidate.describe()
+        self.manifest: Manifest = chain.last.manifest
+        self._versions = chain.versions
+        self._replayed = _replay(self._candidate, chain, loader) if chain.replayed else None
+        known = chain.saved(chain.optimized).tensors
+        own = {each.spec.name: each for each in known.values()}
+        if self._replayed is not None:
+            own = {key: _entry(key, each, own) for key, each in self._replayed.items()}
+        self.entries: dict[str, TensorEntry] = dict(sorted(own.items()))
+        """By their first names."""
+        tables = chain.records[-1][1] if chain.replayed else chain.base.tables
+        self.optimizers: dict[str, Any] = optimizers_of(tables)
+
+    @cached_property
+    def weights(self) -> dict[str, TensorEntry]:
+        """The tensors of models: neither optimizers' own nor in an object, but for those objects
+        that are part of a model's state_dict."""
+        said = self.manifest
+        own = [each["value"] for rank in said.ranks for each in rank.values()]
+        referred = set(references([said.objects, said.hyperparameters, *own]))
+        others = referred | set(self.optimizers) | set(_state_names(self.optimizers))
+        plain = {name: each for name, each in self.entries.items() if name not in others}
+        plain = {
+            name: each
+            for name, each in plain.items()
+            if not any(name.startswith(f"{optimizer}.") for optimizer in self.optimizers)
+        }
+        heads = set(map(_head, plain))
+        return {
+            name: each
+            for name, each in self.entries.items()
+            if name in plain or (name in referred and _head(name) in heads)
+        }
+
+    def part(self, named: str | None) -> dict[str, str]:
+        """The weights of a part of the state (None: of the only one that has any), by their names
+        in it: a name in it → that of the tensor. Raises Missing."""
+        heads = sorted(set(map(_head, self.weights)))
+        if named is None and len(heads) != 1:
+            found = f"weights in {', '.join(heads)}: say which, by --part" if heads else "no model"
+            raise Missing(f"exporting step {self.name.step} of {self._disk.root}: it has {found}")
+        prefix = f"{named or heads[0]}."
+        chosen = {n.removeprefix(prefix): n for n in self.weights if n.startswith(prefix)}
+        if not chosen:
+            raise Missing(
+                f"exporting step {self.name.step} of {self._disk.root}: it has no weights in "
+                f"{named!r}, but in {', '.join(heads)}"
+            )
+        return chosen
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """These tensors, row-major on the CPU, in this order; verified."""
+        for batch in self._batches(names):
+            if self._replayed is not None:
+                yield from ((name, self._replayed[name].contiguous()) for name in batch)
+                continue
+            made = {name: empty(replace(self.entries[name], strides=None)) for name in batch}
+            wanted = {n: (self.entries[n], [LocalBox.whole(to)]) for n, to in made.items()}
+            fill(self._candidate, self._versions, wanted, self._loader)
+            del wanted
+            for name in batch:
+                yield name, made.pop(name)
+
+    def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:
+        batch: list[str] = []
+        size = 0
+        for name in names:
+            own = self.entries[name].spec.size
+            if batch and size + own > BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(name)
+            size += own
+        if batch:
+            yield batch
+
+
+def _head(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _state_names(optimizers: dict[str, Any]) -> Iterator[str]:
+    """What optimizers keep of their parameters."""
+    parameters = {name for table in optimizers.values() for name in table["groups"]}
+    return (name for name in owned_names(optimizers) if name not in parameters)
+
+
+def _replay(candidate: Candidate, chain: Chain, loader: Loader) -> dict[str, torch.Tensor]:
+    """Raises Unsupported where a part follows from a rule of the program's."""
+    if ruled := sorted(chain.ruled):
+        raise Unsupported(
+            f"exporting {candidate.name} of {candidate.disk.root}, without the program: it is a "
+            f"log, and {', '.join(map(repr, ruled))} is derived by a rule of its own (derive=). "
+            f"Export a whole state's step"
+        )
+    with adopted(chain.last.manifest.topology):
+        return rebuilt(candidate, chain, loader)
+
+
+def _entry(name: str, tensor: torch.Tensor, stored: dict[str, TensorEntry]) -> TensorEntry:
+    """Of what a replay came to."""
+    spec: Spec = Leaf(name, tensor).spec
+    known = stored.get(name)
+    return TensorEntry(spec, (), known.aliases if known else ())

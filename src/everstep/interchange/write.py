@@ -1,0 +1,207 @@
+"""A draft as a checkpoint of a store, written without a Checkpointer: streamed, pack by pack.
+
+What is committed is as after a save: packs, then the table, then the manifest (store/commit.py).
+The epoch is claimed when all is durable: an import that is broken off leaves no branch behind.
+"""
+
+import mmap
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+
+import xxhash
+
+from everstep.errors import Conflict, Corrupt
+from everstep.format.boxes import Box
+from everstep.format.document import digest_of
+from everstep.format.manifest import Manifest, Part
+from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, lay_out
+from everstep.format.tables import FileLink, encode_table
+from everstep.interchange import tensors
+from everstep.interchange.draft import Draft
+from everstep.keeper.home import trainers_of
+from everstep.sharding.topology import topology
+from everstep.store import catalog, commit, names
+from everstep.store.names import CheckpointName
+from everstep.store.presence import Presence, is_empty, living
+from everstep.tiers.files import EXTENT_BYTES
+from everstep.tiers.tier import Tier
+
+Progress = Callable[[int, int], None]
+
+
+def write(
+    disk: Tier,
+    draft: Draft,
+    step: int,
+    *,
+    branch: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> CheckpointName:
+    """Commit a draft as that step; blocks. `branch`: also below the latest, which stays behind as
+    a branch then. Takes memory for some blocks. Raises Conflict, Corrupt and Unsupported (of the
+    source), Unavailable."""
+    what = f"importing step {step} to {disk.root}"
+    is_new = disk.size(names.STORE) is None
+    if is_new and not is_empty(disk):
+        raise Conflict(f"{what}: it is no store, and there is something in it. Name another place")
+    _check_nobody_writes(disk, what, () if disk.has_locks else living(disk))
+    parent = None if is_new else _parent(disk, step, branch, what)
+    epoch = 1 if is_new else max(catalog.known_epochs(disk), default=0) + 1
+    name = CheckpointName(step, epoch)
+    presence = Presence(disk)
+    presence.show(True)
+    try:
+        _write(disk, draft, name, parent, what, progress)
+    finally:
+        presence.end()
+    return name
+
+
+def _check_nobody_writes(disk: Tier, what: str, claims: Sequence[str] = ()) -> None:
+    """`claims`: of writers to a bucket."""
+    others = [*(f"process {pid}" for pid in trainers_of(disk.root)), *claims]
+    if others:
+        raise Conflict(
+            f"{what}: {others[0]} writes to it. A store has one writer at a time: close() that "
+            f"Checkpointer first, or import to another store"
+        )
+
+
+def _parent(disk: Tier, step: int, branch: bool, what: str) -> CheckpointName | None:
+    """What the step goes on from."""
+    line = catalog.lineage(disk)
+    before = [name for name in line if name.step < step]
+    if len(before) < len(line) and not branch:
+        raise Conflict(
+            f"{what}: its newest step is {line[-1].step}. Import it as a later one, or with "
+            f"--branch, which leaves the steps from {step} on behind as a branch"
+        )
+    return before[-1] if before else None
+
+
+def _write(
+    disk: Tier,
+    draft: Draft,
+    name: CheckpointName,
+    parent: CheckpointName | None,
+    what: str,
+    progress: Progress,
+) -> None:
+    run = commit.open_store(disk)
+    packs = _Packs(draft, progress)
+    token, links = secrets.token_hex(4), list[FileLink]()
+    try:
+        for number, pack in enumerate(packs.layout.packs):
+            link = FileLink(names.pack_path(name, token, number), pack.size)
+            disk.stream(link.path, _regrouped(packs.blocks(number)), pack.size)
+            links.append(link)
+        table = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
+        part = Part(0, commit.table_link(table), tuple(links), tuple(packs.digests), name.step)
+        _check_nobody_writes(disk, what)
+        _claim(disk, name, parent, what)
+        commit.publish(disk, _manifest(draft, name, parent, run, part), tables=[table])
+    except BaseException:
+        commit.discard_packs(disk, name, links)
+        raise
+
+
+def _claim(disk: Tier, name: CheckpointName, parent: CheckpointName | None, what: str) -> None:
+    """The epoch for which the packs are named. Raises Conflict where another has come to be."""
+    before = (parent.epoch, parent.step) if parent else (None, 0)
+    if (epoch := commit.claim_epoch(disk, *before)) != name.epoch:
+        raise Conflict(f"{what}: somebody else has begun epoch {epoch - 1} meanwhile. Try again")
+
+
+def _manifest(
+    draft: Draft, name: CheckpointName, parent: CheckpointName | None, run: str, part: Part
+) -> Manifest:
+    ranks = len(draft.ranks)
+    said = {"strategy": "import", "from": draft.kind, "source": str(draft.where)}
+    return Manifest(
+        step=name.step,
+        epoch=name.epoch,
+        run=run,
+        created=commit.now(),
+        parts=(part,),
+        objects=draft.objects,
+        hyperparameters=draft.hyperparameters,
+        parent=parent and parent._asdict(),
+        topology=topology(max(1, ranks)),
+        capture=said,
+        ranks=tuple(draft.ranks),
+    )
+
+
+class _Packs:
+    """The bytes of the packs of a draft, in their order, and the digests, once they have passed."""
+
+    def __init__(self, draft: Draft, progress: Progress) -> None:
+        rows = [
+            (Spec(name, found.dtype, found.shape, _box(found, part)), part.blocks)
+            for name, found in draft.tensors.items()
+            for part in found.parts
+        ]
+        self.layout: Layout = lay_out([spec for spec, _ in rows])
+        self.digests = [""] * self.layout.digest_count
+        self._draft, self._progress = draft, progress
+        self._total, self._done = sum(spec.size for spec, _ in rows), 0
+        self._members: list[list[tuple[Piece, tensors.Blocks, str]]] = [
+            [] for _ in self.layout.packs
+        ]
+        for piece, (spec, blocks) in zip(self.layout.pieces, rows, strict=True):
+            self._members[piece.pack].append((piece, blocks, spec.name))
+
+    def blocks(self, number: int) -> Iterator[memoryview]:
+        """Those of a pack. Raises Corrupt where the source has other bytes than it said."""
+        pack = self.layout.packs[number]
+        self.digests[pack.digest] = digest_of(pack.header)
+        yield memoryview(pack.header)
+        at = len(pack.header)
+        for piece, blocks, name in sorted(self._members[number], key=lambda row: row[0].offset):
+            yield memoryview(bytes(piece.offset - at))
+            yield from self._piece(piece, blocks, name)
+            at = piece.offset + piece.size
+        yield memoryview(bytes(pack.size - at))
+
+    def _piece(self, piece: Piece, blocks: tensors.Blocks, name: str) -> Iterator[memoryview]:
+        digest, done = xxhash.xxh3_128(), 0
+        for block in blocks():
+            view = block
+            while view and done < piece.size:
+                share = view[: min(piece.size - done, CHUNK_BYTES - done % CHUNK_BYTES)]
+                digest.update(share)
+                view, done = view[len(share) :], done + len(share)
+                if done % CHUNK_BYTES == 0 or done == piece.size:
+                    self.digests[piece.digest + (done - 1) // CHUNK_BYTES] = digest.hexdigest()
+                    digest.reset()
+            if view:
+                done += len(view)
+                break
+            self._done += len(block)
+            self._progress(self._done, self._total)
+            yield block
+        if done != piece.size:
+            raise Corrupt(
+                f"reading {self._draft.where}: {name!r} has other than {piece.size} bytes"
+            )
+        if not done:
+            self.digests[piece.digest] = digest.hexdigest()
+
+
+def _box(found: tensors.Found, part: tensors.Part) -> Box | None:
+    return None if part.box == Box.whole(found.shape) else part.box
+
+
+def _regrouped(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in large page-aligned blocks, for direct writes."""
+    block, filled = memoryview(mmap.mmap(-1, EXTENT_BYTES)), 0
+    for piece in pieces:
+        while piece:
+            count = min(len(piece), EXTENT_BYTES - filled)
+            block[filled : filled + count] = piece[:count]
+            filled, piece = filled + count, piece[count:]
+            if filled == EXTENT_BYTES:
+                yield block
+                block, filled = memoryview(mmap.mmap(-1, EXTENT_BYTES)), 0
+    if filled:
+        yield block[:filled]

@@ -1,0 +1,261 @@
+"""everstep import: what torch, DCP and safetensors have written, trained on as they would."""
+
+import argparse
+import json
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from trained import Job
+
+from commands import run, run_json
+from everstep import Checkpointer, Store
+
+REST = (4, 8)
+
+
+def trained(groups=True):
+    job = Job(groups=groups)
+    job.run(1, 4)
+    return job
+
+
+def state_dicts(job):
+    return {name: part.state_dict() for name, part in job.state.items()}
+
+
+def resumed(store, only=None, groups=True):
+    """The losses of a new training that goes on from the store."""
+    job = Job(seed=1, groups=groups)
+    with Checkpointer(store, job.state) as checkpointer:
+        assert checkpointer.restore(only=only) == 3
+        return job.run(*REST)
+
+
+@pytest.mark.parametrize("groups", [True, False], ids=["two groups", "one group"])
+def test_a_file_of_torch_trains_on(store, tmp_path, capsys, groups):
+    job = trained(groups)
+    torch.save({**state_dicts(job), "step": 3}, tmp_path / "latest.pt")
+    said = run_json(capsys, "import", tmp_path / "latest.pt", store)
+    assert (said["step"], said["from"], said["left_out"]) == (3, "torch", {})
+    assert Store(store).verify().ok
+    assert resumed(store, groups=groups) == job.run(*REST)
+
+
+def test_a_bare_state_dict_of_a_wrapped_model(store, tmp_path, capsys):
+    job = trained()
+    weights = {f"module.{name}": each for name, each in job.model.state_dict().items()}
+    torch.save(weights, tmp_path / "weights.pt")
+    assert run("import", tmp_path / "weights.pt", store) == 1
+    assert "say it by --step" in capsys.readouterr().err
+    assert not store.exists()
+    assert run("import", tmp_path / "weights.pt", store, "--step", "3", "--part", "model") == 0
+    found = Store(store).read()
+    expected = job.model.state_dict()
+    assert found.keys() == {f"model.{name}" for name in expected}
+    assert all(torch.equal(found[f"model.{name}"], each) for name, each in expected.items())
+
+
+VALUES = {
+    "numbers": [1, -(2**70), 2.5, float("inf"), True, None, 1 + 2j, "ü", b"\x00\xff"],
+    "containers": (OrderedDict(b=1, a=2), {3: "x", (1, 2): "y"}, {1, 2}, frozenset("ab")),
+    "others": [Counter("aab"), deque([1, 2], maxlen=3), range(3), bytearray(b"abc")],
+    "defaults": defaultdict(list, {"a": [1]}),
+    "arrays": [np.arange(6).reshape(2, 3), np.float32(1.5), np.asfortranarray(np.eye(3)[:2])],
+    "torch": [torch.float16, torch.device("cpu"), torch.Size([2, 3])],
+    "tensors": [torch.arange(5), torch.ones(3, 4).t(), torch.zeros(()), torch.empty(0, 3)],
+    "views": [torch.arange(20.0)[3:9], torch.ones(2, 3, 4).permute(2, 0, 1), torch.tensor([True])],
+}
+
+
+def test_values_come_back_with_their_types(store, tmp_path):
+    torch.save({"own": VALUES, "step": 1}, tmp_path / "values.pt")
+    assert run("import", tmp_path / "values.pt", store) == 0
+    live = {"own": torch.load(tmp_path / "values.pt", weights_only=False)["own"]}
+    for name in ("tensors", "views"):
+        for each in live["own"][name]:
+            each.zero_()
+    with Checkpointer(store, live) as checkpointer:
+        checkpointer.restore()
+    expected = torch.load(tmp_path / "values.pt", weights_only=False)["own"]
+    check(live["own"], expected)
+
+
+def check(found, expected):
+    assert type(found) is type(expected) or isinstance(expected, torch.Size)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            check(found[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            check(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(found, expected)
+    elif isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype
+        assert np.array_equal(found, expected)
+    else:
+        assert found == expected
+
+
+def test_what_nobody_knows_is_left_out(store, tmp_path, capsys):
+    job = trained()
+    own = {"args": argparse.Namespace(lr=1), "epoch": 2}
+    torch.save({**state_dicts(job), **own, "step": 3}, tmp_path / "latest.pt")
+    said = run_json(capsys, "import", tmp_path / "latest.pt", store)
+    assert list(said["left_out"]) == ["args"]
+    assert "argparse.Namespace" in said["left_out"]["args"]
+    assert resumed(store, only=["model", "optimizer", "scheduler"]) == job.run(*REST)
+
+
+def test_only_some_parts(store, tmp_path):
+    job = trained()
+    torch.save({**state_dicts(job), "epoch": 2}, tmp_path / "latest.pt")
+    words = ["--step", "3", "--only", "model", "--only", "optimizer", "--only", "scheduler"]
+    assert run("import", tmp_path / "latest.pt", store, *words) == 0
+    assert resumed(store) == job.run(*REST)
+
+
+def test_parameters_that_have_numbers(store, tmp_path, capsys):
+    """A third group order, which no rule knows: the user says it; or the optimizer has names."""
+    job = trained()
+    names = [name for name, _ in job.model.named_parameters()]
+    order = names[::-1]
+    own = dict(job.model.named_parameters())
+    state = job.optimizer.state_dict()
+    parameters = [p for g in job.optimizer.param_groups for p in g["params"]]
+    place = {n: next(i for i, p in enumerate(parameters) if p is own[n]) for n in names}
+    group = {**state["param_groups"][0], "params": list(range(len(names)))}
+    moved = {i: state["state"][place[name]] for i, name in enumerate(order)}
+    saved = {"model": job.model.state_dict(), "step": 3}
+    torch.save({**saved, "optimizer": {"state": moved, "param_groups": [group]}}, tmp_path / "a")
+    assert run("import", tmp_path / "a", store) == 1
+    assert "give it by --names" in capsys.readouterr().err
+    (tmp_path / "names.json").write_text(json.dumps(order))
+    assert run("import", tmp_path / "a", store, "--names", tmp_path / "names.json") == 0
+    found = Store(store).read()
+    for name in names:
+        expected = state["state"][place[name]]["exp_avg"]
+        assert torch.equal(found[f"optimizer.model.{name}.exp_avg"], expected)
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    assert (
+        run("import", tmp_path / "a", store, "--step", "4", "--names", tmp_path / "names.json") == 1
+    )
+    group["param_names"] = order
+    torch.save({**saved, "optimizer": {"state": moved, "param_groups": [group]}}, tmp_path / "b")
+    assert run("import", tmp_path / "b", store, "--step", "4") == 0
+    again = Store(store).read()
+    assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+class Training:
+    def __init__(self, job):
+        self.job = job
+
+    def state_dict(self):
+        weights, moments = get_state_dict(self.job.model, self.job.optimizer)
+        own = {"scheduler": self.job.scheduler.state_dict(), "step": 3}
+        return {"model": weights, "optimizer": moments, **own}
+
+    def load_state_dict(self, saved):
+        model, moments = saved["model"], saved["optimizer"]
+        job = self.job
+        set_state_dict(job.model, job.optimizer, model_state_dict=model, optim_state_dict=moments)
+        job.scheduler.load_state_dict(saved["scheduler"])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of one process
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_directory_of_dcp_trains_on(store, tmp_path, capsys, wrapped):
+    job = trained()
+    saved = {"app": Training(job)} if wrapped else Training(job).state_dict()
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp")
+    said = run_json(capsys, "import", tmp_path / "dcp", store)
+    assert (said["step"], said["from"], said["left_out"]) == (3, "dcp", {})
+    other = Job(seed=2)
+    if wrapped:
+        dcp.load({"app": Training(other)}, checkpoint_id=tmp_path / "dcp")
+        assert other.run(*REST) == resumed(store)
+    else:
+        assert job.run(*REST) == resumed(store)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_in_a_directory_of_dcp(store, tmp_path):
+    """Plain state dicts, whose parameters have numbers."""
+    job = trained()
+    dcp.save(state_dicts(job), checkpoint_id=tmp_path / "dcp")
+    assert run("import", tmp_path / "dcp", store, "--step", "3") == 0
+    assert resumed(store) == job.run(*REST)
+
+
+def test_files_of_safetensors(store, tmp_path, capsys):
+    job = trained()
+    weights = {name: each for name, each in job.model.state_dict().items() if "head" not in name}
+    save_file(weights, tmp_path / "model.safetensors")
+    words = ["import", tmp_path / "model.safetensors", store, "--step", "1"]
+    assert run_json(capsys, *words)["from"] == "hf"
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    names = sorted(weights)
+    for number, own in enumerate((names[:2], names[2:])):
+        save_file({name: weights[name] for name in own}, shards / f"part-{number}.safetensors")
+    index = {name: f"part-{int(name in names[2:])}.safetensors" for name in names}
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert run("import", shards, store, "--step", "2") == 0
+    for step in (1, 2):
+        found = Store(store).read(step)
+        assert found.keys() == {f"model.{name}" for name in weights}
+        assert all(torch.equal(found[f"model.{name}"], weights[name]) for name in weights)
+    other = Job(seed=1)
+    with Checkpointer(store, {"model": other.model}) as checkpointer:
+        checkpointer.restore()
+    assert torch.equal(other.model.head.weight, job.model.head.weight)
+
+
+def test_what_was_exported_comes_back(store, other_store, tmp_path):
+    job = trained()
+    with Checkpointer(store, job.state) as checkpointer:
+        checkpointer.save(3)
+    assert run("export", store, "--to", "hf", tmp_path / "out", "--shard-size", "100") == 0
+    assert run("import", tmp_path / "out", other_store, "--step", "3") == 0
+    found, expected = Store(other_store).read(), Store(store).read()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert {name for name in expected if name.startswith("model.")} == set(found) | {
+        "model.head.weight"
+    }
+
+
+def test_a_store_has_one_writer(store, tmp_path, capsys):
+    job = trained()
+    torch.save({**state_dicts(job), "step": 3}, tmp_path / "latest.pt")
+    with Checkpointer(store, job.state) as checkpointer:
+        checkpointer.save(3).wait()
+        assert run("import", tmp_path / "latest.pt", store, "--step", "9") == 1
+        assert "writes to it" in capsys.readouterr().err
+        checkpointer.save(5).wait()
+    assert run("import", tmp_path / "latest.pt", store, "--step", "4") == 1
+    assert "Conflict: importing step 4" in capsys.readouterr().err
+    assert run("import", tmp_path / "latest.pt", store, "--step", "6") == 0
+    assert Store(store).steps() == [3, 5, 6]
+    assert run("import", tmp_path / "latest.pt", store, "--step", "4", "--branch") == 0
+    assert Store(store).steps() == [3, 4]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    assert run("import", tmp_path / "latest.pt", tmp_path / "full", "--step", "4") == 1
+    assert "Name another place" in capsys.readouterr().err
+
+
+def test_a_bucket(bucket, tmp_path):
+    job = trained()
+    torch.save({**state_dicts(job), "step": 3}, tmp_path / "latest.pt")
+    assert run("import", tmp_path / "latest.pt", bucket) == 0
+    assert Store(bucket).verify().ok
+    assert resumed(bucket) == job.run(*REST)
