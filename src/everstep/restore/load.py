@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ log = logging.getLogger("everstep")
 
 READS_IN_FLIGHT = min(16, max(8, os.cpu_count() or 8))
 """More than the disk asks for: some of the threads touch new memory meanwhile."""
+_COPIES_IN_FLIGHT = min(READS_IN_FLIGHT, os.cpu_count() or 8)
+"""Out of memory: a thread more than there are cores only waits."""
 _BUFFER_BYTES = CHUNK_BYTES + PAGE_BYTES
 _HUGE_PAGE_BYTES = 2 << 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # of shared memory there are no huge pages
@@ -103,13 +106,15 @@ class Loader:
             # Kernels that initialise the tensors may still run, or those of a replay on a stream of
             # its own that used the memory before.
             torch.cuda.synchronize(device)
-        reads = [self._pool.submit(task.read, span) for span in spans]
+        left = deque(spans)
+        is_near = all(isinstance(near, MemorySource) for near, *_ in sources)
+        count = min(_COPIES_IN_FLIGHT if is_near else READS_IN_FLIGHT, len(spans))
+        reads = [self._pool.submit(task.read_all, left) for _ in range(count)]
         try:
             for read in reads:
                 read.result()
         finally:
-            for read in reads:  # after an error none may go on filling
-                read.cancel()
+            left.clear()  # after an error none may go on filling
             wait(reads)
 
     def _buffer(self, pinned: bool) -> memoryview:
@@ -128,6 +133,15 @@ class _Task:
     deliveries: Mapping[str, Sequence[Delivery]]
     devices: set[torch.device]
     buffer: Callable[[bool], memoryview]
+
+    def read_all(self, left: deque[Span]) -> None:
+        """What is left, span by span, beside other threads."""
+        while True:
+            try:
+                span = left.popleft()
+            except IndexError:
+                return
+            self.read(span)
 
     def read(self, span: Span) -> None:
         """One span: from the first source whose bytes are right."""
