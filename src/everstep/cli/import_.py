@@ -10,7 +10,7 @@ from everstep.cli import text
 from everstep.cli.progress import progress_bar
 from everstep.tiers.tier import tier_at
 
-_KINDS = ("dcp", "hf", "torch")
+_KINDS = ("accelerate", "dcp", "hf", "lightning", "torch", "trainer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Import one checkpoint."""
-    from everstep.interchange.sources import Options, read_names, read_source
+    from everstep.interchange.sources import read_names, read_source
+    from everstep.interchange.trees import Options
     from everstep.interchange.write import write
 
     names = None if args.names is None else read_names(args.names)

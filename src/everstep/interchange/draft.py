@@ -5,7 +5,7 @@ optimizers      optimizer.name.weight.exp_avg     tensors, groups, hyperparamete
 all else        scheduler, rng, ...               tagged JSON, tensors in it under their paths
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from everstep.format.tiling import find_flaw
 from everstep.interchange.pickles import Inert, Settler
 from everstep.interchange.tensors import Found
 from everstep.sharding.leaves import canonical
+from everstep.sharding.ranked import Share, own_name
 from everstep.state.objects import Json, encode
 
 _STRUCTURE = ("params", "param_names")
@@ -101,10 +102,26 @@ class Draft:
             self.tensors = tensors
             self.left_out[name] = str(error)
 
-    def encoded(self, path: str, value: Any) -> Json:
+    def add_by_rank(self, name: str, values: Sequence[Any]) -> None:
+        """What each of several ranks has for itself; of one, a plain object."""
+        if len(values) == 1:
+            self.add_object(name, values[0])
+            return
+        self.ranks = self.ranks or [{} for _ in values]
+        for rank, value in enumerate(values):
+            share = Share(rank, len(values))
+            self.ranks[rank][name] = share.to_json(self.encoded(name, value, rank))
+
+    def encoded(self, path: str, value: Any, rank: int | None = None) -> Json:
         """Tagged JSON, whose tensors are the draft's, under their paths."""
+
+        def sink(found_at: str, tensor: torch.Tensor) -> str:
+            called = found_at if rank is None else own_name(found_at, rank)
+            self.add_tensor(called, self._stand_ins[id(tensor)][1])
+            return called
+
         tree = Settler(self.where, self._leaf).settle(value, path)
-        return encode(tree, path, self._sink)
+        return encode(tree, path, sink)
 
     def add_optimizer(
         self, name: str, state: Mapping[str, Any], names: Mapping[Any, str], class_: str = ""
@@ -166,10 +183,6 @@ class Draft:
                 f"here knows, and is made by no import"
             )
         return value
-
-    def _sink(self, path: str, tensor: torch.Tensor) -> str:
-        self.add_tensor(path, self._stand_ins[id(tensor)][1])
-        return path
 
 
 def _fits(box: Box, shape: tuple[int, ...]) -> bool:

@@ -37,10 +37,11 @@ Rule = Callable[[Sequence[str], Shapes], list[list[str]]]
 
 
 def find_names(
-    state: Mapping[str, Any], shapes: Shapes, given: Sequence[str] | None, what: str
+    state: Mapping[str, Any], shapes: Shapes, given: Sequence[Sequence[str]] | None, what: str
 ) -> dict[Any, str]:
     """What stands for a parameter in the state_dict → its name. `shapes`: of the model's weights,
-    in their order; `given`: names by the user. Raises Unsupported, with what to do; Corrupt."""
+    in their order; `given`: in which orders they may be (None: that, or by rules). Raises
+    Unsupported, with what to do; Corrupt."""
     groups, own = state["param_groups"], state["state"]
     if not isinstance(groups, list) or not isinstance(own, dict):
         raise Corrupt(f"{what}: it has no groups, or no state")
@@ -51,12 +52,12 @@ def find_names(
     keys: list[Any] = [each for group in groups for each in group["params"]]
     if not all(type(each) in (str, int) for each in keys):
         raise Corrupt(f"{what}: its parameters are neither names nor numbers")
-    if given is not None:
-        found = [list(given)]
-    elif all(type(each) is str for each in keys):
+    if all(type(each) is str for each in keys):
         return {key: _known(key, shapes, what) for key in keys}
     elif all(len(g.get("param_names") or ()) == len(g["params"]) for g in groups):
         found = [[_known(name, shapes, what) for g in groups for name in g["param_names"]]]
+    elif given is not None:
+        found = [list(names) for names in given]
     else:
         found = _by_rules(state, keys, shapes)
     fitting = [

@@ -16,7 +16,7 @@ import torch
 from everstep.errors import Corrupt, Unavailable, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.sharding.leaves import bytes_of
+from everstep.sharding.leaves import bytes_of, dtype_name
 
 BLOCK_BYTES = 4 << 20
 _FIRST_BYTES = 64 << 10
@@ -81,6 +81,12 @@ class Found:
     def whole(cls, dtype: str, shape: Sequence[int], blocks: Blocks, memory: object) -> "Found":
         """One that lies in one piece."""
         return cls(dtype, tuple(shape), [Part(Box.whole(tuple(shape)), blocks)], memory)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Found":
+        """One that is here."""
+        view = bytes_of(tensor).numpy().data
+        return cls.whole(dtype_name(tensor.dtype), tensor.shape, lambda: iter([view]), None)
 
     def read(self) -> torch.Tensor:
         """All of it. For small ones."""

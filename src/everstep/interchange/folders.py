@@ -1,0 +1,247 @@
+"""Folders of several files: of transformers' Trainer, of Accelerate; and Lightning's one file.
+
+Each becomes the parts that everstep's own integration of that library has (docs/trainers.md).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.errors import Corrupt, Unsupported
+from everstep.interchange import archives, dcp, safetensors
+from everstep.interchange.draft import Draft
+from everstep.interchange.tensors import Found
+from everstep.interchange.trees import Options, add_tree
+
+TRAINER_STATE = "trainer_state.json"
+RANDOM_STATES = "random_states_0.pkl"
+_FSDP = "pytorch_model_fsdp"
+_MODULES_MAX = 100_000
+_COUNTED: tuple[str, ...] = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+)
+_COUNTED += ("best_metric", "best_global_step", "best_model_checkpoint")
+
+
+# ---- transformers' Trainer -----------------------------------------------------------------------
+
+
+def read_trainer(folder: Path, options: Options) -> Draft:
+    """Parts as everstep_trainer() has them. The optimizer's parameters are in the order that the
+    installed transformers gives the model of config.json."""
+    draft = Draft(folder, "trainer")
+    state = _json(folder / TRAINER_STATE)
+    tree: dict[str, Any] = {options.part: _weights(folder, "")}
+    for name, file in (("optimizer", "optimizer.pt"), ("scheduler", "scheduler.pt")):
+        tree[name] = _file(folder / file)
+    tree["optimizer"] = tree["optimizer"] or _sharded(folder / "optimizer_0", "optimizer")
+    tree["scaler"] = _file(folder / "scaler.pt")
+    tree = {name: each for name, each in tree.items() if each}
+    orders = _orders_of_trainer(folder) if "optimizer" in tree else None
+    add_tree(draft, tree, options, orders)
+    generators = [_of_trainer(each) for each in _by_rank(folder, "rng_state", ".pth")]
+    if _is_wanted("rng", options) and generators:
+        draft.add_by_rank("rng", generators)
+    if _is_wanted("trainer", options) and generators:
+        draft.add_object("trainer", _trainer(state, generators[0]))
+    draft.step = int(state["global_step"])
+    return draft
+
+
+def _trainer(state: Mapping[str, Any], generators: Mapping[str, Any]) -> dict[str, Any]:
+    """What the Trainer of everstep keeps of itself, as the Trainer's own resume has it."""
+    step, epoch = state["global_step"], state.get("epoch") or 0
+    at = {name: generators[name] for name in ("python", "numpy", "torch")}
+    return {
+        "state": {name: state[name] for name in _COUNTED if name in state},
+        "sums": {
+            "current_flos": 0,
+            "_total_loss_scalar": 0.0,
+            "_globalstep_last_logged": step,
+            "_initial_global_step": step,
+            "_tr_loss": Found.of(torch.tensor(0.0)),
+            "_epoch_generators": at | {"own": []},
+        },
+        "attributes": {},
+        "callbacks": [],
+        "was_stopped": False,
+        "steps_per_epoch": round(step / epoch) if epoch else 0,
+    }
+
+
+def _orders_of_trainer(folder: Path) -> list[list[str]]:
+    """The parameters in the order of its groups; none where that is not known here."""
+    try:
+        import transformers
+    except ImportError:
+        return []
+    config = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    kind = getattr(transformers, str((config.get("architectures") or [""])[0]), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        return []
+    if any(type(n) is int and n > _MODULES_MAX for k, n in config.items() if "layer" in k):
+        raise Corrupt(f"reading {folder}/config.json: a model of so many layers")
+    with torch.device("meta"):
+        model = kind(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
+    decaying = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    names = [name for name, _ in model.named_parameters()]
+    groups = [n for n in names if n in decaying], [n for n in names if n not in decaying]
+    return [[*groups[0], *groups[1]]]
+
+
+# ---- Accelerate ----------------------------------------------------------------------------------
+
+
+def read_accelerate(folder: Path, options: Options) -> Draft:
+    """Parts as state_of(accelerator) has them."""
+    draft = Draft(folder, "accelerate")
+    tree: dict[str, Any] = {}
+    for name, read in (
+        ("model", lambda number: _model(folder, number)),
+        ("optimizer", lambda number: _optimizer(folder, number)),
+        ("scheduler", lambda number: _file(folder / f"scheduler{_ending(number)}.bin")),
+        ("custom", lambda number: _file(folder / f"custom_checkpoint_{number}.pkl")),
+    ):
+        found = list(_counted(read))
+        numbered = {f"{name}.{number}": each for number, each in enumerate(found)}
+        tree |= numbered if len(found) > 1 else dict.fromkeys([name] * len(found), *found)
+    tree |= {"scaler": scaler} if (scaler := _file(folder / "scaler.pt")) else {}
+    add_tree(draft, tree, options, None if (folder / "pytorch_model.bin").is_file() else [])
+    draft.find_ties()
+    states = _by_rank(folder, "random_states", ".pkl")
+    if _is_wanted("rng", options):
+        draft.add_by_rank("rng", [_of_accelerate(each) for each in states])
+    if _is_wanted("accelerator", options) and type(states[0].get("step")) is int:
+        said = {"step": states[0]["step"], "sync_gradients": True}
+        draft.add_object("accelerator", said)
+    return draft
+
+
+def _model(folder: Path, number: int) -> Any:
+    of_fsdp = folder / f"{_FSDP}{_ending(number)}.bin"
+    return (
+        _weights(folder, _ending(number))
+        or _file(of_fsdp)
+        or _sharded(folder / f"{_FSDP}_{number}", "model")
+    )
+
+
+def _optimizer(folder: Path, number: int) -> Any:
+    path = folder / f"optimizer{_ending(number)}.bin"
+    return _file(path) or _sharded(folder / f"optimizer_{number}", "optimizer")
+
+
+def _ending(number: int) -> str:
+    return f"_{number}" if number else ""
+
+
+def _counted(read: Callable[[int], Any]) -> Iterator[Any]:
+    number = 0
+    while number < _MODULES_MAX and (found := read(number)):
+        yield found
+        number += 1
+
+
+# ---- Lightning -----------------------------------------------------------------------------------
+
+
+def read_lightning(path: Path, options: Options) -> Draft:
+    """Models, optimizers and schedulers as EverstepCallback has them."""
+    draft, said = Draft(path, "lightning"), archives.load(path)
+    tree = {options.part: said["state_dict"]}
+    tree |= {f"optimizer.{n}": each for n, each in enumerate(said.get("optimizer_states", ()))}
+    tree |= {f"scheduler.{n}": each for n, each in enumerate(said.get("lr_schedulers", ()))}
+    add_tree(draft, tree, options)
+    draft.step = said.get("global_step")
+    return draft
+
+
+def is_lightning(path: Path) -> bool:
+    """By what its trainer writes into each."""
+    if not archives.is_archive(path):
+        return False
+    said = archives.Archive(path).load()
+    return isinstance(said, dict) and "pytorch-lightning_version" in said
+
+
+# ---- what they have in common --------------------------------------------------------------------
+
+
+def _weights(folder: Path, ending: str) -> Any:
+    """Of a model, by safetensors or torch; None where there are none."""
+    for name in ("model", "adapter_model"):
+        file = folder / f"{name}{ending}.safetensors"
+        if file.is_file():
+            return safetensors.read_file(file)
+    if not ending and any(folder.glob(safetensors.INDEX)):
+        return safetensors.read_weights(folder)
+    return _file(folder / f"pytorch_model{ending}.bin")
+
+
+def _file(path: Path) -> Any:
+    return archives.load(path) if path.is_file() else None
+
+
+def _sharded(folder: Path, key: str) -> Any:
+    return dcp.read_tree(folder)[key] if (folder / dcp.METADATA).is_file() else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"reading {path}: it is no JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise Corrupt(f"reading {path}: it is no object")
+    return said
+
+
+def _is_wanted(part: str, options: Options) -> bool:
+    return not options.only or part in options.only
+
+
+def _by_rank(folder: Path, stem: str, suffix: str) -> list[Any]:
+    """What each rank has written; of the Trainer's, one process alone has no number."""
+    alone = folder / f"{stem}{suffix}"
+    if alone.is_file():
+        return [archives.load(alone)]
+    count = len(list(folder.glob(f"{stem}_*{suffix}")))
+    return [archives.load(folder / f"{stem}_{rank}{suffix}") for rank in range(count)]
+
+
+def _of_trainer(said: Mapping[str, Any]) -> dict[str, Any]:
+    return _generators(said["python"], said["numpy"], said["cpu"], said.get("cuda"))
+
+
+def _of_accelerate(said: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("random_state", "numpy_random_seed", "torch_manual_seed")
+    python, numpy, cpu = (said[name] for name in names)
+    return _generators(python, numpy, cpu, said.get("torch_cuda_manual_seed"))
+
+
+def _generators(python: Any, numpy: Any, cpu: Any, cuda: Any) -> dict[str, Any]:
+    """As everstep has the global ones (state/stateful.py). Raises Unsupported."""
+    version, words, gauss = python
+    found = {"python": (version, np.array(words, np.uint32), gauss), "torch": cpu, "numpy": numpy}
+    if isinstance(cuda, list):
+        found["cuda"] = cuda
+    elif cuda is not None:
+        found |= {"cuda": [cuda], "cuda_current": 0}
+    return found
+
+
+def check_known(folder: Path) -> None:
+    """Raises Unsupported for what nobody here reads."""
+    if any(folder.glob(f"{_FSDP}*_rank*.bin")):
+        raise Unsupported(
+            f"importing {folder}: each rank has saved its own shards (LOCAL_STATE_DICT, or without "
+            f"DCP). Save it as SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )

@@ -1,0 +1,102 @@
+"""A tree of state dicts, as people save it, and the parts of a checkpoint in it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from everstep.errors import Missing, Unsupported
+from everstep.interchange.draft import Draft, bare, is_optimizer, is_weights
+from everstep.interchange.names import find_names, with_numbers
+
+_STEPS = ("step", "global_step", "global_steps", "iteration")
+_PARTS_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`part`: what a model is called that has no name in the source. `names`: of an optimizer's
+    parameters, in its order, where the source has numbers. `only`: of the parts these."""
+
+    part: str = "model"
+    names: Sequence[str] | None = None
+    only: Sequence[str] = ()
+
+
+def add_tree(
+    draft: Draft, tree: Any, options: Options, orders: Sequence[Sequence[str]] | None = None
+) -> None:
+    """The parts of what people save: a model's state dict, or a dict of several things. `orders`:
+    in which the parameters of an optimizer may be; None: as weights are, or by how people group."""
+    if is_weights(tree):
+        draft.add_weights(options.part, bare(tree))
+        return
+    if not isinstance(tree, dict) or not all(type(key) is str for key in tree):
+        raise Unsupported(f"importing {draft.where}: at its top there is no dict of parts")
+    parts = dict(_parts(_opened(tree)))
+    chosen = {
+        name: each
+        for name, each in parts.items()
+        if not options.only or any(f"{name}.".startswith(f"{one}.") for one in options.only)
+    }
+    if options.only and not chosen:
+        raise Missing(f"importing {draft.where}: it has no {options.only}, but {list(parts)}")
+    models = [name for name, each in chosen.items() if is_weights(each)]
+    for name in models:
+        draft.add_weights(name, bare(chosen[name]))
+    for name, each in chosen.items():
+        if draft.step is None and name in _STEPS and type(each) is int:
+            draft.step = each
+        elif is_optimizer(each):
+            add_optimizer(draft, name, each, models, options, orders)
+        elif name not in models:
+            draft.try_object(name, each)
+
+
+def add_optimizer(
+    draft: Draft,
+    name: str,
+    state: Mapping[str, Any],
+    models: Sequence[str],
+    options: Options,
+    orders: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """One of these models' optimizers. Raises Unsupported where none fits."""
+    what, state = f"importing {name!r} of {draft.where}", with_numbers(state)
+    errors, twins = [], draft.twins()
+    for model, but in product(models, [{}, twins] if twins else [{}]):
+        try:
+            given = orders if options.names is None else [options.names]
+            found = find_names(state, draft.shapes(model, but), given, what)
+        except Unsupported as error:
+            errors.append(error)
+            continue
+        full = {key: draft.full_name(model, each) for key, each in found.items()}
+        draft.add_optimizer(name, state, full)
+        return
+    raise errors[0] if errors else Unsupported(f"{what}: there is no model whose it could be")
+
+
+def _opened(tree: dict[str, Any]) -> dict[str, Any]:
+    """Without a dict around all others, such as of an AppState."""
+    while len(tree) == 1:
+        (inner,) = tree.values()
+        if not isinstance(inner, dict) or is_weights(inner) or is_optimizer(inner):
+            break
+        if not any(is_weights(each) or is_optimizer(each) for each in inner.values()):
+            break
+        tree = inner
+    return tree
+
+
+def _parts(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Lists of models and optimizers are as many parts, and of one thing that one."""
+    for name, each in tree.items():
+        is_several = isinstance(each, list) and bool(each) and len(each) < _PARTS_MAX
+        if is_several and all(is_weights(one) or is_optimizer(one) for one in each):
+            yield from (
+                (name if len(each) == 1 else f"{name}.{number}", one)
+                for number, one in enumerate(each)
+            )
+        else:
+            yield name, each
