@@ -18,15 +18,18 @@ keeper.main(sys.argv[sys.argv.index("everstep.keeper") + 1 :])
 
 def choose(encoders, patch=setattr, small=encoder.SMALL_BYTES):
     """In this process tensors get these in turn, by their names; "raw": none; "rounded": those that
-    are. Chunks of less than `small` bytes stay raw."""
-    others = [each for each in encoders if each != codec.ROUNDED] or [codec.RAW]
+    are; "difference": all others, where there is a base. Chunks of less than
+    `small` bytes stay raw."""
+    own = (codec.DIFFERENCE, codec.ROUNDED)
+    others = [each for each in encoders if each not in own] or [codec.RAW]
 
     def pick(samples, link, free):
         del link, free
         found = {name: others[at % len(others)] for at, name in enumerate(sorted(samples))}
-        if codec.ROUNDED in encoders:
-            rounded = (name for name, each in samples.items() if codec.ROUNDED in each.figures)
-            found |= dict.fromkeys(rounded, codec.ROUNDED)
+        for each in own:
+            if each in encoders:
+                known = (name for name, sample in samples.items() if each in sample.figures)
+                found |= dict.fromkeys(known, each)
         return {name: each for name, each in found.items() if each != codec.RAW}
 
     patch(encoder, "choose", pick)

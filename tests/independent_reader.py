@@ -174,21 +174,56 @@ def chunks(table: dict) -> list[tuple[str, int, int, int, int]]:
 
 
 def read_packed(store: Path, part: dict, table: dict) -> list[Piece]:
-    need(len(part["packs"]) == len(table["packs"]), "packs")
-    found: dict[int, bytes] = {}
-    for number, (pack, raw_pack) in enumerate(zip(part["packs"], table["packs"], strict=True)):
-        here = [chunk for chunk in chunks(table) if chunk[1] == number]
-        still = raw_pack.get("still", False)
-        found |= (raw_chunks if still else packed_chunks)(store, part, pack, raw_pack, here)
-    headers = {pack["digest"] for pack in table["packs"]}
-    need(sorted(found.keys() | headers) == list(range(len(part["digests"]))), "unused digests")
-    round_copies(part, table, found)
+    found = all_chunks(store, part, table)
     return [
         (name, row, piece, b"".join(found[index] for index in digests_of(piece)))
         for row in table["tensors"]
         for piece in row["pieces"]
         for name in (row["name"], *row.get("aliases", ()))
     ]
+
+
+def all_chunks(store: Path, part: dict, table: dict, depth: int = 0) -> dict[int, bytes]:
+    """The raw bytes of each chunk, by its digest."""
+    need(len(part["packs"]) == len(table["packs"]), "packs")
+    need(depth <= 8, "too many differences")
+    found: dict[int, bytes] = {}
+    for number, (pack, raw_pack) in enumerate(zip(part["packs"], table["packs"], strict=True)):
+        here = [chunk for chunk in chunks(table) if chunk[1] == number]
+        is_raw = raw_pack.get("still", False) or "stored" not in part
+        found |= (raw_chunks if is_raw else packed_chunks)(store, part, pack, raw_pack, here)
+    headers = {pack["digest"] for pack in table["packs"]}
+    need(sorted(found.keys() | headers) == list(range(len(part["digests"]))), "unused digests")
+    add_differences(store, part, table, found, depth)
+    round_copies(part, table, found)
+    return found
+
+
+def add_differences(
+    store: Path, part: dict, table: dict, found: dict[int, bytes], depth: int
+) -> None:
+    """To the chunks of the part with the same table, of an earlier checkpoint."""
+    rows = [row for row in part.get("encoded", ()) if row[1] == "difference"]
+    need(bool(rows) <= ("base" in part), "differences to nothing")
+    if not rows:
+        return
+    said = part["base"]
+    path = checkpoints(store)[said["step"], said["epoch"]]
+    need(hexdigest(path.read_bytes()) == said["digest"], f"{path}: not what differences are to")
+    (base,) = (each for each in document(path)["parts"] if each["table"] == part["table"])
+    before = all_chunks(store, base, table, depth + 1)
+    items = {
+        index: AS_BYTES.get(row["dtype"]) or ITEM[PLAIN[row["dtype"]]]
+        for row in table["tensors"]
+        for piece in row["pieces"]
+        for index in digests_of(piece)
+    }
+    for index, _, content in rows:
+        dtype = np.dtype(f"<u{min(8, items[index])}")
+        zigzag, old = np.frombuffer(found[index], dtype), np.frombuffer(before[index], dtype)
+        halves = zigzag >> np.ones_like(zigzag)
+        found[index] = (old + np.where(zigzag & np.ones_like(zigzag), ~halves, halves)).tobytes()
+        need(content == hexdigest(found[index]), f"difference {index}: content")
 
 
 def round_copies(part: dict, table: dict, found: dict[int, bytes]) -> None:
@@ -255,11 +290,12 @@ def packed_chunks(
             need(stored == 0, f"{name}: rounded")
             chunk = bytes(size)  # round_copies
         elif stored < size:
-            need(codec in ("planes", "zstd"), f"{name}: codec {codec}")
+            need(codec in ("planes", "zstd", "difference"), f"{name}: codec {codec}")
             decompressor = zstandard.ZstdDecompressor()
             is_frame = codec == "zstd"
             chunk = decompressor.decompress(chunk) if is_frame else from_planes(chunk, size)
-            need(content in (None, hexdigest(chunk)), f"{name}: content")
+            is_last = codec != "difference"  # add_differences
+            need(not is_last or content in (None, hexdigest(chunk)), f"{name}: content")
         need(len(chunk) == size, f"{name}: size")
         found[index] = chunk
         at += stored

@@ -67,3 +67,27 @@ def test_a_save_that_is_encoded(folder, fault, monkeypatch):
         assert Store(disk.root).verify().ok
 
     assert sweep(folder, _two, save, fault, finish) > 30
+
+
+@pytest.mark.parametrize("fault", [Fault.KILL, *slow(Fault.NO_SYNC, Fault.EIO, Fault.BURST)])
+def test_saves_with_differences(folder, fault, monkeypatch):
+    monkeypatch.setattr(stores, "content", content)
+    coded.choose(("planes", "difference"), monkeypatch.setattr)
+    seen = set()
+
+    def save(disk: Disk, promises: Promises) -> None:
+        trainer = trainer_of(disk, epoch=1, parent=CheckpointName(2, 1))
+        for step in (3, 4, 5):  # with the second there is a base, and it is known for the third
+            trainer.save(step)
+            promises.checkpoints.add(CheckpointName(step, 1))
+        (part,) = catalog.read_manifest(disk, CheckpointName(5, 1)).parts
+        seen.update(each.codec for each in part.encoded)
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, 1, 5)
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == 6
+        assert Store(disk.root).verify().ok
+
+    assert sweep(folder, _two, save, fault, finish) > 90
+    assert "difference" in seen

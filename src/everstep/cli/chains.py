@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import EverstepError
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import Manifest, Previous
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
@@ -22,12 +22,13 @@ WALK_MAX = 1000
 @dataclass(frozen=True, slots=True)
 class Link:
     """A checkpoint in its chain. `behind`: what a restore reads before it; None where one begins.
-    `is_made`: at a state that lies beside it since. `whole`: the facts of such a state, also of one
-    that is not exact, and is not taken."""
+    `is_made`: at a state that lies beside it since. `base`: of a state, what its differences are
+    to. `whole`: the facts of one that was made, also of one that is not exact, and is not taken."""
 
     behind: CheckpointName | None
     records: int
     is_made: bool = False
+    base: CheckpointName | None = None
     whole: dict[str, Any] | None = None
 
 
@@ -47,10 +48,10 @@ class Chains:
             with contextlib.suppress(EverstepError):  # a damaged one is as none
                 state = catalog.read_state(self._disk, name)
         is_made = state is not None and state.ends_chain
-        previous = None if is_made else manifest.previous
-        behind = CheckpointName(previous.step, previous.epoch) if previous else None
+        behind = None if is_made else _name(manifest.previous)
         whole = _whole_facts(state) if state and not state.is_spread else None
-        self._links[name] = Link(behind, len(manifest.records), is_made, whole)
+        base = None if manifest.previous else _name(manifest.behind)
+        self._links[name] = Link(behind, len(manifest.records), is_made, base, whole)
         return manifest
 
     def whole(self, name: CheckpointName) -> dict[str, Any] | None:
@@ -86,7 +87,8 @@ class Chains:
         found: dict[CheckpointName, None] = {}
         for name in sorted(among):  # each after what is behind it
             link = self._link(name)
-            if link and link.behind and (is_lost(link.behind) or link.behind in found):
+            behind = link and (link.behind or link.base)
+            if behind and (is_lost(behind) or behind in found):
                 found[name] = None
         return list(found)
 
@@ -95,6 +97,10 @@ class Chains:
             with contextlib.suppress(EverstepError):
                 self.read(name)
         return self._links[name]
+
+
+def _name(previous: Previous | None) -> CheckpointName | None:
+    return CheckpointName(previous.step, previous.epoch) if previous else None
 
 
 def _whole_facts(state: Manifest) -> dict[str, Any]:

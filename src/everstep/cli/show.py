@@ -93,6 +93,7 @@ def _facts(path: str, reference: str | None) -> dict[str, Any]:
         "size": manifest.size,
         "added": catalog.added_bytes(manifest),
         "previous": whole["previous"],
+        "base": asdict(base) if (base := manifest.behind) and not manifest.previous else None,
         "chain": chain,
         "broken": broken,
         "whole": chains.whole(name),
@@ -267,6 +268,8 @@ def _origin_lines(facts: Facts) -> list[str]:
         steps = f"of steps {records[0]['step']} to {records[-1]['step']}"
         count = text.plural(len(records), "record")
         return _section("replays", f"{count}, {steps}: its parts were copied one after another")
+    if base := facts["base"]:
+        return _section("follows", f"step {base['step']}, to which it has differences")
     if parent:
         return _section("follows", f"after step {parent['step']} of epoch {parent['epoch']}")
     return []

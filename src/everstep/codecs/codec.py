@@ -17,6 +17,12 @@ ROUNDED = "rounded"
 """Nothing is stored: the chunk is rounded from the same elements of a float32 tensor, whose name
 follows, as in "rounded:masters.weight"."""
 
+DIFFERENCE = "difference"
+"""To the same chunk of an earlier checkpoint, which the part names as its `base`."""
+
+CHAIN_MAX = 8
+"""So many differences one after another, at most: then comes a whole version."""
+
 ENCODERS = (ZEROS, PLANES, ZSTD)
 """What a chunk can be encoded with, by rising cost. What comes of `ZEROS` is called `PLANES`."""
 

@@ -28,6 +28,8 @@ not exact."""
 FORMS = ("clips", "compressed")
 """What a record's calls say of gradients that are not as the optimizer consumed them."""
 
+_NAME = {"step": natural, "epoch": natural}
+_PREVIOUS: Shape = {**_NAME, "digest": digest}
 PART: Shape = {
     "rank": natural,
     "table": TABLE_LINK,
@@ -36,9 +38,8 @@ PART: Shape = {
     "steps": natural,
     "stored?": [natural],
     "encoded?": [[natural, str, (None, digest)]],
+    "base?": _PREVIOUS,
 }
-_NAME = {"step": natural, "epoch": natural}
-_PREVIOUS = {**_NAME, "digest": digest}
 _ANYTHING = {str: anything}
 _OF_RANK = {
     "clips?": [{"coefficient": str, "foreach": bool, "names": [str]}],
@@ -111,6 +112,8 @@ class Part:
     steps: int
     stored: tuple[int, ...] | None = None
     encoded: tuple[Encoded, ...] | None = None
+    base: "Previous | None" = None
+    """The checkpoint to whose part of the same table some chunks are differences."""
 
     @property
     def size(self) -> int:
@@ -220,6 +223,11 @@ class Manifest:
         return self.exact or self.replaces_log
 
     @property
+    def behind(self) -> Previous | None:
+        """What is needed beside its files: what records go on from, or differences are to."""
+        return self.previous or next((part.base for part in self.parts if part.base), None)
+
+    @property
     def all_parts(self) -> tuple[Part, ...]:
         """Those of the state, and of the records; one that is both, once."""
         own = set(map(id, self.parts))
@@ -300,18 +308,21 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
     """Parse and check a manifest; raises Corrupt, or Unsupported for another format version."""
     value = unseal(data, path, _MANIFEST)
-    previous = value.get("previous")
     parts = tuple(map(part_from_json, value["parts"]))
     try:
         records = tuple(_record_from_json(record, parts) for record in value["records"])
     except (IndexError, ValueError) as error:
         raise malformed(path, f".records: {error}") from error
     known = {field.name: value[field.name] for field in fields(Manifest) if field.name in value}
-    known["previous"] = previous and Previous(**{key: previous[key] for key in _PREVIOUS})
+    known["previous"] = _previous(value.get("previous"))
     known["ranks"] = tuple(value.get("ranks", ()))
     found = value.get("streams", {})
     known["streams"] = {name: Stream.from_json(each) for name, each in found.items()}
     return Manifest(**{**known, "parts": parts, "records": records})
+
+
+def _previous(value: Mapping[str, Any] | None) -> Previous | None:
+    return Previous(value["step"], value["epoch"], value["digest"]) if value else None
 
 
 def check_table(table: Table, part: Part, path: object) -> None:
@@ -400,6 +411,7 @@ def part_to_json(part: Part) -> dict[str, Any]:
         "digests": part.digests,
         **({} if part.stored is None else {"stored": part.stored}),
         **({} if part.encoded is None else {"encoded": list(map(_row, part.encoded))}),
+        **({} if part.base is None else {"base": asdict(part.base)}),
     }
 
 
@@ -417,4 +429,5 @@ def part_from_json(value: Mapping[str, Any]) -> Part:
         steps=value["steps"],
         stored=tuple(value["stored"]) if "stored" in value else None,
         encoded=tuple(Encoded(*row) for row in value["encoded"]) if "encoded" in value else None,
+        base=_previous(value.get("base")),
     )

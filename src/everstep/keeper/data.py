@@ -27,13 +27,15 @@ from typing import NamedTuple
 
 import xxhash
 
+from everstep.codecs.codec import DIFFERENCE, master_of
 from everstep.errors import Corrupt
 from everstep.format.document import digest_of
-from everstep.format.manifest import Encoded, Part
+from everstep.format.manifest import Encoded, Part, Previous
 from everstep.format.merge import Merged
 from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
+from everstep.keeper.base import Base
 from everstep.keeper.encoder import SMALL_BYTES, Encoding
 from everstep.keeper.job import Arrival, Job
 from everstep.keeper.still import Content, Seen, contents
@@ -170,9 +172,10 @@ class Data:
         image: Image,
         is_record: bool,
         link_bytes_per_s: float | None = None,
+        base: Base | None = None,
     ) -> None:
-        """`link_bytes_per_s`: of the slowest tier that it goes to. Raises Unsupported where a
-        trainer gives its slot up."""
+        """`link_bytes_per_s`: of the slowest tier that it goes to. `base`: what chunks may be
+        differences to. Raises Unsupported where a trainer gives its slot up."""
         self.document = image.parsed.document
         self._written: list[commit.NewPack] = []
         self._links: dict[int, FileLink] = {}
@@ -187,6 +190,7 @@ class Data:
             link_bytes_per_s,
             is_record=is_record,
             table=None if is_record else image.parsed.table,
+            base=base if base and base.document == self.document else None,
         )
         self._packed: dict[int, Stored] = {}
         self._shares: list[Future[dict[int, str]]] = []
@@ -295,7 +299,24 @@ class Data:
         )
         digests = tuple(each.digest for each in stored)
         sizes = tuple(each.size for each in stored)
-        return Part(0, table, self.links, digests, step, sizes, tuple(encoded))
+        is_different = any(each.codec == DIFFERENCE for each in stored)
+        base = self._encoding.base.name if self._encoding.base and is_different else None
+        return Part(0, table, self.links, digests, step, sizes, tuple(encoded), base)
+
+    def base(self, name: Previous) -> Base | None:
+        """Itself as the base of the next one, where that can want it. It is committed as `name`."""
+        if not self._encoding.is_near:
+            return None
+        stored = self._stored()
+        contents = {
+            index: each.content or each.digest
+            for index, each in enumerate(stored)
+            if master_of(each.codec) is None
+        }
+        before = self._encoding.base
+        is_different = before and any(each.codec == DIFFERENCE for each in stored)
+        depth = before.depth + 1 if before and is_different else 0
+        return Base(name, self.document, self._image.view, contents, depth)
 
     def _stored(self) -> list["Stored"]:
         """What lies behind each digest; blocks until that is known."""

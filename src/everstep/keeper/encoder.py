@@ -8,14 +8,17 @@ only where the link is so slow that anything can come of them.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 
-from everstep.codecs import codec
+from everstep.codecs import codec, difference
 from everstep.codecs.choice import Figures, Sample, choose
 from everstep.codecs.rounded import is_rounded, rounded
 from everstep.format.tables import Extent, Table
+from everstep.keeper.base import Base
 from everstep.keeper.masters import Master, View, find_masters
 from everstep.keeper.measured import FreeCores
 
@@ -42,6 +45,8 @@ class _Layout:
     masters: dict[int, Master] = field(default_factory=dict)
     """Of chunks that were rounded when that was looked at last, by their digests."""
     rounded_bytes_per_s: float = 0.0
+    knows_differences: bool = False
+    """Whether samples were taken when there was a base."""
     age: int = 0
     has_drifted: bool = False
 
@@ -85,14 +90,22 @@ class Speeds:
         self._known: dict[tuple[str, int], tuple[int, float]] = {}
         """The largest chunk that was seen, and its bytes a second."""
 
-    def of(self, encoder: str, raw: memoryview, item_size: int) -> float:
-        """As far as it is known; where no chunk of at least half this one was seen, by this one."""
+    def of(
+        self,
+        encoder: str,
+        raw: memoryview,
+        item_size: int,
+        encode: Callable[[memoryview], object] | None = None,
+    ) -> float:
+        """As far as it is known; where no chunk of at least half this one was seen, by this one.
+        `encode`: how, if it takes more than the bytes."""
         size, speed = self._known.get((encoder, item_size), (0, 0.0))
         if len(raw) < 2 * size:
             return speed
-        codec.encode(encoder, raw[:item_size], item_size)  # it imports
+        work = encode or partial(codec.encode, encoder, item_size=item_size)
+        work(raw[:item_size])  # it imports
         began = time.thread_time()
-        codec.encode(encoder, raw, item_size)
+        work(raw)
         self._known[encoder, item_size] = len(raw), len(raw) / _since(began)
         return self._known[encoder, item_size][1]
 
@@ -105,11 +118,17 @@ class Encoding:
         encoder: "Encoder",
         layout: _Layout,
         view: View,
-        encoders: Mapping[str, str],
-        samples: bool,
+        encoders: Mapping[str, str] = MappingProxyType({}),
+        others: Mapping[str, str] = MappingProxyType({}),
+        base: Base | None = None,
+        *,
+        is_near: bool = False,
+        samples: bool = False,
     ) -> None:
-        self.encoders = encoders
-        """By `what` an extent is; none where all stays raw."""
+        self.encoders, self._others, self.base = encoders, others, base
+        """By `what` an extent is; none where all stays raw. `_others`: where `base` is gone."""
+        self.is_near = is_near
+        """Whether the link is so slow that anything can come of it."""
         self._encoder, self._layout, self._view = encoder, layout, view
         self._wanted = {chunk.digest for chunk in layout.firsts.values()} if samples else set()
 
@@ -117,6 +136,8 @@ class Encoding:
         """Take a sample of it, if that is wanted."""
         if chunk.digest in self._wanted:
             figures = figures_of(raw, chunk.item_size, codec.ENCODERS, self._encoder.speeds)
+            if self.base and (found := self._difference(chunk, raw)):
+                figures[codec.DIFFERENCE] = found
             self._layout.samples[chunk.what] = self._layout.sample(chunk.what, figures)
 
     def encode(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
@@ -126,8 +147,30 @@ class Encoding:
             return raw, None
         if encoder == codec.ROUNDED:
             return self._rounded(chunk, raw)
+        if encoder == codec.DIFFERENCE and self.base:
+            with self._encoder.counting():
+                found = self.base.encode(chunk, raw)
+            if found is not None:
+                return found, encoder
+            if (encoder := self._others.get(chunk.what)) is None:
+                return raw, None
         found = self._encoder.encode(encoder, raw, chunk.item_size)
         return (raw, None) if found is None else (found, codec.name_of(encoder))
+
+    def _difference(self, chunk: Extent, raw: memoryview) -> Figures | None:
+        """None where the base is gone."""
+        assert self.base
+        base, size = self.base, chunk.item_size
+        data = _excerpt(raw)
+        encoded = difference.encode(data, _excerpt(base.view(chunk)), size)
+        speed = self._encoder.speeds.of(
+            codec.DIFFERENCE,
+            raw,
+            size,
+            lambda some: base.encode(replace(chunk, size=len(some)), some),
+        )
+        share = 1.0 if encoded is None else len(encoded) / len(data)
+        return Figures(share, speed) if base.has(chunk) else None
 
     def _rounded(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
         """Nothing, where it is: blocks until its master has arrived. One that is not is not tried
@@ -180,12 +223,14 @@ class Encoder:
         *,
         is_record: bool,
         table: Table | None = None,
+        base: Base | None = None,
     ) -> Encoding:
         """Decide for one part, whose table is `document`. `view` blocks until a chunk has arrived.
         `link_bytes_per_s`: of the slowest tier that it goes to. `table`: of a state, in which some
-        tensors may be rounded from others. Raises Unsupported where the trainer gives it up."""
+        tensors may be rounded from others. `base`: what it may have differences to. Raises
+        Unsupported where the trainer gives it up."""
         if self._mode == codec.RAW:
-            return Encoding(self, _Layout({}, {}), view, {}, samples=False)
+            return Encoding(self, _Layout({}, {}), view)
         free = self._cores.look(self._spent_s)
         layout = self._layouts.pop(document, None) or _Layout.of(chunks)
         self._layouts[document] = layout
@@ -193,18 +238,25 @@ class Encoder:
             del self._layouts[oldest]
         is_near = link_bytes_per_s is not None and link_bytes_per_s < REACH_BYTES_PER_S * free
         if not layout.sizes or not (is_near or is_record):
-            return Encoding(self, layout, view, {}, samples=False)
-        if is_near and layout.is_stale and table is not None:
+            return Encoding(self, layout, view)
+        is_stale = is_near and layout.is_stale
+        if is_stale and table is not None:
             layout.find_masters(table, view)
         known = layout.samples if is_near else {}
         samples = known or self._probe(layout, view, codec.ENCODERS if is_near else (codec.ZEROS,))
+        others = choose(_without_differences(samples), link_bytes_per_s, free)
         encoding = Encoding(
             self,
             layout,
             view,
-            choose(samples, link_bytes_per_s, free),
-            samples=is_near and layout.is_stale,
+            choose(samples, link_bytes_per_s, free) if base else others,
+            others,
+            base,
+            is_near=is_near,
+            samples=is_stale or (base is not None and not layout.knows_differences),
         )
+        layout.knows_differences &= not is_stale
+        layout.knows_differences |= base is not None
         layout.age += is_near
         self._limit = threading.Semaphore(max(1, round(free)))
         return encoding
@@ -248,6 +300,15 @@ def figures_of(
         share = 1.0 if encoded is None else len(encoded) / len(data)
         found[encoder] = Figures(share, speeds.of(encoder, raw, item_size))
     return found
+
+
+def _without_differences(samples: Mapping[str, Sample]) -> dict[str, Sample]:
+    return {
+        name: Sample(
+            sample.size, {k: v for k, v in sample.figures.items() if k != codec.DIFFERENCE}
+        )
+        for name, sample in samples.items()
+    }
 
 
 def _since(began: float) -> float:

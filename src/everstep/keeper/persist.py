@@ -172,8 +172,11 @@ class Save:
         self.name = CheckpointName(job.step, self._manifest.epoch)
         begin_window(writer, self.name, self._share)
         is_record = record is not None
-        link = writer.link_bytes_per_s(job.step, goes_everywhere=is_record or bool(said["tag"]))
-        self._data = Data(writer, job.image(), is_record, link)
+        goes_everywhere = is_record or bool(said["tag"])
+        link = writer.link_bytes_per_s(job.step, goes_everywhere=goes_everywhere)
+        is_state = not is_record and self._share is None and not job.nodes
+        base = writer.base_for(job.step, goes_everywhere=goes_everywhere) if is_state else None
+        self._data = Data(writer, job.image(), is_record, link, base)
         self._is_begun = True
         try:
             self._write_data()
@@ -287,6 +290,9 @@ class Save:
             warning = self._set_tag() if self.job.tags else None
             warning = self._extend_base() or warning
             writer.parent, writer.parent_digest = self.name, self.digest
+            writer.base = None
+            if self.digest and not (share or manifest.previous or self.job.nodes):
+                writer.base = self._data.base(Previous(*self.name, self.digest))
         self._outcome = Outcome(
             self.name,
             self._data.size,

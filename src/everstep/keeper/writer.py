@@ -9,14 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from everstep.codecs.codec import CHAIN_MAX
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
+from everstep.keeper.base import Base
 from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.encoder import Encoder
 from everstep.keeper.measured import Speed
 from everstep.keeper.still import NOTHING_SEEN, Seen, StillPacks
 from everstep.store import retain
-from everstep.store.names import CheckpointName
+from everstep.store.names import CheckpointName, manifest_path
 from everstep.tiers.tier import Tier
 
 _HASHERS = min(4, len(os.sched_getaffinity(0)))
@@ -136,6 +138,8 @@ class Writer:
     speed: Speed = field(default_factory=Speed)
     encoder: Encoder = field(default_factory=Encoder)
     still: StillPacks = field(default_factory=StillPacks)
+    base: Base | None = None
+    """The last state, if it was committed here."""
     window: Window = field(default_factory=Window)
     copies: Sequence[RemoteCopies] = ()
     """To the tiers around the store."""
@@ -147,6 +151,21 @@ class Writer:
         """The slowest tier that a step goes to, as far as that was measured; None where the store
         was not yet. `goes_everywhere`: it is tagged, or a record, which the next due step needs."""
         own = self.speed.bytes_per_s
-        due = [copies for copies in self.copies if goes_everywhere or copies.takes(step)]
+        due = self._due(step, goes_everywhere=goes_everywhere)
         known = [copies.speed.bytes_per_s or own for copies in due]
         return None if own is None else min([own, *filter(None, known)])
+
+    def base_for(self, step: int, *, goes_everywhere: bool) -> Base | None:
+        """What a step may have differences to: the last checkpoint, where it is in each tier that
+        this one goes to, and is not too many differences away from a whole one."""
+        base = self.base
+        if base is None or base.depth >= CHAIN_MAX:
+            return None
+        name = CheckpointName(base.name.step, base.name.epoch)
+        due = self._due(step, goes_everywhere=goes_everywhere)
+        is_everywhere = all(copies.takes(name.step) for copies in due)
+        is_last = self.parent == name and self.disk.size(manifest_path(name)) is not None
+        return base if is_everywhere and is_last else None
+
+    def _due(self, step: int, *, goes_everywhere: bool) -> list[RemoteCopies]:
+        return [copies for copies in self.copies if goes_everywhere or copies.takes(step)]

@@ -1,6 +1,7 @@
 """Stored tensors into their places: out of a checkpoint's packs, or of what a replay came to."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from everstep.format.tables import Table, TensorEntry
 from everstep.restore.buffer_pool import empty
 from everstep.restore.choose import Candidate
 from everstep.restore.deliver import Staging, put
+from everstep.restore.earlier import Earlier
 from everstep.restore.load import Loader
 from everstep.sharding.layout import LocalBox
 from everstep.store.names import CheckpointName
@@ -45,8 +47,9 @@ def fill_part(
     Unavailable."""
     rows = [(entry, wanted[name]) for name, entry in table.tensors.items() if name in wanted]
     if rows:
-        with candidate.sources(part) as sources:
-            loader.load(part, sources, rows, table)
+        with candidate.sources(part) as sources, ExitStack() as stack:
+            base = Earlier(candidate, part, stack)
+            loader.load(part, sources, rows, table, base.read)
 
 
 def read_tensors(

@@ -19,13 +19,13 @@ from functools import partial
 
 import torch
 
-from everstep.codecs.codec import decode_into
 from everstep.codecs.rounded import rounded
 from everstep.errors import Corrupt, EverstepError
 from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
 from everstep.restore.deliver import Delivery, address, devices_of
+from everstep.restore.earlier import ReadBase, decode
 from everstep.restore.plan import Span, Target, plan
 from everstep.sharding.layout import LocalBox
 from everstep.store.read import check_chunk
@@ -88,10 +88,11 @@ class Loader:
         sources: Sequence[Sequence[Source]],
         destinations: Destinations,
         table: Table | None = None,
+        read_base: ReadBase | None = None,
     ) -> None:
         """Fill the destinations, which are `direct`, with what the part has of their boxes; blocks.
         The entries are the part's own. `sources[pack]`: where that pack can be read, nearest first.
-        `table`: the part's, needed where it is packed."""
+        `table`: the part's, needed where it is packed; `read_base`: where it has differences."""
         deliveries: dict[str, list[Delivery]] = {}
         for entry, found in destinations:
             deliveries.setdefault(entry.spec.name, []).extend(
@@ -101,7 +102,7 @@ class Loader:
             ((entry, [each.box for each in found]) for entry, found in destinations), part, table
         )
         devices = devices_of(each.tensor for _, found in destinations for each in found)
-        task = _Task(part, sources, deliveries, devices, self._buffer)
+        task = _Task(part, sources, deliveries, devices, self._buffer, read_base)
         for device in devices:
             # Kernels that initialise the tensors may still run, or those of a replay on a stream of
             # its own that used the memory before.
@@ -133,6 +134,7 @@ class _Task:
     deliveries: Mapping[str, Sequence[Delivery]]
     devices: set[torch.device]
     buffer: Callable[[bool], memoryview]
+    read_base: ReadBase | None
 
     def read_all(self, left: deque[Span]) -> None:
         """What is left, span by span, beside other threads."""
@@ -209,12 +211,7 @@ class _Task:
         chunk was decoded to."""
         raw = torch.empty(target.raw, dtype=torch.uint8, pin_memory=bool(self.devices))
         view: memoryview = raw.numpy().data
-        try:
-            decode_into(target.codec or "", chunk, target.item_size, view)
-        except Corrupt as error:
-            raise Corrupt(f"reading {where}: {error}") from error
-        if target.content:
-            check_chunk(view, target.content, f"what is encoded in {where}")
+        decode(target, chunk, view, where, self.read_base)
         return view
 
 

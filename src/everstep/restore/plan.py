@@ -32,7 +32,8 @@ class Target:
     """One chunk: `size` bytes at `offset` of the pack are, or decode by `codec` to, the `raw` bytes
     from byte `start` of the elements of `box` of tensor `name`, of items of `item_size` bytes. In
     the raw layout, as memory has it, it lies at `raw_offset`, with the digest `content` (None where
-    that is not known). `copies`: what of other tensors is rounded from it, to which dtype."""
+    that is not known). `index`: of its digest. `copies`: what of other tensors is rounded from it,
+    to which dtype."""
 
     name: str
     box: Box
@@ -45,6 +46,7 @@ class Target:
     codec: str | None = None
     raw_offset: int = 0
     content: str | None = None
+    index: int = 0
     copies: tuple[tuple[str, "Target"], ...] = ()
 
 
@@ -63,7 +65,7 @@ def plan(
 ) -> list[Span]:
     """The reads that bring what the part has of these boxes, by pack and offset: each chunk once,
     and none in which there is no element of them. `table`: of a packed part."""
-    found = _Chunks(part, table)
+    found = Chunks(part, table)
     for entry, boxes in wanted:
         for piece in entry.pieces:
             if not any(piece.box.intersect(box) for box in boxes):
@@ -79,7 +81,7 @@ def plan(
     return spans
 
 
-class _Chunks:
+class Chunks:
     """The chunks of a part that are to be read: by their packs, and digests."""
 
     def __init__(self, part: Part, table: Table | None) -> None:
@@ -112,6 +114,7 @@ class _Chunks:
             how.codec if how else None,
             piece.offset + start,
             how.content if how else digest,
+            number,
         )
 
     def add(self, entry: TensorEntry, piece: Piece, index: int, target: Target) -> None:

@@ -194,7 +194,7 @@ class Store:
         """As far as it is there: the verification of what is before a gap says so."""
         found: list[CheckpointName] = []
         with contextlib.suppress(EverstepError):
-            for manifest in catalog.followed(self._disk, name):
+            for manifest in catalog.followed(self._disk, name, with_bases=True):
                 found.append(CheckpointName(manifest.step, manifest.epoch))
         return found[::-1] or [name]
 

@@ -9,6 +9,7 @@ from everstep.format.document import digest_of, natural, unseal
 from everstep.format.manifest import (
     Manifest,
     Part,
+    Previous,
     Stream,
     check_follows,
     check_table,
@@ -148,29 +149,36 @@ def read_chain(disk: Readable, name: CheckpointName) -> list[Manifest]:
     return list(followed(disk, name))[::-1]
 
 
-def followed(disk: Readable, name: CheckpointName) -> Iterator[Manifest]:
-    """The same from the last to the first; raises what there is to raise when it comes to it."""
+def followed(
+    disk: Readable, name: CheckpointName, *, with_bases: bool = False
+) -> Iterator[Manifest]:
+    """The same from the last to the first, and then what differences are to, if that is wanted;
+    raises what there is to raise when it comes to it."""
     manifest: Manifest | None = _whole(disk, read_manifest(disk, name))
     while manifest is not None:
         yield manifest
-        manifest = check_previous(disk, manifest)
+        behind = check_previous(disk, manifest)
+        manifest = behind if manifest.previous or with_bases else None
 
 
 def check_previous(disk: Readable, manifest: Manifest) -> Manifest | None:
-    """What a log goes on from; None for a state. Raises Corrupt where it is not there, or not what
-    it was."""
+    """What a log goes on from, or what differences are to; None for a state without. Raises Corrupt
+    where it is not there, or not what it was."""
     name = CheckpointName(manifest.step, manifest.epoch)
     check_follows(manifest, name)
-    if manifest.previous is None:
-        return None
-    behind = CheckpointName(manifest.previous.step, manifest.previous.epoch)
+    return _whole(disk, read_behind(disk, manifest.behind, name)) if manifest.behind else None
+
+
+def read_behind(disk: Readable, behind: Previous, later: object) -> Manifest:
+    """A checkpoint that a `later` one needs. Raises Corrupt as check_previous."""
+    name = CheckpointName(behind.step, behind.epoch)
     try:
-        found, digest = _read_manifest(disk, behind)
+        found, digest = _read_manifest(disk, name)
     except Missing as error:
-        raise Corrupt(f"{error}, but the log {name} goes on from it") from error
-    if digest != manifest.previous.digest:
-        raise Corrupt(f"reading {disk.root}: {behind} is not the checkpoint that {name} follows")
-    return _whole(disk, found)
+        raise Corrupt(f"{error}, but {later} goes on from it") from error
+    if digest != behind.digest:
+        raise Corrupt(f"reading {disk.root}: {name} is not the checkpoint that {later} follows")
+    return found
 
 
 def read_state(disk: Readable, name: CheckpointName) -> Manifest | None:

@@ -345,13 +345,13 @@ def _check_shared(disk: Tier, manifest: Manifest, node: int | None = None) -> No
 
 
 def _check_previous(disk: Tier, manifest: Manifest) -> None:
-    """What a log goes on from may have been deleted since, as nothing followed it. Raises
+    """What it goes on from may have been deleted since, as nothing followed it. Raises
     Unavailable."""
-    if manifest.previous is None:
+    if manifest.behind is None:
         return
-    name = CheckpointName(manifest.previous.step, manifest.previous.epoch)
+    name = CheckpointName(manifest.behind.step, manifest.behind.epoch)
     if not catalog.is_there(disk, name):
         raise Unavailable(
-            f"saving step {manifest.step} to {disk.root}: {name}, which its record goes on from, "
+            f"saving step {manifest.step} to {disk.root}: {name}, which it goes on from, "
             f"was deleted meanwhile. A whole state is saved next"
         )

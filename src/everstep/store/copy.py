@@ -137,7 +137,7 @@ class _Step:
     @property
     def behind(self) -> CheckpointName | None:
         """What it goes on from, and needs."""
-        previous = self.manifest.previous
+        previous = self.manifest.behind
         if previous is None or (self.state and self.state.ends_chain):
             return None
         return CheckpointName(previous.step, previous.epoch)

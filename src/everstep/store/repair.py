@@ -61,9 +61,9 @@ class Mender:
                 self.mended.append(link.path)
 
     def _bring_previous(self, manifest: Manifest) -> None:
-        if manifest.previous is None:
+        if manifest.behind is None:
             return
-        behind = CheckpointName(manifest.previous.step, manifest.previous.epoch)
+        behind = CheckpointName(manifest.behind.step, manifest.behind.epoch)
         if not catalog.is_there(self._tier, behind):
             found = copy_checkpoint(self._source, self._tier, behind).checkpoints
             self.mended += map(names.manifest_path, found)

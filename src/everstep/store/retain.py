@@ -64,7 +64,8 @@ def superfluous(
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a manifest needs: its data files, and the checkpoint that its log goes on from.
+    """What a manifest needs: its data files, and the checkpoint that it goes on from (its log, or
+    its differences).
     `takes_replay`: a whole state may be made of it at any time; `ends_chain`: see Manifest."""
 
     files: frozenset[str]
@@ -75,7 +76,7 @@ class Needs:
     @classmethod
     def of(cls, manifest: Manifest) -> "Needs":
         """As the manifest says."""
-        behind = manifest.previous
+        behind = manifest.behind
         return cls(
             frozenset(link.path for link in manifest.files),
             CheckpointName(behind.step, behind.epoch) if behind else None,
@@ -126,7 +127,7 @@ def delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache | Non
             raise Conflict(
                 f"deleting {', '.join(map(str, needed))} from {disk.root}: "
                 + (
-                    f"{', '.join(map(str, logs))} is a log that goes on from there. Delete what "
+                    f"{', '.join(map(str, logs))} goes on from there. Delete what "
                     f"follows first, the newest first"
                     if logs
                     else f"{', '.join(map(str, claimed))} is being made whole. Try again when that "
