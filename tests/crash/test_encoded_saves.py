@@ -89,5 +89,5 @@ def test_saves_with_differences(folder, fault, monkeypatch):
         assert len(packs_of(disk.root)) == 6
         assert Store(disk.root).verify().ok
 
-    assert sweep(folder, _two, save, fault, finish) > 90
+    assert sweep(folder, _two, save, fault, finish) > 60
     assert "difference" in seen
