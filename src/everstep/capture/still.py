@@ -35,15 +35,20 @@ class Still:
 
     def look(self, walk: Walk) -> frozenset[str]:
         """Return which of these leaves are still, by their entries."""
-        if not self._heard and self._last and self._last[0]() is walk:
+        if self._last and self._last[0]() is walk and not self._is_news():
             return self._last[1]
-        while self._heard:
-            are_still, names = self._heard.popleft()
-            (self._still if are_still else self._noisy).update(names)
         sizes = {leaf.entry: leaf.tensor.nbytes for leaf in walk.leaves if self._is_still(leaf)}
         found = frozenset(sizes if sum(sizes.values()) >= STILL_BYTES_MIN else ())
         self._last = ref(walk), found
         return found
+
+    def _is_news(self) -> bool:
+        """Whether anything was heard that was not known."""
+        known = len(self._still) + len(self._noisy)
+        while self._heard:
+            are_still, names = self._heard.popleft()
+            (self._still if are_still else self._noisy).update(names)
+        return known < len(self._still) + len(self._noisy)
 
     def _is_still(self, leaf: Leaf) -> bool:
         is_frozen = leaf.owner is None and isinstance(leaf.tensor, Parameter)

@@ -96,8 +96,9 @@ class Fingerprint:
         self._versions = list(map(_version, self._counted))
         self._samples = []
         first = turn * _SAMPLES_MAX % max(1, len(self._on_cpu))
-        chosen = (*self._on_cpu[first : first + _SAMPLES_MAX], *self._on_cpu[:first])
-        for name, tensor in chosen[:_SAMPLES_MAX]:
+        chosen = self._on_cpu[first : first + _SAMPLES_MAX]
+        chosen += self._on_cpu[: min(first, _SAMPLES_MAX - len(chosen))]
+        for name, tensor in chosen:
             size = tensor.nbytes
             if not size or not fills_memory(tensor):
                 continue
