@@ -2,7 +2,8 @@
 and are killed ten times, beside those of runs that are not; as a picture, docs/topk.png.
 
 A run is a process that checkpoints every step in a log, and a kill is SIGKILL. What top-k had not
-sent yet is in whole states alone (`residual="bases"`), or in each record. Three seeds.
+sent yet is in whole states alone (`residual="bases"`), or in each record. Three seeds. What has run
+is kept in build/codecs, and not run again.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from everstep.cli.workload import GPT, Loader, load_text
 WAYS = {"no kills": "#1d2733", "records": "#f0a202", "bases": "#3b6fb6"}
 """By the way: a colour. "no kills" is with `residual="bases"`, which changes nothing then."""
 SMOOTH = 20
+KEPT = Path(__file__).parents[2] / "build" / "codecs"
 Losses = list[float]
 
 
@@ -48,7 +50,11 @@ def main(arguments: list[str] | None = None) -> None:
     found: dict[str, list[Losses]] = {way: [] for way in WAYS}
     for seed in range(1, args.seeds + 1):
         for way in WAYS:
-            found[way].append(run(way, seed, args.steps))
+            kept = KEPT / f"topk-{args.steps}-{way}-{seed}.json"
+            if not kept.exists():
+                KEPT.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(run(way, seed, args.steps)))
+            found[way].append(json.loads(kept.read_text()))
             print(f"{way}, seed {seed}: {statistics.mean(found[way][-1][-50:]):.3f}", flush=True)
     draw(found, args.picture)
 

@@ -195,7 +195,8 @@ def _timed(training: Training) -> float:
 
 def _codecs(store: Path, step: int) -> str:
     (part,) = everstep.Store(store).manifest(step).parts
-    return "+".join(sorted({each.codec for each in part.encoded or ()})) or "raw"
+    codecs = {each.codec.partition(":")[0] for each in part.encoded or ()}
+    return "+".join(sorted(codecs)) or "raw"
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ from everstep import Store
 NODES = "aabb"
 
 
-def trains_encoded(store, program, strategy):
+def trains_encoded(store, program, strategy, nodes):
     python, sys.executable = sys.executable, program
     job, states = zoo.build("fsdp2", RECIPE), {}
     try:
-        with attached(job, store, nodes=NODES, strategy=strategy) as saver:
+        with attached(job, store, nodes=nodes, strategy=strategy) as saver:
             for step in (1, 2, 3):
                 job.train(step)
                 saver.save(step).wait("local")
@@ -34,7 +34,7 @@ def trains_encoded(store, program, strategy):
 def test_nodes_encode_each_its_part(gang, store, tmp_path, strategy):
     tests = Path(__file__).parents[1]
     program = coded.write(tmp_path / "keeper", ("planes", "zstd", "raw"), tests, small=512)
-    states = gang.run(trains_encoded, store, program, strategy)[0]
+    states = gang.run(trains_encoded, store, program, strategy, NODES)[0]
     manifest = Store(store).manifest(3)
     codecs = {each.codec for part in manifest.all_parts for each in part.encoded or ()}
     assert len(manifest.all_parts) == 2
@@ -42,4 +42,15 @@ def test_nodes_encode_each_its_part(gang, store, tmp_path, strategy):
     assert Store(store).verify().ok
     if strategy == "full":
         check_stored(store, states[3], 3)
+    check_restored(gang, "ddp", store, {step: states[step] for step in (2, 3)}, size=1)
+
+
+def test_ranks_of_one_node_have_differences(gang, store, tmp_path):
+    tests = Path(__file__).parents[1]
+    program = coded.write(tmp_path / "keeper", ("planes", "difference"), tests, small=512)
+    states = gang.run(trains_encoded, store, program, "full", "")[0]
+    (part,) = Store(store).manifest(3).parts
+    assert part.base.step == 2
+    assert "difference" in {each.codec for each in part.encoded}
+    check_stored(store, states[3], 3)
     check_restored(gang, "ddp", store, {step: states[step] for step in (2, 3)}, size=1)

@@ -40,7 +40,7 @@ def encode(codec: str, data: memoryview, item_size: int) -> bytes | None:
 
 def name_of(encoder: str) -> str:
     """The codec that decodes what one of `ENCODERS` makes."""
-    return ZSTD if encoder == ZSTD else PLANES
+    return PLANES if encoder == ZEROS else encoder
 
 
 def master_of(codec: str | None) -> str | None:

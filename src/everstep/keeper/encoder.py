@@ -147,29 +147,25 @@ class Encoding:
             return raw, None
         if encoder == codec.ROUNDED:
             return self._rounded(chunk, raw)
-        if encoder == codec.DIFFERENCE and self.base:
-            with self._encoder.counting():
-                found = self.base.encode(chunk, raw)
-            if found is not None:
-                return found, encoder
-            if (encoder := self._others.get(chunk.what)) is None:
-                return raw, None
-        found = self._encoder.encode(encoder, raw, chunk.item_size)
+        found = self._encoder.encode(encoder, raw, chunk, self.base)
+        if found is None and encoder == codec.DIFFERENCE and chunk.what in self._others:
+            encoder = self._others[chunk.what]
+            found = self._encoder.encode(encoder, raw, chunk, None)
         return (raw, None) if found is None else (found, codec.name_of(encoder))
 
     def _difference(self, chunk: Extent, raw: memoryview) -> Figures | None:
         """None where the base is gone."""
-        assert self.base
         base, size = self.base, chunk.item_size
+        assert base
         data = _excerpt(raw)
         encoded = difference.encode(data, _excerpt(base.view(chunk)), size)
+        share = 1.0 if encoded is None else len(encoded) / len(data)
         speed = self._encoder.speeds.of(
             codec.DIFFERENCE,
             raw,
             size,
-            lambda some: base.encode(replace(chunk, size=len(some)), some),
+            lambda part: base.encode(replace(chunk, size=len(part)), part),
         )
-        share = 1.0 if encoded is None else len(encoded) / len(data)
         return Figures(share, speed) if base.has(chunk) else None
 
     def _rounded(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
@@ -178,12 +174,10 @@ class Encoding:
         if not (master := self._layout.masters.get(chunk.digest)):
             return raw, None
         parts = [self._view(each) for each in master.chunks]
+        half = len(parts[0]) // 2
         with self._encoder.counting():
-            at, is_equal = 0, True
-            for part in parts:
-                half = len(part) // 2
-                is_equal = is_equal and is_rounded(raw[at : at + half], part, master.dtype)
-                at += half
+            halves = zip((raw[:half], raw[half:]), parts, strict=False)
+            is_equal = all(is_rounded(copy, part, master.dtype) for copy, part in halves)
         if is_equal:
             return b"", f"{codec.ROUNDED}:{master.name}"
         self._layout.masters.pop(chunk.digest, None)
@@ -272,12 +266,16 @@ class Encoder:
             if (is_alike := chunk.item_size == first.item_size) or chunk.digest in layout.masters
         }
 
-    def encode(self, encoder: str, raw: memoryview, item_size: int) -> bytes | None:
+    def encode(
+        self, encoder: str, raw: memoryview, chunk: Extent, base: Base | None
+    ) -> bytes | None:
         """Encode a chunk, on no more cores than are free."""
         if encoder == codec.ZEROS:
-            return codec.encode(encoder, raw, item_size)
+            return codec.encode(encoder, raw, chunk.item_size)
         with self.counting():
-            return codec.encode(encoder, raw, item_size)
+            if encoder == codec.DIFFERENCE:
+                return base.encode(chunk, raw) if base else None
+            return codec.encode(encoder, raw, chunk.item_size)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
