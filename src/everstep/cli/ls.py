@@ -12,7 +12,7 @@ import argparse
 import json
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -66,11 +66,13 @@ class Listing:
         return sum(self.disk.bytes_in(directory) for directory in (names.DATA, names.TABLES))
 
     def read(self, name: CheckpointName) -> Manifest | EverstepError:
-        """A manifest, or what is wrong with it."""
+        """A manifest without its digests, which may be millions, or what is wrong with it."""
         try:
-            return self.chains.read(name)
+            found = self.chains.read(name)
         except EverstepError as error:
             return error
+        parts = tuple(replace(part, digests=()) for part in found.parts)
+        return replace(found, parts=parts) if not found.records else found
 
     def read_all(self, names: Sequence[CheckpointName]) -> list[Manifest | EverstepError]:
         """The same of several, in their order; some at a time, as a bucket answers late."""

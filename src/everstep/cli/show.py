@@ -18,7 +18,7 @@ from everstep.cli.chains import Chains
 from everstep.cli.target import add_target, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import Described, whole_tensors
-from everstep.format.manifest import Encoded, Manifest, Part, Record
+from everstep.format.manifest import Manifest, Part, Record
 from everstep.format.packed import encoded_chunks
 from everstep.format.packs import Piece, chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
@@ -33,6 +33,8 @@ _TITLES = ("TENSOR", "DTYPE", "SHAPE", "SIZE", "STORED", "CODEC", "DIGEST", "PAC
 _ELSEWHERE = ("optimizers", "selftest", "replayed", "attributes")
 """Of a topology: what other lines tell, or stores of before have, and says nothing any more."""
 _DIGEST_DIGITS = 12
+_PACKS_MAX = 8
+_LISTED_MAX = 64
 _LABEL_WIDTH = 15
 _WIDTH_MIN = 40
 
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the checkpoint; returns the exit code."""
     path, steps = split_words(args.words, 1)
-    facts = _facts(path, steps[0] if steps else None)
+    facts = _facts(path, steps[0] if steps else None, with_pieces=args.json)
     chosen = [each for each in facts["tensors"] if _is_chosen(each, args.names)]
     if args.names is not None and not chosen:
         raise Missing(f"{path}: no tensor of step {facts['step']} has a name like {args.names!r}")
@@ -69,46 +71,46 @@ def _is_chosen(tensor: Facts, pattern: str | None) -> bool:
     return any((pattern or "") in name for name in found)
 
 
-def _facts(path: str, reference: str | None) -> dict[str, Any]:
-    """All there is to say of a checkpoint. Raises Missing, Corrupt, Unsupported."""
+def _facts(path: str, reference: str | None, *, with_pieces: bool) -> dict[str, Any]:
+    """All there is to say of a checkpoint, but for pieces, which may be a million. Raises Missing,
+    Corrupt, Unsupported."""
     store, disk = Store(path), tier_at(path)
     name = catalog.find(disk, reference)
     chains = Chains(disk)
     manifest = chains.read(name)
-    tables = store.tables(manifest)
+    tables = store.tables(manifest) if manifest.records else None  # else one after another
     chain, broken = None, None
     try:
         chain = _chain_facts(store.chain(str(name))) if manifest.previous else None
     except EverstepError as error:
         broken = str(error)
-    whole = asdict(manifest)
     kept = ("step", "epoch", "run", "created", "parent", "metrics", "topology", "capture")
-    by_part = list(zip(manifest.all_parts, tables, strict=True))
+    records = Described(manifest, tables).records if tables else []
+    each_table = tables or (catalog.read_table(disk, part) for part in manifest.all_parts)
+    tensors = _tensor_facts(manifest, each_table, with_pieces=with_pieces)
     return {
         "name": str(name),
         "kind": "log" if manifest.previous else "state",
-        **{key: whole[key] for key in kept},
+        **{key: getattr(manifest, key) for key in kept},
         "exact": manifest.exact and chains.is_exact(name),
         "tags": tags_of(disk).get(name, []),
         "size": manifest.size,
         "added": catalog.added_bytes(manifest),
-        "previous": whole["previous"],
+        "previous": asdict(manifest.previous) if manifest.previous else None,
         "base": asdict(base) if (base := manifest.behind) and not manifest.previous else None,
         "chain": chain,
         "broken": broken,
         "whole": chains.whole(name),
         "unproven": catalog.read_unproven(disk).get(name),
-        "records": [_record_facts(*each) for each in Described(manifest, tables).records],
+        "records": [_record_facts(*each) for each in records],
         "packs": [
-            {"rank": part.rank, **pack.to_json()} for part, _ in by_part for pack in part.packs
+            {"rank": part.rank, **pack.to_json()}
+            for part in manifest.all_parts
+            for pack in part.packs
         ],
         "hyperparameters": manifest.hyperparameters,
         "objects": manifest.objects,
-        "tensors": [
-            _tensor_facts(part, table, entry, manifest.epoch)
-            for part, table in by_part
-            for entry in table.tensors.values()
-        ],
+        "tensors": tensors,
     }
 
 
@@ -161,28 +163,51 @@ def _call_facts(at: str, said: Facts, tables: Sequence[Table]) -> dict[str, Any]
     }
 
 
-def _tensor_facts(part: Part, table: Table, entry: TensorEntry, epoch: int) -> dict[str, Any]:
-    """`stored`: bytes in files that were written for this checkpoint; `referenced`: in those of one
-    before it."""
-    encoded, own = encoded_chunks(part, table), CheckpointName(part.steps, epoch)
-    pieces = [_piece_facts(part, piece, encoded) for piece in entry.pieces]
-    new = [piece for piece in pieces if names.is_new_in(piece["pack"], own)]
-    size = _size_of(entry.pieces)
-    return {
-        **asdict(entry.spec),
-        "device": entry.device,
-        "aliases": entry.aliases,
-        "size": size,
-        "stored": sum(piece["stored"] for piece in new),
-        "referenced": size - sum(piece["size"] for piece in new),
-        "pieces": pieces,
-    }
+def _tensor_facts(
+    manifest: Manifest, tables: Iterable[Table], *, with_pieces: bool
+) -> list[dict[str, Any]]:
+    """Of each tensor, over all parts of a step. `stored`: bytes in files that were written for this
+    checkpoint; `referenced`: in those of one before it; `digest`: of its first chunk."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for part, table in zip(manifest.all_parts, tables, strict=True):
+        encoded, own = encoded_chunks(part, table), CheckpointName(part.steps, manifest.epoch)
+        is_new = [names.is_new_in(pack.path, own) for pack in part.packs]
+        for name, entry in table.tensors.items():
+            facts = found.get((part.steps, name))
+            if facts is None:
+                facts = found[part.steps, name] = _new_facts(entry, part)
+            for piece in entry.pieces:
+                numbers = range(piece.digest, piece.digest + chunk_count(piece.size))
+                stored = _stored_size(part, piece, numbers)
+                codecs = {encoded[index].codec for index in numbers if index in encoded}
+                facts["size"] += piece.size
+                facts["stored"] += stored if is_new[piece.pack] else 0
+                facts["referenced"] += 0 if is_new[piece.pack] else piece.size
+                facts["chunks"] += len(numbers)
+                facts["codecs"] |= codecs
+                facts["in_packs"].add(part.packs[piece.pack].path)
+                if with_pieces:
+                    codec = "+".join(sorted(codecs)) or piece.codec
+                    facts["pieces"].append(_piece_facts(part, piece, numbers, stored, codec))
+    summed = ("codecs", "in_packs")
+    return [{**each, **{key: sorted(each[key]) for key in summed}} for each in found.values()]
 
 
-def _piece_facts(part: Part, piece: Piece, encoded: Mapping[int, Encoded]) -> dict[str, Any]:
-    own = range(piece.digest, piece.digest + chunk_count(piece.size))
-    codecs = {encoded[index].codec for index in own if index in encoded}
-    stored = part.stored
+def _new_facts(entry: TensorEntry, part: Part) -> dict[str, Any]:
+    sums = {"size": 0, "stored": 0, "referenced": 0, "chunks": 0}
+    found: dict[str, Any] = {"codecs": set(), "in_packs": set(), "pieces": []}
+    digest = part.digests[entry.pieces[0].digest]
+    said = {"device": entry.device, "aliases": entry.aliases, "digest": digest}
+    return {**asdict(entry.spec), **said, **sums, **found}
+
+
+def _stored_size(part: Part, piece: Piece, numbers: range) -> int:
+    return piece.size if part.stored is None else sum(part.stored[index] for index in numbers)
+
+
+def _piece_facts(
+    part: Part, piece: Piece, numbers: range, stored: int, codec: str
+) -> dict[str, Any]:
     return {
         "rank": part.rank,
         "offsets": piece.box.offsets,
@@ -190,9 +215,9 @@ def _piece_facts(part: Part, piece: Piece, encoded: Mapping[int, Encoded]) -> di
         "pack": part.packs[piece.pack].path,
         "at": piece.offset,
         "size": piece.size,
-        "stored": piece.size if stored is None else sum(stored[index] for index in own),
-        "codec": "+".join(sorted(codecs)) or piece.codec,
-        "digests": part.digests[own.start : own.stop],
+        "stored": stored,
+        "codec": codec,
+        "digests": part.digests[numbers.start : numbers.stop],
     }
 
 
@@ -210,8 +235,10 @@ def _summary(facts: Facts) -> list[str]:
     topology = {key: each for key, each in facts["topology"].items() if key not in _ELSEWHERE}
     packs = {
         str(i): f"{text.clean(pack['path'])}  {text.size(pack['size'])}"
-        for i, pack in enumerate(facts["packs"])
+        for i, pack in enumerate(facts["packs"][:_LISTED_MAX])
     }
+    if more := len(facts["packs"]) - len(packs):
+        packs["…"] = f"{more:,} more (--json lists them)"
     return [
         text.paint(f"step {facts['step']}", "title") + " · ".join(words),
         *_section("written", f"{text.time(facts['created'])} ({text.age(facts['created'])})"),
@@ -381,14 +408,13 @@ def _tensor_lines(tensors: Iterable[Facts], packs: Iterable[Facts]) -> list[str]
 
 def _codec_text(tensor: Facts) -> str:
     """By which codecs it is stored, or that it is not stored again; nothing where it is raw."""
-    codecs = sorted({piece["codec"] for piece in tensor["pieces"]} - {"raw"})
-    return " ".join([*codecs, *(["referenced"] if tensor["referenced"] else [])])
+    return " ".join([*tensor["codecs"], *(["referenced"] if tensor["referenced"] else [])])
 
 
 def _tensor_cells(tensor: Facts, numbers: Mapping[str, int]) -> list[str]:
-    digests = [digest for piece in tensor["pieces"] for digest in piece["digests"]]
-    more = f" +{len(digests) - 1}" if len(digests) > 1 else ""
-    found = sorted({numbers[piece["pack"]] for piece in tensor["pieces"]})
+    more = f" +{tensor['chunks'] - 1:,}" if tensor["chunks"] > 1 else ""
+    found = sorted(numbers[path] for path in tensor["in_packs"])
+    packs = ",".join(map(str, found)) if len(found) <= _PACKS_MAX else f"{len(found):,} packs"
     return [
         text.clean(" = ".join((tensor["name"], *tensor["aliases"]))),
         tensor["dtype"],
@@ -396,6 +422,6 @@ def _tensor_cells(tensor: Facts, numbers: Mapping[str, int]) -> list[str]:
         text.size(tensor["size"]),
         text.size(tensor["stored"]) if tensor["stored"] != tensor["size"] else "",
         _codec_text(tensor),
-        f"{digests[0][:_DIGEST_DIGITS]}{more}" if digests else "",
-        ",".join(map(str, found)),
+        f"{tensor['digest'][:_DIGEST_DIGITS]}{more}",
+        packs,
     ]

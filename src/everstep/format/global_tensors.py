@@ -71,14 +71,20 @@ class Described:
 def whole_tensors(tables: Sequence[Table]) -> dict[str, TensorEntry]:
     """The tensors of tables that belong together, by name: with the boxes that all of them have,
     and all aliases. Which part a piece lies in, only that part's own table tells."""
-    found: dict[str, TensorEntry] = {}
+    entries: dict[str, list[TensorEntry]] = {}
     for table in tables:
         for name, entry in table.tensors.items():
-            if (known := found.get(name)) is not None:
-                aliases = tuple(dict.fromkeys((*known.aliases, *entry.aliases)))
-                entry = replace(known, pieces=(*known.pieces, *entry.pieces), aliases=aliases)
-            found[name] = entry
-    return found
+            entries.setdefault(name, []).append(entry)
+    return {name: _joined(found) for name, found in entries.items()}
+
+
+def _joined(entries: Sequence[TensorEntry]) -> TensorEntry:
+    first, *others = entries
+    if not others:
+        return first
+    pieces = tuple(piece for entry in entries for piece in entry.pieces)
+    aliases = dict.fromkeys(alias for entry in entries for alias in entry.aliases)
+    return replace(first, pieces=pieces, aliases=tuple(aliases))
 
 
 def stored(version: Version, *, is_record: bool) -> dict[str, TensorEntry]:

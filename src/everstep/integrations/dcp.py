@@ -24,7 +24,7 @@ import io
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,15 +58,17 @@ from everstep.errors import Conflict, Corrupt, Mismatch, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.global_tensors import Described
 from everstep.format.manifest import Manifest, Part
-from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, lay_out
-from everstep.format.tables import TensorEntry, encode_table
+from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, Spec, lay_out
+from everstep.format.tables import Table, TensorEntry, encode_table
 from everstep.format.tiling import find_flaw
+from everstep.integrations.dcp_index import Index, Numbers, Placed, runs_of
 from everstep.keeper.data import Data, Image, Segment, parse
 from everstep.keeper.home import trainers_of
 from everstep.keeper.persist import apply_retention
 from everstep.keeper.writer import Writer
+from everstep.restore.buffer_pool import empty
 from everstep.restore.choose import Candidate
-from everstep.restore.fill import fill, read_tensors
+from everstep.restore.fill import fill
 from everstep.restore.load import Loader
 from everstep.restore.store import Store
 from everstep.sharding.layout import LocalBox, is_dtensor
@@ -83,8 +85,8 @@ log = logging.getLogger("everstep")
 Path = str | os.PathLike[str]
 
 PLANNER = "dcp.planner"
-"""Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded, and
-`streams`, the objects that are io.BytesIO."""
+"""Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded,
+`streams`, the objects that are io.BytesIO, and `tensors`, an Index."""
 
 
 def split_id(checkpoint_id: Path) -> tuple[str, str | None]:
@@ -140,10 +142,12 @@ class _Attempt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank has written, durably, and the objects that were its to write."""
+    """What a rank has written, durably: a part, with so many boxes, and the objects that were its
+    to write, of which `streams` are io.BytesIO."""
 
     name: CheckpointName
     part: Part | None
+    boxes: Sequence[tuple[Spec, Numbers, Numbers]]
     objects: Mapping[str, Json]
     streams: Sequence[str]
 
@@ -196,7 +200,8 @@ class StorageWriter(_Storage, WriterOfDCP):
         disk, name, part = tier_at(self.store), self._name_of(plan), None
         if collected.leaves or self._is_coordinator:  # a checkpoint has one part at least
             part = _write(disk, name, collected)
-        written = _Written(name, part, collected.objects, collected.streams)
+        boxes = [_box_of(leaf) for leaf in collected.leaves.values()]
+        written = _Written(name, part, boxes, collected.objects, collected.streams)
         size = part.size if part else 0
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(""), size, written)])
@@ -209,7 +214,6 @@ class StorageWriter(_Storage, WriterOfDCP):
         disk = tier_at(self.store)
         written = [each.storage_data for result in results for each in result]
         try:
-            _check_whole(metadata)
             self._publish(disk, self._name, metadata, written)
         except BaseException:
             links = [link for each in written if each.part for link in each.part.packs]
@@ -281,14 +285,12 @@ class StorageWriter(_Storage, WriterOfDCP):
                 f"saving {name} to {disk.root}: some ranks took it for {sorted(others)[0]}, as "
                 f"they see the store as it was before. Save without enable_plan_caching"
             )
-        parts = [
-            dataclasses.replace(each.part, rank=rank)
-            for rank, each in enumerate(written)
-            if each.part
-        ]
+        ranks = [(rank, each) for rank, each in enumerate(written) if each.part]
+        parts = [dataclasses.replace(each.part, rank=rank) for rank, each in ranks if each.part]
+        index = _index_of([each.boxes for _, each in ranks], metadata)
         objects = {key: value for each in written for key, value in each.objects.items()}
         streams = [key for each in written for key in each.streams]
-        said = {"data": metadata.planner_data, "streams": streams}
+        said = {"data": metadata.planner_data, "streams": streams, "tensors": index.to_json()}
         objects[PLANNER] = encode(said, PLANNER, _no_tensors)
         manifest = Manifest(
             step=name.step,
@@ -425,17 +427,37 @@ def _packs(layout: Layout, leaves: Mapping[str, Leaf]) -> Iterator[list[Segment]
         yield [Segment(view) for view in (*views, memoryview(rest)) if len(view)]
 
 
-def _check_whole(metadata: Metadata) -> None:
-    """Raises Mismatch where the plans leave a part of a tensor out, or have one twice."""
+def _box_of(leaf: Leaf) -> tuple[Spec, Numbers, Numbers]:
+    spec = leaf.spec
+    box = spec.box or Box.whole(spec.shape)
+    return dataclasses.replace(spec, box=None), box.offsets, box.lengths
+
+
+def _index_of(
+    parts: Sequence[Sequence[tuple[Spec, Numbers, Numbers]]], metadata: Metadata
+) -> Index:
+    """Where all tensors are. Raises Mismatch where nobody has written a part of one, or several
+    have, and where ranks differ in what it is."""
+    specs: dict[str, Spec] = {}
+    placed: dict[str, list[Placed]] = {key: [] for key in metadata.state_dict_metadata}
+    for number, boxes in enumerate(parts):
+        for spec, offsets, lengths in boxes:
+            if (known := specs.setdefault(spec.name, spec)) != spec:
+                raise Mismatch(
+                    f"saving {spec.name!r}: it is {known.dtype} of shape {known.shape} on some "
+                    f"ranks, {spec.dtype} of shape {spec.shape} on others"
+                )
+            placed.setdefault(spec.name, []).append((number, offsets, lengths))
     for key, said in metadata.state_dict_metadata.items():
         if isinstance(said, TensorStorageMetadata):
-            boxes = [Box(tuple(each.offsets), tuple(each.sizes)) for each in said.chunks]
-            if flaw := find_flaw(tuple(said.size), boxes):
+            boxes_of = [Box(offsets, lengths) for _, offsets, lengths in placed[key]]
+            if flaw := find_flaw(tuple(said.size), boxes_of):
                 what = "is written twice" if flaw.members else "is written by nobody"
                 raise Mismatch(
                     f"saving {key!r} of shape {tuple(said.size)}: {flaw.box} {what}. All ranks "
                     f"that hold some of it must save it, and replicas under one name be equal"
                 )
+    return Index(specs, {name: runs_of(placed[name]) for name in specs})
 
 
 # ---- load ----------------------------------------------------------------------------------------
@@ -448,30 +470,23 @@ class StorageReader(_Storage, ReaderOfDCP):
     def __init__(self, store: Path | None = None, step: int | str | None = None) -> None:
         """`step`: None for the latest; a step, a tag, or "120-3": step 120 of epoch 3."""
         super().__init__(store, step)
-        self._read: tuple[Store, Described] | None = None
+        self._opened: _State | None = None
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """See _Storage; what was read before is read anew."""
         super().reset(checkpoint_id)
-        self._read = None
+        self._opened = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint has. Raises Missing, Corrupt, Unsupported."""
-        store = Store(self.store)
-        described = store.describe(self._step)
-        described.check(store.path)
-        self._read = store, described
-        objects = described.manifest.objects
-        within = {name for value in objects.values() for name in references(value)}
+        self._opened = state = _State(Store(self.store), self._step)
+        within = {name for value in state.objects.values() for name in references(value)}
         found: dict[str, Any] = {
-            name: _metadata_of(entry)
-            for name, entry in described.tensors.items()
-            if name not in within
+            name: _metadata_of(entry) for name, entry in state.tensors.items() if name not in within
         }
-        found |= {name: BytesStorageMetadata() for name in objects if name != PLANNER}
+        found |= {name: BytesStorageMetadata() for name in state.objects}
         meta = StorageMeta(checkpoint_id=self.checkpoint_id)
-        planner = _planner_said(described).get("data")
-        return Metadata(found, planner, storage_data={}, storage_meta=meta)
+        return Metadata(found, state.said.get("data"), storage_data={}, storage_meta=meta)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -480,7 +495,7 @@ class StorageReader(_Storage, ReaderOfDCP):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """On all ranks."""
-        return dataclasses.replace(plan, storage_data=str(self._name))
+        return dataclasses.replace(plan, storage_data=str(self._state.name))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator. Raises Conflict where ranks would load different steps."""
@@ -495,37 +510,109 @@ class StorageReader(_Storage, ReaderOfDCP):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """On all ranks: fill the planner's tensors, and give it its objects; each byte is verified
         on the way. Blocks. Raises Missing, Mismatch, Corrupt, Unavailable."""
-        store, described = self._described
-        known = described.tensors
-        wanted: dict[str, tuple[TensorEntry, list[LocalBox]]] = {}
-        targets: list[tuple[ReadItem, torch.Tensor]] = []
+        state = self._state
+        wanted: list[tuple[TensorEntry, LocalBox]] = []
+        items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        for item in items:
+            entry = state.tensors[item.storage_index.fqn]
+            wanted.append((entry, _destination(item, entry, planner.resolve_tensor(item).detach())))
+        state.fill(wanted)
+        for item, (_, (_, tensor)) in zip(items, wanted, strict=True):
+            planner.commit_tensor(item, tensor)
         for item in plan.items:
-            if item.type == LoadItemType.TENSOR:
-                entry = known[item.storage_index.fqn]
-                targets.append((item, planner.resolve_tensor(item).detach()))
-                _, boxes = wanted.setdefault(entry.spec.name, (entry, []))
-                boxes.append(_destination(item, entry, targets[-1][1]))
-        candidate, disk = Candidate(self._name, tier_at(store.path)), tier_at(store.path)
-        with Loader() as loader:
-            fill(candidate, described.versions, wanted, loader)
-        for item, target in targets:
-            planner.commit_tensor(item, target)
-        objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        for item in objects:
-            planner.load_bytes(item, _pickled(_value(disk, described, item.storage_index.fqn)))
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _pickled(state.value(item.storage_index.fqn)))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     @property
-    def _described(self) -> tuple[Store, Described]:
-        assert self._read is not None, "read_metadata comes first"
-        return self._read
+    def _state(self) -> "_State":
+        assert self._opened is not None, "read_metadata comes first"
+        return self._opened
 
-    @property
-    def _name(self) -> CheckpointName:
-        manifest = self._described[1].manifest
-        return CheckpointName(manifest.step, manifest.epoch)
+
+class _State:
+    """A checkpoint's whole state. Of a StorageWriter's, tables are read as they are needed."""
+
+    def __init__(self, store: Store, step: int | str | None) -> None:
+        """Raises Missing, Corrupt, Unsupported."""
+        self._disk = tier_at(store.path)
+        self._manifest = manifest = store.state(step)
+        self.name = CheckpointName(manifest.step, manifest.epoch)
+        self.objects = {key: each for key, each in manifest.objects.items() if key != PLANNER}
+        said = decode(manifest.objects.get(PLANNER, {}), _no_tensor)
+        if not isinstance(said, dict):
+            raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
+        self.said: Mapping[str, Any] = said
+        self._tables: dict[int, Table] = {}
+        self._index: Index | None = None
+        if "tensors" in said:
+            self._index = Index.from_json(said["tensors"], len(manifest.parts))
+            specs = self._index.specs.items()
+            self.tensors = {name: TensorEntry(spec, ()) for name, spec in specs}
+        else:
+            self.tensors = self._described(range(len(manifest.parts))).tensors
+
+    def fill(self, wanted: Sequence[tuple[TensorEntry, LocalBox]]) -> None:
+        """Read boxes of tensors into memory; blocks. Raises Corrupt, Unavailable."""
+        by_name: dict[str, tuple[TensorEntry, list[LocalBox]]] = {}
+        for entry, box in wanted:
+            by_name.setdefault(entry.spec.name, (entry, []))[1].append(box)
+        numbers = set(range(len(self._manifest.parts)))
+        if self._index is not None:
+            index, found = self._index, by_name.items()
+            numbers = {
+                n for key, (_, to) in found for n in index.parts_of(key, [b.box for b in to])
+            }
+        described = self._described(sorted(numbers))
+        for entry, boxes in by_name.values():
+            self._check(described, entry.spec, [box for box, _ in boxes])
+        with Loader() as loader:
+            fill(Candidate(self.name, self._disk), described.versions, by_name, loader)
+
+    def value(self, key: str) -> Any:
+        """An object, with the tensors in it. Raises Missing, Corrupt."""
+        names = references(self.objects[key])
+        tensors = {
+            name: empty(dataclasses.replace(self.tensors[name], strides=None)) for name in names
+        }
+        self.fill([(self.tensors[name], LocalBox.whole(to)) for name, to in tensors.items()])
+
+        def tensor(name: str, device: str) -> torch.Tensor:
+            place = torch.device(device)
+            is_here = place.type == "cuda" and (place.index or 0) < torch.cuda.device_count()
+            return tensors[name].to(place) if is_here else tensors[name]
+
+        found = decode(self.objects[key], tensor)
+        is_stream = isinstance(found, bytes) and key in self.said.get("streams", ())
+        return io.BytesIO(found) if is_stream else found
+
+    def _described(self, numbers: Iterable[int]) -> Described:
+        """Those parts, with their tables."""
+        chosen = [(number, self._manifest.parts[number]) for number in numbers]
+        for number, part in chosen:
+            if number not in self._tables:
+                self._tables[number] = catalog.read_table(self._disk, part)
+        parts = tuple(part for _, part in chosen)
+        tables = [self._tables[number] for number, _ in chosen]
+        return Described(dataclasses.replace(self._manifest, parts=parts), tables)
+
+    def _check(self, described: Described, spec: Spec, boxes: Sequence[Box]) -> None:
+        """Raises Corrupt where the tables do not have all of these boxes, once, of that tensor."""
+        having = [
+            table.tensors[spec.name] for table in described.tables if spec.name in table.tensors
+        ]
+        pieces = [piece.box for entry in having for piece in entry.pieces]
+        for box in boxes:
+            common = [each for piece in pieces if (each := piece.intersect(box))]
+            if sum(each.count for each in common) != box.count:
+                raise Corrupt(
+                    f"reading {self.name} of {self._disk.root}: of tensor {spec.name!r} its piece "
+                    f"tables do not have {box}, or have it twice"
+                )
+        if any(entry.spec != spec for entry in having):
+            raise Corrupt(f"reading {self.name}: its parts differ in what {spec.name!r} is")
 
 
 def _metadata_of(entry: TensorEntry) -> TensorStorageMetadata:
@@ -550,29 +637,6 @@ def _destination(item: ReadItem, entry: TensorEntry, target: torch.Tensor) -> Lo
             f"it into a tensor of that dtype, and convert it afterwards"
         )
     return LocalBox(box, target)
-
-
-def _value(disk: Tier, described: Described, key: str) -> Any:
-    """An object, with the tensors in it. Raises Missing, Corrupt."""
-    value = described.manifest.objects[key]
-    tensors = read_tensors(disk, described, references(value))
-
-    def tensor(name: str, device: str) -> torch.Tensor:
-        place = torch.device(device)
-        is_here = place.type == "cuda" and (place.index or 0) < torch.cuda.device_count()
-        return tensors[name].to(place) if is_here else tensors[name]
-
-    found = decode(value, tensor)
-    is_stream = isinstance(found, bytes) and key in _planner_said(described).get("streams", ())
-    return io.BytesIO(found) if is_stream else found
-
-
-def _planner_said(described: Described) -> Mapping[str, Any]:
-    """Nothing of a Checkpointer's. Raises Corrupt."""
-    said = decode(described.manifest.objects.get(PLANNER, {}), _no_tensor)
-    if not isinstance(said, dict):
-        raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
-    return said
 
 
 def _no_tensor(name: str, device: str) -> torch.Tensor:

@@ -125,23 +125,24 @@ class Store:
 
         name = catalog.find(self._disk, step)
         try:
-            return read_tensors(self._disk, self.describe(str(name)), names)
+            state = self.state(str(name))
+            return read_tensors(self._disk, Described(state, self.tables(state)), names)
         except Corrupt as error:
             if catalog.is_there(self._disk, name):
                 raise
             raise Missing(f"reading {name} of {self._disk.root}: deleted meanwhile") from error
 
-    def describe(self, step: int | str | None = None) -> Described:
-        """The whole state of a checkpoint: its manifest, and its tables. Raises Missing, Corrupt;
-        Unsupported for a step that is a log."""
+    def state(self, step: int | str | None = None) -> Manifest:
+        """The manifest of a checkpoint's whole state. Raises Missing, Corrupt; Unsupported for a
+        step that is a log."""
         name = catalog.find(self._disk, step)
         manifest = catalog.read_manifest(self._disk, name)
-        if manifest.records:
-            state = catalog.read_state(self._disk, name)
-            if state is None or state.records:
-                raise Unsupported(self._no_state(manifest))
-            manifest = state
-        return Described(manifest, self.tables(manifest))
+        if not manifest.records:
+            return manifest
+        state = catalog.read_state(self._disk, name)
+        if state is None or state.records:
+            raise Unsupported(self._no_state(manifest))
+        return state
 
     def delete(self, step: int | str) -> int:
         """Delete a checkpoint and the data that only it needs. Returns the bytes freed."""
