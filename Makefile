@@ -37,7 +37,7 @@ print(*filter(is_missing, sys.argv[1:]))
 endef
 export MISSING
 
-.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench bench-tiers bench-codecs clean env
+.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench bench-tiers bench-codecs bench-pieces clean env
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -96,6 +96,9 @@ bench-tiers: env
 
 bench-codecs: env
 	$(BIN)/python -m benchmarks.codecs $(ARGS)
+
+bench-pieces: env
+	$(BIN)/python -m benchmarks.pieces $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

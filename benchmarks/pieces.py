@@ -1,6 +1,6 @@
 """A million pieces: what a checkpoint of 1,000 tensors costs beside its bytes, as ranks grow.
 
-    python -m benchmarks.pieces [--ranks 1 10 100 1000] [--json FILE] [--plot FILE]
+    python -m benchmarks.pieces [--ranks 1 10 100 1000] [--plot FILE]
 
 Each tensor is cut by rows, as FSDP does, so that ranks times tensors is the number of pieces. All
 ranks are played one after another in this process, by the classes that DCP is given
@@ -15,22 +15,29 @@ import json
 import pickle
 import resource
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from everstep.cli.main import main as everstep
@@ -38,6 +45,17 @@ from everstep.integrations.dcp import StorageReader, StorageWriter
 
 TENSORS, ROWS, COLUMNS = 1000, 1, 16
 NAMES = [f"model.layers.{index // 10}.block_{index % 10}.weight" for index in range(TENSORS)]
+
+LINES = {
+    "claim+commit": ("coordinator: claim and commit", "C0o-"),
+    "rank_write": ("one rank: plan and write its pieces", "C1o-"),
+    "read_metadata+rank_plan+rank_read": ("one rank: plan and read its own", "C2o-"),
+    "ls": ("everstep ls", "C3o-"),
+    "show": ("everstep show", "C4o-"),
+    "dcp_global_plan": ("DCP: global plan", "C0s:"),
+    "dcp_metadata_write": ("DCP: writes its metadata", "C1s:"),
+    "dcp_metadata_read+dcp_rank_plan": ("DCP: one rank reads them, and plans", "C2s:"),
+}
 
 
 class Rank(DefaultSavePlanner):
@@ -72,10 +90,10 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def __call__(self, what: str, work: Callable[[], Any]) -> Any:
+    def __call__(self, what: str, work: Callable[..., Any], *of: Any) -> Any:
         gc.collect()
         began = time.perf_counter()
-        found = work()
+        found = work(*of)
         self.seconds[what] = time.perf_counter() - began
         return found
 
@@ -83,39 +101,13 @@ class Clock:
 def measure(ranks: int, folder: Path) -> dict[str, Any]:
     clock = Clock()
     store = folder / "store"
-    planners = [Rank(rank, ranks) for rank in range(ranks)]
-    writers = [StorageWriter(store, 1) for _ in planners]
-    for rank, writer in enumerate(writers):
-        writer.set_up_storage_writer(rank == 0, rank=rank)
-    local = [
-        writer.prepare_local_plan(planner.create_local_plan())
-        for planner, writer in zip(planners, writers, strict=True)
-    ]
-    plans, metadata = clock("dcp_global_plan", lambda: planners[0].create_global_plan(local))
-    stored = {item.index: ("__0_0.distcp", 0, 64) for plan in plans for item in plan.items}
-    metadata.storage_data = stored
-    document = clock("dcp_metadata_write", lambda: pickle.dumps(metadata))
-    dcp_bytes = len(document)
-    read = clock("dcp_metadata_read", lambda: pickle.loads(document))
-    clock("dcp_rank_plan", lambda: plan_of(read, ranks))
-    del read, document
-    metadata.storage_data = None
-
-    plans = clock("claim", lambda: writers[0].prepare_global_plan(plans))
-    results = []
-    for rank, (writer, planner, plan) in enumerate(zip(writers, planners, plans, strict=True)):
-        write = lambda w=writer, p=plan, q=planner: w.write_data(p, q).wait()  # noqa: E731
-        results.append(clock("rank_write", write) if rank == ranks - 1 else write())
-    clock("commit", lambda: writers[0].finish(metadata, results))
-    del writers, planners, plans, local, results, metadata
+    dcp_bytes = saved(clock, store, ranks)
     reader = StorageReader(store)
-    found = clock("read_metadata", reader.read_metadata)
-    items = clock("rank_plan", lambda: plan_of(found, ranks))
-    clock("rank_read", lambda: read_rank(reader, items))
-    del found, items, reader
+    metadata = clock("read_metadata", reader.read_metadata)
+    clock("rank_read", read_rank, reader, clock("rank_plan", plan_of, metadata, ranks))
     for command in ("ls", "show"):
         with redirect_stdout(io.StringIO()):
-            clock(command, lambda c=command: everstep([c, str(store)]))
+            clock(command, everstep, [command, str(store)])
     (manifest,) = (store / "checkpoints").glob("*/manifest.json")
     tables = list((store / "data" / "tables").iterdir())
     return {
@@ -126,6 +118,33 @@ def measure(ranks: int, folder: Path) -> dict[str, Any]:
         "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         **clock.seconds,
     }
+
+
+def saved(clock: Clock, store: Path, ranks: int) -> int:
+    """Save by both; the size of DCP's metadata."""
+    planners = [Rank(rank, ranks) for rank in range(ranks)]
+    writers = [StorageWriter(store, 1) for _ in planners]
+    local = []
+    for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
+        writer.set_up_storage_writer(rank == 0, rank=rank)
+        local.append(writer.prepare_local_plan(planner.create_local_plan()))
+    plans, metadata = clock("dcp_global_plan", planners[0].create_global_plan, local)
+    size = dcp_alone(clock, plans, metadata, ranks)
+    plans = clock("claim", writers[0].prepare_global_plan, plans)
+    results = []
+    for writer, planner, plan in zip(writers, planners, plans, strict=True):
+        results.append(clock("rank_write", writer.write_data, plan, planner).wait())
+    clock("commit", writers[0].finish, metadata, results)
+    return size
+
+
+def dcp_alone(clock: Clock, plans: list[SavePlan], metadata: Any, ranks: int) -> int:
+    """What DCP does beside: its metadata, and what a rank makes of them."""
+    infos = {item.index: _StorageInfo("__0_0.distcp", 0, 64) for p in plans for item in p.items}
+    document = clock("dcp_metadata_write", pickle.dumps, replace(metadata, storage_data=infos))
+    read = clock("dcp_metadata_read", pickle.loads, document)
+    clock("dcp_rank_plan", plan_of, read, ranks)
+    return len(document)
 
 
 def plan_of(metadata: Any, ranks: int) -> list[Any]:
@@ -141,31 +160,48 @@ def plan_of(metadata: Any, ranks: int) -> list[Any]:
 class Into(DefaultLoadPlanner):
     """Of one rank's memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.target = torch.zeros(ROWS, COLUMNS)
-
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
         return torch.zeros(ROWS, COLUMNS)
 
 
 def read_rank(reader: StorageReader, items: list[Any]) -> None:
-    from torch.distributed.checkpoint.planner import LoadPlan
-
     reader.read_data(LoadPlan(items), Into()).wait()
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    for what, (label, style) in LINES.items():
+        seconds = [sum(row[key] for key in what.split("+")) for row in rows]
+        axes.loglog([row["pieces"] for row in rows], seconds, style, label=label)
+    axes.set_xlabel("pieces (1,000 tensors x ranks)")
+    axes.set_ylabel("seconds")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--plot", metavar="FILE", help="where to draw the figures")
     args = parser.parse_args()
+    rows = []
     for ranks in args.ranks:
         folder = Path(tempfile.mkdtemp())
         try:
-            print(json.dumps(measure(ranks, folder)), flush=True)
+            rows.append(measure(ranks, folder))
+            print(json.dumps(rows[-1]), flush=True)
         finally:
             shutil.rmtree(folder)
+    if args.plot:
+        plot(rows, args.plot)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -41,7 +41,7 @@ def weights(program):
 
 def test_every_block_is_run():
     assert MIGRATING.count("```python") == len(BLOCKS)
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 10
 
 
 def test_a_run_of_everstep_goes_on_bit_for_bit(here):
@@ -68,6 +68,14 @@ def test_an_old_checkpoint_is_gone_on_from(here, monkeypatch, old):
     gone_on = run("given", "everstep", steps=4)
     assert gone_on["start"] == 4
     assert all(map(torch.equal, weights(gone_on), weights(begun)))
+
+
+def test_the_storage_of_dcp(here, monkeypatch):
+    defined = BLOCKS["dcp"].partition("training = Training()")[0]
+    monkeypatch.setitem(BLOCKS, "definitions", defined)
+    run("given", "definitions", "dcp storage")
+    assert everstep.Store("runs/dcp").steps() == [1]
+    assert everstep.Store("runs/dcp").verify().ok
 
 
 def test_the_trainers_blocks(here, monkeypatch):

@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import io
 import json
+import subprocess
+import sys
 from collections import Counter, OrderedDict
 
 import numpy as np
@@ -426,3 +428,36 @@ def test_async(store):
     values["w"].zero_()
     future.result()
     assert load(store, {"w": torch.zeros(1000), "n": 0})["w"].tolist() == [1.0] * 1000
+
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from everstep.integrations.dcp import StorageWriter
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=0, world_size=1)
+    writer = StorageWriter(sys.argv[1])
+    for step in (1, 2):
+        state = {"w": torch.full((1000,), float(step)), "n": {"step": step}}
+        future = dcp.async_save(
+            state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        )
+        state["w"].zero_()
+        future.result()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_async_by_a_process(store, tmp_path):
+    """Each save unpickles the writer anew: it has one epoch all the same."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    words = [sys.executable, "-W", "ignore", program, store, tmp_path / "rendezvous"]
+    subprocess.run(words, check=True, timeout=100)
+    found = everstep.Store(store)
+    assert [found.manifest(step).epoch for step in found.steps()] == [1, 1]
+    assert found.read(1)["w"].tolist() == [1.0] * 1000
+    assert load(store, {"n": {"step": 0}})["n"] == {"step": 2}

@@ -1,0 +1,211 @@
+"""DCP on a store of everstep, by several ranks: layouts, replicas, caches of plans, what goes wrong
+on one of them."""
+
+import errno
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gang import GangError
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from comparing import check_equal
+from everstep import Store
+from everstep.integrations import dcp as integration
+from everstep.integrations.dcp import StorageReader, StorageWriter
+from everstep.store import catalog
+from everstep.tiers.disk import Disk
+from everstep.tiers.system import System
+
+
+def made(kind, seed=0):
+    """A model of uneven shapes, laid out in one of several ways, and its optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 3))
+    size = dist.get_world_size()
+    if kind == "fsdp":
+        fully_shard(model)
+    elif kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("r", "s")))
+    elif kind == "tp":
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model = parallelize_module(model, init_device_mesh("cpu", (size,)), plan)
+    elif kind == "fsdp+tp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model = parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+    elif kind == "ddp":
+        model = DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+
+
+def trains(model, optimizer, steps=2):
+    torch.manual_seed(7)
+    for _ in range(steps):
+        model(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(model, optimizer):
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "step": 2}
+
+
+def whole(model):
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(model, options=options)
+
+
+def saves(store, kind, step=None):
+    model, optimizer = made(kind)
+    trains(model, optimizer)
+    dcp.save(state_of(model, optimizer), storage_writer=StorageWriter(store, step))
+    return whole(model)
+
+
+def loads(store, kind):
+    model, optimizer = made(kind, seed=1)
+    state = {**state_of(model, optimizer), "step": 0}
+    dcp.load(state, storage_reader=StorageReader(store))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    assert state["step"] == 2
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    return whole(model)
+
+
+KINDS = ("fsdp", "hsdp", "tp", "fsdp+tp", "ddp")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_layout_becomes_any_other(gang, store, kind):
+    saved = gang.run(saves, store, kind)[0]
+    assert Store(store).verify().ok
+    stored = Store(store).read()
+    check_equal(
+        {f"model.{name}": tensor for name, tensor in saved.items()},
+        {name: tensor for name, tensor in stored.items() if name.startswith("model.")},
+    )
+    for other, size in (("fsdp", 2), ("tp", 3), ("plain", 1), (kind, 4)):
+        check_equal(gang.run(loads, store, other, size=size)[0], saved)
+
+
+def test_replicas_are_written_once(gang, store):
+    gang.run(saves, store, "ddp")
+    manifest = Store(store).manifest()
+    tables = Store(store).tables(manifest)
+    having = Counter(name for table in tables for name in table.tensors)
+    assert len(having) == 16
+    assert set(having.values()) == {1}
+    assert len(tables) > 1
+
+
+def counts_tables(store):
+    read, original = [], catalog.read_table
+    mesh = init_device_mesh("cpu", (4,))
+    state = {"w": torch.distributed.tensor.zeros(400, 8, device_mesh=mesh, placements=shard())}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog, "read_table", lambda *of: read.append(of[1].rank) or original(*of))
+        dcp.load(state, storage_reader=StorageReader(store))
+    return read, state["w"].to_local().unique().tolist()
+
+
+def shard():
+    return [torch.distributed.tensor.Shard(0)]
+
+
+def saves_rows(store):
+    mesh = init_device_mesh("cpu", (4,))
+    rows = torch.full((100, 8), float(dist.get_rank()))
+    state = {"w": torch.distributed.tensor.DTensor.from_local(rows, mesh, shard())}
+    dcp.save(state, storage_writer=StorageWriter(store))
+
+
+def test_a_rank_reads_the_tables_that_it_needs(gang, store):
+    gang.run(saves_rows, store)
+    found = gang.run(counts_tables, store)
+    assert found == [([rank], [float(rank)]) for rank in range(4)]
+
+
+def saves_cached(store):
+    model, optimizer = made("fsdp")
+    for step in (10, 20, 30):
+        trains(model, optimizer, 1)
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        state = {"model": get_model_state_dict(model), "step": step}
+        dcp.save(state, storage_writer=StorageWriter(store, step), planner=planner)
+    return whole(model)
+
+
+def test_cached_plans_of_ranks(gang, store):
+    saved = gang.run(saves_cached, store)[0]
+    assert Store(store).steps() == [10, 20, 30]
+    stored = Store(store).read(30)
+    check_equal(stored, {f"model.{name}": tensor for name, tensor in saved.items()})
+
+
+class Full(System):
+    def pwrite(self, fd, data, offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def saves_on_full(store):
+    model, _ = made("fsdp")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            patch.setattr(integration, "tier_at", lambda path: Disk(path, Full()))
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            dcp.save(get_model_state_dict(model), storage_writer=StorageWriter(store))
+    return [(rank, type(error).__name__) for rank, (error, _) in caught.value.failures.items()]
+
+
+def test_a_full_disk_on_one_rank(gang, store):
+    assert gang.run(saves_on_full, store) == [[(2, "Unavailable")]] * 4
+    assert Store(store).steps() == []
+    gang.run(saves, store, "fsdp")
+    assert Store(store).steps() == [1]
+
+
+def saves_async(store):
+    model, optimizer = made("fsdp")
+    writer = StorageWriter(store)
+    for _ in range(2):
+        trains(model, optimizer, 1)
+        state = {"model": get_model_state_dict(model), "step": 2}
+        dcp.async_save(state, storage_writer=writer).result()
+    return whole(model)
+
+
+def test_async_by_ranks(gang, store):
+    saved = gang.run(saves_async, store, size=2)[0]
+    found = Store(store)
+    assert [found.manifest(step).epoch for step in found.steps()] == [1, 1]
+    check_equal(found.read(), {f"model.{name}": tensor for name, tensor in saved.items()})
+
+
+def saves_alone(store):
+    dcp.save({"x": torch.ones(3)}, storage_writer=StorageWriter(store), use_collectives=False)
+
+
+def test_ranks_that_do_not_talk_are_refused(gang, store):
+    with pytest.raises(GangError, match="use_collectives=False"):
+        gang.run(saves_alone, store, size=2)
