@@ -98,12 +98,16 @@ def test_it_is_written_where_its_version_changes(local, strategy, is_immutable):
     state = build()
     replay = state["replay"]
     replay.immutable = is_immutable
+    written = {}
     with everstep.Checkpointer(local, state, strategy=strategy, keep=Keep(100)) as checkpointer:
         for step in range(1, 10):
             train(state)
             replay.version = step // 4
-            checkpointer.step(step).wait(timeout=60)
+            handle = checkpointer.step(step)
+            handle.wait(timeout=60)
+            written[step] = handle.bytes
     assert replay.reads == 3
+    assert [step for step, size in written.items() if size > 1 << 20] == [1, 4, 8]
     assert len(large_packs(local)) == 3
     added = {step: catalog.added_bytes(Store(local).manifest(step)) for step in range(1, 10)}
     assert [step for step, size in added.items() if size > 1 << 20] == [1, 4, 8]
@@ -112,7 +116,10 @@ def test_it_is_written_where_its_version_changes(local, strategy, is_immutable):
         with everstep.Checkpointer(local, state) as checkpointer:
             assert checkpointer.restore(step) == step
         check_loaded(state["replay"], step // 4)
-    assert Store(local).verify().ok
+    verdict = Store(local).verify()
+    assert verdict.ok
+    packs = [path for path in (local / "data").iterdir() if path.is_file()]
+    assert verdict.bytes == sum(path.stat().st_size for path in packs)  # each once
 
 
 def test_a_run_that_comes_back_does_not_write_it_again(store):

@@ -295,7 +295,7 @@ class Save:
                 writer.base = self._data.base(Previous(*self.name, self.digest))
         self._outcome = Outcome(
             self.name,
-            self._data.size,
+            self._data.size + _streamed(manifest),
             time.monotonic() - self._began,
             warning,
             is_part=not is_whole,
@@ -374,6 +374,13 @@ def is_plain(job: NodeSave) -> bool:
     except Exception:  # noqa: BLE001 - told when its turn comes
         return False
     return bool(said["record"]) and not said["share"] and not said["tag"]
+
+
+def _streamed(manifest: Manifest) -> int:
+    """Bytes of the streams that were written for it, by the trainer."""
+    name = CheckpointName(manifest.step, manifest.epoch)
+    packs = [pack for stream in manifest.streams.values() for pack in stream.packs]
+    return sum(pack.size for pack in packs if names.is_new_in(pack.path, name))
 
 
 def _lost(name: CheckpointName | None) -> Unavailable:

@@ -12,6 +12,7 @@ from everstep.format.manifest import Manifest
 from everstep.format.tables import Table
 from everstep.store import catalog, names, read, retain
 from everstep.store.names import CheckpointName
+from everstep.store.read import Verified
 from everstep.tiers.tier import tier_at
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class Store:
         return [catalog.read_table(self._disk, part) for part in manifest.all_parts]
 
     def verify(self, step: int | str | None = None, progress: Progress | None = None) -> Verdict:
-        """Read every byte of a checkpoint (of a log: and of what it goes on from), by default of
-        all and of what names them, and compare.
+        """Read every byte of a checkpoint (and of what it goes on from), by default of all and of
+        what names them, and compare; of a file that several have, once.
 
         `progress` is called with (bytes read, bytes in all). What is wrong is in the result, not
         raised; only a reference to a checkpoint that is not there is Missing.
@@ -100,9 +101,16 @@ class Store:
             except EverstepError as error:
                 if step is not None or catalog.is_there(self._disk, name):  # else deleted since
                     problems[str(name)] = [str(error)]
-        total, done = sum(manifest.size for _, manifest in manifests), 0
+        packs = {
+            link.path: link.size
+            for _, manifest in manifests
+            for link in manifest.files
+            if link.digest is None
+        }
+        total, done = sum(packs.values()), 0
+        seen: Verified = {}
         for name, manifest in manifests:
-            for size, problem in self._verify(manifest):
+            for size, problem in self._verify(manifest, seen):
                 done += size
                 if problem and catalog.is_there(self._disk, name):  # else it was deleted meanwhile
                     problems.setdefault(str(name), []).append(problem)
@@ -199,7 +207,7 @@ class Store:
                 found.append(CheckpointName(manifest.step, manifest.epoch))
         return found[::-1] or [name]
 
-    def _verify(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
+    def _verify(self, manifest: Manifest, seen: Verified) -> Iterator[tuple[int, str | None]]:
         """Bytes that were read, and what is wrong: also with the state beside a log step."""
         name = CheckpointName(manifest.step, manifest.epoch)
         state = None
@@ -213,14 +221,14 @@ class Store:
         except EverstepError as error:
             yield 0, str(error)
         for described in (manifest, state) if state else (manifest,):
-            yield from self._verify_parts(described)
+            yield from self._verify_parts(described, seen)
 
-    def _verify_parts(self, manifest: Manifest) -> Iterator[tuple[int, str | None]]:
+    def _verify_parts(self, manifest: Manifest, seen: Verified) -> Iterator[tuple[int, str | None]]:
         tables: list[Table] = []
         for part in manifest.all_parts:
             try:
                 tables.append(catalog.read_table(self._disk, part))
-                for size, problem in read.verify_part(self._disk, part, tables[-1]):
+                for size, problem in read.verify_part(self._disk, part, tables[-1], seen):
                     yield size, str(problem) if problem else None
             except EverstepError as error:
                 yield 0, str(error)
@@ -228,7 +236,7 @@ class Store:
             try:
                 part = catalog.read_stream(self._disk, stream)
                 table = catalog.read_table(self._disk, part)
-                for size, problem in read.verify_part(self._disk, part, table):
+                for size, problem in read.verify_part(self._disk, part, table, seen):
                     yield size, str(problem) if problem else None
             except EverstepError as error:
                 yield 0, str(error)
