@@ -15,6 +15,7 @@ from everstep.cli import cp
 from everstep.cli.main import main
 from everstep.store import catalog
 from everstep.store.copy import copy_checkpoint
+from everstep.store.fork import fork
 from everstep.store.names import CheckpointName
 from everstep.tiers.bucket import Bucket
 from everstep.tiers.disk import Disk
@@ -28,8 +29,12 @@ LOG = [CheckpointName(step, 1) for step in (1, 2, 3)]
 
 @pytest.fixture
 def source(tmp_path):
+    return logged(tmp_path / "source")
+
+
+def logged(path):
     """A state and two records that go on from it."""
-    trainer = Trainer(Disk(tmp_path / "source", Unsynced()))
+    trainer = Trainer(Disk(path, Unsynced()))
     trainer.claim()
     trainer.save(1)
     trainer.record(2, 1)
@@ -46,6 +51,21 @@ def test_a_copy_to_a_disk_goes_on_after_any_fault(folder, source, fault):
         promises.tags["best"] = LOG[-1]
 
     assert sweep(folder, lambda disk: Promises(), copy, fault) > 40
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fork_goes_on_after_any_fault(folder, fault):
+    def prepare(disk):
+        logged(disk.root.parent / "source")
+        return Promises()
+
+    def begin(disk, promises):
+        source = Disk(disk.root.parent / "source", Unsynced())
+        assert fork(source, disk, LOG[-1]).bytes == 0
+        promises.checkpoints |= set(LOG)
+        promises.epochs.add(1)
+
+    assert sweep(folder, prepare, begin, fault) > 40
 
 
 def copies_until(number, path, url):

@@ -108,6 +108,8 @@ def _head(listing: Listing, path: str) -> str:
         text.size(listing.size_bytes),
         text.plural(len(listing.epochs), "epoch"),
     ]
+    if origin := catalog.read_origin(listing.disk):
+        words.append(f"from step {origin.step} of {text.clean(origin.store)}")
     name = text.clean(path if path != "." else name_of(path).rpartition("/")[2])
     return text.paint(name, "title") + " · ".join(words)
 
@@ -223,6 +225,7 @@ def _to_json(listing: Listing) -> dict[str, Any]:
     return {
         "store": str(listing.disk.root),
         "run": listing.run,
+        "from": origin._asdict() if (origin := catalog.read_origin(listing.disk)) else None,
         "latest": listing.latest.step if listing.latest else None,
         "size": listing.size_bytes,
         "epochs": [asdict(epoch) for _, epoch in sorted(listing.epochs.items())],

@@ -18,6 +18,8 @@ COMMANDS = {
     "show": "show one checkpoint: its tensors, packs, hyperparameters and objects",
     "verify": "read every byte and compare it with its digest",
     "cp": "copy checkpoints to another store, with what they go back to",
+    "tag": "give a checkpoint a name, or take one away",
+    "fork": "begin a new run at a checkpoint, without a copy of it on one file system",
     "rm": "delete checkpoints, and the data that only they need",
     "gc": "delete files that failed attempts left behind",
     "materialize": "make a whole state of a step that is a log, by replaying its records",

@@ -10,7 +10,9 @@ from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
 from everstep.format.global_tensors import Described
 from everstep.format.manifest import Manifest
 from everstep.format.tables import Table
-from everstep.store import catalog, names, read, retain
+from everstep.store import catalog, commit, names, read, retain
+from everstep.store.copy import Copied
+from everstep.store.fork import fork
 from everstep.store.names import CheckpointName
 from everstep.store.read import Verified
 from everstep.tiers.tier import tier_at
@@ -151,6 +153,32 @@ class Store:
         if state is None or state.records:
             raise Unsupported(self._no_state(manifest))
         return state
+
+    def tag(self, step: int | str, tag: str) -> CheckpointName:
+        """Let `tag` name a checkpoint, which is returned; a tag that exists moves. Raises Missing;
+        ValueError for a tag that could be taken for a step."""
+        names.tag_path(tag)
+        name = catalog.find(self._disk, step)
+        with self._disk.locked(exclusive=False):  # so that it is not deleted meanwhile
+            catalog.read_manifest(self._disk, name)
+            commit.set_tag(self._disk, tag, name)
+        return name
+
+    def delete_tag(self, tag: str) -> None:
+        """Let `tag` name nothing any more. Raises Missing."""
+        path = names.tag_path(tag)
+        if self._disk.size(path) is None:
+            found = catalog.tags(self._disk)
+            raise Missing(f"deleting the tag {tag!r} of {self.path}: its tags are {found}")
+        self._disk.delete(path)
+
+    def fork(
+        self, step: int | str, to: str | os.PathLike[str], progress: Progress | None = None
+    ) -> Copied:
+        """Begin a run of its own in the new place `to`, at a checkpoint of this one, whose files it
+        shares on one file system. Raises Missing, Corrupt, Conflict where something is there."""
+        name = catalog.find(self._disk, step)
+        return fork(self._disk, tier_at(to), name, progress or (lambda done, total: None))
 
     def delete(self, step: int | str) -> int:
         """Delete a checkpoint and the data that only it needs. Returns the bytes freed."""

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.document import digest_of, natural, unseal
@@ -25,7 +26,7 @@ from everstep.tiers.tier import Readable
 log = logging.getLogger("everstep")
 
 _NEWEST_MAX = 64
-_STORE = {"run": str}
+_STORE = {"run": str, "from?": {"store": str, "run": str, "step": natural, "epoch": natural}}
 _EPOCH = {
     "parent": (None, natural),
     "fork": natural,
@@ -37,9 +38,24 @@ _TAG = {"step": natural, "epoch": natural}
 _UNPROVEN = {"checkpoints": [str], "problem": str}
 
 
+class Origin(NamedTuple):
+    """A checkpoint of another run's store, which lay there."""
+
+    store: str
+    run: str
+    step: int
+    epoch: int
+
+
 def read_run(disk: Readable) -> str:
     """The run id of a store. Raises Missing where there is none, Corrupt, Unsupported."""
     return str(unseal(disk.read(names.STORE), disk.root / names.STORE, _STORE)["run"])
+
+
+def read_origin(disk: Readable) -> Origin | None:
+    """Where the run of a store began, if that was in another run's. Raises as read_run."""
+    found = unseal(disk.read(names.STORE), disk.root / names.STORE, _STORE).get("from")
+    return Origin(**{key: found[key] for key in Origin._fields}) if found else None
 
 
 def claimed(disk: Readable) -> list[int]:

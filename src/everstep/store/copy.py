@@ -23,6 +23,7 @@ from everstep.format.packed import content_digests
 from everstep.format.tables import FileLink, Table
 from everstep.store import catalog, commit, names, read
 from everstep.store.names import CheckpointName
+from everstep.tiers import sharing
 from everstep.tiers.tier import Readable, Target
 
 Progress = Callable[[int, int], None]
@@ -32,11 +33,12 @@ Progress = Callable[[int, int], None]
 @dataclass(slots=True)
 class Copied:
     """What a copy came to: the checkpoints that are new in the target, oldest first; bytes that
-    were written, and those that were there."""
+    were written, those that were there, and those that source and target share."""
 
     checkpoints: list[CheckpointName] = field(default_factory=list)
     bytes: int = 0
     bytes_there: int = 0
+    bytes_shared: int = 0
 
 
 def copy_checkpoint(
@@ -62,16 +64,26 @@ def copy_checkpoint(
     run, or has another checkpoint of that name; Unavailable, Unsupported.
     """
     open_copy(source, target)
-    steps = _to_copy(source, target, name)
     whole = set() if whole is None else whole
-    copy = _Copy(source, target, progress, sum(step.size for step in steps), nodes, whole)
-    _copy_epochs(source, target, name.epoch)
-    for step in steps:
-        copy.copy(step)
+    copy = _Copy(source, target, progress, nodes, whole)
+    copy.copy_all(name)
     for tag in tags:
         commit.set_tag(target, tag, name)
     whole.clear()
     whole.update(copy.packs)
+    return copy.copied
+
+
+def share_checkpoint(
+    source: Readable,
+    target: Target,
+    name: CheckpointName,
+    progress: Progress = lambda done, total: None,
+) -> Copied:
+    """The same into a store of whatever run, in which packs are the source's own files, where one
+    medium has both (tiers/sharing.py): those are not read. Raises as copy_checkpoint."""
+    copy = _Copy(source, target, progress, None, (), are_shared=True)
+    copy.copy_all(name)
     return copy.copied
 
 
@@ -213,25 +225,47 @@ class _Copy:
         source: Readable,
         target: Target,
         progress: Progress,
-        total: int,
         nodes: Collection[int] | None,
         whole: Collection[str],
+        *,
+        are_shared: bool = False,
     ) -> None:
         self.copied = Copied()
         self.packs: set[str] = set()
         self._source, self._target = source, target
-        self._progress, self._total, self._done = progress, total, 0
+        self._progress, self._total, self._done = progress, 0, 0
         self._tables: dict[str | None, tuple[bytes, Table]] = {}  # most steps share one
-        self._nodes, self._whole = nodes, whole
+        self._nodes, self._whole, self._are_shared = nodes, whole, are_shared
 
-    def copy(self, step: _Step) -> None:
-        """Let the target have it: all that it goes back to is there."""
+    def copy_all(self, name: CheckpointName) -> None:
+        """Let the target have a checkpoint, and before it what that goes back to."""
+        steps = _to_copy(self._source, self._target, name)
+        self._total = sum(step.size for step in steps)
+        _copy_epochs(self._source, self._target, name.epoch)
+        for step in steps:
+            self._copy(step)
+
+    def _copy(self, step: _Step) -> None:
+        """All that it goes back to is there."""
+        shared: list[str] = []
         for part in filter(self._is_to_go, step.parts):
             for index, pack in enumerate(part.packs):
                 if pack.path not in self.packs:
-                    self._copy_pack(part, index)
+                    if self._are_shared and self._share(pack):
+                        shared.append(pack.path)
+                    else:
+                        self._copy_pack(part, index)
                     self.packs.add(pack.path)
+        sharing.settle(self._target, shared)
         self._publish(step)
+
+    def _share(self, link: FileLink) -> bool:
+        read.check_size(self._source, link)
+        if not sharing.share(self._source, self._target, link.path):
+            return False
+        self.copied.bytes_shared += link.size
+        self._advance(link.size)
+        return True
 
     def _is_to_go(self, part: Part) -> bool:
         return self._nodes is None or part.rank in self._nodes

@@ -9,6 +9,7 @@ out by what it misses, or by its epoch.
 import contextlib
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -66,7 +67,9 @@ def _claim(tier: Bucket, over: threading.Event) -> None:
 
 def is_empty(tier: Tier) -> bool:
     """Whether there is nothing but what a writer that died at once may have left."""
-    return set(tier.list("")) <= {names.WRITERS, names.PROBES}
+    draft = re.compile(rf"{re.escape(names.STORE)}\.\w+\.tmp")
+    found = {name for name in tier.list("") if not draft.fullmatch(name)}
+    return found <= {names.WRITERS, names.PROBES}
 
 
 def living(tier: Tier) -> list[str]:

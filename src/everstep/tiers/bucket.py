@@ -72,7 +72,7 @@ class Bucket:
             raise Unsupported(
                 f"opening {url}: object stores need obstore. pip install 'everstep[remote]'"
             ) from error
-        self._api, self._errors = obstore, exceptions
+        self._api, self._errors, self._from_url = obstore, exceptions, from_url
         retries = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience_s)}
         try:
             self._store = from_url(self.root, retry_config=retries)
@@ -114,6 +114,22 @@ class Bucket:
             ) as upload:
                 for piece in pieces:
                     upload.write(piece)
+
+    def copy_from(self, other: "Bucket", path: str) -> bool:
+        """Let the server copy the other's object of that path. False where it is in another bucket,
+        or the server does not do it (S3: of more than 5 GB). Raises Missing."""
+        (place, own), (others, theirs) = (_split(bucket.root) for bucket in (self, other))
+        if place != others:
+            return False
+        with self._telling("copying", path, 0):
+            try:
+                whole = self._from_url(place)
+                self._api.copy(whole, f"{theirs}/{path}", f"{own}/{path}")
+            except self._errors.NotFoundError:
+                raise
+            except self._errors.BaseError:
+                return False
+        return True
 
     def settle(self, path: str) -> None:
         """Nothing to do."""
@@ -335,6 +351,13 @@ class Bucket:
             advice = next((advice for part, advice in _ADVICE.items() if part in text), "")
             text = text.partition(" Debug source:")[0][:400]
             raise Unavailable(f"{what} ({size} bytes): {kind}: {text}{advice}") from error
+
+
+def _split(url: str) -> tuple[str, str]:
+    """A bucket's URL, and what stands before the names of objects there."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    return f"{scheme}://{bucket}", prefix
 
 
 class Upload:

@@ -117,6 +117,23 @@ class Disk:
             self._known_files.pop(path, None)
             self._sync_directory(os.path.dirname(path))
 
+    def link_from(self, other: "Disk", path: str) -> bool:
+        """Have the other's file of that path as a file of this one: there is a second name of it.
+        False where the two are not on one file system, it has no hard links, or another file is
+        there. Durable after `sync_entries`. Raises Unavailable."""
+        with self._telling("linking", path, 0):
+            self._make_directories([os.path.dirname(path)])
+            theirs, own = str(other.root / path), str(self.root / path)
+            try:
+                self._system.link(theirs, own)
+            except FileExistsError:
+                return os.path.samefile(theirs, own)
+            except OSError as error:
+                if error.errno not in (*_NO_LINKS, errno.EXDEV):
+                    raise
+                return False
+            return True
+
     def settle(self, path: str) -> None:
         """Make a file durable that another process may have written, and not synced."""
         with self._telling("syncing", path, 0):
