@@ -18,7 +18,7 @@ _MEANING = (
     "STORE: the store's directory or URL (default: the current one); STEP: a step of the run, a "
     "tag, or step-epoch for one on any branch (default: the newest); FOLDER: a new one"
 )
-_KINDS = ("hf", "safetensors")
+_KINDS = ("dcp", "hf", "safetensors", "torch", "ucp")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20}
 _UNITS |= {"GIB": 1 << 30}
 

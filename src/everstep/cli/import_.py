@@ -10,7 +10,7 @@ from everstep.cli import text
 from everstep.cli.progress import progress_bar
 from everstep.tiers.tier import tier_at
 
-_KINDS = ("accelerate", "dcp", "hf", "lightning", "torch", "trainer")
+_KINDS = ("accelerate", "dcp", "deepspeed", "hf", "lightning", "torch", "trainer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

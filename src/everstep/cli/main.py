@@ -23,8 +23,8 @@ COMMANDS = {
     "rm": "delete checkpoints, and the data that only they need",
     "gc": "delete files that failed attempts left behind",
     "materialize": "make a whole state of a step that is a log, by replaying its records",
-    "import": "take over what another library has saved: torch, dcp, hf",
-    "export": "write a checkpoint for other libraries: hf, safetensors",
+    "import": "take over what another library has saved: torch, DCP, Hugging Face, DeepSpeed",
+    "export": "write a checkpoint for other libraries: hf, safetensors, torch, dcp, ucp",
     "top": "watch a run: saves in flight, tiers, memory, stalls, the age of checkpoints",
     "demo": "train a GPT, kill it at random moments, and compare with an undisturbed run",
 }

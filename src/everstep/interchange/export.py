@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 
 from everstep.errors import Missing
 from everstep.format.dtypes import ITEM_SIZES
+from everstep.interchange.dcp_files import write_dcp
 from everstep.interchange.safetensors import header_of, in_file_order
 from everstep.interchange.staged import new_folder, write_file
+from everstep.interchange.state_dicts import names_in, tree_of
+from everstep.interchange.torch_files import write_torch
+from everstep.interchange.universal import write_universal
 from everstep.interchange.whole import Whole
 from everstep.restore.load import Loader
 from everstep.store.names import CheckpointName
@@ -116,6 +121,16 @@ class _Export:
             self.exported.bytes += self.size(name)
             self.progress(self.exported.bytes, total)
 
+    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Of all tensors there, by their names in the state."""
+        entries = self.whole.entries.items()
+        return {name: (self.dtype(name), each.spec.shape) for name, each in entries}
+
+    def reader(self, tree: Any) -> Callable[[Sequence[str]], Iterator[torch.Tensor]]:
+        """Of the tensors in a tree, each of which is read once."""
+        total = sum(map(self.size, names_in(tree)))
+        return lambda names: self.tensors(names, total)
+
 
 def to_safetensors(export: _Export) -> None:
     """All tensors under their names in the state, or without it those of `part`'s weights."""
@@ -174,4 +189,34 @@ def _shards(sizes: Sequence[tuple[str, int]], options: Options) -> list[list[str
     return shards
 
 
-FORMATS: dict[str, Callable[[_Export], None]] = {"hf": to_hf, "safetensors": to_safetensors}
+def to_torch(export: _Export) -> None:
+    """All parts as one file: what state_dict() of each returned."""
+    tree = tree_of(export.whole, by_name=False, left_out=export.exported.left_out)
+    write = partial(write_torch, export.folder / "checkpoint.pt", tree)
+    write(export.shapes(), export.reader(tree))
+
+
+def to_dcp(export: _Export) -> None:
+    """All parts, as get_state_dict() has them."""
+    tree = tree_of(export.whole, by_name=True, left_out=export.exported.left_out)
+    read = export.reader(tree)
+
+    def one(name: str) -> torch.Tensor:
+        (tensor,) = read([name])
+        return tensor
+
+    write_dcp(export.folder, tree, export.shapes(), one)
+
+
+def to_ucp(export: _Export) -> None:
+    """A universal checkpoint of DeepSpeed's: a folder for each parameter of the only optimizer."""
+    write_universal(export.folder, export.whole, export.shapes(), export.tensors)
+
+
+FORMATS: dict[str, Callable[[_Export], None]] = {
+    "dcp": to_dcp,
+    "hf": to_hf,
+    "safetensors": to_safetensors,
+    "torch": to_torch,
+    "ucp": to_ucp,
+}

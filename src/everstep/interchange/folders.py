@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from everstep.errors import Corrupt, Unsupported
 from everstep.interchange import archives, dcp, safetensors
 from everstep.interchange.draft import Draft
+from everstep.interchange.generators import global_generators
 from everstep.interchange.tensors import Found
 from everstep.interchange.trees import Options, add_tree
 
@@ -218,24 +218,13 @@ def _by_rank(folder: Path, stem: str, suffix: str) -> list[Any]:
 
 
 def _of_trainer(said: Mapping[str, Any]) -> dict[str, Any]:
-    return _generators(said["python"], said["numpy"], said["cpu"], said.get("cuda"))
+    return global_generators(said["python"], said["numpy"], said["cpu"], said.get("cuda"))
 
 
 def _of_accelerate(said: Mapping[str, Any]) -> dict[str, Any]:
     names = ("random_state", "numpy_random_seed", "torch_manual_seed")
     python, numpy, cpu = (said[name] for name in names)
-    return _generators(python, numpy, cpu, said.get("torch_cuda_manual_seed"))
-
-
-def _generators(python: Any, numpy: Any, cpu: Any, cuda: Any) -> dict[str, Any]:
-    """As everstep has the global ones (state/stateful.py). Raises Unsupported."""
-    version, words, gauss = python
-    found = {"python": (version, np.array(words, np.uint32), gauss), "torch": cpu, "numpy": numpy}
-    if isinstance(cuda, list):
-        found["cuda"] = cuda
-    elif cuda is not None:
-        found |= {"cuda": [cuda], "cuda_current": 0}
-    return found
+    return global_generators(python, numpy, cpu, said.get("torch_cuda_manual_seed"))
 
 
 def check_known(folder: Path) -> None:

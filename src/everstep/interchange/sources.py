@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
-from everstep.interchange import archives, dcp, folders, safetensors
+from everstep.interchange import archives, dcp, folders, safetensors, zero
 from everstep.interchange.draft import Draft
 from everstep.interchange.trees import Options, add_tree
 
@@ -101,6 +101,10 @@ KINDS: dict[str, Kind] = {
     ),
     "accelerate": Kind(
         lambda source: source.has(folders.RANDOM_STATES), _of_folder(folders.read_accelerate)
+    ),
+    "deepspeed": Kind(
+        lambda source: source.path.is_dir() and zero.tag_of(source.path) is not None,
+        _of_folder(zero.read_zero),
     ),
     "hf": Kind(lambda source: safetensors.is_any(source.path), _read_hf),
     "lightning": Kind(

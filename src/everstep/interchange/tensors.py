@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from everstep.errors import Corrupt, Unavailable, Unsupported
-from everstep.format.boxes import Box
+from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.sharding.leaves import bytes_of, dtype_name
 
@@ -32,14 +32,17 @@ class Stretch:
     offset: int
     size: int
 
-    def blocks(self, start: int = 0, size: int | None = None) -> Iterator[memoryview]:
-        """Those from `start` on. Raises Corrupt where the file is short."""
-        left = self.size - start if size is None else size
-        if start < 0 or left < 0 or start + left > self.size:
-            raise Corrupt(f"reading {self.path}: bytes are named that are not there")
+    def part(self, start: int, size: int) -> "Stretch":
+        """So many of them, from `start` on."""
+        assert 0 <= start <= start + size <= self.size
+        return Stretch(self.path, self.offset + start, size)
+
+    def blocks(self) -> Iterator[memoryview]:
+        """They, one block after another. Raises Corrupt where the file is short, Unavailable."""
+        left = self.size
         try:
             with self.path.open("rb", buffering=0) as file:
-                file.seek(self.offset + start)
+                file.seek(self.offset)
                 count = _FIRST_BYTES  # whoever compares is often done after that
                 while left:
                     block = file.read(min(count, left))
@@ -65,12 +68,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor of a source. `memory` tells which are one: equal ones are."""
+    """A tensor of a source. `memory` tells which are one: equal ones are. `lies`: where all of it
+    lies in order, if it does."""
 
     dtype: str
     shape: tuple[int, ...]
     parts: Sequence[Part]
     memory: object = None
+    lies: Stretch | None = None
 
     @property
     def size(self) -> int:
@@ -79,8 +84,28 @@ class Found:
 
     @classmethod
     def whole(cls, dtype: str, shape: Sequence[int], blocks: Blocks, memory: object) -> "Found":
-        """One that lies in one piece."""
+        """One that comes in one piece."""
         return cls(dtype, tuple(shape), [Part(Box.whole(tuple(shape)), blocks)], memory)
+
+    @classmethod
+    def at(cls, dtype: str, shape: Sequence[int], lies: Stretch, memory: object) -> "Found":
+        """One that lies there, row-major."""
+        made = cls.whole(dtype, shape, lies.blocks, memory)
+        return cls(made.dtype, made.shape, made.parts, memory, lies)
+
+    def flat(self, shape: tuple[int, ...], start: int, at: int, count: int) -> list[Part]:
+        """Of a row of numbers those from `at` on: the row-major elements from `start` on of a
+        tensor of that shape. Raises ValueError where they are not there."""
+        if self.lies is None or len(self.shape) != 1 or at < 0 or count < 0:
+            raise ValueError("a partition that is no row of numbers")
+        if at + count > self.shape[0] or start + count > prod(shape):
+            raise ValueError("a partition that is too short")
+        item, parts = ITEM_SIZES[self.dtype], []
+        for box in flat_boxes(shape, start, start + count):
+            lies = self.lies.part(at * item, box.count * item)
+            parts.append(Part(box, lies.blocks))
+            at += box.count
+        return parts
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Found":
@@ -141,10 +166,8 @@ def view_of(
     shape, strides = tuple(shape), tuple(strides)
     memory = (storage.stretch, offset, shape, strides, dtype)
     if _is_row_major(shape, strides):
-        start = offset * item if count else 0
-        return Found.whole(
-            dtype, shape, lambda: storage.stretch.blocks(start, count * item), memory
-        )
+        lies = storage.stretch.part(offset * item if count else 0, count * item)
+        return Found.at(dtype, shape, lies, memory)
     return Found.whole(dtype, shape, lambda: _strided(storage, memory), memory)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from everstep.errors import Missing, Unsupported
 from everstep.interchange.draft import Draft, bare, is_optimizer, is_weights
+from everstep.interchange.generators import RNG, taken
 from everstep.interchange.names import find_names, with_numbers
 
 _STEPS = ("step", "global_step", "global_steps", "iteration")
@@ -50,7 +51,7 @@ def add_tree(
         elif is_optimizer(each):
             add_optimizer(draft, name, each, models, options, orders)
         elif name not in models:
-            draft.try_object(name, each)
+            draft.try_object(name, taken(each) if name == RNG else each)
 
 
 def add_optimizer(

@@ -45,7 +45,8 @@ def fill_part(
 ) -> None:
     """Read what a part has of these boxes, which bytes can be copied to; blocks. Raises Corrupt,
     Unavailable."""
-    rows = [(entry, wanted[name]) for name, entry in table.tensors.items() if name in wanted]
+    known = table.tensors
+    rows = [(known[name], boxes) for name, boxes in wanted.items() if name in known]
     if rows:
         with candidate.sources(part) as sources, ExitStack() as stack:
             base = Earlier(candidate, part, stack)

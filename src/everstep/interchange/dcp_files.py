@@ -1,0 +1,62 @@
+"""Directories for torch.distributed.checkpoint, by its own writer: each tensor is read when it asks
+for it."""
+
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from everstep.interchange.state_dicts import Lazy
+from everstep.interchange.torch_files import Shapes
+
+
+def write_dcp(
+    folder: Path, tree: dict[str, Any], shapes: Shapes, read: Callable[[str], torch.Tensor]
+) -> None:
+    """A new directory of that state dict, for dcp.load. Raises OSError."""
+    planner = _Planner(read)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that one process is alone
+        save(
+            _with_stand_ins(tree, shapes, planner.names),
+            storage_writer=FileSystemWriter(folder, thread_count=1, sync_files=False),
+            planner=planner,
+            no_dist=True,
+        )
+
+
+class _Planner(DefaultSavePlanner):
+    """torch's own, but for where tensors come from."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self.names: dict[int, tuple[torch.Tensor, str]] = {}
+        self._read = read
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The tensor for which a stand-in is in the state dict."""
+        found = self.lookup_object(write_item.index)
+        if id(found) in self.names:
+            return self._read(self.names[id(found)][1])
+        return super().resolve_data(write_item)
+
+
+def _with_stand_ins(tree: Any, shapes: Shapes, names: dict[int, tuple[torch.Tensor, str]]) -> Any:
+    """The same tree with tensors that have no memory of their own."""
+    if isinstance(tree, dict):
+        return {key: _with_stand_ins(each, shapes, names) for key, each in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_with_stand_ins(each, shapes, names) for each in tree])
+    if not isinstance(tree, Lazy):
+        return tree
+    dtype, shape = shapes[tree.name]
+    stand_in = torch.empty((), dtype=getattr(torch, dtype)).expand(shape)
+    names[id(stand_in)] = stand_in, tree.name
+    return stand_in

@@ -1,0 +1,106 @@
+"""Files as torch.save writes them: a zip of a pickle and, one after another, the tensors' bytes.
+
+torch.save wants all tensors in memory; here each is read when its turn has come.
+"""
+
+import io
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everstep.format.packs import round_up
+from everstep.interchange.state_dicts import Lazy
+from everstep.sharding.leaves import bytes_of
+
+Read = Callable[[Sequence[str]], Iterator[torch.Tensor]]
+_ALIGN = 64
+_STORAGES: dict[str, Any] = {
+    "float64": torch.DoubleStorage,
+    "float32": torch.FloatStorage,
+    "float16": torch.HalfStorage,
+    "bfloat16": torch.BFloat16Storage,
+    "int64": torch.LongStorage,
+    "int32": torch.IntStorage,
+    "int16": torch.ShortStorage,
+    "int8": torch.CharStorage,
+    "uint8": torch.ByteStorage,
+    "bool": torch.BoolStorage,
+    "complex128": torch.ComplexDoubleStorage,
+    "complex64": torch.ComplexFloatStorage,
+}
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+def write_torch(path: Path, value: Any, shapes: Shapes, read: Read) -> None:
+    """A new file of `value`, for torch.load. `shapes`: dtype and shape of each tensor by name;
+    `read` brings them. Raises OSError."""
+    pickler = _Pickler(shapes)
+    pickler.dump(value)
+    records: list[tuple[str, bytes]] = [("data.pkl", pickler.file.getvalue())]
+    records += [(".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
+    with path.open("xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in records:
+            _write(archive, file, name, memoryview(data))
+        names = list(pickler.keys)
+        for name, tensor in zip(names, read(names), strict=True):
+            view = bytes_of(tensor).numpy().data
+            _write(archive, file, f"data/{pickler.keys[name]}", view)
+        _write(archive, file, "version", memoryview(b"3\n"))
+
+
+def _write(archive: zipfile.ZipFile, file: io.BufferedWriter, name: str, data: memoryview) -> None:
+    """A record, whose bytes begin on a multiple of 64, as torch has it: by an extra field."""
+    row = zipfile.ZipInfo(f"archive/{name}")
+    row.file_size = len(data)
+    fixed = 30 + len(row.filename) + (20 if len(data) > zipfile.ZIP64_LIMIT else 0)
+    start = file.tell() + fixed + 4
+    padding = round_up(start, _ALIGN) - start
+    row.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    with archive.open(row, "w", force_zip64=len(data) > zipfile.ZIP64_LIMIT) as record:
+        record.write(data)
+
+
+class _Storage:
+    """What a tensor is a view of, all of it."""
+
+    def __init__(self, key: str, dtype: str, count: int) -> None:
+        self.key, self.dtype, self.count = key, dtype, count
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what torch.save would of the tensors for which `Lazy` ones stand."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file, protocol=2)
+        self.keys: dict[str, str] = {}
+        self._shapes = shapes
+        self._storages: dict[str, _Storage] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How a Lazy is made again: by torch's own function."""
+        if not isinstance(obj, Lazy):
+            return NotImplemented
+        dtype, shape = self._shapes[obj.name]
+        whole = torch.empty(shape, device="meta")
+        key = self.keys.setdefault(obj.name, str(len(self.keys)))
+        made = self._storages.setdefault(obj.name, _Storage(key, dtype, whole.numel()))
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        known = (made, 0, shape, whole.stride(), False, hooks)
+        if dtype in _STORAGES:
+            return torch._utils._rebuild_tensor_v2, known
+        return torch._utils._rebuild_tensor_v3, (*known, getattr(torch, dtype))
+
+    def persistent_id(self, obj: Any) -> Any:
+        """How torch names a storage."""
+        if not isinstance(obj, _Storage):
+            return None
+        kind = _STORAGES.get(obj.dtype, torch.UntypedStorage)
+        item = 1 if obj.dtype in _STORAGES else getattr(torch, obj.dtype).itemsize
+        return "storage", kind, obj.key, "cpu", obj.count * item

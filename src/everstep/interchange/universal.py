@@ -1,0 +1,106 @@
+"""DeepSpeed's universal checkpoints: for each parameter a folder, in it a file for its fp32 weights
+and one for each tensor of its state; and what the engine counts.
+
+    global_step120/zero/net.0.weight/{fp32,exp_avg,exp_avg_sq,step}.pt
+    global_step120/zero/optimizer_state.pt, global_step120/mp_rank_00_model_states.pt
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everstep.errors import Unsupported
+from everstep.interchange.state_dicts import Lazy, tree_of
+from everstep.interchange.torch_files import Shapes, write_torch
+from everstep.interchange.whole import Whole
+
+_FOLDER = re.compile(r"[\w-][\w.-]{0,199}")
+_VERSION = "0.19.8"
+"""Of DeepSpeed, whose format this is."""
+
+Tensors = Callable[[Sequence[str], int], Iterator[torch.Tensor]]
+
+
+def write_universal(folder: Path, whole: Whole, shapes: Shapes, tensors: Tensors) -> None:
+    """Write one for a model and its optimizer. Raises Unsupported for others, OSError."""
+    tree = tree_of(whole, by_name=True, left_out=[])
+    what = f"exporting step {whole.name.step} for DeepSpeed"
+    if len(whole.optimizers) != 1 or not set(whole.optimizers) <= tree.keys():
+        raise Unsupported(f"{what}: it has {len(whole.optimizers)} optimizers, and one is needed")
+    (optimizer,) = whole.optimizers
+    moments = tree[optimizer]
+    part = next(iter(whole.optimizers[optimizer]["groups"]), "").partition(".")[0]
+    names = whole.part(part)
+    tag = folder / f"global_step{whole.name.step}"
+    total = sum(whole.entries[name].spec.size for name in whole.entries)
+
+    def write(path: Path, value: Any) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_torch(path, value, shapes, lambda found: tensors(found, total))
+
+    for group in moments["param_groups"]:
+        for name in group["params"]:
+            if not _FOLDER.fullmatch(name) or name not in names:
+                raise Unsupported(f"{what}: a parameter {name!r:.200} of {part!r}")
+            own = {"fp32": Lazy(names[name]), **moments["state"].get(name, {})}
+            for key, value in own.items():
+                is_alike = (
+                    isinstance(value, Lazy) and shapes[value.name][1] == shapes[names[name]][1]
+                )
+                value = {"param": value} if is_alike and key != "step" else value
+                write(tag / "zero" / name / f"{key}.pt", value)
+    write(tag / "zero" / "optimizer_state.pt", _common(moments))
+    write(tag / "mp_rank_00_model_states.pt", _model(whole, tree, part, moments, shapes))
+    (folder / "latest_universal").write_text(tag.name)
+
+
+def _common(moments: Any) -> dict[str, Any]:
+    groups = moments["param_groups"]
+    return {
+        "param_groups": [{**group, "params": [at]} for at, group in enumerate(groups)],
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "clip_grad": 0.0,
+        "zero_stage": 1,
+        "partition_count": [1] * len(groups),
+        "group_paddings": [0] * len(groups),
+        "ds_version": _VERSION,
+    }
+
+
+def _model(whole: Whole, tree: Any, part: str, moments: Any, shapes: Shapes) -> dict[str, Any]:
+    """What the engine reads first. Its weights are those of the folders."""
+    step, engine = whole.name.step, tree.get("engine")
+    engine = engine if isinstance(engine, dict) else {}
+    names = whole.part(part)
+    trained = [name for group in moments["param_groups"] for name in group["params"]]
+    aliases = {
+        alias.removeprefix(f"{part}."): name
+        for name in names
+        for alias in whole.entries[names[name]].aliases
+    }
+    sizes = [
+        {name: torch.Size(shapes[names[name]][1]) for name in group["params"]}
+        for group in moments["param_groups"]
+    ]
+    return {
+        "module": {name: Lazy(names[name]) for name in names if name not in trained},
+        "buffer_names": [name for name in names if name not in trained],
+        "optimizer": None,
+        "param_shapes": sizes,
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": aliases,
+        "lr_scheduler": engine.get("lr_scheduler", tree.get("scheduler")),
+        "skipped_steps": engine.get("skipped_steps", 0),
+        "global_steps": engine.get("global_steps", step),
+        "global_samples": engine.get("global_samples", 0),
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _VERSION,
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+    }

@@ -1,0 +1,101 @@
+"""everstep export --to torch and dcp: what torch itself makes of it trains on as everstep does."""
+
+import random
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from trained import Job
+
+from commands import run, run_json
+from everstep import Checkpointer, Log, Store
+
+REST = (4, 8)
+
+
+def trained(store, **options):
+    job = Job()
+    with Checkpointer(store, {**job.state, "own": {"t": torch.ones(3), "n": 1}}, **options) as made:
+        for step in (1, 2, 3):
+            job.train(step)
+            made.step(step)
+    return job
+
+
+@pytest.mark.parametrize("strategy", ["full", Log(base_every=100)], ids=["state", "log"])
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_file_for_torch(store, tmp_path, strategy, mmap):
+    job = trained(store, strategy=strategy)
+    assert run("export", store, "--to", "torch", tmp_path / "out") == 0
+    path = tmp_path / "out" / "checkpoint.pt"
+    assert zipfile.ZipFile(path).testzip() is None
+    saved = torch.load(path, weights_only=True, mmap=mmap)
+    assert saved["own"].keys() == {"t", "n"}
+    random.setstate(saved["rng"]["python"])
+    np.random.set_state(saved["rng"]["numpy"])
+    weights = saved["model"]
+    assert weights["head.weight"].data_ptr() == weights["embedding.weight"].data_ptr()
+    other = Job(seed=2)
+    for name, part in other.state.items():
+        part.load_state_dict(saved[name])
+    assert other.run(*REST) == job.run(*REST)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of one process
+def test_a_directory_for_dcp(store, tmp_path):
+    job = trained(store, strategy="full")
+    assert run("export", store, "--to", "dcp", tmp_path / "out") == 0
+    other = Job(seed=2)
+    weights, moments = get_state_dict(other.model, other.optimizer)
+    saved = {"model": weights, "optimizer": moments, "scheduler": other.scheduler.state_dict()}
+    other.train(9)  # so that there is state
+    weights, moments = get_state_dict(other.model, other.optimizer)
+    saved |= {"model": weights, "optimizer": moments}
+    dcp.load(saved, checkpoint_id=tmp_path / "out")
+    set_state_dict(
+        other.model,
+        other.optimizer,
+        model_state_dict=saved["model"],
+        optim_state_dict=saved["optimizer"],
+    )
+    other.scheduler.load_state_dict(saved["scheduler"])
+    assert other.run(*REST) == job.run(*REST)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_what_was_exported_comes_back(store, other_store, tmp_path, kind, capsys):
+    trained(store, strategy="full")
+    assert run("export", store, "--to", kind, tmp_path / "out") == 0
+    source = tmp_path / "out" / "checkpoint.pt" if kind == "torch" else tmp_path / "out"
+    capsys.readouterr()
+    said = run_json(capsys, "import", source, other_store, "--step", "3")
+    assert (said["from"], said["left_out"]) == (kind, {})
+    found, expected = Store(other_store).read(), Store(store).read()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    one, other = Store(other_store).manifest(), Store(store).manifest()
+    assert one.hyperparameters == other.hyperparameters
+    assert one.objects["scheduler"] == other.objects["scheduler"]
+    assert one.objects["own"] == other.objects["own"]
+    assert one.objects["rng"] == other.objects["rng"]
+
+
+def test_all_dtypes(store, tmp_path):
+    names = ["float64", "float16", "bfloat16", "int16", "uint8", "bool", "complex64", "uint16"]
+    names += ["float8_e4m3fn"]
+    values = {n: torch.arange(6).reshape(2, 3).to(getattr(torch, n)) for n in names}
+    model = torch.nn.Module()
+    for name, value in values.items():
+        model.register_buffer(f"of_{name}", value)
+    with Checkpointer(store, {"model": model}) as checkpointer:
+        checkpointer.save(1)
+    assert run("export", store, "--to", "torch", tmp_path / "out") == 0
+    saved = torch.load(tmp_path / "out" / "checkpoint.pt")["model"]
+    for name, value in values.items():
+        found = saved[f"of_{name}"]
+        assert found.dtype == value.dtype
+        assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
