@@ -33,7 +33,7 @@ def store(tmp_path, monkeypatch):
 class Job:
     """The model of the zoo in an engine."""
 
-    def __init__(self, stage, dtype="float32"):
+    def __init__(self, stage, dtype="float32", **options):
         import deepspeed
 
         model = decoder(RECIPE)
@@ -45,6 +45,7 @@ class Job:
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {"stage": stage},
             "bf16": {"enabled": dtype == "bfloat16"},
+            **options,
         }
         optimizer = optimizer_of(RECIPE, model)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

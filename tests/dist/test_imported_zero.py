@@ -9,7 +9,7 @@ import pytest
 import zoo
 from test_deepspeed import COMPILES_S, KINDS, RECIPE, STEPS, Job
 
-from commands import run_json
+from commands import run, run_json
 from everstep import Checkpointer, Store
 from stores import end_keeper
 
@@ -103,3 +103,44 @@ def test_a_universal_folder(gang, store, tmp_path, capsys, stage):
     (_, mine), *_ = gang.run(goes_on, store, kind, size=2, timeout=COMPILES_S)
     gang.kill()
     assert mine == losses
+
+
+def loads_universal(folder, stage):
+    """DeepSpeed's own resume: the weights and moments, as it tells of them itself."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    job = Job(stage, checkpoint={"load_universal": True})
+    job.train(7)
+    job.engine.load_checkpoint(str(folder))
+    found = {}
+    for name, parameter in job.engine.module.named_parameters():
+        found[f"model.{name}"] = safe_get_full_fp32_param(parameter).clone()
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = safe_get_full_optimizer_state(parameter, key)
+            found[f"optimizer.model.{name}.{key}"] = moment.clone()
+    steps = [state["step"].item() for state in job.engine.optimizer.optimizer.state.values()]
+    return job.engine.global_steps, steps, found
+
+
+def trains_plain(store):
+    job = zoo.build("ddp", RECIPE)
+    state = {"model": job.model, "optimizer": job.optimizer}
+    with Checkpointer(store, state, strategy="full") as checkpointer:
+        for step in range(1, STEPS + 1):
+            job.train(step)
+            checkpointer.step(step)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_export_is_what_deepspeed_takes(gang, store, tmp_path, stage):
+    gang.run(trains_plain, store, size=2)
+    gang.kill()
+    assert run("export", store, "--to", "ucp", tmp_path / "ucp") == 0
+    in_two = functools.partial(gang.run, size=2, timeout=COMPILES_S)
+    (counted, steps, found), *_ = in_two(loads_universal, tmp_path / "ucp", stage)
+    gang.kill()
+    assert counted == STEPS
+    assert stage == 3 or set(steps) == {STEPS}
+    stored = Store(store).read()
+    assert all(stored[name].reshape(-1).equal(each.reshape(-1)) for name, each in found.items())
+    assert len(found) > 20

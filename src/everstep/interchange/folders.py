@@ -115,7 +115,6 @@ def read_accelerate(folder: Path, options: Options) -> Draft:
         tree |= numbered if len(found) > 1 else dict.fromkeys([name] * len(found), *found)
     tree |= {"scaler": scaler} if (scaler := _file(folder / "scaler.pt")) else {}
     add_tree(draft, tree, options, None if (folder / "pytorch_model.bin").is_file() else [])
-    draft.find_ties()
     states = _by_rank(folder, "random_states", ".pkl")
     if _is_wanted("rng", options):
         draft.add_by_rank("rng", [_of_accelerate(each) for each in states])

@@ -54,7 +54,6 @@ def _read_torch(source: Source) -> Draft:
 def _read_dcp(source: Source) -> Draft:
     draft = Draft(source.path, "dcp")
     add_tree(draft, dcp.read_tree(source.path), source.options)
-    draft.find_ties()
     return draft
 
 

@@ -93,6 +93,12 @@ class Found:
         made = cls.whole(dtype, shape, lies.blocks, memory)
         return cls(made.dtype, made.shape, made.parts, memory, lies)
 
+    def in_a_row(self) -> "Found":
+        """The same elements in one dim."""
+        lies = self.lies.part(0, self.lies.size) if self.lies else None
+        made = Found.whole(self.dtype, (prod(self.shape),), self.parts[0].blocks, self.memory)
+        return Found(made.dtype, made.shape, made.parts, made.memory, lies)
+
     def flat(self, shape: tuple[int, ...], start: int, at: int, count: int) -> list[Part]:
         """Of a row of numbers those from `at` on: the row-major elements from `start` on of a
         tensor of that shape. Raises ValueError where they are not there."""

@@ -52,6 +52,7 @@ def add_tree(
             add_optimizer(draft, name, each, models, options, orders)
         elif name not in models:
             draft.try_object(name, taken(each) if name == RNG else each)
+    draft.find_ties()
 
 
 def add_optimizer(

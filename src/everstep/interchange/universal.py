@@ -5,6 +5,7 @@ and one for each tensor of its state; and what the engine counts.
     global_step120/zero/optimizer_state.pt, global_step120/mp_rank_00_model_states.pt
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,13 +55,19 @@ def write_universal(folder: Path, whole: Whole, shapes: Shapes, tensors: Tensors
                 write(tag / "zero" / name / f"{key}.pt", value)
     write(tag / "zero" / "optimizer_state.pt", _common(moments))
     write(tag / "mp_rank_00_model_states.pt", _model(whole, tree, part, moments, shapes))
+    of_stage_3 = tag / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    os.link(tag / "mp_rank_00_model_states.pt", of_stage_3)
     (folder / "latest_universal").write_text(tag.name)
 
 
 def _common(moments: Any) -> dict[str, Any]:
-    groups = moments["param_groups"]
+    groups = [{**group, "params": [at]} for at, group in enumerate(moments["param_groups"])]
+    firsts = [group["params"][:1] for group in moments["param_groups"]]
+    steps = [moments["state"].get(name, {}).get("step") for (name,) in firsts]
+    state = {at: {} if step is None else {"step": step} for at, step in enumerate(steps)}
     return {
-        "param_groups": [{**group, "params": [at]} for at, group in enumerate(groups)],
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": state, "param_groups": groups},
         "dynamic_loss_scale": False,
         "overflow": False,
         "clip_grad": 0.0,

@@ -242,20 +242,21 @@ def _add_universal(draft: Draft, tag: Path, state: Mapping[str, Any], options: O
     """Each parameter has a folder, of a file for itself and for each tensor of its state."""
     said = archives.load(tag / "zero" / "optimizer_state.pt")
     trained, shapes = _Trained(), [dict(each) for each in state["param_shapes"]]
-    for own in shapes:
+    common = (said.get("optimizer_state_dict") or {}).get("state") or {}
+    for row, own in enumerate(shapes):
+        numbers = {k: v for k, v in common.get(row, {}).items() if getattr(v, "shape", ()) == ()}
         for name, shape in own.items():
             if not _TAG.fullmatch(name):
                 raise Corrupt(f"importing {tag}: it has a parameter {name!r:.80}")
             trained.shapes[name] = tuple(shape)
+            trained.numbers[name] = dict(numbers)
             for path in sorted((tag / "zero" / name).glob("*.pt")):
                 value = archives.load(path)
                 value = value["param"] if isinstance(value, dict) else value
-                if isinstance(value, Found) and value.shape == tuple(shape) and shape:
-                    parts = trained.parts.setdefault(name, {})
-                    parts[path.stem] = list(value.parts)
-                    trained.dtypes.setdefault(path.stem, value.dtype)
+                if isinstance(value, Found) and path.stem != "step":
+                    trained.add(name, {path.stem: value.in_a_row()}, 0, 0, prod(shape))
                 else:
-                    trained.numbers.setdefault(name, {})[path.stem] = value
+                    trained.numbers[name][path.stem] = value
     _set_groups(trained, shapes, said["param_groups"])
     _add_module(draft, trained, [state], options)
     _add_state(draft, trained, said["param_groups"], options)
