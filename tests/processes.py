@@ -10,9 +10,9 @@ from pathlib import Path
 PATIENCE_S = 60.0
 
 
-def until(condition, what):
+def until(condition, what, patience_s=PATIENCE_S):
     """Wait for a condition that nothing announces."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not (found := condition()):
         assert time.monotonic() < deadline, what
         time.sleep(0.005)

@@ -16,6 +16,7 @@ from everstep.errors import (
 if TYPE_CHECKING:
     from everstep.checkpointer import Checkpointer
     from everstep.handle import SaveHandle
+    from everstep.offload.optimizer import OffloadedOptimizer
     from everstep.options import Full, Log, Ranks, Spread, Tiers
     from everstep.redo.clipping import clip_grad_norm_
     from everstep.redo.compression import compress
@@ -34,6 +35,7 @@ __all__ = [
     "Log",
     "Mismatch",
     "Missing",
+    "OffloadedOptimizer",
     "Ranks",
     "SaveHandle",
     "Shard",
@@ -51,6 +53,7 @@ _HOMES = {
     "Checkpointer": "everstep.checkpointer",
     "Full": "everstep.options",
     "Log": "everstep.options",
+    "OffloadedOptimizer": "everstep.offload.optimizer",
     "Ranks": "everstep.options",
     "SaveHandle": "everstep.handle",
     "Shard": "everstep.sharding.mapped",

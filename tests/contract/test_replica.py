@@ -7,7 +7,7 @@ import pytest
 import torch
 from keepers import ended, until
 from runs import check_same, check_steps, checkpointer, end_keeper, logged, snapshot
-from wholes import advance, build, same, tensors_of, train, whole_steps
+from wholes import advance, build, come, same, tensors_of, train, whole_steps
 
 import everstep
 import forked
@@ -18,11 +18,6 @@ from everstep.tiers.disk import Disk
 from examples import slow
 
 pytestmark = pytest.mark.timeout(300)  # workers give way to whatever else this machine does
-
-
-def come(saver, step):
-    """The replica has come to this step."""
-    until(lambda: (saver.metrics.replica_step or 0) >= step, f"the replica at {step}")
 
 
 def trains_and_dies(store, steps, kind="AdamW"):

@@ -6,7 +6,7 @@ import signal
 import pytest
 from keepers import ended, stopped, until
 from runs import logged, restore
-from wholes import advance, begun, build, whole_steps, workers_of
+from wholes import advance, begun, build, come, whole_steps, workers_of
 
 from everstep import Store
 from everstep.store import retain
@@ -14,10 +14,6 @@ from everstep.tiers.disk import Disk
 from stores import packs_of
 
 pytestmark = pytest.mark.timeout(300)  # workers give way to whatever else this machine does
-
-
-def come(saver, step):
-    until(lambda: (saver.metrics.replica_step or 0) >= step, f"the replica at {step}")
 
 
 def replicated(store, state, **options):

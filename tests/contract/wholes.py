@@ -54,6 +54,11 @@ def begun(saver):
     return keeper, worker
 
 
+def come(saver, step):
+    """The replica has come to this step; it gives way to whatever else this machine does."""
+    until(lambda: (saver.metrics.replica_step or 0) >= step, f"the replica at {step}", 200.0)
+
+
 def whole_steps(store):
     disk = Disk(store)
     return [

@@ -7,7 +7,7 @@ import everstep
 
 PINNED = {
     "Checkpointer", "Full", "Spread", "Log", "Ranks", "SaveHandle", "Shard", "Store", "Tiers",
-    "Keep", "clip_grad_norm_", "compress",
+    "Keep", "OffloadedOptimizer", "clip_grad_norm_", "compress",
     "EverstepError", "Missing", "Corrupt", "Conflict", "Unavailable", "Mismatch", "Unsupported",
 }  # fmt: skip
 

@@ -120,7 +120,7 @@ class Candidate:
         return self._tables[digest]
 
     def has_changed(self) -> bool:
-        """Whether it is gone, or rebuilt from something else by now: host catch-up has made a step
+        """Whether it is gone, or rebuilt from something else by now: a replica has made a step
         whole meanwhile, and what was before that may be deleted."""
         if self.held:
             return False

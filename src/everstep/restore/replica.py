@@ -14,27 +14,24 @@ Invariants:
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from everstep.errors import EverstepError, Unsupported
 from everstep.format.document import seal
 from everstep.format.global_tensors import Described
 from everstep.format.manifest import Manifest, encode_manifest
-from everstep.format.packs import Layout, Piece, pack_starts
 from everstep.format.tables import FileLink
 from everstep.keeper.arena import Arena, Row, SlotState
-from everstep.keeper.data import Data, Image, Segment, parse
+from everstep.keeper.data import Data, Image
 from everstep.keeper.encoder import Encoder
 from everstep.keeper.job import Job
 from everstep.keeper.ranks.node_save import REPLICA, NodeSave
 from everstep.keeper.wire import ALONE, Place
 from everstep.keeper.writer import Writer
+from everstep.offload.memory import Memory
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader, MemorySource, RawSource
 from everstep.restore.materialize import described, publish, whole_manifest, why_inexact
 from everstep.restore.rebuild import Rebuilt
-from everstep.sharding.leaves import bytes_of
 from everstep.sharding.topology import adopted
 from everstep.store import catalog, claims, commit, names
 from everstep.store.names import CheckpointName
@@ -56,7 +53,8 @@ class Replica:
         self._jobs: Mapping[CheckpointName, Sequence[Job]] = {}
         self._images: dict[str, Source] = {}
         self._state: Rebuilt | None = None
-        self._memory: _Memory | None = None
+        self._memory: Memory | None = None
+        self._table = b""
         self.at: CheckpointName | None = None
         """The step that it has come to; None where it holds nothing."""
         self.records = self.record_bytes = 0
@@ -94,8 +92,10 @@ class Replica:
         manifest = whole_manifest(chain, part)
         of = catalog.digest_of_manifest(self._disk, self.at)
         manifest = replace(manifest, capture={**manifest.capture, REPLICA: of})
-        row, descriptor = self._memory.row(self.at.step, image.parsed.document)
-        arena.seal(0, row, image.parsed.document, descriptor)
+        table, descriptor = image.parsed.document, seal({"step": self.at.step})
+        sizes = self._memory.size, len(table), len(descriptor)
+        row = Row(1, self.at.step, *sizes)
+        arena.seal(0, row, table, descriptor)
         arena.put_manifest(0, row, encode_manifest(manifest))
         arena.set_state(0, SlotState.DONE)
         return arena
@@ -182,50 +182,17 @@ class Replica:
         assert self._state
         tensors = self._state.tensors
         layout, table = described(self._state.chain, tensors)
-        if self._memory is None or self._memory.layout != layout:
+        if self._memory is None or table != self._table:
             manifest = encode_manifest(self._state.chain.last.manifest)
             room = 2 * (len(table) + len(manifest)) + _DIGEST_BYTES * layout.digest_count
-            self._memory = _Memory(layout, room + _SLACK_BYTES)
-        self._memory.take(tensors)
-        return Image(parse(table), self._memory.packs)
+            self._memory = Memory.create(layout, table, room + _SLACK_BYTES)
+            self._table = table
+        for name, tensor in tensors.items():
+            self._memory.take(name, tensor)
+        return self._memory.image(table)
 
     def _near(self, pack: FileLink) -> Sequence[Source]:
         return [self._images[pack.path]] if pack.path in self._images else []
-
-
-class _Memory:
-    """The arena in which tensors lie as packs of a whole state do."""
-
-    def __init__(self, layout: Layout, documents_bytes: int) -> None:
-        self.layout = layout
-        self.size = layout.size
-        self.arena = Arena.create(1, documents_bytes, layout.size)
-        self.arena.set_state(0, SlotState.CAPTURING)
-        image = self.arena.image(0)
-        starts = pack_starts(pack.size for pack in layout.packs)
-        views = [image[at : at + pack.size] for at, pack in zip(starts, layout.packs, strict=True)]
-        for view, pack in zip(views, layout.packs, strict=True):
-            view[: len(pack.header)] = pack.header
-        self.packs = [[Segment(view)] for view in views]
-        self._bytes = [torch.frombuffer(view, dtype=torch.uint8) for view in views]
-
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let them lie here from now on; one that is not row-major is copied."""
-        for spec, piece in zip(self.layout.specs, self.layout.pieces, strict=True):
-            tensor, here = tensors[spec.name], self._at(piece)
-            if piece.size == 0 or tensor.data_ptr() == here.data_ptr():
-                continue
-            here.copy_(bytes_of(tensor))
-            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                tensor.data = here.view(tensor.dtype).view(tensor.shape)
-
-    def row(self, step: int, table: bytes) -> tuple[Row, bytes]:
-        """The slot's row, and a descriptor."""
-        descriptor = seal({"step": step})
-        return Row(step + 1, step, self.size, len(table), len(descriptor)), descriptor
-
-    def _at(self, piece: Piece) -> torch.Tensor:
-        return self._bytes[piece.pack][piece.offset : piece.offset + piece.size]
 
 
 def _name_of(manifest: Manifest) -> CheckpointName:

@@ -52,7 +52,7 @@ def topology(world_size: int = 1, layout: str = ALONE) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "matmul": _matmul(),
-        "denormals": "kept" if _keeps_denormals() else "flushed",
+        "denormals": "flushed" if flushes_denormals() else "kept",
         # Asking would initialise CUDA, after which no process may be forked that uses it.
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
     }
@@ -140,7 +140,7 @@ def _matmul() -> str:
     return _precision() + "".join(whole)
 
 
-def _keeps_denormals() -> bool:
+def flushes_denormals() -> bool:
     """There is no other way to ask whether torch.set_flush_denormal was called, which sets a
     register of this thread's, for python's numbers too."""
-    return _SMALL * _HALF > 0.0
+    return _SMALL * _HALF == 0.0

@@ -6,7 +6,7 @@ Invariants:
 * While a claim lives, no retention and no gc deletes its checkpoint, what that goes on from, or the
   packs of its token.
 * A claim lives as long as its process: it is a locked file. What a dead process left, its packs
-  with it, goes with the next deletion, gc or catch-up.
+  with it, goes with the next deletion, gc or base.
 * A claim is made under the store's shared lock, and looked at under the exclusive one.
 """
 

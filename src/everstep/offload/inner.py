@@ -1,0 +1,237 @@
+"""The optimizer's side of the work: torch's own optimizer on masters, a chunk at a time.
+
+    exchange   slot 0: gradients, and what is said of a step    slot 1: weights, as parameters are
+    state      masters of weights in half precision, moments
+    undo       what one chunk had before its update; how far a step is
+
+All three are arenas that the trainer made, and both map. So this process owns nothing: where it
+dies in the midst of a step, the next one puts back the chunk that was being changed, and goes on.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.errors import Unsupported
+from everstep.format.document import unseal
+from everstep.keeper.arena import Arena
+from everstep.keeper.data import parse
+from everstep.offload.memory import Memory
+from everstep.state.objects import decode
+from everstep.state.optimizers import install
+
+MASTER = "master"
+"""The key under which the state of a parameter has it in float32."""
+
+CHUNK_BYTES = 8 << 20
+"""Of parameters that are updated together, unless one is larger; four times that is their state."""
+
+_FLAGS_AT = 8
+
+GRADIENTS, WEIGHTS = 0, 1
+
+
+def has_master(dtype: torch.dtype) -> bool:
+    """Whether weights of this kind are updated in float32."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def chunks_of(sizes: Sequence[int]) -> list[list[int]]:
+    """Indices of parameters, of so many bytes, that are updated together."""
+    found: list[list[int]] = []
+    size = CHUNK_BYTES
+    for index, each in enumerate(sizes):
+        if size + each > CHUNK_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(index)
+        size += each
+    return found
+
+
+def kind_of(name: str) -> Callable[..., Optimizer]:
+    """The class of that module and name. Raises Unsupported."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"importing the optimizer {name}: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise Unsupported(f"importing the optimizer {name}: it is none")
+    found: Callable[..., Optimizer] = kind
+    return found
+
+
+class Marks:
+    """In the undo arena's documents: how far a step is, and of which parameters there is state."""
+
+    def __init__(self, arena: Arena) -> None:
+        start, _ = arena.range(0)
+        self._memory = arena.memory[start : start + arena.documents_size]
+        self._place = ctypes.c_uint64.from_buffer(self._memory)  # one store: all of it, or nothing
+
+    @staticmethod
+    def size(count: int) -> int:
+        """Bytes, for so many parameters."""
+        return _FLAGS_AT + count
+
+    @property
+    def place(self) -> tuple[int, int, bool]:
+        """Step, chunk of it, and whether undo holds what that had."""
+        value = self._place.value
+        return value >> 32, (value & 0xFFFFFFFF) >> 1, bool(value & 1)
+
+    def set_place(self, step: int, chunk: int, *, is_saved: bool) -> None:
+        """What comes next, and what is there to begin it anew."""
+        self._place.value = step << 32 | chunk << 1 | is_saved
+
+    @property
+    def flags(self) -> bytes:
+        """Of which parameters there is state."""
+        return bytes(self._memory[_FLAGS_AT:])
+
+    def has_state(self, index: int) -> bool:
+        """Whether there is state of a parameter."""
+        return bool(self._memory[_FLAGS_AT + index])
+
+    def set_state(self, index: int, *, there: bool) -> None:
+        """That there is, or not."""
+        self._memory[_FLAGS_AT + index] = there
+
+
+class Inner:
+    """For one thread."""
+
+    def __init__(self, exchange: Arena, state: Arena, undo: Arena) -> None:
+        """Maps what the trainer made. Raises Corrupt, Unsupported."""
+        self._exchange = exchange
+        table = _table(exchange)
+        self._gradients, self._weights = (Memory(exchange, slot, table) for slot in (0, 1))
+        self._state = Memory(state, 0, _table(state))
+        self._undo = torch.frombuffer(undo.image(0), dtype=torch.uint8)
+        self._marks = Marks(undo)
+        said = self.said()
+        self._keys: dict[int, list[str]] = {index: [] for index in range(said["count"])}
+        for name in self._state.table.tensors:
+            index, _, key = name.partition(".")
+            self._keys[int(index)].append(key)
+        self._masters = [self._master(index) for index in range(said["count"])]
+        self._optimizer = self._made(said)
+        sizes = [master.nbytes for master in self._masters]
+        self._chunks = chunks_of(sizes)
+
+    def said(self) -> dict[str, Any]:
+        """What the trainer says of the step."""
+        row = self._exchange.row(GRADIENTS)
+        assert row
+        return unseal(self._exchange.descriptor(GRADIENTS, row), "a step of the optimizer")
+
+    def step(self) -> None:
+        """Make the update that the trainer asks for, or what is left of it."""
+        said = self.said()
+        given, number = set(said["given"]), said["step"]
+        torch.set_num_threads(said["threads"])
+        self._install(said)
+        step, first, is_saved = self._marks.place
+        if step != number:
+            first, is_saved = 0, False
+        for chunk in range(first, len(self._chunks)):
+            indices = [index for index in self._chunks[chunk] if index in given]
+            if is_saved:
+                self._put_back(indices)
+            else:
+                self._save(indices)
+            self._marks.set_place(number, chunk, is_saved=True)
+            is_saved = False
+            self._update(indices)
+            self._marks.set_place(number, chunk + 1, is_saved=False)
+
+    def _master(self, index: int) -> torch.Tensor:
+        name = f"{index}.{MASTER}"
+        is_apart = name in self._state.table.tensors
+        found = self._state.tensor(name) if is_apart else self._weights.tensor(str(index))
+        return found.requires_grad_()
+
+    def _made(self, said: dict[str, Any]) -> Optimizer:
+        groups = [{"params": [self._masters[i] for i in row]} for row in said["groups"]]
+        made = kind_of(said["kind"])(groups)
+        for index in range(said["count"]):
+            if self._marks.has_state(index):
+                self._attach(made, index)
+        return made
+
+    def _attach(self, optimizer: Optimizer, index: int) -> None:
+        optimizer.state[self._masters[index]] = {
+            key: self._state.tensor(f"{index}.{key}") for key in self._keys[index] if key != MASTER
+        }
+
+    def _install(self, said: dict[str, Any]) -> None:
+        def tensor(name: str, _: str) -> torch.Tensor:
+            value, dtype = said["tensors"][name]
+            return torch.tensor(value, dtype=getattr(torch, dtype))
+
+        for group, values in zip(self._optimizer.param_groups, said["sets"], strict=True):
+            install(group, decode(values, tensor))
+
+    def _update(self, indices: Sequence[int]) -> None:
+        masters = self._masters
+        for index in indices:
+            master, gradient = masters[index], self._gradients.tensor(str(index))
+            master.grad = gradient.to(master.dtype)
+        self._optimizer.step()
+        for index in indices:
+            masters[index].grad = None
+            self._keep(index)
+
+    def _keep(self, index: int) -> None:
+        """What the update made lies in shared memory from now on."""
+        master = self._masters[index]
+        for key, value in self._optimizer.state[master].items():
+            if isinstance(value, torch.Tensor):
+                self._state.take(f"{index}.{key}", value)
+        self._marks.set_state(index, there=True)
+        if f"{index}.{MASTER}" in self._state.table.tensors:
+            self._weights.tensor(str(index)).copy_(master.detach())
+
+    # ---- undo ------------------------------------------------------------------------------
+
+    def _spans(self, indices: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All bytes that an update of these changes, and their places in undo."""
+        at = 0
+        for index in indices:
+            rows = [self._state.bytes(f"{index}.{key}") for key in self._keys[index]]
+            flag = torch.tensor([self._marks.has_state(index)], dtype=torch.uint8)
+            for row in (self._weights.bytes(str(index)), *rows, flag):
+                yield row, self._undo[at : at + len(row)]
+                at += len(row)
+
+    def _save(self, indices: Sequence[int]) -> None:
+        for row, saved in self._spans(indices):
+            saved.copy_(row)
+
+    def _put_back(self, indices: Sequence[int]) -> None:
+        spans = iter(self._spans(indices))
+        for index in indices:
+            rows = [next(spans) for _ in range(len(self._keys[index]) + 2)]
+            for row, saved in rows:
+                row.copy_(saved)
+            had_state = bool(rows[-1][1])
+            self._marks.set_state(index, there=had_state)
+            self._optimizer.state.pop(self._masters[index], None)
+            if had_state:
+                self._attach(self._optimizer, index)
+
+
+def undo_bytes(chunks: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
+    """Of the largest chunk, where an update of each parameter changes so many bytes."""
+    return max(sum(sizes[index] + 1 for index in chunk) for chunk in chunks)
+
+
+def _table(arena: Arena) -> Any:
+    row = arena.row(0)
+    assert row
+    return parse(bytes(arena.table(0, row))).table

@@ -1,0 +1,225 @@
+"""OffloadedOptimizer: another process makes the updates, with the bits of torch's own optimizer."""
+
+import copy
+import os
+import random
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep import OffloadedOptimizer, Unavailable, Unsupported
+from everstep.sharding.leaves import bytes_of
+from processes import ended, until
+
+KINDS = [
+    (torch.optim.AdamW, {"weight_decay": 0.1}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.Adafactor, {}),
+    (torch.optim.NAdam, {}),
+]
+
+
+def model(seed, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 40), nn.Linear(40, 7)).to(dtype)
+
+
+def gradients(parameters, step):
+    generator = torch.Generator().manual_seed(step)
+    for number, parameter in enumerate(parameters):
+        shape, dtype = parameter.shape, parameter.dtype
+        is_left_out = (number + step) % 5 == 0
+        new = None if is_left_out else torch.randn(shape, generator=generator).to(dtype)
+        parameter.grad = new
+
+
+class Reference:
+    """The same class on the CPU, on masters of the same weights."""
+
+    def __init__(self, kind, parameters, **options):
+        self.parameters = parameters
+        self.masters = [p.detach().float().clone().requires_grad_() for p in parameters]
+        self.optimizer = kind(self.masters, lr=0.01, **options)
+
+    def step(self):
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.copy_(master)
+
+
+def same(one, other):
+    for left, right in zip(one, other, strict=True):
+        assert left.dtype == right.dtype
+        assert torch.equal(bytes_of(left), bytes_of(right))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
+def test_the_bits_are_those_of_the_same_optimizer(kind, options, dtype):
+    first, second = model(1, dtype), model(1, dtype)
+    mine, theirs = list(first.parameters()), list(second.parameters())
+    offloaded = OffloadedOptimizer(kind, mine, lr=0.01, **options)
+    reference = Reference(kind, theirs, **options)
+    rates = [
+        torch.optim.lr_scheduler.ExponentialLR(each, 0.9)
+        for each in (offloaded, reference.optimizer)
+    ]
+    for step in range(1, 8):
+        gradients(mine, step)
+        gradients(theirs, step)
+        offloaded.step()
+        reference.step()
+        for rate in rates:
+            rate.step()
+        same(mine, theirs)
+    moments = reference.optimizer.state
+    for parameter, master in zip(mine, reference.masters, strict=True):
+        kept = {k: v for k, v in offloaded.state[parameter].items() if k != "master"}
+        assert kept.keys() == moments[master].keys()
+        same(kept.values(), [moments[master][key] for key in kept])
+        if dtype == torch.bfloat16:
+            same([offloaded.state[parameter]["master"]], [master.detach()])
+    offloaded.close()
+
+
+def test_a_state_dict_goes_on_elsewhere():
+    first, second = model(1, torch.bfloat16), model(2, torch.bfloat16)
+    mine, theirs = list(first.parameters()), list(second.parameters())
+    offloaded = OffloadedOptimizer(torch.optim.AdamW, mine, lr=0.01)
+    for step in range(1, 4):
+        gradients(mine, step)
+        offloaded.step()
+    other = OffloadedOptimizer(torch.optim.AdamW, theirs, lr=0.5)
+    gradients(theirs, 1)
+    other.step()  # what it has is replaced
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(copy.deepcopy(offloaded.state_dict()))
+    for step in range(4, 7):
+        for parameters, optimizer in ((mine, offloaded), (theirs, other)):
+            gradients(parameters, step)
+            optimizer.step()
+        same(mine, theirs)
+    assert offloaded.state[mine[0]]["exp_avg"].dtype == torch.float32
+    offloaded.close()
+    other.close()
+
+
+def test_a_training_loop_with_closure_clipping_and_scaler():
+    first, second = model(1), model(1)
+    offloaded = OffloadedOptimizer(torch.optim.AdamW, first.parameters(), lr=0.01)
+    plain = torch.optim.AdamW(second.parameters(), lr=0.01)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    pairs = list(zip((first, second), (offloaded, plain), scalers, strict=True))
+    for step in range(5):
+        inputs = torch.randn(4, 12)
+        losses = []
+        for net, optimizer, scaler in pairs:
+            optimizer.zero_grad()
+            if step % 2:
+
+                def closure(net=net, optimizer=optimizer, inputs=inputs):
+                    optimizer.zero_grad()
+                    value = net(inputs).square().mean()
+                    value.backward()
+                    return value
+
+                losses.append(optimizer.step(closure).item())
+                continue
+            loss = net(inputs).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            everstep.clip_grad_norm_(net.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+        same(first.parameters(), second.parameters())
+    offloaded.close()
+
+
+def test_weights_that_somebody_else_changes_count():
+    first, second = model(1), model(1)
+    offloaded = OffloadedOptimizer(torch.optim.SGD, first.parameters(), lr=0.1)
+    plain = torch.optim.SGD(second.parameters(), lr=0.1)
+    for step in range(1, 4):
+        for net, optimizer in ((first, offloaded), (second, plain)):
+            net[0].weight.data[0] += step  # without a word to anybody
+            gradients(list(net.parameters()), step)
+            optimizer.step()
+        same(first.parameters(), second.parameters())
+    offloaded.close()
+
+
+def test_workers_that_are_killed_at_any_moment():
+    """The next one goes on within the step. EVERSTEP_SEED=... again."""
+    seed = int(os.environ.get("EVERSTEP_SEED", random.SystemRandom().randrange(1 << 30)))
+    print(f"EVERSTEP_SEED={seed}")
+    rng = random.Random(seed)
+    torch.manual_seed(1)
+    first = nn.Sequential(*(nn.Linear(700, 700) for _ in range(6))).to(torch.bfloat16)
+    second = copy.deepcopy(first)
+    mine, theirs = list(first.parameters()), list(second.parameters())
+    offloaded = OffloadedOptimizer(torch.optim.AdamW, mine, lr=0.01)
+    reference = Reference(torch.optim.AdamW, theirs)
+    kills = 0
+    for step in range(1, 13):
+        gradients(mine, step)
+        gradients(theirs, step)
+        pid = offloaded._worker and offloaded._worker.pid
+        timer = None
+        if pid and rng.random() < 0.5:
+            timer = threading.Timer(rng.uniform(0, 0.06), os.kill, (pid, signal.SIGKILL))
+            timer.start()
+            kills += 1
+        offloaded.step()
+        if timer:
+            timer.join()
+            assert ended(pid)
+        reference.step()
+        same(mine, theirs)
+    assert kills > 1
+    offloaded.close()
+
+
+def test_what_cannot_be_is_told():
+    net = model(1)
+    with pytest.raises(Unsupported, match="LBFGS"):
+        OffloadedOptimizer(torch.optim.LBFGS, net.parameters())
+    embedding = nn.Embedding(10, 4, sparse=True)
+    offloaded = OffloadedOptimizer(torch.optim.SGD, embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1])).sum().backward()
+    before = embedding.weight.detach().clone()
+    with pytest.raises(Unsupported, match="sparse"):
+        offloaded.step()
+    same([embedding.weight.detach()], [before])
+    offloaded = OffloadedOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
+    gradients(list(net.parameters()), 1)
+    offloaded.step()
+    with pytest.raises(Unsupported, match="after its first update"):
+        offloaded.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    offloaded.close()
+
+
+def test_a_worker_that_cannot_start(monkeypatch):
+    net = model(1)
+    before = [each.detach().clone() for each in net.parameters()]
+    offloaded = OffloadedOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
+    gradients(list(net.parameters()), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", "/bin/false")
+        with pytest.raises(Unavailable, match="3 processes"):
+            offloaded.step()
+    same([each.detach() for each in net.parameters()], before)
+    offloaded.step()  # and it goes on when there is one
+    pid = offloaded._worker.pid
+    offloaded.close()
+    until(lambda: ended(pid, 0), "its end")
