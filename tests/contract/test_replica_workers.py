@@ -70,7 +70,7 @@ def test_a_worker_gives_way_and_ends_with_its_trainer(store):
         advance(saver, state, range(1, 4))
         come(saver, 3)
         keeper, worker = begun(saver)
-        assert os.getpriority(os.PRIO_PROCESS, worker) == 19
+        until(lambda: os.getpriority(os.PRIO_PROCESS, worker) == 19, "that it gives way")
         assert os.getsid(worker) == worker
         assert os.getpriority(os.PRIO_PROCESS, keeper) == 0
     assert ended(worker)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from everstep.redo.derived import Derived
-from everstep.sharding.redundancy import class_of
+from everstep.sharding.redundancy import OFFLOADED, class_of
 from everstep.state.optimizers import OptimizerState
 
 
@@ -35,7 +35,7 @@ def why_no_replica(optimizers: Sequence[OptimizerState], derived: Derived) -> st
         return f"{derived.parts[0]!r} is derived by a rule of the program (derive=)"
     for state in optimizers:
         kind = class_of(state.optimizer)
-        if not kind.startswith("torch.optim."):
+        if not kind.removeprefix(OFFLOADED).startswith("torch.optim."):
             return f"{state.name!r} is a {kind}, and only torch's own optimizers can be built there"
         for _, name, parameter, _ in state.parameters():
             if parameter.device.type != "cpu":

@@ -40,6 +40,41 @@ def has_master(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
 
 
+def step_here(optimizer: Optimizer, kind: Callable[..., Optimizer]) -> None:
+    """Make the same update in this process, in place."""
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        state = optimizer.state.get(parameter, {})
+        is_apart = has_master(parameter.dtype)
+        source = state.get(MASTER, parameter.float() if is_apart else parameter)
+        master = source.detach().requires_grad_()
+        if parameter.grad is not None:
+            master.grad = parameter.grad.to(master.dtype)
+        rows.append((parameter, master))
+    masters = dict(rows)
+    inner = kind(
+        [
+            {**options_of(group), "params": [masters[each] for each in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+    )
+    for parameter, master in rows:
+        if state := optimizer.state.get(parameter):
+            inner.state[master] = {key: state[key] for key in state if key != MASTER}
+    inner.step()
+    for parameter, master in rows:
+        if parameter.grad is not None:
+            optimizer.state.setdefault(parameter, {}).update(inner.state.get(master, {}))
+            if has_master(parameter.dtype):
+                optimizer.state[parameter].setdefault(MASTER, master.detach())
+                parameter.copy_(master)
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """All of a group but its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def chunks_of(sizes: Sequence[int]) -> list[list[int]]:
     """Indices of parameters, of so many bytes, that are updated together."""
     found: list[list[int]] = []

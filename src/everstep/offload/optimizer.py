@@ -34,6 +34,8 @@ from everstep.offload.inner import (
     chunks_of,
     has_master,
     kind_of,
+    options_of,
+    step_here,
     undo_bytes,
 )
 from everstep.offload.memory import Memory
@@ -76,7 +78,10 @@ class OffloadedOptimizer(Optimizer):
         defaults = kind([torch.zeros(1, 1, requires_grad=True)], **options).defaults
         if defaults.get("differentiable") or defaults.get("capturable"):
             raise Unsupported(f"offloading a {name}: differentiable or capturable updates")
-        super().__init__(params, {**defaults, "kind": name})
+        self.offloaded = name
+        self.in_process = False
+        """Whether updates are made here, in place: at a replay."""
+        super().__init__(params, defaults)
         self.register_load_state_dict_pre_hook(_keep_loaded)
         self.register_load_state_dict_post_hook(_put_loaded)
 
@@ -88,6 +93,9 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.in_process:
+            step_here(self, kind_of(self.offloaded))
+            return loss
         shared = self._share()
         if shared.put(self):
             self.close()
@@ -122,6 +130,12 @@ class OffloadedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_worker": None, "_shared": None}
+
+
+def class_behind(optimizer: Optimizer) -> Any:
+    """That of what makes its updates."""
+    is_offloaded = isinstance(optimizer, OffloadedOptimizer)
+    return kind_of(optimizer.offloaded) if is_offloaded else type(optimizer)
 
 
 _REFUSED = ("LBFGS", "SparseAdam")
@@ -241,7 +255,7 @@ class _Shared:
         numbers = {id(each): index for index, each in enumerate(self._parameters)}
         said = {
             "step": self._step,
-            "kind": optimizer.defaults["kind"],
+            "kind": optimizer.offloaded,
             "count": len(self._parameters),
             "groups": [[numbers[id(each)] for each in group["params"]] for group in groups],
             "sets": [_encoded(group, number, sink) for number, group in enumerate(groups)],
@@ -256,11 +270,7 @@ class _Shared:
 
 
 def _encoded(group: dict[str, Any], number: int, sink: Any) -> dict[str, Any]:
-    return {
-        key: encode(value, f"{number}.{key}", sink)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+    return {key: encode(value, f"{number}.{key}", sink) for key, value in options_of(group).items()}
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -279,9 +289,8 @@ def _state_specs(index: int, parameter: torch.Tensor, optimizer: OffloadedOptimi
     dtype = torch.float32 if has_master(parameter.dtype) else parameter.dtype
     shape = tuple(parameter.shape)
     master = torch.zeros(shape, dtype=dtype, device="cpu", requires_grad=True)
-    kind = kind_of(optimizer.defaults["kind"])
-    values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    made = kind([{**values, "params": [master]}])
+    kind = kind_of(optimizer.offloaded)
+    made = kind([{**options_of(group), "params": [master]}])
     master.grad = torch.zeros_like(master)
     made.step()
     state = made.state.get(master, {})

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from everstep.errors import Unsupported
+from everstep.offload.optimizer import class_behind
 from everstep.sharding.layout import is_dtensor, part_of, spread_of
 from everstep.sharding.leaves import fills_memory
 from everstep.sharding.redundancy import inner_of, is_redundancy_free, is_torchs
@@ -66,7 +67,7 @@ def _why_not(state: OptimizerState, allowed: set[type]) -> str | None:
     if is_redundancy_free(state.optimizer):
         return "is a ZeroRedundancyOptimizer, of whose updates other ranks make some"
     optimizer = inner_of(state.optimizer)
-    kind = type(optimizer)
+    kind = class_behind(optimizer)
     if kind not in allowed:
         return (
             f"is a {kind.__module__}.{kind.__qualname__}, whose updates nobody here knows to be "
@@ -78,7 +79,7 @@ def _why_not(state: OptimizerState, allowed: set[type]) -> str | None:
     step = vars(optimizer).get("step")
     if hasattr(step, "_torchdynamo_orig_callable"):
         return "has a step() that is compiled, which comes to other last bits"
-    if hasattr(step, "__wrapped__") and _unwrapped(step) is not _unwrapped(kind.step):
+    if hasattr(step, "__wrapped__") and _unwrapped(step) is not _unwrapped(type(optimizer).step):
         return "has a step() of its own, which is not its class's"
     if state.was_captured:
         return "is updated by a CUDA graph, whose replays call no hook"

@@ -10,6 +10,7 @@ import torch
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.global_tensors import Described, Version, optimizers_of
 from everstep.format.tables import TensorEntry
+from everstep.offload.optimizer import OffloadedOptimizer
 from everstep.redo.replay import redo
 from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain, is_brought
@@ -18,6 +19,7 @@ from everstep.restore.fill import fill
 from everstep.restore.load import Loader
 from everstep.restore.records import Records
 from everstep.sharding.layout import LocalBox
+from everstep.sharding.redundancy import OFFLOADED
 from everstep.sharding.topology import ALONE
 from everstep.sharding.world import World
 from everstep.state.objects import decode
@@ -165,7 +167,7 @@ def _optimizer(
     tensors: Mapping[str, torch.Tensor],
 ) -> OptimizerState:
     manifest = chain.base.manifest
-    module, _, class_name = kind.rpartition(".")
+    module, _, class_name = kind.removeprefix(OFFLOADED).rpartition(".")
     cls = getattr(torch.optim, class_name, None)
     if not module.startswith("torch.optim") or not isinstance(cls, type):  # nothing else is run
         raise Unsupported(
@@ -185,7 +187,11 @@ def _optimizer(
         leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         if leaf.requires_grad and hasattr(leaf, "grad_dtype"):
             leaf.grad_dtype = None  # whatever the record has
-    optimizer = cls([{"params": [tensors[key] for key in keys]} for keys in members.values()])
+    groups = [{"params": [tensors[key] for key in keys]} for keys in members.values()]
+    optimizer = cls(groups)
+    if kind.startswith(OFFLOADED):
+        optimizer = OffloadedOptimizer(cls, groups)
+        optimizer.in_process = True
 
     def tensor(key: str, _: str) -> torch.Tensor:
         return tensors[key]

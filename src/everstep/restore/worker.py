@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +42,13 @@ EVERY_MIN, EVERY_MAX, STATES = 10, 1000, 4
 """Records between two of its bases, as between those of a log: when they have as many bytes as four
 states."""
 
+LATE_S = 2.0
+"""How long it gives way with what it was asked for."""
+
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
+_Received = tuple[wire.Message, list[int]]
 _Jobs = dict[CheckpointName, Sequence[Job]]
 
 
@@ -102,8 +106,8 @@ class Worker:
 
     def _lend(self) -> None:
         """At once: somebody waits for it."""
-        with _taking_turn():
-            arena = self._replica.lend()
+        take_share()
+        arena = self._replica.lend()
         self._send({"type": "lent", "name": self._replica.at}, [arena.fd] if arena else [])
 
     def _arena(self, fd: int) -> Arena | None:
@@ -131,30 +135,16 @@ _ARENAS_MAX = 2 * wire.LOCAL_RANKS_MAX
 def main(arguments: list[str] | None = None) -> int:
     """Serve until the keeper is gone."""
     (store,) = sys.argv[1:] if arguments is None else arguments
-    give_way()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     connection = socket.socket(fileno=0)
-    received: queue.SimpleQueue[tuple[wire.Message, list[int]]] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, received), daemon=True).start()
-    from everstep.restore.replica import Replica  # torch: slow, so at low priority
+    from everstep.restore.replica import Replica  # torch: slow
 
     disk = tier_at(store)
-    worker = Worker(disk, connection, Replica(disk))
+    worker, tasks = Worker(disk, connection, Replica(disk)), _Tasks(connection)
     with contextlib.suppress(OSError):
         while True:
-            worker.handle(*received.get())
+            worker.handle(*tasks.next())
     return 0
-
-
-def _receive(
-    connection: socket.socket, received: "queue.SimpleQueue[tuple[wire.Message, list[int]]]"
-) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        while found := wire.receive(connection):
-            received.put(found)
-    os.kill(os.getpid(), signal.SIGTERM)  # the main thread cleans up, if it can
-    time.sleep(PATIENCE_S)
-    os._exit(128 + signal.SIGTERM)
 
 
 def _job(arena: Arena | None, slot: int, sequence: int) -> Job | None:
@@ -169,29 +159,75 @@ def _job(arena: Arena | None, slot: int, sequence: int) -> Job | None:
 def give_way() -> None:
     """Take processor and disk only when nobody else wants them, and be the first that goes when
     memory runs out. What the system does not allow is left out."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, 19)
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    with contextlib.suppress(OSError):  # else a session of its own would have a fair share
-        Path("/proc/self/autogroup").write_text("19")
+    _set_priority(os.SCHED_IDLE, 19)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     if number := _IOPRIO_SET.get(platform.machine()):
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
 
 
-@contextlib.contextmanager
-def _taking_turn() -> Iterator[None]:
-    """This thread, and those that it begins, have a fair share within: somebody waits."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        os.setpriority(os.PRIO_PROCESS, 0, 0)
-        Path("/proc/self/autogroup").write_text("0")
-    try:
-        yield
-    finally:
-        give_way()
+def take_share() -> None:
+    """Take as much of the processor as anybody else."""
+    _set_priority(os.SCHED_OTHER, 0)
+
+
+def _set_priority(policy: int, nice: int) -> None:
+    """Of all threads, but for the one that watches over the others."""
+    for thread in map(int, os.listdir("/proc/self/task")):
+        if thread == _watcher:
+            continue
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(thread, policy, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+    with contextlib.suppress(OSError):  # else a session of its own would have a fair share
+        Path("/proc/self/autogroup").write_text(str(nice))
+
+
+class _Tasks:
+    """What the keeper has asked for. Work gives way to all else that this machine does; but where
+    it is not done after LATE_S, as there is no time that nobody wants, it takes its share: a
+    replica that never comes would be of no use."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._received: queue.SimpleQueue[_Received] = queue.SimpleQueue()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        self._has_work = threading.Event()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def next(self) -> "_Received":
+        """Wait for it; what was before is done."""
+        with self._lock:
+            if self._received.empty():
+                self._has_work.clear()
+                self._is_idle.set()
+        return self._received.get()
+
+    def _receive(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while found := wire.receive(connection):
+                with self._lock:
+                    self._received.put(found)
+                    self._is_idle.clear()
+                    self._has_work.set()
+        os.kill(os.getpid(), signal.SIGTERM)  # the main thread cleans up, if it can
+        time.sleep(PATIENCE_S)
+        os._exit(128 + signal.SIGTERM)
+
+    def _watch(self) -> None:
+        global _watcher
+        _watcher = threading.get_native_id()
+        while True:
+            give_way()
+            self._has_work.wait()
+            if not self._is_idle.wait(LATE_S):
+                take_share()
+                self._is_idle.wait()
+
+
+_watcher = 0
 
 
 if __name__ == "__main__":

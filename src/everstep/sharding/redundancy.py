@@ -78,10 +78,16 @@ def inner_of(optimizer: Optimizer) -> Optimizer:
     return cast(Any, optimizer).optim if is_redundancy_free(optimizer) else optimizer
 
 
+OFFLOADED = "offloaded "
+"""Begins the class of an OffloadedOptimizer, before that of what makes its updates."""
+
+
 def class_of(optimizer: Optimizer) -> str:
     """The class of what makes the updates, module and qualified name."""
-    kind = type(inner_of(optimizer))
-    return f"{kind.__module__}.{kind.__qualname__}"
+    inner = inner_of(optimizer)
+    kind = type(inner)
+    offloaded: str | None = getattr(inner, "offloaded", None)
+    return f"{OFFLOADED}{offloaded}" if offloaded else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_same_class(now: str, then: str) -> bool:
