@@ -134,8 +134,9 @@ class OffloadedOptimizer(Optimizer):
 
 def class_behind(optimizer: Optimizer) -> Any:
     """That of what makes its updates."""
-    is_offloaded = isinstance(optimizer, OffloadedOptimizer)
-    return kind_of(optimizer.offloaded) if is_offloaded else type(optimizer)
+    if isinstance(optimizer, OffloadedOptimizer):
+        return kind_of(optimizer.offloaded)
+    return type(optimizer)
 
 
 _REFUSED = ("LBFGS", "SparseAdam")

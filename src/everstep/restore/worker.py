@@ -137,10 +137,12 @@ def main(arguments: list[str] | None = None) -> int:
     (store,) = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     connection = socket.socket(fileno=0)
+    tasks = _Tasks(connection)
     from everstep.restore.replica import Replica  # torch: slow
 
     disk = tier_at(store)
-    worker, tasks = Worker(disk, connection, Replica(disk)), _Tasks(connection)
+    worker = Worker(disk, connection, Replica(disk))
+    tasks.give_way()
     with contextlib.suppress(OSError):
         while True:
             worker.handle(*tasks.next())
@@ -172,9 +174,9 @@ def take_share() -> None:
 
 
 def _set_priority(policy: int, nice: int) -> None:
-    """Of all threads, but for the one that watches over the others."""
+    """Of all threads, but for those that see to the others."""
     for thread in map(int, os.listdir("/proc/self/task")):
-        if thread == _watcher:
+        if thread in _prompt:
             continue
         with contextlib.suppress(OSError):
             os.sched_setscheduler(thread, policy, os.sched_param(0))
@@ -195,6 +197,9 @@ class _Tasks:
         self._has_work = threading.Event()
         self._lock = threading.Lock()
         threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+
+    def give_way(self) -> None:
+        """From now on, with whatever comes."""
         threading.Thread(target=self._watch, daemon=True).start()
 
     def next(self) -> "_Received":
@@ -206,6 +211,7 @@ class _Tasks:
         return self._received.get()
 
     def _receive(self, connection: socket.socket) -> None:
+        _prompt.add(threading.get_native_id())
         with contextlib.suppress(OSError, ValueError):
             while found := wire.receive(connection):
                 with self._lock:
@@ -217,8 +223,7 @@ class _Tasks:
         os._exit(128 + signal.SIGTERM)
 
     def _watch(self) -> None:
-        global _watcher
-        _watcher = threading.get_native_id()
+        _prompt.add(threading.get_native_id())
         while True:
             give_way()
             self._has_work.wait()
@@ -227,7 +232,8 @@ class _Tasks:
                 self._is_idle.wait()
 
 
-_watcher = 0
+_prompt: set[int] = set()
+"""Threads that do little, and at once."""
 
 
 if __name__ == "__main__":
