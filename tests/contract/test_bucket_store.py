@@ -49,8 +49,14 @@ def url(request):
     end_keeper(found)
 
 
-@pytest.mark.parametrize("memory", ["kept", "lost"])
-@pytest.mark.parametrize("strategy", ["full", "spread", "log"])
+@pytest.mark.parametrize(
+    ("strategy", "memory"),
+    [
+        ("full", "lost"),
+        ("log", "kept"),
+        *slow(("full", "kept"), ("spread", "kept"), ("spread", "lost"), ("log", "lost")),
+    ],
+)
 def test_a_killed_run_goes_on(url, strategy, memory):
     torch.manual_seed(0)
     state = build()
