@@ -1,1 +1,2 @@
-"""Thin modules for other libraries: each is imported by who uses that."""
+"""Other libraries while they train, a module each, imported by who uses it; what they have saved:
+everstep.interchange."""

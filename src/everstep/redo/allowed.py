@@ -2,7 +2,7 @@
 
 It goes by the exact type of each optimizer: torch's own that change their state in place, and do
 the same again from the same bytes; others by the user's word (`everstep.Log(optimizers=...)`). It
-binds recording, never replay.
+binds recording, never replay. Which of them go by single elements: sharding/topology.py.
 
 What shows later to be unusual (a gradient that is sparse, or lies otherwise than its parameter)
 costs a whole state each time (capture/trust.py).

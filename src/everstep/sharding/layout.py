@@ -1,7 +1,9 @@
 """Layouts: which boxes of a global tensor are in this rank's memory, and who else has them. Nothing
 is gathered.
 
-A plain tensor is whole; what a DTensor has here, its mesh and placements say. DTensor's package is
+A plain tensor is whole; what a DTensor has here, its mesh and placements say. Another class of
+sharded tensors goes into is_dtensor, local_of and shards_of; a wrapper of modules goes as fsdp1.py
+does, which state/view.py (name_parameters) and state/modules.py ask. DTensor's package is
 never imported here, which takes 0.7 s: where there is one, somebody else has imported it.
 """
 

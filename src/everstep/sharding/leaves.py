@@ -1,4 +1,5 @@
-"""Leaves: the tensors of a state under their names."""
+"""Leaves: the tensors of a state under their names; which tensors can be stored at all; and the
+Guard that tells when a walk is out of date."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
-"""Which tier a place names: a directory, or the URL of a bucket."""
+"""Which tier a place names: a directory, or a URL, which is that of a bucket. What every tier
+promises, `Disk` says (disk.py)."""
 
 import os
 import re
