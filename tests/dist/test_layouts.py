@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from jobs import attached, trains
+from jobs import attached, trains, trains_alone
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -163,3 +163,19 @@ def test_a_log_of_stages(gang, store):
         found, *_ = gang.run(trains, layout, store, size=size, **options)
         assert found.first == 4
         check_equal(found.begun, run.states[4])
+
+
+@pytest.mark.slow
+def test_stages_of_tensor_parallel_ranks_and_back(gang, store):
+    """PP2 x TP2, then FSDP2 on two ranks, then one process, and back: each saves a step."""
+    layouts = (("pipeline_tp", 4), ("fsdp2", 2), ("dense", 1), ("pipeline_tp", 4))
+    last, state = 0, None
+    for number, (layout, size) in enumerate(layouts, STEPS):
+        run = gang.run(trains, layout, store, number, size=size, strategy="full")[0]
+        assert (run.first, run.errors) == (last, {})
+        if state is not None:
+            check_equal(run.begun, state)
+        last, state = number, run.states[number]
+        check_stored(store, state, number)
+    alone = gang.run(trains_alone, "dense", last, size=1)[0]
+    assert run.losses[-1:] == pytest.approx(alone[0][-1:], abs=2e-6)

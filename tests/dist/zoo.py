@@ -170,22 +170,22 @@ class _ZeroJob(Job):
 
 
 class _PipelineJob(Job):
-    """A stage on each rank; `names` of its layers are local, `canonical` makes them global."""
+    """A stage on each rank, or on each rank of `mesh`; `names` of its layers are local, `canonical`
+    makes them global."""
 
-    def __init__(
-        self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, first: int
-    ) -> None:
-        super().__init__(recipe, model, optimizer)
+    def __init__(self, recipe: Recipe, model: nn.Module, first: int, mesh: DeviceMesh) -> None:
+        super().__init__(recipe, model, optimizer_of(recipe, model))
         self.first = first
-        rank, size = dist.get_rank(), dist.get_world_size()
+        at, size = mesh.get_local_rank(), mesh.size()
         stage = PipelineStage(
             model,
-            rank,
+            at,
             size,
             torch.device("cpu"),
             # Given, since to find them out takes a forward, which the model's buffer would count.
-            input_args=_sample(recipe, recipe.width if rank else None),
-            output_args=_sample(recipe, recipe.width if rank < size - 1 else recipe.vocabulary),
+            input_args=_sample(recipe, recipe.width if at else None),
+            output_args=_sample(recipe, recipe.width if at < size - 1 else recipe.vocabulary),
+            group=mesh.get_group(),
         )
         self._schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
         self._is_first, self._is_last = stage.is_first, stage.is_last
@@ -209,10 +209,10 @@ class _PipelineJob(Job):
         return ".".join([head, str(int(rest[0]) + self.first), *rest[1:]])
 
     def full_state(self) -> FullState:
-        found = {name: tensor.detach().clone() for name, tensor in self._named()}
+        found = {name: _dense(tensor) for name, tensor in self._named()}
         for name, parameter in self._named():
             for key, value in self._state_of(parameter).items():
-                found[f"{name}:{key}"] = value.clone()
+                found[f"{name}:{key}"] = _dense(value)
         found = {self.canonical(name): tensor for name, tensor in found.items()}
         stages = _gathered(found)
         if _rank():
@@ -303,28 +303,40 @@ def _fsdp1(recipe: Recipe, use_orig_params: bool) -> Job:
 
 
 def _pipeline(recipe: Recipe) -> Job:
-    """Layers numbered from 0 in each stage."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return _PipelineJob(recipe, *_stage(recipe, mesh), mesh)
+
+
+def _pipeline_tp(recipe: Recipe) -> Job:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "tp"))
+    model, first = _stage(recipe, mesh["pp"])
+    return _PipelineJob(recipe, _parallel(recipe, mesh["tp"], model), first, mesh["pp"])
+
+
+def _stage(recipe: Recipe, mesh: DeviceMesh) -> tuple[Decoder, int]:
+    """This rank's of a pipeline, and the number of its first layer: they count from 0 in each."""
     assert not recipe.tied, "a tied weight would be in two stages"
-    rank, size = dist.get_rank(), dist.get_world_size()
-    first, last = (recipe.layers * stage // size for stage in (rank, rank + 1))
+    at, size = mesh.get_local_rank(), mesh.size()
+    first, last = (recipe.layers * stage // size for stage in (at, at + 1))
     model = decoder(recipe)
-    if rank > 0:
+    if at > 0:
         model.embedding = None
-    if rank < size - 1:
+    if at < size - 1:
         model.norm = model.head = None
     mine = list(model.blocks.values())[first:last]
     model.blocks = nn.ModuleDict({str(number): block for number, block in enumerate(mine)})
-    return _PipelineJob(recipe, model, optimizer_of(recipe, model), first)
+    return model, first
 
 
-def _parallel(recipe: Recipe, mesh: DeviceMesh) -> Decoder:
+def _parallel(recipe: Recipe, mesh: DeviceMesh, model: Decoder | None = None) -> Decoder:
     """Norms and scales stay plain tensors, the same on all ranks of `mesh`."""
-    model = decoder(recipe)
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    for number in range(recipe.layers):
+    model = model or decoder(recipe)
+    plan = {}
+    if model.embedding is not None:
+        plan["embedding"] = RowwiseParallel(input_layouts=Replicate())
+    if model.head is not None:
+        plan["head"] = ColwiseParallel(output_layouts=Replicate())
+    for number in model.blocks:
         for name in ("q", "k", "v"):
             plan[f"blocks.{number}.{name}"] = ColwiseParallel()
         # Uneven: as a plain tensor, what it gives would not say how it is split.
@@ -393,6 +405,7 @@ LAYOUTS: dict[str, Callable[[Recipe], Job]] = {
     "fsdp1": partial(_fsdp1, use_orig_params=True),
     "fsdp1_flat": partial(_fsdp1, use_orig_params=False),
     "pipeline": _pipeline,
+    "pipeline_tp": _pipeline_tp,
 }
 SIZES = {
     "dense": 1,
@@ -405,4 +418,5 @@ SIZES = {
     "fsdp1": 2,
     "fsdp1_flat": 2,
     "pipeline": 2,
+    "pipeline_tp": 4,
 }

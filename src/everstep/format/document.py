@@ -8,17 +8,21 @@ written by everstep nothing proves: so each kind of document has a shape, and is
 the first to the last member before anybody goes by it.
 """
 
+import gc
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import xxhash
 
 from everstep.errors import Corrupt, Unsupported
 
 FORMAT_VERSION = 1
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Shape = Any
 """What a JSON value has to be:
@@ -41,6 +45,23 @@ _MARK = b',"digest":"'
 _TAIL_SIZE = len(_MARK) + 32 + len(b'"}\n')
 
 
+def uncollected(work: Callable[P, T]) -> Callable[P, T]:
+    """The same, without the garbage collector, which would go through a million new objects again
+    and again: no document makes circles."""
+
+    @wraps(work)
+    def paused(*args: P.args, **keywords: P.kwargs) -> T:
+        if not gc.isenabled():
+            return work(*args, **keywords)
+        gc.disable()
+        try:
+            return work(*args, **keywords)
+        finally:
+            gc.enable()
+
+    return paused
+
+
 def seal(value: dict[str, Any]) -> bytes:
     """Encode `value` as a sealed document: a dict of plain JSON, not empty, without "digest"."""
     assert value
@@ -50,6 +71,7 @@ def seal(value: dict[str, Any]) -> bytes:
     return body + _MARK + digest_of(body).encode() + b'"}\n'
 
 
+@uncollected
 def unseal(data: bytes | memoryview, path: object, shape: Shape = _OBJECT) -> dict[str, Any]:
     """Decode a sealed document; `path` is for messages only.
 

@@ -21,10 +21,11 @@ from everstep.format.document import (
     malformed,
     natural,
     seal,
+    uncollected,
     unseal,
 )
 from everstep.format.dtypes import ITEM_SIZES, plane_count
-from everstep.format.packs import Layout, Piece, Spec, chunks
+from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, chunks
 from everstep.format.tiling import find_flaw
 
 _OWN = re.compile(r"@\d+[.!]")
@@ -192,6 +193,7 @@ def seal_table(table: Table) -> bytes:
     )
 
 
+@uncollected
 def decode_table(data: bytes | memoryview, path: object) -> Table:
     """Parse and check a piece table; raises Corrupt."""
     value = unseal(data, path, _TABLE)
@@ -240,10 +242,12 @@ def extents(table: Table) -> list[Extent]:
     for name, entry in table.tensors.items():
         what, item_size = f"tensor {name!r}", plane_count(entry.spec.dtype)
         for piece in entry.pieces:
+            pack, at, digest = piece.pack, piece.offset, piece.digest
+            if piece.size <= CHUNK_BYTES:  # as nearly all of a million are
+                found.append(Extent(pack, at, piece.size, digest, what, item_size))
+                continue
             found += [
-                Extent(
-                    piece.pack, piece.offset + start, size, piece.digest + index, what, item_size
-                )
+                Extent(pack, at + start, size, digest + index, what, item_size)
                 for index, (start, size) in enumerate(chunks(piece.size))
             ]
     found.sort(key=lambda extent: (extent.pack, extent.offset, extent.size))

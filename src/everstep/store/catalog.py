@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from everstep.errors import Corrupt, Missing, Unsupported
-from everstep.format.document import digest_of, natural, unseal
+from everstep.format.document import digest_of, natural, uncollected, unseal
 from everstep.format.manifest import (
     Manifest,
     Part,
@@ -242,6 +242,7 @@ def read_table(disk: Readable, part: Part) -> Table:
     return read_table_document(disk, part)[1]
 
 
+@uncollected
 def read_table_document(disk: Readable, part: Part) -> tuple[bytes, Table]:
     """The same, with its bytes."""
     path = part.table.path
