@@ -49,7 +49,7 @@ def fill_part(
     rows = [(known[name], boxes) for name, boxes in wanted.items() if name in known]
     if rows:
         with candidate.sources(part) as sources, ExitStack() as stack:
-            base = Earlier(candidate, part, stack)
+            base = Earlier(candidate, part, table, stack)
             loader.load(part, sources, rows, table, base.read)
 
 

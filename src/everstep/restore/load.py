@@ -67,6 +67,10 @@ class RawSource(MemorySource):
     __slots__ = ()
 
 
+def _no_base(pack: int, target: Target) -> memoryview:
+    raise Corrupt(f"reading tensor {target.name!r} of pack {pack}: a record has no differences")
+
+
 class Loader:
     """The threads that read, each with its buffer: kept from part to part of a restore."""
 
@@ -88,7 +92,7 @@ class Loader:
         sources: Sequence[Sequence[Source]],
         destinations: Destinations,
         table: Table | None = None,
-        read_base: ReadBase | None = None,
+        read_base: ReadBase = _no_base,
     ) -> None:
         """Fill the destinations, which are `direct`, with what the part has of their boxes; blocks.
         The entries are the part's own. `sources[pack]`: where that pack can be read, nearest first.
@@ -134,7 +138,7 @@ class _Task:
     deliveries: Mapping[str, Sequence[Delivery]]
     devices: set[torch.device]
     buffer: Callable[[bool], memoryview]
-    read_base: ReadBase | None
+    read_base: ReadBase
 
     def read_all(self, left: deque[Span]) -> None:
         """What is left, span by span, beside other threads."""
@@ -175,7 +179,7 @@ class _Task:
                 where = self._where(span, target)
                 check_chunk(chunk, target.digest, where)
                 if target.codec:
-                    chunk = self._decoded(target, chunk, where)
+                    chunk = self._decoded(span.pack, target, chunk, where)
                 sent += self._deliver(target, chunk)
         finally:  # also where a chunk was bad: the buffer is filled again then
             for device in self.devices:
@@ -206,12 +210,12 @@ class _Task:
         path = self.part.packs[span.pack].path
         return f"{path} at byte {target.offset} (tensor {target.name!r})"
 
-    def _decoded(self, target: Target, chunk: memoryview, where: str) -> memoryview:
+    def _decoded(self, pack: int, target: Target, chunk: memoryview, where: str) -> memoryview:
         """The raw bytes, in memory of their own: the device may still be copying from what another
         chunk was decoded to."""
         raw = torch.empty(target.raw, dtype=torch.uint8, pin_memory=bool(self.devices))
         view: memoryview = raw.numpy().data
-        decode(target, chunk, view, where, self.read_base)
+        decode(pack, target, chunk, view, where, self.read_base)
         return view
 
 

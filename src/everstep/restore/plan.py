@@ -86,7 +86,7 @@ class Chunks:
 
     def __init__(self, part: Part, table: Table | None) -> None:
         self.by_pack: dict[int, dict[int, Target]] = {}
-        self._part, self._table = part, table
+        self.part, self._table = part, table
         self._packed: dict[int, Extent] = {}
         self._encoded: dict[int, Encoded] = {}
         if part.stored is not None:
@@ -97,24 +97,24 @@ class Chunks:
     def target(self, entry: TensorEntry, piece: Piece, index: int) -> Target:
         """Chunk number `index` of a piece."""
         start, raw = chunk_at(piece.size, index)
-        number = piece.digest + index
-        at, size = piece.offset + start, raw
-        if self._packed:
-            at, size = self._packed[number].offset, self._packed[number].size
-        digest, how = self._part.digests[number], self._encoded.get(number)
-        return Target(
-            entry.spec.name,
-            piece.box,
-            start,
-            at,
-            size,
-            digest,
-            raw,
-            plane_count(entry.spec.dtype),
-            how.codec if how else None,
-            piece.offset + start,
-            how.content if how else digest,
-            number,
+        number, at = piece.digest + index, piece.offset + start
+        item_size = plane_count(entry.spec.dtype)
+        name, box = entry.spec.name, piece.box
+        return self.again(
+            Target(name, box, start, at, raw, "", raw, item_size, None, at, "", number)
+        )
+
+    def again(self, target: Target) -> Target:
+        """The same chunk as this part has it; the other part's table is the same."""
+        digest, how = self.part.digests[target.index], self._encoded.get(target.index)
+        packed = self._packed.get(target.index)
+        return replace(
+            target,
+            offset=packed.offset if packed else target.raw_offset,
+            size=packed.size if packed else target.raw,
+            digest=digest,
+            codec=how.codec if how else None,
+            content=how.content if how else digest,
         )
 
     def add(self, entry: TensorEntry, piece: Piece, index: int, target: Target) -> None:
@@ -130,25 +130,22 @@ class Chunks:
     def _add_master(self, name: str, entry: TensorEntry, index: int, target: Target) -> None:
         """The same elements of that tensor take twice as many chunks."""
         master = self._table.tensors.get(name) if self._table else None
-        same = (each for each in master.pieces if each.box == target.box) if master else iter(())
-        piece = next(same, None)
-        sources = []
-        if master and piece and (master.spec.dtype, target.size) == (SOURCE, 0):
-            last = min(2 * index + 2, chunk_count(piece.size))
-            sources = [self.target(master, piece, each) for each in range(2 * index, last)]
-        if sum(each.raw for each in sources) != 2 * target.raw or any(
-            master_of(each.codec) is not None for each in sources
-        ):
+        if master is None or master.spec.dtype != SOURCE:
+            master = replace(entry, pieces=())
+        left = 2 * target.raw
+        for piece in (each for each in master.pieces if each.box == target.box):
+            for number in range(2 * index, min(2 * index + 2, chunk_count(piece.size))):
+                source = self.target(master, piece, number)
+                if master_of(source.codec) is None:
+                    copy = replace(target, start=source.start // 2, raw=source.raw // 2)
+                    copies = ((entry.spec.dtype, copy),)
+                    self.add(master, piece, number, replace(source, copies=copies))
+                    left -= source.raw
+        if left or target.size:
             raise Corrupt(
                 f"reading tensor {target.name!r}: it is said to be rounded from {name!r}, of which "
                 f"there are no such elements"
             )
-        assert master
-        assert piece
-        for number, each in enumerate(sources, 2 * index):
-            copy = replace(target, start=each.start // 2, raw=each.raw // 2)
-            copied = replace(each, copies=((entry.spec.dtype, copy),))
-            self.add(master, piece, number, copied)
 
 
 def blocks(target: Target, item_size: int) -> Iterator[tuple[int, Box]]:

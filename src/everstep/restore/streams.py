@@ -1,22 +1,18 @@
 """Streams read back: each piece verified, in memory of its own, when it is asked for."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from everstep.errors import EverstepError
 from everstep.format.manifest import Part, Stream
 from everstep.format.packs import chunks
 from everstep.format.streams import TENSOR, Row, rows_by_name
 from everstep.restore.choose import Candidate
 from everstep.store import catalog
-from everstep.store.read import check_chunk
+from everstep.store.read import read_chunk
 from everstep.tiers.files import Source
-
-log = logging.getLogger("everstep")
 
 
 def read_stream(candidate: Candidate, stream: Stream) -> Iterator[tuple[str, Iterator[Any]]]:
@@ -37,26 +33,10 @@ def _read(sources: Sequence[Source], part: Part, row: Row) -> Any:
     view = memoryview(bytearray(piece.size))
     for index, (start, size) in enumerate(chunks(piece.size)):
         chunk, digest = view[start : start + size], part.digests[piece.digest + index]
-        _read_chunk(sources, piece.offset + start, chunk, digest, f"{row.name!r} of a stream")
+        read_chunk(sources, piece.offset + start, chunk, digest, f"{row.name!r} of a stream")
     if row.kind != TENSOR:
         return view
     dtype = getattr(torch, row.entry.spec.dtype)
     if not piece.size:
         return torch.empty(row.entry.spec.shape, dtype=dtype)
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(row.entry.spec.shape)
-
-
-def _read_chunk(
-    sources: Sequence[Source], offset: int, chunk: memoryview, digest: str, where: str
-) -> None:
-    """From the first source whose bytes are right."""
-    for number, source in enumerate(sources):
-        try:
-            if chunk:
-                source.read_into(offset, chunk)
-            check_chunk(chunk, digest, where)
-            return
-        except EverstepError as error:
-            if number + 1 == len(sources):
-                raise
-            log.warning("%s; trying the next source", error)

@@ -1,21 +1,24 @@
 """Reads whose every byte is checked against its digest."""
 
 import contextlib
+import logging
 import mmap
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import xxhash
 
-from everstep.errors import Corrupt, Missing
+from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.document import digest_of
 from everstep.format.manifest import Part
 from everstep.format.packed import stored_extents
 from everstep.format.packs import PAD_PREFIX
 from everstep.format.tables import Extent, FileLink, Table, extents
-from everstep.tiers.files import EXTENT_BYTES, Reader
+from everstep.tiers.files import EXTENT_BYTES, Reader, Source
 from everstep.tiers.tier import Readable
+
+log = logging.getLogger("everstep")
 
 _READS_IN_FLIGHT = 4
 
@@ -25,6 +28,22 @@ def check_chunk(view: memoryview, digest: str, where: str) -> None:
     found = digest_of(view)
     if found != digest:
         raise _other_digest(where, len(view), found, digest)
+
+
+def read_chunk(
+    sources: Sequence[Source], offset: int, chunk: memoryview, digest: str, where: str
+) -> None:
+    """Fill it from the first source whose bytes are right; raises what the last one raises."""
+    for number, source in enumerate(sources):
+        try:
+            if chunk:
+                source.read_into(offset, chunk)
+            check_chunk(chunk, digest, where)
+            return
+        except EverstepError as error:
+            if number + 1 == len(sources):
+                raise
+            log.warning("%s; trying the next source", error)
 
 
 def _other_digest(where: str, size: int, found: str, expected: str) -> Corrupt:
