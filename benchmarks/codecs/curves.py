@@ -113,7 +113,8 @@ def draw(found: dict[str, list[Losses]], path: Path) -> None:
         for way, runs in found.items():
             for number, curve in enumerate(runs):
                 label = _label(way) if number == 0 else None
-                losses.plot(_smooth(curve), color=WAYS[way], lw=1, alpha=0.8, label=label)
+                style = "--" if way == "records" else "-"  # it lies on that without kills
+                losses.plot(_smooth(curve), style, color=WAYS[way], lw=1, label=label)
                 if way != "no kills":
                     plain = _smooth(found["no kills"][number])
                     differences = [a - b for a, b in zip(_smooth(curve), plain, strict=True)]
