@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,6 +189,44 @@ def test_workers_that_are_killed_at_any_moment():
         same(mine, theirs)
     assert kills > 1
     offloaded.close()
+
+
+def resident(pid):
+    """Bytes of the files in memory that a process has mapped."""
+    rows = dict(row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(rows["RssFile"].split()[0]) << 10
+
+
+def test_state_in_a_file_is_in_memory_a_chunk_at_a_time(tmp_path):
+    torch.manual_seed(1)
+    first = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(8))).to(torch.bfloat16)
+    second = copy.deepcopy(first)
+    mine, theirs = list(first.parameters()), list(second.parameters())
+    offloaded = OffloadedOptimizer(torch.optim.AdamW, mine, lr=0.01, states=tmp_path)
+    reference = Reference(torch.optim.AdamW, theirs)
+    for step in range(1, 4):
+        gradients(mine, step)
+        gradients(theirs, step)
+        offloaded.step()
+        reference.step()
+        same(mine, theirs)
+        if step == 1:
+            libraries = resident(offloaded._worker.pid)
+    size = sum(each.numel() for each in mine) * 12
+    assert size > 200e6
+    assert resident(offloaded._worker.pid) < libraries + 0.2 * size
+    assert not list(tmp_path.iterdir())  # the file has no name
+    offloaded.close()
+
+
+def test_a_directory_that_cannot_be_is_told_before_anything_changes(tmp_path):
+    net = model(1)
+    before = [each.detach().clone() for each in net.parameters()]
+    offloaded = OffloadedOptimizer(torch.optim.Adam, net.parameters(), states=tmp_path / "none")
+    gradients(list(net.parameters()), 1)
+    with pytest.raises(Unavailable, match="No such file"):
+        offloaded.step()
+    same([each.detach() for each in net.parameters()], before)
 
 
 def test_what_cannot_be_is_told():

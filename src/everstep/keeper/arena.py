@@ -25,6 +25,7 @@ import fcntl
 import mmap
 import os
 import resource
+import secrets
 import stat
 import struct
 from dataclasses import dataclass
@@ -149,6 +150,28 @@ class Arena:
         except OSError as error:
             raise Unavailable(f"making an arena of {size} bytes: {error.strerror}") from error
 
+    @classmethod
+    def create_file(cls, directory: str, documents_size: int, image_size: int) -> "Arena":
+        """One slot in a file without a name, whose blocks are there. Raises Unavailable."""
+        documents_size, image_size = round_up(documents_size), round_up(image_size)
+        path = os.path.join(directory, f".everstep-{secrets.token_hex(8)}")
+        size = PAGE_BYTES + documents_size + image_size
+        check_file_size(f"making a file in {directory}", size)
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            os.unlink(path)
+            try:
+                lay_out(fd, 1, documents_size, image_size)
+                os.posix_fallocate(fd, 0, size)  # else a full disk would end who writes
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as error:
+            raise Unavailable(
+                f"making a file of {size} bytes in {directory}: {error.strerror}"
+            ) from error
+        return cls(fd, is_spill=True)
+
     @property
     def size(self) -> int:
         """Bytes of the whole arena."""
@@ -248,6 +271,14 @@ class Arena:
     def image_address(self, slot: int) -> int:
         """Where the image starts in this process."""
         return self.address + self._slot_at(slot) + self.documents_size
+
+    def drop(self, slot: int, start: int, size: int) -> None:
+        """Write these pages of the image to the file that the arena is, and keep them in memory no
+        more; blocks. Raises OSError."""
+        at = self._slot_at(slot) + self.documents_size + start
+        self._map.flush(at, size)
+        self._map.madvise(mmap.MADV_DONTNEED, at, size)
+        os.posix_fadvise(self.fd, at, size, os.POSIX_FADV_DONTNEED)
 
     def newest_complete(self, known_from: int | None = None) -> int | None:
         """The slot with the newest whole state, which must not be overwritten yet.

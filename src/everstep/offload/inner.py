@@ -183,6 +183,8 @@ class Inner:
             self._marks.set_place(number, chunk, is_saved=True)
             is_saved = False
             self._update(indices)
+            if self._state.arena.is_spill:
+                self._drop(indices)
             self._marks.set_place(number, chunk + 1, is_saved=False)
 
     def _master(self, index: int) -> torch.Tensor:
@@ -231,6 +233,12 @@ class Inner:
         self._marks.set_state(index, there=True)
         if f"{index}.{MASTER}" in self._state.table.tensors:
             self._weights.tensor(str(index)).copy_(master.detach())
+
+    def _drop(self, indices: Sequence[int]) -> None:
+        """State in a file: not more than a chunk of it is in memory."""
+        for index in indices:
+            for key in self._keys[index]:
+                self._state.drop(f"{index}.{key}")
 
     # ---- undo ------------------------------------------------------------------------------
 

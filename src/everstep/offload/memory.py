@@ -2,7 +2,7 @@
 
 import torch
 
-from everstep.format.packs import Layout, pack_starts
+from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, pack_starts, round_up
 from everstep.format.tables import Table
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.data import Image, Segment, parse
@@ -15,8 +15,9 @@ class Memory:
     def __init__(self, arena: Arena, slot: int, table: Table) -> None:
         self.arena, self.table = arena, table
         image = arena.image(slot)
-        starts = pack_starts(pack.size for pack in table.packs)
-        views = [image[at : at + pack.size] for at, pack in zip(starts, table.packs, strict=True)]
+        self._starts = pack_starts(pack.size for pack in table.packs)
+        rows = zip(self._starts, table.packs, strict=True)
+        views = [image[at : at + pack.size] for at, pack in rows]
         self._packs = [torch.frombuffer(view, dtype=torch.uint8) for view in views]
         self._segments = [[Segment(view)] for view in views]
 
@@ -45,6 +46,13 @@ class Memory:
         """A tensor's."""
         (piece,) = self.table.tensors[name].pieces
         return self._packs[piece.pack][piece.offset : piece.offset + piece.size]
+
+    def drop(self, name: str) -> None:
+        """Let the file alone have a tensor's bytes, where they are pages; blocks."""
+        (piece,) = self.table.tensors[name].pieces
+        if piece.size >= ALIGNED_FROM_BYTES:
+            start = self._starts[piece.pack] + piece.offset
+            self.arena.drop(0, start, round_up(piece.size))
 
     def tensor(self, name: str) -> torch.Tensor:
         """Row-major, as its spec says."""

@@ -71,7 +71,7 @@ class OffloadedOptimizer(Optimizer):
         `options`: of `kind`. Raises Unsupported for a class or parameters that cannot be."""
         self._worker: _Worker | None = None
         self._shared: _Shared | None = None
-        self._states = states
+        self._states = None if states is None else os.path.abspath(states)
         name = f"{kind.__module__}.{kind.__qualname__}"
         if kind_of(name) is not kind or kind.__name__ in _REFUSED:
             raise Unsupported(f"offloading a {name}: another process cannot make its updates")
@@ -160,7 +160,7 @@ def _put_loaded(optimizer: Optimizer) -> None:
 class _Shared:
     """The arenas, as the trainer sees them."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, states: Any) -> None:
+    def __init__(self, optimizer: OffloadedOptimizer, states: str | None) -> None:
         groups = optimizer.param_groups
         self._parameters = [each for group in groups for each in group["params"]]
         specs = [Leaf(str(i), each).spec for i, each in enumerate(self._parameters)]
@@ -170,7 +170,7 @@ class _Shared:
         table = _table_of(self.exchange)
         self._gradients = Memory(self.exchange, GRADIENTS, table)
         self._weights = Memory(self.exchange, WEIGHTS, table)
-        self.state = _arena([spec for each in states_of for spec in each], 1)
+        self.state = _arena([spec for each in states_of for spec in each], 1, states)
         self._state = Memory(self.state, 0, _table_of(self.state))
         sizes = [
             spec.size + sum(each.size for each in row)
@@ -303,11 +303,15 @@ def _state_specs(index: int, parameter: torch.Tensor, optimizer: OffloadedOptimi
     return found
 
 
-def _arena(specs: list[Spec], slots: int) -> Arena:
+def _arena(specs: list[Spec], slots: int, directory: str | None = None) -> Arena:
+    """In memory; or in a file there, which has one slot."""
     layout = lay_out(specs)
     table = encode_table(layout, {}, {}, {})
     room = len(table) + _DOCUMENTS_BYTES + 256 * len(specs)
-    arena = Arena.create(slots, room, layout.size)
+    if directory is None:
+        arena = Arena.create(slots, room, layout.size)
+    else:
+        arena = Arena.create_file(directory, room, layout.size)
     for slot in range(slots):
         arena.set_state(slot, SlotState.CAPTURING)
     _seal(arena, table, {"layout": 1})
@@ -364,6 +368,7 @@ class _Worker:
             shared = self._shared
             fds = [shared.exchange.fd, shared.state.fd, shared.undo.fd]
             said = {"type": "open", "flushes": flushes_denormals()}
+            said["on_disk"] = shared.state.is_spill
             wire.send(self._connection, said, fds)
         received = wire.receive(self._connection)
         return received and received[0]

@@ -26,7 +26,9 @@ def main() -> int:
             try:
                 if message["type"] == "open":
                     torch.set_flush_denormal(bool(message["flushes"]))
-                    inner = Inner(*map(Arena, fds))
+                    exchange, state, undo = fds
+                    on_disk = bool(message["on_disk"])
+                    inner = Inner(Arena(exchange), Arena(state, is_spill=on_disk), Arena(undo))
                 assert inner
                 inner.step()
                 answer: wire.Message = {"type": "done"}
