@@ -25,7 +25,7 @@ from everstep.format.document import (
     unseal,
 )
 from everstep.format.dtypes import ITEM_SIZES, plane_count
-from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, chunks
+from everstep.format.packs import Layout, Piece, Spec, chunk_count, chunks
 from everstep.format.tiling import find_flaw
 
 _OWN = re.compile(r"@\d+[.!]")
@@ -243,7 +243,7 @@ def extents(table: Table) -> list[Extent]:
         what, item_size = f"tensor {name!r}", plane_count(entry.spec.dtype)
         for piece in entry.pieces:
             pack, at, digest = piece.pack, piece.offset, piece.digest
-            if piece.size <= CHUNK_BYTES:  # as nearly all of a million are
+            if chunk_count(piece.size) == 1:  # as of nearly all of a million
                 found.append(Extent(pack, at, piece.size, digest, what, item_size))
                 continue
             found += [
