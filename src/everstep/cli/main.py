@@ -20,6 +20,7 @@ COMMANDS = {
     "cp": "copy checkpoints to another store, with what they go back to",
     "tag": "give a checkpoint a name, or take one away",
     "fork": "begin a new run at a checkpoint, without a copy of it on one file system",
+    "diff": "compare two checkpoints: tensors, hyperparameters, objects",
     "rm": "delete checkpoints, and the data that only they need",
     "gc": "delete files that failed attempts left behind",
     "materialize": "make a whole state of a step that is a log, by replaying its records",

@@ -3,17 +3,20 @@
 A step of a log is made whole on the way, in memory: nothing is written to the store.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from everstep.errors import Missing, Unsupported
+from everstep.format.boxes import Box
+from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.global_tensors import optimizers_of
 from everstep.format.manifest import Manifest
-from everstep.format.packs import Spec
+from everstep.format.packed import encoded_chunks
+from everstep.format.packs import Spec, chunk_count
 from everstep.format.tables import TensorEntry, owned_names
 from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain
@@ -27,6 +30,8 @@ from everstep.sharding.topology import adopted
 from everstep.state.objects import references
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
+
+Row = TypeVar("Row")
 
 BATCH_BYTES = 64 << 20
 """Small tensors are read together, up to so many bytes."""
@@ -92,29 +97,71 @@ class Whole:
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """These tensors, row-major on the CPU, in this order; verified."""
-        for batch in self._batches(names):
-            if self._replayed is not None:
-                yield from ((name, self._replayed[name].contiguous()) for name in batch)
-                continue
-            made = {name: empty(replace(self.entries[name], strides=None)) for name in batch}
-            wanted = {n: (self.entries[n], [LocalBox.whole(to)]) for n, to in made.items()}
-            fill(self._candidate, self._versions, wanted, self._loader)
-            del wanted
-            for name in batch:
-                yield name, made.pop(name)
+        whole = ((name, Box.whole(self.entries[name].spec.shape)) for name in names)
+        for name, _, tensor in self.read_boxes(whole):
+            yield name, tensor
 
-    def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:
-        batch: list[str] = []
-        size = 0
-        for name in names:
-            own = self.entries[name].spec.size
-            if batch and size + own > BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(name)
-            size += own
-        if batch:
+    def read_boxes(
+        self, wanted: Iterable[tuple[str, Box]]
+    ) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Boxes of these tensors in this order, as `read`; one that is larger than BATCH_BYTES
+        takes memory for all of it."""
+        for batch in _batches(wanted, lambda row: self._size(*row)):
+            if self._replayed is not None:
+                whole = {name: Box.whole(self.entries[name].spec.shape) for name, _ in batch}
+                for name, box in batch:
+                    view = self._replayed[name].detach()[box.slices_in(whole[name])]
+                    yield name, box, view.contiguous()
+                continue
+            made = [(name, LocalBox(box, self._empty(name, box))) for name, box in batch]
+            places: dict[str, tuple[TensorEntry, list[LocalBox]]] = {}
+            for name, place in made:
+                places.setdefault(name, (self.entries[name], []))[1].append(place)
+            fill(self._candidate, self._versions, places, self._loader)
+            places.clear()
+            while made:
+                name, (box, tensor) = made.pop(0)
+                yield name, box, tensor
+
+    def _size(self, name: str, box: Box) -> int:
+        return box.count * ITEM_SIZES[self.entries[name].spec.dtype]
+
+    def _empty(self, name: str, box: Box) -> torch.Tensor:
+        entry = self.entries[name]
+        return empty(replace(entry, spec=replace(entry.spec, shape=box.lengths), strides=None))
+
+    @cached_property
+    def contents(self) -> dict[str, dict[Box, tuple[str | None, ...]]]:
+        """Of each tensor its pieces, and the digests of what their chunks hold, as far as they are
+        known; of a log, which was replayed, nothing."""
+        found: dict[str, dict[Box, tuple[str | None, ...]]] = {}
+        for version in self._versions if self._replayed is None else ():
+            here: dict[str, dict[Box, tuple[str | None, ...]]] = {}
+            for part, table in version:
+                encoded = encoded_chunks(part, table)
+                for name, entry in table.tensors.items():
+                    for piece in entry.pieces:
+                        numbers = range(piece.digest, piece.digest + chunk_count(piece.size))
+                        here.setdefault(name, {})[piece.box] = tuple(
+                            encoded[n].content if n in encoded else part.digests[n] for n in numbers
+                        )
+            found |= here
+        return found
+
+
+def _batches(rows: Iterable[Row], size_of: Callable[[Row], int]) -> Iterator[list[Row]]:
+    """Rows that are read together: of BATCH_BYTES in all, or one that is larger."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        own = size_of(row)
+        if batch and size + own > BATCH_BYTES:
             yield batch
+            batch, size = [], 0
+        batch.append(row)
+        size += own
+    if batch:
+        yield batch
 
 
 def _head(name: str) -> str:

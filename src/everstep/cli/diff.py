@@ -1,0 +1,138 @@
+"""everstep diff: what differs between two checkpoints."""
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from everstep.cli import text
+from everstep.cli.progress import progress_bar
+from everstep.cli.target import split_words
+from everstep.errors import Unsupported
+from everstep.store import catalog
+from everstep.tiers.tier import tier_at
+
+if TYPE_CHECKING:
+    from everstep.versions.diff import Change, Difference
+
+_GRAMMAR = "[STORE] A [OTHER] B"
+_MEANING = (
+    "STORE: the store's directory or URL (default: the current one); A, B: a step of the run, a "
+    "tag, or step-epoch for one on any branch; OTHER: the store of B, where that is another one"
+)
+_TITLES = ("TENSOR", "CHANGED", "LARGEST", "NORM", "RELATIVE")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words and options of the command."""
+    parser.usage = f"%(prog)s {_GRAMMAR} [options]"
+    parser.add_argument("words", nargs="+", metavar=_GRAMMAR, help=_MEANING)
+    parser.add_argument(
+        "--all", action="store_true", help="list all tensors that differ, not only weights"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, by layer: PNG or SVG")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare two checkpoints."""
+    if len(args.words) == 4:
+        (path, steps), (other, more) = (split_words(args.words[at : at + 2], 1) for at in (0, 2))
+        steps += more
+    else:
+        path, steps = split_words(args.words, 2)
+        other = path
+    if len(steps) != 2:
+        raise argparse.ArgumentError(None, "which two? As in: everstep diff runs/gpt 4000 5000")
+    from everstep.interchange.whole import Whole
+    from everstep.restore.load import Loader
+    from everstep.versions.diff import compare
+
+    began = time.monotonic()
+    places = [(disk, catalog.find(disk, step)) for disk, step in _tiers((path, other), steps)]
+    with Loader() as loader, progress_bar("comparing") as progress:
+        first, second = (Whole(disk, name, loader) for disk, name in places)
+        found = compare(first, second, progress)
+    title = " → ".join(str(name) for _, name in places)
+    if args.plot:
+        _plot(found, first.weights, title, args.plot)
+    if args.json:
+        said = {"first": str(places[0][1]), "second": str(places[1][1])}
+        print(json.dumps(said | _to_json(found, time.monotonic() - began), indent=2))
+    else:
+        lines = _lines(found, [*found.changes] if args.all else _of(found.changes, first.weights))
+        print("\n".join([text.paint(title, "title"), *lines]))
+    return 0
+
+
+def _tiers(paths: Sequence[str], steps: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    return zip(map(tier_at, paths), steps, strict=True)
+
+
+def _plot(found: "Difference", weights: Any, title: str, path: Path) -> None:
+    try:
+        from everstep.versions.picture import draw
+    except ImportError as error:
+        raise Unsupported("a picture needs matplotlib: pip install matplotlib") from error
+
+    draw(_of(found.compared, weights), title, path)
+
+
+def _to_json(found: "Difference", seconds: float) -> dict[str, Any]:
+    return {
+        "changed": [change.to_json() for change in found.changes],
+        "equal": found.equal,
+        "other": {name: list(both) for name, both in found.other.items()},
+        "only_first": found.only_first,
+        "only_second": found.only_second,
+        "hyperparameters": found.hyperparameters,
+        "objects": found.objects,
+        "bytes_compared": found.bytes_compared,
+        "seconds": seconds,
+    }
+
+
+def _of(changes: Iterable["Change"], names: Container[str]) -> list["Change"]:
+    return [change for change in changes if change.name in names]
+
+
+def _lines(found: "Difference", shown: list["Change"]) -> Iterator[str]:
+    if found.is_empty:
+        yield "nothing differs"
+        return
+    if shown:
+        yield from text.table(_TITLES, list(map(_cells, shown)), right=_TITLES[1:])
+    listed = {change.name for change in shown}
+    others = Counter(
+        each.name.partition(".")[0] for each in found.changes if each.name not in listed
+    )
+    for part, count in others.items():
+        yield f"{text.clean(part)}: {text.plural(count, 'tensor')} changed (--all lists them)"
+    yield f"{text.plural(len(found.equal), 'tensor')} equal"
+    for name, (first, second) in found.other.items():
+        yield f"{text.clean(name)}: {first} → {second}"
+    for names, which in ((found.only_first, "first"), (found.only_second, "second")):
+        yield from (f"{text.clean(name)}: only in the {which}" for name in names)
+    for row in found.hyperparameters:
+        of = text.plural(len(row["parameters"]), "parameter")
+        yield f"{text.clean(row['optimizer'])}, {text.clean(row['key'])}: {_both(row)} (of {of})"
+    for row in found.objects:
+        yield f"{text.clean(row['path'])}: {_both(row)}"
+
+
+def _both(row: dict[str, Any]) -> str:
+    return f"{text.brief(row['first'])} → {text.brief(row['second'])}"
+
+
+def _cells(change: "Change") -> list[str]:
+    relative = change.norm / change.norm_before if change.norm_before else None
+    return [
+        text.clean(change.name),
+        f"{100 * change.changed / change.elements:.3g} %",
+        f"{change.largest:.3g}",
+        f"{change.norm:.3g}",
+        "" if relative is None else f"{relative:.3g}",
+    ]

@@ -1,0 +1,1 @@
+"""Checkpoints beside each other, and made of others: diff, average, merge."""
