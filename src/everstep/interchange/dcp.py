@@ -32,10 +32,7 @@ def read_tree(folder: Path) -> dict[str, Any]:
     if path.stat().st_size > _METADATA_BYTES_MAX:
         raise Unsupported(f"reading {path}: it has {path.stat().st_size} bytes")
     said = read_pickle(path.read_bytes(), path, makers(path))
-    try:
-        return _tree(folder, said)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"reading {path}: it is no metadata of DCP: {error!r}") from error
+    return _tree(folder, said)
 
 
 def _tree(folder: Path, said: Inert) -> dict[str, Any]:
@@ -71,6 +68,8 @@ def _tensor(folder: Path, name: str, said: Inert, lies: Mapping[Any, Inert]) -> 
 
 def _part(folder: Path, name: str, dtype: str, box: Box, info: Inert) -> Part:
     file, offset, size = _place(folder, info)
+    if box.count * ITEM_SIZES[dtype] > size:
+        raise Corrupt(f"reading {folder}: the piece {box} of {name!r} does not fit into {file}")
 
     def blocks() -> Iterator[memoryview]:
         found = Archive(file, offset, size).load()

@@ -101,7 +101,12 @@ def _orders_of_trainer(folder: Path) -> list[list[str]]:
 
 
 def read_accelerate(folder: Path, options: Options) -> Draft:
-    """Parts as state_of(accelerator) has them."""
+    """Parts as state_of(accelerator) has them. Raises Unsupported for shards of each rank's own."""
+    if any(folder.glob(f"{_FSDP}*_rank*.bin")):
+        raise Unsupported(
+            f"importing {folder}: each rank has saved its own shards (LOCAL_STATE_DICT, or without "
+            f"DCP). Save it as SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
     draft = Draft(folder, "accelerate")
     tree: dict[str, Any] = {}
     for name, read in (
@@ -224,12 +229,3 @@ def _of_accelerate(said: Mapping[str, Any]) -> dict[str, Any]:
     names = ("random_state", "numpy_random_seed", "torch_manual_seed")
     python, numpy, cpu = (said[name] for name in names)
     return global_generators(python, numpy, cpu, said.get("torch_cuda_manual_seed"))
-
-
-def check_known(folder: Path) -> None:
-    """Raises Unsupported for what nobody here reads."""
-    if any(folder.glob(f"{_FSDP}*_rank*.bin")):
-        raise Unsupported(
-            f"importing {folder}: each rank has saved its own shards (LOCAL_STATE_DICT, or without "
-            f"DCP). Save it as SHARDED_STATE_DICT or FULL_STATE_DICT"
-        )

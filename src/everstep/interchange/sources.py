@@ -10,6 +10,9 @@ from everstep.interchange import archives, dcp, folders, safetensors, zero
 from everstep.interchange.draft import Draft
 from everstep.interchange.trees import Options, add_tree
 
+_NONSENSE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
+_TIMES_MAX, _SPARE_BYTES = 4, 64 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -39,10 +42,25 @@ def read_source(path: Path, kind: str | None, options: Options) -> Draft:
         draft = KINDS[chosen].read(source)
     except OSError as error:
         raise Unavailable(f"reading {path}: {error.strerror or error}") from error
+    except _NONSENSE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise Corrupt(f"reading {path}: it makes no sense: {what[:200]}") from error
     if not draft.tensors and not draft.objects:
         why = "; ".join(draft.left_out.values()) or "it is empty"
         raise Unsupported(f"importing {path}: there is nothing that can be taken: {why[:1000]}")
+    _check_size(draft, path)
     return draft
+
+
+def _check_size(draft: Draft, path: Path) -> None:
+    """Raises Unsupported where the same bytes are named so often that they fill a disk."""
+    files = [path] if path.is_file() else filter(Path.is_file, path.rglob("*"))
+    there, wanted = (
+        sum(each.stat().st_size for each in files),
+        sum(found.size for found in draft.tensors.values()),
+    )
+    if wanted > _TIMES_MAX * there + _SPARE_BYTES:
+        raise Unsupported(f"importing {path}: {there} bytes, which say that they are {wanted}")
 
 
 def _read_torch(source: Source) -> Draft:
@@ -74,18 +92,8 @@ class Kind:
     read: Callable[[Source], Draft]
 
 
-def _of_folder(read: Callable[[Path, Options], Draft]) -> Callable[[Source], Draft]:
-    def checked(source: Source) -> Draft:
-        folders.check_known(source.path)
-        try:
-            return read(source.path, source.options)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise Corrupt(
-                f"reading {source.path}: its files make no sense: {what[:200]}"
-            ) from error
-
-    return checked
+def _of(read: Callable[[Path, Options], Draft]) -> Callable[[Source], Draft]:
+    return lambda source: read(source.path, source.options)
 
 
 def _is_file_of_torch(source: Source) -> bool:
@@ -96,19 +104,19 @@ KINDS: dict[str, Kind] = {
     "dcp": Kind(lambda source: source.has(dcp.METADATA), _read_dcp),
     "trainer": Kind(
         lambda source: source.has(folders.TRAINER_STATE, "rng_state*"),
-        _of_folder(folders.read_trainer),
+        _of(folders.read_trainer),
     ),
     "accelerate": Kind(
-        lambda source: source.has(folders.RANDOM_STATES), _of_folder(folders.read_accelerate)
+        lambda source: source.has(folders.RANDOM_STATES), _of(folders.read_accelerate)
     ),
     "deepspeed": Kind(
         lambda source: source.path.is_dir() and zero.tag_of(source.path) is not None,
-        _of_folder(zero.read_zero),
+        _of(zero.read_zero),
     ),
     "hf": Kind(lambda source: safetensors.is_any(source.path), _read_hf),
     "lightning": Kind(
         lambda source: _is_file_of_torch(source) and folders.is_lightning(source.path),
-        _of_folder(folders.read_lightning),
+        _of(folders.read_lightning),
     ),
     "torch": Kind(_is_file_of_torch, _read_torch),
 }

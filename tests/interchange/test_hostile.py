@@ -1,0 +1,470 @@
+"""What comes from others may be damaged, or made to do harm: Corrupt or Unsupported, in bounded
+memory; nothing is executed, nothing outside of the store touched. A seeded fuzzer over all."""
+
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import struct
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from trained import Job
+
+import stores
+from commands import run
+from everstep import Corrupt, EverstepError, Missing, Unsupported
+from everstep.interchange.sources import read_source
+from everstep.interchange.trees import Options
+from everstep.interchange.write import write
+from everstep.tiers.disk import Disk
+
+TOLD = (Corrupt, Unsupported, Missing)
+MEMORY_BYTES = 3 << 30
+
+
+def imported(path, place):
+    """All of it, its bytes as well."""
+    draft = read_source(path, None, Options())
+    write(Disk(place, stores.Unsynced()), draft, 1)
+    return draft
+
+
+# ---- samples of all formats ----------------------------------------------------------------------
+
+
+def _trained():
+    job = Job()
+    job.run(1, 3)
+    weights, moments = get_state_dict(job.model, job.optimizer)
+    return job, weights, moments
+
+
+def make_torch(folder):
+    job, *_ = _trained()
+    saved = {name: part.state_dict() for name, part in job.state.items()}
+    torch.save({**saved, "rng": {"numpy": [1.5]}, "step": 2}, folder / "latest.pt")
+    return folder / "latest.pt"
+
+
+def make_dcp(folder):
+    _, weights, moments = _trained()
+    dcp.save({"model": weights, "optimizer": moments, "own": [1, {"a": 2}]}, checkpoint_id=folder)
+    return folder
+
+
+def make_safetensors(folder):
+    job, *_ = _trained()
+    weights = {n: t for n, t in job.model.state_dict().items() if "head" not in n}
+    save_file(weights, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def make_shards(folder):
+    path = make_safetensors(folder)
+    path.rename(folder / "one.safetensors")
+    names = json.loads((folder / "one.safetensors").read_bytes()[8:].split(b"}}")[0] + b"}}")
+    index = {name: "one.safetensors" for name in names if name != "__metadata__"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+def make_trainer(folder):
+    job, _, moments = _trained()
+    make_safetensors(folder)
+    torch.save(moments, folder / "optimizer.pt")
+    torch.save(job.scheduler.state_dict(), folder / "scheduler.pt")
+    python = random.Random(1).getstate()
+    numpy = ("MT19937", [1] * 624, 3, 0, 0.0)
+    states = {"python": python, "numpy": numpy, "cpu": torch.get_rng_state()}
+    torch.save(states, folder / "rng_state.pth")
+    state = {"global_step": 2, "epoch": 0.5, "log_history": []}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    return folder
+
+
+def make_accelerate(folder):
+    job, _, moments = _trained()
+    torch.save(job.model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(moments, folder / "optimizer.bin")
+    torch.save(job.scheduler.state_dict(), folder / "scheduler.bin")
+    numpy = ("MT19937", [1] * 624, 3, 0, 0.0)
+    states = {"random_state": random.Random(1).getstate(), "numpy_random_seed": numpy, "step": 0}
+    states["torch_manual_seed"] = torch.get_rng_state()
+    torch.save(states, folder / "random_states_0.pkl")
+    return folder
+
+
+def make_zero(folder, stage=2):
+    """As two ranks of DeepSpeed have it; of its classes there are only names here."""
+    shapes = {"a": torch.Size([3, 4]), "b": torch.Size([5])}
+    for rank in range(2):
+        row = torch.arange(9.0) + rank
+        state = {"exp_avg": row + 1, "step": torch.tensor(2.0)}
+        groups = [{"lr": 0.1, "params": [0]}]
+        own = {"zero_stage": stage, "partition_count": 2}
+        if stage == 3:
+            base = {"state": {0: state}, "param_groups": groups}
+            own |= {"fp32_flat_groups": [row], "optimizer_state_dict": base}
+        else:
+            pieces = ({"a": (0, 9)}, {"a": (0, 3), "b": (3, 5)})[rank]
+            addresses = {n: types.SimpleNamespace(start=s, numel=c) for n, (s, c) in pieces.items()}
+            own |= {"single_partition_of_fp32_groups": [row], "param_slice_mappings": [addresses]}
+            own |= {"base_optimizer_state": {"state": {0: state}, "param_groups": groups}}
+        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": own}, path)
+    said = {"module": {}, "param_shapes": [shapes], "buffer_names": [], "global_steps": 2}
+    torch.save(said, folder / "mp_rank_00_model_states.pt")
+    return folder
+
+
+MAKERS = {
+    "torch": make_torch,
+    "dcp": make_dcp,
+    "safetensors": make_safetensors,
+    "shards": make_shards,
+    "trainer": make_trainer,
+    "accelerate": make_accelerate,
+    "zero 2": make_zero,
+    "zero 3": lambda folder: make_zero(folder, 3),
+}
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def sample(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample")
+    return MAKERS[request.param](folder)
+
+
+@pytest.fixture
+def bounded():
+    """Whoever takes more memory than that gets a MemoryError, which is none of those told."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        there = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+# ---- the fuzzer ----------------------------------------------------------------------------------
+
+NUMBERS = [0, 1, 0x7F, 0xFF, 0xFFFF, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1]
+OPCODES = [op.encode("latin1") for op in map(chr, range(0x28, 0x99))]
+
+
+def mutated(data, random):
+    """The bytes with one to four damages."""
+    data = bytearray(data)
+    for _ in range(random.randrange(1, 5)):
+        at = random.randrange(len(data)) if data else 0
+        kind = random.randrange(7)
+        if kind == 0:
+            data[at : at + 1] = bytes([random.randrange(256)])
+        elif kind == 1:
+            del data[at:]
+        elif kind == 2:
+            del data[at : at + random.randrange(1, 64)]
+        elif kind == 3:
+            data[at : at + 8] = struct.pack("<Q", random.choice(NUMBERS))
+        elif kind == 4:
+            data[at : at + 4] = struct.pack("<I", random.choice(NUMBERS) & 0xFFFFFFFF)
+        elif kind == 5:
+            data[at:at] = data[max(0, at - random.randrange(1, 200)) : at]
+        else:
+            data[at : at + 1] = random.choice(OPCODES)
+    return bytes(data)
+
+
+def damaged_pickle(data, random):
+    """A zip whose pickle is damaged, and the rest whole."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            own = old.read(name)
+            new.writestr(name, mutated(own, random) if name.endswith("data.pkl") else own)
+    return out.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rounds", [120, pytest.param(3000, marks=pytest.mark.slow)])
+def test_damage_is_told(sample, tmp_path, bounded, rounds):
+    seed = int(os.environ.get("EVERSTEP_SEED") or 7)
+    source = sample if sample.is_dir() else sample.parent
+    assert imported(sample, tmp_path / "whole").tensors
+    outcomes = set()
+    for number in range(rounds):
+        chance = random.Random(f"{seed} {number}")
+        copy = tmp_path / "copy"
+        shutil.copytree(source, copy)
+        chosen = chance.choice(sorted(each for each in copy.rglob("*") if each.is_file()))
+        data = chosen.read_bytes()
+        is_zip = data[:2] == b"PK" and zipfile.is_zipfile(chosen) and chosen.suffix != ".distcp"
+        damage = damaged_pickle if is_zip and chance.randrange(2) else mutated
+        chosen.write_bytes(damage(data, chance))
+        try:
+            imported(copy if sample.is_dir() else copy / sample.name, tmp_path / "store")
+            outcomes.add("taken")
+        except TOLD as error:
+            outcomes.add(type(error).__name__)
+        except BaseException as error:
+            error.add_note(f"EVERSTEP_SEED={seed}, round {number}: {chosen.name}")
+            raise
+        shutil.rmtree(copy)
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+    assert {"Corrupt"} <= outcomes
+    assert {each.name for each in tmp_path.iterdir()} == {"whole"}
+
+
+# ---- pickles in every disguise -------------------------------------------------------------------
+
+
+def archive(path, data, **records):
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("archive/data.pkl", data)
+        for name, own in records.items():
+            made.writestr(f"archive/{name}", own)
+    return path
+
+
+def calls(name, argument):
+    """`name(argument)`, in all ways that a pickle has to say so."""
+    module, _, function = name.rpartition(".")
+    text = f"X{struct.pack('<I', len(argument)).decode('latin1')}{argument}".encode("latin1")
+    found = f"c{module}\n{function}\n".encode()
+    stacked = b"".join(b"\x8c" + bytes([len(x)]) + x.encode() for x in (module, function)) + b"\x93"
+    old = f"V{argument}\n".encode()
+    return {
+        "reduce": found + b"(" + text + b"tR.",
+        "stack global": b"\x80\x04" + stacked + b"(" + text + b"tR.",
+        "instance": b"(" + old + f"i{module}\n{function}\n".encode() + b".",
+        "object": b"(" + found + old + b"o.",
+        "new": b"\x80\x02" + found + text + b"\x85\x81.",
+        "new with names": b"\x80\x04" + found + text + b"\x85}\x92.",
+        "build": b"\x80\x02" + found + b")\x81}" + text + b"K\x01sb.",
+        "copyreg": b"ccopyreg\n_reconstructor\n("
+        + found
+        + b"cbuiltins\nobject\nNtR"
+        + text
+        + b"b.",
+        "in a tensor": b"ctorch._tensor\n_rebuild_from_type_v2\n("
+        + found
+        + b"N("
+        + text
+        + b"tNtR.",
+        "in an array": b"cnumpy\ndtype\n(" + found + b"tR.",
+        "persistent": b"(X\x07\x00\x00\x00storage" + found + text + b"K\x00K\x00tQ.",
+        "getattr": b"cbuiltins\ngetattr\n(" + found + text + b"tR(tR.",
+        "extension": b"\x82\x01(" + text + b"tR.",
+        "in a default": b"ccollections\ndefaultdict\n(" + found + b"tR.",
+    }
+
+
+@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "posix.system", "subprocess.Popen"])
+@pytest.mark.parametrize("way", list(calls("a.b", "c")))
+def test_nothing_is_executed(tmp_path, monkeypatch, name, way):
+    monkeypatch.chdir(tmp_path)
+    program = calls(name, "touch executed" if name != "builtins.eval" else "open('executed','w')")
+    whole = b"}(X\x01\x00\x00\x00a" + program[way][:-1] + b"X\x01\x00\x00\x00wK\x01u."
+    proto = b"\x80\x04" if program[way][:1] != b"\x80" else b""
+    path = archive(tmp_path / "a.pt", proto + whole)
+    try:
+        draft = imported(path, tmp_path / "store")
+        assert set(draft.objects) <= {"a", "w"}
+    except TOLD:
+        pass
+    assert not (tmp_path / "executed").exists()
+
+
+class Runs:
+    """Would make a file."""
+
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def test_what_a_program_would_run_is_left_out(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    job, *_ = _trained()
+    torch.save({"model": job.model.state_dict(), "args": Runs(), "step": 1}, "a.pt")
+    assert run("import", "a.pt", store) == 0
+    assert "posix.system" in capsys.readouterr().out
+    metadata = pickle.dumps(Runs())
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(metadata)
+    assert run("import", "dcp", store, "--step", "2") == 1
+    assert "Corrupt" in capsys.readouterr().err
+    assert not (tmp_path / "executed").exists()
+
+
+# ---- sizes that lie, paths that leave ------------------------------------------------------------
+
+
+def safetensors(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def row(dtype="F32", shape=(2,), at=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(at)}
+
+
+HEADERS = {
+    "beyond the file": {"a": row(at=(8, 16))},
+    "too short": {"a": row(at=(0, 4))},
+    "backwards": {"a": row(at=(8, 0))},
+    "negative": {"a": row(shape=(-2,))},
+    "overflow": {"a": row(shape=(1 << 61, 1 << 61))},
+    "enormous": {"a": row(shape=(1 << 40,), at=(0, 1 << 42))},
+    "no shape": {"a": {"dtype": "F32"}},
+    "a text for a shape": {"a": {**row(), "shape": "22"}},
+    "booleans": {"a": row(shape=(True, True), at=(0, 4))},
+    "no object": [1, 2],
+    "nested": b"[" * 100_000,
+    "twice": b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":1}',
+    "no text": b"\xff\xfe\x00",
+    "a number of digits": b'{"a":' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", list(HEADERS))
+def test_headers_of_safetensors(tmp_path, bounded, name):
+    path = safetensors(tmp_path / "a.safetensors", HEADERS[name], bytes(8))
+    with pytest.raises(TOLD):
+        imported(path, tmp_path / "store")
+
+
+@pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 100_000_001, 9])
+def test_a_header_that_is_longer_than_its_file(tmp_path, bounded, length):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + b"{}")
+    with pytest.raises(Corrupt):
+        imported(path, tmp_path / "store")
+
+
+BAD_PATHS = ["../secret.safetensors", "/etc/passwd", "a/b", "..", "", ".", "a\x00b", "-x" * 200]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bad", BAD_PATHS)
+def test_paths_do_not_leave_the_folder(tmp_path, bad):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    safetensors(tmp_path / "secret.safetensors", {"a": row()}, bytes(8))
+    index = {"weight_map": {"a": bad}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(TOLD):
+        imported(folder, tmp_path / "store")
+    shutil.rmtree(folder)
+    make_dcp(folder)
+    said = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - torch's own
+    for info in said.storage_data.values():
+        info.relative_path = bad
+    (folder / ".metadata").write_bytes(pickle.dumps(said))
+    with pytest.raises(TOLD):
+        imported(folder, tmp_path / "store")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    make_zero(folder)
+    (folder / "latest").write_text(bad)
+    with pytest.raises(TOLD):
+        imported(folder, tmp_path / "store")
+
+
+def nested(count):
+    """Lists that are twice in each other: 2 to the power of count, in some bytes."""
+    return b"\x80\x02]q\x00" + b"".join(
+        b"(h" + bytes([n]) + b"h" + bytes([n]) + b"lq" + bytes([n + 1]) for n in range(count)
+    )
+
+
+PICKLES = {
+    "a thousandfold": b"\x80\x02}X\x01\x00\x00\x00a" + nested(60)[2:] + b"s.",
+    "in itself": b"\x80\x02}X\x01\x00\x00\x00a]q\x01h\x01as.",
+    "deep": b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 50_000 + b"a" * 49_999 + b"s.",
+    "a deep key": b"\x80\x02}" + b")" + b"\x85" * 50_000 + b"K\x01s.",
+    "a bytearray by its size": b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.",
+    "a text of 4 GB": b"\x80\x02X\xff\xff\xff\xffabc.",
+    "bytes of 2**62": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"abc.",
+    "a long of 2 GB": b"\x80\x02\x8b\xff\xff\xff\x7fabc.",
+    "no end": b"\x80\x02}",
+    "an empty stack": b"\x80\x02.",
+    "no mark": b"\x80\x02t.",
+    "nothing": b"",
+    "many sets": b"\x80\x04" + b"\x8f" * 3_000_000 + b".",
+}
+
+
+@pytest.mark.parametrize("name", list(PICKLES))
+def test_pickles_that_want_much(tmp_path, bounded, name):
+    path = archive(tmp_path / "a.pt", PICKLES[name])
+    with pytest.raises(TOLD):
+        imported(path, tmp_path / "store")
+
+
+def tensor(shape, strides, offset=0, count=2, key="0"):
+    """The pickle of one, of a storage of so many numbers."""
+
+    def number(n):
+        return b"\x8a\x09" + n.to_bytes(9, "little", signed=True)
+
+    def numbers(all_of):
+        return b"(" + b"".join(map(number, all_of)) + b"t"
+
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x00" + key.encode()
+    storage += b"X\x03\x00\x00\x00cpu" + number(count) + b"tQ"
+    made = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + number(offset) + numbers(shape)
+    return b"\x80\x02}X\x01\x00\x00\x00a" + made + numbers(strides) + b"\x89NtRs."
+
+
+TENSORS = {
+    "beyond its storage": tensor((3,), (1,)),
+    "behind it": tensor((1,), (1,), offset=5),
+    "by its strides": tensor((2,), (1 << 40,)),
+    "negative": tensor((2,), (-1,)),
+    "negative lengths": tensor((-1, -2), (1, 1)),
+    "overflow": tensor((1 << 61, 1 << 61), (0, 0)),
+    "expanded": tensor((1 << 40,), (0,)),
+    "a storage that is too large": tensor((2,), (1,), count=1 << 60),
+    "a storage that is not there": tensor((2,), (1,), key="9"),
+    "many dims": tensor((1,) * 200, (1,) * 200),
+}
+
+
+@pytest.mark.parametrize("name", list(TENSORS))
+def test_tensors_that_lie(tmp_path, bounded, name):
+    path = archive(tmp_path / "a.pt", TENSORS[name], **{"data/0": bytes(8)})
+    with pytest.raises(TOLD):
+        imported(path, tmp_path / "store")
+
+
+def test_a_tensor_that_does_not(tmp_path):
+    path = archive(tmp_path / "a.pt", tensor((2,), (1,)), **{"data/0": bytes(8)})
+    assert imported(path, tmp_path / "store").tensors["model.a"].shape == (2,)
+
+
+def test_zips_that_are_none_of_torch(tmp_path, bounded):
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("archive/data.pkl", bytes(50 << 20))
+    with pytest.raises(Unsupported, match="compressed"):
+        imported(tmp_path / "bomb.pt", tmp_path / "store")
+    torch.save([1], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(Unsupported, match="Say it by --from"):
+        imported(tmp_path / "old.pt", tmp_path / "store")
+    with pytest.raises(Unsupported, match="loaded and saved anew"):
+        read_source(tmp_path / "old.pt", "torch", Options())
+    big = archive(tmp_path / "big.pt", b"\x80\x02}.", byteorder=b"big")
+    with pytest.raises(Unsupported, match="big-endian"):
+        imported(big, tmp_path / "store")
+    with pytest.raises(EverstepError):
+        imported(Path("nowhere"), tmp_path / "store")
