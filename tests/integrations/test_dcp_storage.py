@@ -185,10 +185,13 @@ def test_beside_a_checkpointer(store):
         checkpointer.save(7).wait("local", 60)
         with refused(everstep.Conflict, "has a Checkpointer on it"):
             save(store, {"x": torch.ones(3)})
-    other, _ = trained(seed=1)
-    found = load(store, {"model": other.state_dict(), "note": None}, 7)
-    check_equal(found["model"], model.state_dict())
+    other, another = trained(seed=1)
+    weights, moments = get_state_dict(other, another)
+    found = load(store, {"model": weights, "optimizer": moments, "note": None}, 7)
     assert found["note"] == {"epoch": 3}
+    set_state_dict(other, another, model_state_dict=weights, optim_state_dict=moments)
+    check_equal(other.state_dict(), model.state_dict())
+    assert str(another.state_dict()) == str(optimizer.state_dict())
     other, _ = trained(seed=2)
     save(store, {"model": other.state_dict(), "more": 1})
     with everstep.Checkpointer(store, {"model": model}) as checkpointer:
@@ -401,16 +404,30 @@ def test_what_cannot_be_stored_is_named(store):
     assert not (store / "checkpoints").exists()
 
 
-def test_nothing_of_a_store_is_unpickled(store, monkeypatch):
-    """What a manifest says is an object becomes one, or Corrupt: no pickle is read."""
-    save(store, {"n": b"x"})
+def rewritten(store, change):
+    """The manifest, sealed anew."""
     path = next((store / "checkpoints").glob("*/manifest.json"))
     document = json.loads(path.read_bytes())
     del document["digest"]
-    document["objects"]["n"] = {"$": "pickle", "v": "gASVIAAAAAAAAACMCGJ1aWx0aW5zlIwFcHJpbnSUk5Qu"}
+    change(document["objects"])
     path.write_bytes(seal(document))
+
+
+def test_nothing_of_a_store_is_unpickled(store):
+    """What a manifest says is an object becomes one, or Corrupt: no pickle is read."""
+    save(store, {"n": b"x"})
+    evil = {"$": "pickle", "v": "gASVIAAAAAAAAACMCGJ1aWx0aW5zlIwFcHJpbnSUk5Qu"}
+    rewritten(store, lambda objects: objects.update(n=evil))
     with refused(everstep.Corrupt, "pickle"):
         load(store, {"n": None})
+
+
+def test_an_index_that_lies(store):
+    save(store, {"w": torch.ones(4), "v": torch.ones(3)})
+    wrong = ["float32", [4], [[0, 1, [2], [2], 0]]]
+    rewritten(store, lambda objects: objects["dcp.planner"]["tensors"].update(v=wrong))
+    with refused(everstep.Corrupt, "do not have"):
+        load(store, {"v": torch.zeros(4), "w": torch.zeros(4)})
 
 
 def test_where_there_is_nothing(store):

@@ -54,9 +54,9 @@ from torch.distributed.checkpoint.storage import StorageWriter as WriterOfDCP
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from everstep.errors import Conflict, Corrupt, Mismatch, Unsupported
+from everstep.errors import Conflict, Corrupt, Mismatch, Missing, Unsupported
 from everstep.format.boxes import Box
-from everstep.format.global_tensors import Described
+from everstep.format.global_tensors import Described, optimizers_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, Spec, lay_out
 from everstep.format.tables import Table, TensorEntry, encode_table
@@ -77,6 +77,7 @@ from everstep.sharding.topology import topology
 from everstep.state.objects import Json, decode, encode, place_of, references
 from everstep.store import catalog, commit
 from everstep.store.names import CheckpointName, parse_checkpoint
+from everstep.store.presence import living
 from everstep.store.retain import Keep
 from everstep.tiers.tier import Tier, tier_at
 
@@ -230,10 +231,13 @@ class StorageWriter(_Storage, WriterOfDCP):
         """The checkpoint to be written. Raises Conflict where it is not the newest, or somebody
         else is writing."""
         what = f"saving to {disk.root} with torch.distributed.checkpoint"
-        if others := trainers_of(self.store):
+        others = [f"process {pid} has a Checkpointer on it" for pid in trainers_of(self.store)]
+        if not disk.has_locks:
+            others += [f"{path} says that somebody writes to it" for path in living(disk)]
+        if others:
             raise Conflict(
-                f"{what}: process {others[0]} has a Checkpointer on it. A store has one writer at "
-                f"a time: close() that one first, or save to another store"
+                f"{what}: {others[0]}. A store has one writer at a time: close() that Checkpointer "
+                f"first, or save to another store"
             )
         commit.open_store(disk)
         self._parent, step = self._next(disk)
@@ -514,7 +518,7 @@ class StorageReader(_Storage, ReaderOfDCP):
         wanted: list[tuple[TensorEntry, LocalBox]] = []
         items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         for item in items:
-            entry = state.tensors[item.storage_index.fqn]
+            entry = state.entry(item.storage_index.fqn)
             wanted.append((entry, _destination(item, entry, planner.resolve_tensor(item).detach())))
         state.fill(wanted)
         for item, (_, (_, tensor)) in zip(items, wanted, strict=True):
@@ -552,7 +556,30 @@ class _State:
             specs = self._index.specs.items()
             self.tensors = {name: TensorEntry(spec, ()) for name, spec in specs}
         else:
-            self.tensors = self._described(range(len(manifest.parts))).tensors
+            self._take_names(self._described(range(len(manifest.parts))))
+
+    def _take_names(self, described: Described) -> None:
+        """Those that a Checkpointer gave, but of its optimizers those that torch's state-dict
+        utilities have: `optimizer.state.0.weight.exp_avg`, `optimizer.param_groups.0.lr`."""
+        self.tensors = described.tensors
+        for name, table in optimizers_of(described.tables).items():
+            for parameter, keys in table["state"].items():
+                for key in keys:
+                    if entry := self.tensors.pop(f"{name}.{parameter}.{key}", None):
+                        self.tensors[f"{name}.state.{_bare(parameter)}.{key}"] = entry
+            for number, values in enumerate(self._manifest.hyperparameters.get(name, ())):
+                members = [key for key, group in table["groups"].items() if group == number]
+                said = {**values, "params": list(map(_bare, members))}
+                at = f"{name}.param_groups.{number}"
+                self.objects |= {f"{at}.{key}": value for key, value in said.items()}
+
+    def entry(self, name: str) -> TensorEntry:
+        """A tensor. Raises Missing."""
+        if name in self.tensors:
+            return self.tensors[name]
+        raise Missing(
+            f"loading {name!r} from {self.name} of {self._disk.root}: it has no such tensor"
+        )
 
     def fill(self, wanted: Sequence[tuple[TensorEntry, LocalBox]]) -> None:
         """Read boxes of tensors into memory; blocks. Raises Corrupt, Unavailable."""
@@ -573,11 +600,11 @@ class _State:
 
     def value(self, key: str) -> Any:
         """An object, with the tensors in it. Raises Missing, Corrupt."""
-        names = references(self.objects[key])
+        entries = {name: self.entry(name) for name in references(self.objects[key])}
         tensors = {
-            name: empty(dataclasses.replace(self.tensors[name], strides=None)) for name in names
+            name: empty(dataclasses.replace(entry, strides=None)) for name, entry in entries.items()
         }
-        self.fill([(self.tensors[name], LocalBox.whole(to)) for name, to in tensors.items()])
+        self.fill([(entries[name], LocalBox.whole(to)) for name, to in tensors.items()])
 
         def tensor(name: str, device: str) -> torch.Tensor:
             place = torch.device(device)
@@ -613,6 +640,11 @@ class _State:
                 )
         if any(entry.spec != spec for entry in having):
             raise Corrupt(f"reading {self.name}: its parts differ in what {spec.name!r} is")
+
+
+def _bare(parameter: str) -> str:
+    """Its name within its model, as a Checkpointer has it under the model's."""
+    return parameter.partition(".")[2]
 
 
 def _metadata_of(entry: TensorEntry) -> TensorStorageMetadata:
