@@ -18,7 +18,7 @@ import forked
 import stores
 from everstep import Conflict, Corrupt, Keep, Store, Tiers
 from everstep.cli.main import main
-from everstep.codecs.codec import CHAIN_MAX
+from everstep.keeper.writer import DIFFERENCES_MAX
 from everstep.store import catalog, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -89,8 +89,8 @@ def _encoders(tmp_path, monkeypatch):
 def test_every_reader_gets_what_was_saved(store, capsys):
     seen = run(store)
     found = depths(store)
-    assert max(found.values()) == CHAIN_MAX
-    assert list(found.values()).count(CHAIN_MAX) < list(found.values()).count(0)
+    assert max(found.values()) == DIFFERENCES_MAX
+    assert list(found.values()).count(DIFFERENCES_MAX) < list(found.values()).count(0)
     assert Store(store).verify().ok
     for step, frozen in seen.items():
         check_restored(store, step, frozen)
@@ -112,7 +112,7 @@ def test_what_differences_are_to_stays(store):
     seen = run(store, keep=Keep(last=1))
     there = bases(store)
     assert STEPS in there
-    assert len(there) <= CHAIN_MAX + 1
+    assert len(there) <= DIFFERENCES_MAX + 1
     assert all(base in there for base in there.values() if base is not None)
     for step in there:
         check_restored(store, step, seen[step])

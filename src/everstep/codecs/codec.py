@@ -23,7 +23,7 @@ DIFFERENCE = "difference"
 """To the same chunk of an earlier checkpoint, which the part names as its `base`."""
 
 CHAIN_MAX = 8
-"""So many differences one after another, at most: then comes a whole version."""
+"""So many differences one after another a reader takes, at most."""
 
 ENCODERS = (ZEROS, PLANES, ZSTD)
 """What a chunk can be encoded with, by rising cost. What comes of `ZEROS` is called `PLANES`."""
