@@ -71,11 +71,16 @@ class Described:
 def whole_tensors(tables: Sequence[Table]) -> dict[str, TensorEntry]:
     """The tensors of tables that belong together, by name: with the boxes that all of them have,
     and all aliases. Which part a piece lies in, only that part's own table tells."""
+    return {name: _joined(found) for name, found in entries_by_name(tables).items()}
+
+
+def entries_by_name(tables: Sequence[Table]) -> dict[str, list[TensorEntry]]:
+    """What each of these tables that has a tensor says of it, in their order."""
     entries: dict[str, list[TensorEntry]] = {}
     for table in tables:
         for name, entry in table.tensors.items():
             entries.setdefault(name, []).append(entry)
-    return {name: _joined(found) for name, found in entries.items()}
+    return entries
 
 
 def _joined(entries: Sequence[TensorEntry]) -> TensorEntry:
@@ -102,15 +107,16 @@ def optimizers_of(tables: Sequence[Table]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for table in tables:
         for name, said in table.optimizers.items():
-            known = found.get(name, {})
-            merged = {key: {**known.get(key, {}), **said[key]} for key in ("groups", "state")}
-            found[name] = {**said, **merged}
+            known = found.get(name, {"groups": {}, "state": {}})
+            found[name] = {**said, "groups": known["groups"], "state": known["state"]}
+            known["groups"].update(said["groups"])
+            known["state"].update(said["state"])
     return found
 
 
 def _problems_of(tables: Sequence[Table]) -> Iterator[str]:
-    for name, whole in whole_tensors(tables).items():
-        specs = {table.tensors[name].spec for table in tables if name in table.tensors}
+    for name, entries in entries_by_name(tables).items():
+        whole, specs = _joined(entries), {entry.spec for entry in entries}
         if len(specs) > 1:
             said = " and ".join(sorted(f"{spec.dtype}{list(spec.shape)}" for spec in specs))
             yield f"tensor {name!r}: its parts differ in what it is ({said})"

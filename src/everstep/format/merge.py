@@ -172,9 +172,12 @@ def unite_tables(tables: Sequence[tuple[str, Table]], *, are_all: bool) -> dict[
     `are_all`, not each element: with its name, the boxes, and the elements.
     """
     united = _agreed_on(tables)
+    boxes: dict[str, list[tuple[Box, str]]] = {}
+    for who, table in tables:
+        for name, own in table.tensors.items():
+            boxes.setdefault(name, []).extend((piece.box, who) for piece in own.pieces)
     for name, entry in united.items():
-        having = [(who, table.tensors[name]) for who, table in tables if name in table.tensors]
-        rows = [(piece.box, who) for who, own in having for piece in own.pieces]
+        rows = boxes[name]
         if flaw := find_flaw(entry.spec.shape, [box for box, _ in rows], holes=are_all):
             raise _flawed(entry, flaw, rows)
     return united

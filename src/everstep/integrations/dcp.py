@@ -56,7 +56,7 @@ from torch.futures import Future
 
 from everstep.errors import Conflict, Corrupt, Mismatch, Missing, Unsupported
 from everstep.format.boxes import Box
-from everstep.format.global_tensors import Described, optimizers_of
+from everstep.format.global_tensors import Described, entries_by_name, optimizers_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, Spec, lay_out
 from everstep.format.tables import Table, TensorEntry, encode_table
@@ -593,8 +593,10 @@ class _State:
                 n for key, (_, to) in found for n in index.parts_of(key, [b.box for b in to])
             }
         described = self._described(sorted(numbers))
+        entries = entries_by_name(described.tables)
         for entry, boxes in by_name.values():
-            self._check(described, entry.spec, [box for box, _ in boxes])
+            having = entries.get(entry.spec.name, [])
+            self._check(entry.spec, having, [box for box, _ in boxes])
         with Loader() as loader:
             fill(Candidate(self.name, self._disk), described.versions, by_name, loader)
 
@@ -625,11 +627,8 @@ class _State:
         tables = [self._tables[number] for number, _ in chosen]
         return Described(dataclasses.replace(self._manifest, parts=parts), tables)
 
-    def _check(self, described: Described, spec: Spec, boxes: Sequence[Box]) -> None:
-        """Raises Corrupt where the tables do not have all of these boxes, once, of that tensor."""
-        having = [
-            table.tensors[spec.name] for table in described.tables if spec.name in table.tensors
-        ]
+    def _check(self, spec: Spec, having: Sequence[TensorEntry], boxes: Sequence[Box]) -> None:
+        """Raises Corrupt where what tables have of a tensor is not all of these boxes, once."""
         pieces = [piece.box for entry in having for piece in entry.pieces]
         for box in boxes:
             common = [each for piece in pieces if (each := piece.intersect(box))]
