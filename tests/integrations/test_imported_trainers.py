@@ -1,6 +1,7 @@
 """What transformers' Trainer, Accelerate and Lightning have saved, imported and trained on as by
 their own resume."""
 
+import functools
 import json
 import warnings
 from importlib.util import find_spec
@@ -9,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from accelerated import prepared
 from commands import run, run_json
 from everstep import Checkpointer, Store
+from harness import live, trains_on_two_ranks
 
 torch.set_num_threads(1)
 
@@ -239,3 +242,59 @@ def test_a_file_of_lightning(store, tmp_path, capsys):
             scheduler.step()
             losses.append(loss.item())
     assert losses == theirs.losses
+
+
+# ---- Accelerate with FSDP2, on two ranks ---------------------------------------------------------
+
+
+def on_two_ranks(begin, store, trace):
+    """Begins as it is told, and tells the losses of the steps that come then."""
+    accelerator, (model, optimizer, _, scheduler) = prepared()
+
+    def train(steps):
+        for step in steps:
+            rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            loss = model(rows).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            yield step, loss.item()
+
+    begin(accelerator, train, store)
+    for step, loss in train(range(3, 7)):
+        trace.note("loss", step, loss)
+    trace.end()
+
+
+def saves_state(folder, accelerator, train, store):
+    list(train(range(1, 3)))
+    accelerator.save_state(str(folder))
+
+
+def loads_state(folder, accelerator, train, store):
+    accelerator.load_state(str(folder))
+
+
+def restores(accelerator, train, store):
+    from everstep.integrations.accelerate import state_of
+
+    with Checkpointer(store, state_of(accelerator)) as checkpointer:
+        only = ["model", "optimizer", "scheduler", "accelerator", "rng"]
+        assert checkpointer.restore(only=only) == 2
+
+
+@needs("accelerate")
+def test_a_folder_of_accelerates_fsdp2(store, tmp_path, capsys):
+    def losses(name, begin):
+        run_of = functools.partial(trains_on_two_ranks, functools.partial(on_two_ranks, begin))
+        notes = live(run_of, store, tmp_path, name)
+        return {key: value for key, value in notes.items() if key[0] == "loss"}
+
+    folder = tmp_path / "saved"
+    losses("first", functools.partial(saves_state, folder))
+    said = run_json(capsys, "import", folder, store, "--step", "2")
+    assert (said["from"], said["left_out"]) == ("accelerate", {})
+    theirs = losses("theirs", functools.partial(loads_state, folder))
+    assert losses("mine", restores) == theirs
+    assert len(theirs) == 4

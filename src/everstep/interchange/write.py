@@ -157,7 +157,9 @@ class _Packs:
         self.digests[pack.digest] = digest_of(pack.header)
         yield memoryview(pack.header)
         at = len(pack.header)
-        for piece, blocks, name in sorted(self._members[number], key=lambda row: row[0].offset):
+        for piece, blocks, name in sorted(
+            self._members[number], key=lambda row: (row[0].offset, row[0].size)
+        ):
             yield memoryview(bytes(piece.offset - at))
             yield from self._piece(piece, blocks, name)
             at = piece.offset + piece.size
