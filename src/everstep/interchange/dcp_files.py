@@ -1,6 +1,7 @@
 """Directories for torch.distributed.checkpoint, by its own writer: each tensor is read when it asks
 for it."""
 
+import ctypes
 import io
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from everstep.interchange.state_dicts import Lazy
 from everstep.interchange.torch_files import Shapes
+from everstep.interchange.whole import BATCH_BYTES
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def write_dcp(
@@ -39,13 +43,22 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self.names: dict[int, tuple[torch.Tensor, str]] = {}
         self._read = read
+        self._last: torch.Tensor | None = None
+        self._freed = 0
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor for which a stand-in is in the state dict."""
         found = self.lookup_object(write_item.index)
-        if id(found) in self.names:
-            return self._read(self.names[id(found)][1])
-        return super().resolve_data(write_item)
+        if id(found) not in self.names:
+            return super().resolve_data(write_item)
+        if self._last is not None:  # it is written; torch keeps it to the end all the same
+            self._freed += self._last.nbytes
+            self._last.untyped_storage().resize_(0)
+        if self._freed > BATCH_BYTES and _trim:  # what torch.save takes lies between what is free
+            _trim(0)
+            self._freed = 0
+        self._last = self._read(self.names[id(found)][1]).clone()
+        return self._last
 
 
 def _with_stand_ins(tree: Any, shapes: Shapes, names: dict[int, tuple[torch.Tensor, str]]) -> Any:
