@@ -102,6 +102,43 @@ def test_going_on_after_a_restore_from_its_base(store):
     assert Store(store).verify().ok
 
 
+def test_a_write_that_no_record_tells_of_is_found_while_training_goes_on(store, caplog):
+    """One element of a million, by .data, between an update and its step()."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(1000, 1000)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    frozen, failed = {}, 0
+    with logged(store, state, replica=True, base_every=1000) as saver:
+        for step in range(1, 200):
+            state["optimizer"].zero_grad()
+            model(torch.randn(4, 1000)).square().mean().backward()
+            state["optimizer"].step()
+            if step == 5:
+                model.weight.data[500, 500] += 1
+            saver.step(step).wait("local")
+            frozen[step] = snapshot(state)
+            metrics = saver.metrics
+
+            def has_come(step=step, failed=failed, metrics=metrics):
+                return failed or metrics.replica_failures or metrics.replica_step == step
+
+            until(has_come, f"the replica at {step}", 200.0)
+            failed = failed or (step if metrics.replica_failures else 0)
+            if failed and step > failed + 3:
+                break
+        come(saver, step)
+        assert saver.metrics.replica_failures == 1
+    assert 5 <= failed < 60
+    assert "came to other bytes than the run had" in caplog.text
+    assert "'model.weight'" in caplog.text or "'optimizer.model.weight" in caplog.text
+    whole = [each for each in Store(store).steps() if not Store(store).manifest(each).previous]
+    assert whole[0] == 1
+    assert failed < whole[1] <= failed + 2
+    again = torch.nn.Linear(1000, 1000)
+    fresh = {"model": again, "optimizer": torch.optim.AdamW(again.parameters())}
+    check_steps(store, fresh, frozen, steps=[step])
+
+
 class Own(torch.optim.SGD):
     """Not torch's own: nobody but the program can build it."""
 

@@ -43,6 +43,9 @@ _OF_SCALER = ("grad_scale", "found_inf")
 _FORMS = ("cast", "int8", "low rank", "sparse")
 
 
+_NAMES_MAX = 5
+"""Of tensors that an error names."""
+
 _DEPENDS = "An update depends on something that no record holds, or is not the same twice"
 
 
@@ -81,13 +84,18 @@ class Comparison:
         digests: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor],
         why: str = "",
+        names: Callable[[], Sequence[str]] = list,
     ) -> None:
         """Whether a part of the state has the bytes that the run had after this step. `why`: what
-        may be the cause, else. Raises OtherBytes, Corrupt."""
+        may be the cause, else. `names`: of the tensors. Raises OtherBytes, Corrupt."""
         with as_stored(step):
             count = rolling_digest.differs(digests, tensors)
         if count and self.is_binding:
-            raise OtherBytes(step, part, f"the digest of 1/{count} of it", count, why)
+            known = dict(enumerate(names()))
+            members = rolling_digest.members(digests, tensors)
+            found = [known[index] for index in members if index in known]
+            among = f", among them {', '.join(map(repr, found[:_NAMES_MAX]))}" if found else ""
+            raise OtherBytes(step, part, f"the digest of 1/{count} of it{among}", count, why)
         if count and self.first is None:
             self.first = step
 
@@ -148,7 +156,9 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     if comparison := record.comparison:
         known = rolling_digest.known_digests(record.tensors, comparison.rank)
         for name in known.keys() & optimizers.keys():  # the others are of derived parts
-            comparison.check(record.step, name, known[name], optimizers[name].tensors_here())
+            state, digests = optimizers[name], known[name]
+            tensors, names = state.tensors_here(), state.names_here
+            comparison.check(record.step, name, digests, tensors, names=names)
 
 
 def as_stored(step: int) -> contextlib.AbstractContextManager[None]:

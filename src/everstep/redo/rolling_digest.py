@@ -183,6 +183,15 @@ def differs(known: Sequence[torch.Tensor], tensors: Iterable[torch.Tensor]) -> i
     return None if is_same else count
 
 
+def members(known: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Which of the tensors on the CPU have bytes in the slice that was digested. Raises as
+    `differs`."""
+    count, number, _ = _HEAD.unpack(bytes(known[0].tolist()))
+    here = [i for i, each in enumerate(tensors) if each.numel() and each.device.type == "cpu"]
+    spans = Row([tensors[index] for index in here]).spans(number, count)
+    return [here[position] for position, *_ in spans]
+
+
 class Row:
     """Tensors of one device as one row of bytes."""
 

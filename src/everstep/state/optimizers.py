@@ -4,7 +4,7 @@ torch's own load_state_dict casts (fp32 moments of a bf16 parameter become bf16)
 `optimizer.state` are made here as the checkpoint has them, unless the user's class has its own way.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from functools import partial
 from typing import Any
@@ -112,9 +112,17 @@ class OptimizerState:
         in an order that is the same where the layout is. No state where its class says itself what
         that is, and may bring it back in another form."""
         here = {place: part for place, part in self._here().items() if part.numel()}
+        return [here[place] for place in self._order(here)]
+
+    def names_here(self) -> list[str]:
+        """Of these tensors, as a checkpoint has them."""
+        here = {place: part for place, part in self._here().items() if part.numel()}
+        return [f"{self.name}.{n}.{k}" if k else n for n, k, _ in self._order(here)]
+
+    def _order(self, places: Iterable[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
         # As records have them: parts by their numbers in words.
-        places = sorted(here, key=lambda place: (bool(place[1]), *place[:2], str(place[2])))
-        return [here[place] for place in places if not (place[1] and self.has_own_methods)]
+        found = sorted(places, key=lambda place: (bool(place[1]), *place[:2], str(place[2])))
+        return [place for place in found if not (place[1] and self.has_own_methods)]
 
     def _here(self) -> dict[tuple[str, str, int], torch.Tensor]:
         """This rank's memory of what it updates, of boxes of other tensors those: by the name of a
