@@ -44,6 +44,8 @@ _STORAGES = {
 
 def is_archive(path: Path) -> bool:
     """Whether it begins as a zip does."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 

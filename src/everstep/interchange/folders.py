@@ -17,8 +17,7 @@ from everstep.interchange.generators import global_generators
 from everstep.interchange.tensors import Found
 from everstep.interchange.trees import Options, add_tree
 
-TRAINER_STATE = "trainer_state.json"
-RANDOM_STATES = "random_states_0.pkl"
+_TRAINER_STATE = "trainer_state.json"
 _FSDP = "pytorch_model_fsdp"
 _MODULES_MAX = 100_000
 _COUNTED: tuple[str, ...] = (
@@ -38,7 +37,7 @@ def read_trainer(folder: Path, options: Options) -> Draft:
     """Parts as everstep_trainer() has them. The optimizer's parameters are in the order that the
     installed transformers gives the model of config.json."""
     draft = Draft(folder, "trainer")
-    state = _json(folder / TRAINER_STATE)
+    state = _json(folder / _TRAINER_STATE)
     tree: dict[str, Any] = {options.part: _weights(folder, "")}
     for name, file in (("optimizer", "optimizer.pt"), ("scheduler", "scheduler.pt")):
         tree[name] = _file(folder / file)
@@ -54,6 +53,11 @@ def read_trainer(folder: Path, options: Options) -> Draft:
         draft.add_object("trainer", _trainer(state, generators[0]))
     draft.step = int(state["global_step"])
     return draft
+
+
+def is_trainer(folder: Path) -> bool:
+    """By what its Trainer writes into each."""
+    return (folder / _TRAINER_STATE).is_file() and any(folder.glob("rng_state*"))
 
 
 def _trainer(state: Mapping[str, Any], generators: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +131,11 @@ def read_accelerate(folder: Path, options: Options) -> Draft:
         said = {"step": states[0]["step"], "sync_gradients": True}
         draft.add_object("accelerator", said)
     return draft
+
+
+def is_accelerate(folder: Path) -> bool:
+    """By what its first rank writes into each."""
+    return (folder / "random_states_0.pkl").is_file()
 
 
 def _model(folder: Path, number: int) -> Any:

@@ -7,7 +7,7 @@ where the shape of all state fits, and no other rule fits in another way.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep.errors import Corrupt, Unsupported
@@ -124,13 +124,8 @@ def _matrices_first(names: Sequence[str], shapes: Shapes) -> list[list[str]]:
 
 
 def _decaying_first(names: Sequence[str], shapes: Shapes) -> list[list[str]]:
-    return list(decay_groups(names, lambda name: _NO_DECAY.search(name) is None))
-
-
-def decay_groups(names: Sequence[str], decays: Callable[[str], bool]) -> Iterator[list[str]]:
-    """The two groups of transformers' Trainer."""
-    yield [name for name in names if decays(name)]
-    yield [name for name in names if not decays(name)]
+    decaying = [name for name in names if not _NO_DECAY.search(name)]
+    return [decaying, [name for name in names if _NO_DECAY.search(name)]]
 
 
 _RULES: tuple[Rule, ...] = (_all, _matrices_first, _decaying_first)

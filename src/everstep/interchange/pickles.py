@@ -20,7 +20,7 @@ from typing import Any
 from everstep.errors import Corrupt, Unsupported
 
 _BUDGET_BYTES, _BUDGET_MAX_BYTES, _BUDGET_PER_BYTE = 64 << 20, 4 << 30, 32
-_COSTS = {"EMPTY_SET": 300, "FROZENSET": 300, "EMPTY_DICT": 300, "DICT": 300, "EMPTY_LIST": 150}
+_COSTS = {"EMPTY_SET": 300, "FROZENSET": 300, "EMPTY_DICT": 300, "EMPTY_LIST": 150}
 _COST = 100
 _DEPTH_MAX = 100
 _NODES_MAX = 1 << 22
@@ -78,6 +78,8 @@ def read_pickle(
                 raise Unsupported(f"reading {where}: a pickle that takes too much memory")
             if opcode.name == "STOP":
                 return machine.pop()
+            if opcode.name not in _STEPS:
+                raise Unsupported(f"reading {where}: a pickle of old, or of extensions")
             _STEPS[opcode.name](machine, argument)
     except _NONSENSE as error:
         text = f"{type(error).__name__}: {error}"
@@ -107,16 +109,6 @@ class _Machine:
     def pop_mark(self) -> list[Any]:
         items, self.stack = self.stack, self.marks.pop()
         return items
-
-    def forget_mark(self) -> None:
-        self.pop_mark()
-
-    def pop_or_mark(self) -> None:
-        """POP takes a mark where nothing is above it."""
-        if self.stack:
-            self.stack.pop()
-        else:
-            self.pop_mark()
 
     def put(self, index: Any) -> None:
         self.memo[len(self.memo) if index is None else int(index)] = self.stack[-1]
@@ -171,9 +163,6 @@ class _Machine:
             raise TypeError("something that lies elsewhere")
         self.push(self.persistent(identity))
 
-    def refuse(self, argument: Any) -> None:
-        raise TypeError("an extension of one program's own")
-
 
 def _key(value: Any) -> Any:
     """Of a dict or a set: hashing what is nested deeply takes the process's stack."""
@@ -183,20 +172,6 @@ def _key(value: Any) -> Any:
     elif type(value) not in (*_PLAIN_KEYS, Inert, Global):
         raise TypeError(f"a key that is a {type(value).__name__}")
     return value
-
-
-def _dict(items: list[Any]) -> dict[Any, Any]:
-    return {_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)}
-
-
-def _instance(machine: _Machine, items: list[Any]) -> None:
-    machine.call(items[0], tuple(items[1:]))
-
-
-def _old_instance(machine: _Machine, argument: str) -> None:
-    items = machine.pop_mark()
-    machine.find(*argument.split(" ", 1))
-    machine.call(machine.pop(), tuple(items))
 
 
 def _new_with_names(machine: _Machine) -> None:
@@ -228,23 +203,18 @@ def _last(machine: _Machine, count: int) -> tuple[Any, ...]:
 
 
 _Step = Callable[[_Machine, Any], None]
-_PUSHED = "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING "
-_PUSHED += "SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES "
-_PUSHED += "SHORT_BINBYTES BINBYTES8"
+_PUSHED = "BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINSTRING SHORT_BINSTRING BINUNICODE "
+_PUSHED += "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8"
 _STEPS: dict[str, _Step] = {
     **dict.fromkeys(_PUSHED.split(), lambda m, a: m.push(a)),
-    **dict.fromkeys(("PROTO", "FRAME", "READONLY_BUFFER"), lambda m, a: None),
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), lambda m, a: m.put(a)),
-    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, a: m.get(a)),
-    **dict.fromkeys(("EXT1", "EXT2", "EXT4", "NEXT_BUFFER"), lambda m, a: m.refuse(a)),
+    **dict.fromkeys(("PROTO", "FRAME"), lambda m, a: None),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), lambda m, a: m.put(a)),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, a: m.get(a)),
     **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda m, a: _call(m)),
     "NEWOBJ_EX": lambda m, a: _new_with_names(m),
-    "INST": lambda m, a: _old_instance(m, a),
-    "OBJ": lambda m, a: _instance(m, m.pop_mark()),
     "GLOBAL": lambda m, a: m.find(*a.split(" ", 1)),
     "STACK_GLOBAL": lambda m, a: _find_on_stack(m),
     "BUILD": lambda m, a: m.build(m.pop()),
-    "PERSID": lambda m, a: m.find_persistent(a),
     "BINPERSID": lambda m, a: m.find_persistent(m.pop()),
     "NONE": lambda m, a: m.push(None),
     "NEWTRUE": lambda m, a: m.push(True),
@@ -255,11 +225,9 @@ _STEPS: dict[str, _Step] = {
     "TUPLE2": lambda m, a: m.push(_last(m, 2)),
     "TUPLE3": lambda m, a: m.push(_last(m, 3)),
     "EMPTY_LIST": lambda m, a: m.push([]),
-    "LIST": lambda m, a: m.push(m.pop_mark()),
     "APPEND": lambda m, a: m.extend([m.pop()]),
     "APPENDS": lambda m, a: m.extend(m.pop_mark()),
     "EMPTY_DICT": lambda m, a: m.push({}),
-    "DICT": lambda m, a: m.push(_dict(m.pop_mark())),
     "SETITEM": lambda m, a: _entry(m),
     "SETITEMS": lambda m, a: m.update(m.pop_mark()),
     "EMPTY_SET": lambda m, a: m.push(set()),
@@ -267,9 +235,6 @@ _STEPS: dict[str, _Step] = {
     "FROZENSET": lambda m, a: m.push(frozenset(map(_key, m.pop_mark()))),
     "BYTEARRAY8": lambda m, a: m.push(bytearray(a)),
     "MARK": lambda m, a: m.mark(),
-    "POP": lambda m, a: m.pop_or_mark(),
-    "POP_MARK": lambda m, a: m.forget_mark(),
-    "DUP": lambda m, a: m.push(m.stack[-1]),
 }
 
 

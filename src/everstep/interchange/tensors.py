@@ -119,14 +119,6 @@ class Found:
         view = bytes_of(tensor).numpy().data
         return cls.whole(dtype_name(tensor.dtype), tensor.shape, lambda: iter([view]), None)
 
-    def read(self) -> torch.Tensor:
-        """All of it. For small ones."""
-        data = bytearray(b"".join(block for part in self.parts for block in part.blocks()))
-        if len(self.parts) != 1 or len(data) != self.size:
-            raise Unsupported("a tensor that lies in several pieces where a small one is expected")
-        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
-        return flat.view(getattr(torch, self.dtype)).view(self.shape)
-
     def is_equal_to(self, other: "Found") -> bool:
         """Whether both have the same bytes; mostly told by the first of them."""
         if [part.box for part in self.parts] != [part.box for part in other.parts]:
