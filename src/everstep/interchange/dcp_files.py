@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
@@ -28,12 +29,15 @@ def write_dcp(
     planner = _Planner(read)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process is alone
-        save(
-            _with_stand_ins(tree, shapes, planner.names),
-            storage_writer=FileSystemWriter(folder, thread_count=1, sync_files=False),
-            planner=planner,
-            no_dist=True,
-        )
+        try:
+            save(
+                _with_stand_ins(tree, shapes, planner.names),
+                storage_writer=FileSystemWriter(folder, thread_count=1, sync_files=False),
+                planner=planner,
+                no_dist=True,
+            )
+        except CheckpointException as error:  # around what was raised
+            raise error.failures[0][0] from None
 
 
 class _Planner(DefaultSavePlanner):
