@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from trained import Job
 
 from commands import run, run_json
@@ -185,6 +185,19 @@ def test_a_directory_of_dcp_trains_on(store, tmp_path, capsys, wrapped):
         assert other.run(*REST) == resumed(store)
     else:
         assert job.run(*REST) == resumed(store)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_flat_directory_of_dcp(store, tmp_path, capsys):
+    """As torchtitan has it: weights beside the parts, hyperparameters by parameter."""
+    job = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(job.model, job.optimizer, options=options)
+    saved = {**weights, "optimizer": moments, "scheduler": job.scheduler.state_dict()}
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp")
+    said = run_json(capsys, "import", tmp_path / "dcp", store, "--step", "3")
+    assert (said["from"], said["left_out"]) == ("dcp", {})
+    assert resumed(store) == job.run(*REST)
 
 
 @pytest.mark.filterwarnings("ignore")

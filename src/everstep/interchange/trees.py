@@ -9,9 +9,11 @@ from everstep.errors import Missing, Unsupported
 from everstep.interchange.draft import Draft, bare, is_optimizer, is_weights
 from everstep.interchange.generators import RNG, taken
 from everstep.interchange.names import find_names, with_numbers
+from everstep.interchange.tensors import Found
 
 _STEPS = ("step", "global_step", "global_steps", "iteration")
 _PARTS_MAX = 10_000
+_FLAT = {"state", "param_groups"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ def add_tree(
         return
     if not isinstance(tree, dict) or not all(type(key) is str for key in tree):
         raise Unsupported(f"importing {draft.where}: at its top there is no dict of parts")
-    parts = dict(_parts(_opened(tree)))
+    tree = _with_model(_opened(tree), options.part)
+    parts = {name: _unflattened(each) for name, each in _parts(tree)}
     chosen = {
         name: each
         for name, each in parts.items()
@@ -89,6 +92,32 @@ def _opened(tree: dict[str, Any]) -> dict[str, Any]:
             break
         tree = inner
     return tree
+
+
+def _with_model(tree: dict[str, Any], part: str) -> dict[str, Any]:
+    """Where a model's weights lie beside the other parts, as torchtitan has them, they are one."""
+    loose = {name: each for name, each in tree.items() if isinstance(each, Found)}
+    if not loose or any(is_weights(each) for each in tree.values()):
+        return tree
+    return {part: loose, **{name: each for name, each in tree.items() if name not in loose}}
+
+
+def _unflattened(value: Any) -> Any:
+    """An optimizer's state dict that was flattened (`flatten_optimizer_state_dict`): there each
+    parameter has hyperparameters of its own, and those of equal ones are a group here."""
+    if not isinstance(value, dict) or is_optimizer(value):
+        return value
+    if {str(key).partition(".")[0] for key in value} != _FLAT:
+        return value
+    found: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in _FLAT}
+    for path, each in value.items():
+        kind, _, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        found[kind].setdefault(name, {})[key] = each
+    groups: dict[str, dict[str, Any]] = {}
+    for name, own in found["param_groups"].items():
+        groups.setdefault(repr(own), {**own, "params": []})["params"].append(name)
+    return {"state": found["state"], "param_groups": list(groups.values())}
 
 
 def _parts(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
