@@ -167,6 +167,7 @@ def test_ids():
     assert split_id("runs/gpt@12-3") == ("runs/gpt", "12-3")
     assert split_id("me@host/gpt") == ("me@host/gpt", None)
     assert StorageWriter("runs/gpt", 12).checkpoint_id == "runs/gpt@12"
+    assert StorageReader("runs/gpt@12").checkpoint_id == "runs/gpt@12"
     with pytest.raises(ValueError, match="STORE@STEP"):
         StorageReader().read_metadata()
 

@@ -100,11 +100,13 @@ def split_id(checkpoint_id: Path) -> tuple[str, str | None]:
 
 class _Storage:
     """What a writer and a reader are set to: a store, and a step of it (None: the next, or the
-    latest)."""
+    latest). The store may be named as STORE@STEP, too."""
 
     def __init__(self, store: Path | None, step: int | str | None) -> None:
         self._store = None if store is None else os.fspath(store)
         self._step = step
+        if store is not None and step is None:
+            self._store, self._step = split_id(store)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """DCP calls it with the `checkpoint_id` of a save or load, which counts from then on."""
