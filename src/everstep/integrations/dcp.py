@@ -54,7 +54,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as WriterOfDCP
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from everstep.errors import Conflict, Corrupt, Mismatch, Missing, Unsupported
+from everstep.errors import Conflict, Corrupt, EverstepError, Mismatch, Missing, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.global_tensors import Described, entries_by_name, optimizers_of
 from everstep.format.manifest import Manifest, Part
@@ -477,15 +477,27 @@ class StorageReader(_Storage, ReaderOfDCP):
         """`step`: None for the latest; a step, a tag, or "120-3": step 120 of epoch 3."""
         super().__init__(store, step)
         self._opened: _State | None = None
+        self._failure: EverstepError | None = None
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """See _Storage; what was read before is read anew."""
         super().reset(checkpoint_id)
-        self._opened = None
+        self._opened = self._failure = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint has. Raises Missing, Corrupt, Unsupported."""
-        self._opened = state = _State(Store(self.store), self._step)
+        """What the checkpoint has. Raises Missing, Corrupt, Unsupported.
+
+        DCP lets these go, asks for those of a `rank` next, and fails without a reason: so it gets
+        nothing then, and the reason when it goes on.
+        """
+        if "rank" in kwargs and self._failure:
+            return Metadata({})
+        try:
+            self._opened = state = _State(Store(self.store), self._step)
+        except EverstepError as error:
+            self._failure = error
+            raise
+        self._failure = None
         within = {name for value in state.objects.values() for name in references(value)}
         found: dict[str, Any] = {
             name: _metadata_of(entry) for name, entry in state.tensors.items() if name not in within
@@ -497,7 +509,9 @@ class StorageReader(_Storage, ReaderOfDCP):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """On all ranks."""
+        """On all ranks. Raises what `read_metadata` did."""
+        if self._failure:
+            raise self._failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """On all ranks."""
