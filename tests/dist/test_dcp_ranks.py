@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from comparing import check_equal
-from everstep import Store
+from everstep import Checkpointer, Full, Store
+from everstep.cli.main import main as command
 from everstep.integrations import dcp as integration
 from everstep.integrations.dcp import StorageReader, StorageWriter
 from everstep.store import catalog
@@ -109,6 +110,28 @@ def test_any_layout_becomes_any_other(gang, store, kind):
         check_equal(gang.run(loads, store, other, size=size)[0], saved)
 
 
+def saves_by_checkpointer(store):
+    model, optimizer = made("fsdp")
+    state = {"model": model, "optimizer": optimizer, "step": 2}
+    trains(model, optimizer)
+    with Checkpointer(store, state, strategy=Full()) as checkpointer:
+        checkpointer.save(2).wait("local", 60)
+    return whole(model)
+
+
+def test_what_a_checkpointer_saved(gang, store):
+    saved = gang.run(saves_by_checkpointer, store)[0]
+    for kind, size in (("fsdp", 2), ("plain", 1)):
+        check_equal(gang.run(loads, store, kind, size=size)[0], saved)
+
+
+def test_a_copy_is_loaded(gang, store, tmp_path):
+    saved = gang.run(saves, store, "fsdp")[0]
+    assert command(["cp", str(store), str(tmp_path / "copy")]) == 0
+    assert Store(tmp_path / "copy").verify().ok
+    check_equal(gang.run(loads, tmp_path / "copy", "tp", size=2)[0], saved)
+
+
 def test_replicas_are_written_once(gang, store):
     gang.run(saves, store, "ddp")
     manifest = Store(store).manifest()
@@ -163,7 +186,7 @@ def test_cached_plans_of_ranks(gang, store):
     check_equal(stored, {f"model.{name}": tensor for name, tensor in saved.items()})
 
 
-class Full(System):
+class FullDisk(System):
     def pwrite(self, fd, data, offset):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -172,7 +195,7 @@ def saves_on_full(store):
     model, _ = made("fsdp")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 2:
-            patch.setattr(integration, "tier_at", lambda path: Disk(path, Full()))
+            patch.setattr(integration, "tier_at", lambda path: Disk(path, FullDisk()))
         with pytest.raises(dcp.api.CheckpointException) as caught:
             dcp.save(get_model_state_dict(model), storage_writer=StorageWriter(store))
     return [(rank, type(error).__name__) for rank, (error, _) in caught.value.failures.items()]

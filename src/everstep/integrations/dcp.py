@@ -55,6 +55,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Mismatch, Missing, Unsupported
+from everstep.format import document
 from everstep.format.boxes import Box
 from everstep.format.global_tensors import Described, entries_by_name, optimizers_of
 from everstep.format.manifest import Manifest, Part
@@ -562,15 +563,18 @@ class _State:
         self.name = CheckpointName(manifest.step, manifest.epoch)
         self.objects = {key: each for key, each in manifest.objects.items() if key != PLANNER}
         said = decode(manifest.objects.get(PLANNER, {}), _no_tensor)
-        if not isinstance(said, dict):
+        if not isinstance(said, dict) or document.find_flaw(said.get("streams", []), [str]):
             raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
         self.said: Mapping[str, Any] = said
         self._tables: dict[int, Table] = {}
         self._index: Index | None = None
         if "tensors" in said:
             self._index = Index.from_json(said["tensors"], len(manifest.parts))
-            specs = self._index.specs.items()
-            self.tensors = {name: TensorEntry(spec, ()) for name, spec in specs}
+            specs = self._index.specs
+            is_raw = all(part.stored is None for part in manifest.parts)
+            if is_raw and sum(spec.size for spec in specs.values()) > manifest.size:
+                raise Corrupt(f"reading {self.name}: its tensors are larger than its files")
+            self.tensors = {name: TensorEntry(spec, ()) for name, spec in specs.items()}
         else:
             self._take_names(self._described(range(len(manifest.parts))))
 
