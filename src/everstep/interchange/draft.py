@@ -123,11 +123,12 @@ class Draft:
         tree = Settler(self.where, self._leaf).settle(value, path)
         return encode(tree, path, sink)
 
-    def add_optimizer(
-        self, name: str, state: Mapping[str, Any], names: Mapping[Any, str], class_: str = ""
-    ) -> None:
+    def add_optimizer(self, name: str, state: Mapping[str, Any], names: Mapping[Any, str]) -> None:
         """The state_dict of a torch optimizer. `names`: of the tensor that each of its parameters
         is, by what stands for it there."""
+        rows = (*state["param_groups"], *state["state"].values())
+        if not all(type(key) is str for row in rows for key in row):
+            raise Corrupt(f"reading {self.where}: {name!r} has something whose name is no text")
         table: dict[str, Any] = {"groups": {}, "state": {}}
         plain: dict[str, Any] = {}
         for index, group in enumerate(state["param_groups"]):
