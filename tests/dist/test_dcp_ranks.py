@@ -206,6 +206,7 @@ def test_a_full_disk_on_one_rank(gang, store):
     assert Store(store).steps() == []
     gang.run(saves, store, "fsdp")
     assert Store(store).steps() == [1]
+    assert len(list((store / "data").glob("*.safetensors"))) == 4  # what was left is gone
 
 
 def saves_async(store):

@@ -60,7 +60,7 @@ from everstep.format.boxes import Box
 from everstep.format.global_tensors import Described, entries_by_name, optimizers_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, Spec, lay_out
-from everstep.format.tables import Table, TensorEntry, encode_table
+from everstep.format.tables import FileLink, Table, TensorEntry, encode_table
 from everstep.format.tiling import find_flaw
 from everstep.integrations.dcp_index import Index, Numbers, Placed, runs_of
 from everstep.keeper.data import Data, Image, Segment, parse
@@ -202,8 +202,10 @@ class StorageWriter(_Storage, WriterOfDCP):
         for item in plan.items:
             collected.add(item, planner)
         disk, name, part = tier_at(self.store), self._name_of(plan), None
+        _discard_left(disk)
         if collected.leaves or self._is_coordinator:  # a checkpoint has one part at least
             part = _write(disk, name, collected)
+            _last_packs[str(disk.root)] = name, part.packs
         boxes = [_box_of(leaf) for leaf in collected.leaves.values()]
         written = _Written(name, part, boxes, collected.objects, collected.streams)
         size = part.size if part else 0
@@ -312,6 +314,19 @@ class StorageWriter(_Storage, WriterOfDCP):
             capture={"library": "torch.distributed.checkpoint"},
         )
         commit.publish(disk, manifest)
+
+
+_last_packs: dict[str, tuple[CheckpointName, Sequence[FileLink]]] = {}
+"""By store, what this process has written last: it is not told whether that was published."""
+
+
+def _discard_left(disk: Tier) -> None:
+    """Delete what a save has left here that failed on another rank: on a disk that is full, it
+    would fail for ever. The next one has begun, so that nobody publishes it any more."""
+    name, packs = _last_packs.pop(str(disk.root), (CheckpointName(0, 0), ()))
+    if packs and not catalog.is_there(disk, name):
+        with disk.locked(exclusive=True):
+            commit.discard_packs(disk, name, packs)
 
 
 def _told(plan: SavePlan, name: CheckpointName) -> SavePlan:
