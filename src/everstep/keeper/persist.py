@@ -172,10 +172,10 @@ class Save:
         self.name = CheckpointName(job.step, self._manifest.epoch)
         begin_window(writer, self.name, self._share)
         is_record = record is not None
-        goes_everywhere = is_record or bool(said["tag"])
-        link = writer.link_bytes_per_s(job.step, goes_everywhere=goes_everywhere)
+        is_tagged = bool(said["tag"])
+        link = writer.link_bytes_per_s(job.step, goes_everywhere=is_record or is_tagged)
         is_state = not is_record and self._share is None and not job.nodes
-        base = writer.base_for(job.step, goes_everywhere=goes_everywhere) if is_state else None
+        base = writer.base_for(job.step, is_tagged=is_tagged) if is_state else None
         self._data = Data(writer, job.image(), is_record, link, base)
         self._is_begun = True
         try:

@@ -154,21 +154,22 @@ class Writer:
         """The slowest tier that a step goes to, as far as that was measured; None where the store
         was not yet. `goes_everywhere`: it is tagged, or a record, which the next due step needs."""
         own = self.speed.bytes_per_s
-        due = self._due(step, goes_everywhere=goes_everywhere)
+        due = self.copies if goes_everywhere else self._due(step)
         known = [copies.speed.bytes_per_s or own for copies in due]
         return None if own is None else min([own, *filter(None, known)])
 
-    def base_for(self, step: int, *, goes_everywhere: bool) -> Base | None:
+    def base_for(self, step: int, *, is_tagged: bool) -> Base | None:
         """What a step may have differences to: the last checkpoint, where it is in each tier that
-        this one goes to, and is not too many differences away from a whole one."""
-        base = self.base
+        this one goes to, and is not too many differences away from a whole one. None for a step
+        that stays long, with which others would have to stay."""
+        base, every = self.base, self.keep.every if self.keep else 0
         if base is None or base.depth >= DIFFERENCES_MAX:
             return None
         name = CheckpointName(base.name.step, base.name.epoch)
-        due = self._due(step, goes_everywhere=goes_everywhere)
-        is_everywhere = all(copies.takes(name.step) for copies in due)
+        stays = is_tagged or (every > 0 and step % every == 0)
+        is_everywhere = all(copies.takes(name.step) for copies in self._due(step))
         is_last = self.parent == name and self.disk.size(manifest_path(name)) is not None
-        return base if is_everywhere and is_last else None
+        return base if is_everywhere and is_last and not stays else None
 
-    def _due(self, step: int, *, goes_everywhere: bool) -> list[RemoteCopies]:
-        return [copies for copies in self.copies if goes_everywhere or copies.takes(step)]
+    def _due(self, step: int) -> list[RemoteCopies]:
+        return [copies for copies in self.copies if copies.takes(step)]
