@@ -37,7 +37,7 @@ print(*filter(is_missing, sys.argv[1:]))
 endef
 export MISSING
 
-.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench bench-tiers bench-codecs bench-pieces clean env
+.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench bench-tiers bench-codecs bench-pieces bench-replica clean env
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -99,6 +99,9 @@ bench-codecs: env
 
 bench-pieces: env
 	$(BIN)/python -m benchmarks.pieces $(ARGS)
+
+bench-replica: env
+	$(BIN)/python -m benchmarks.replica $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,0 +1,243 @@
+"""The live replica and the offloaded optimizer, beside whole states and a plain log.
+
+    python -m benchmarks.replica [--millions 16] [--steps 12] [--distances 1 10 100] [--plot FILE]
+
+Two tables: what a step costs (bytes that cross from the trainer into shared memory for each
+parameter, memory of the trainer, length of a step, processor time of the worker), and how long a
+restart takes by the number of records since the base (the trainer is killed; a new process restores
+from what its keeper holds).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import everstep
+from benchmarks.machine import describe
+
+KINDS = ("none", "full", "log", "replica", "offload")
+RECOVERS = ("full", "log", "replica", "offload")
+WIDTH = 1000
+WARM = 3
+"""Steps before those that are measured: processes start with them."""
+SMALL_MILLIONS = 1
+"""Parameters of the runs that are killed: each of their records is a file."""
+
+
+class Masters:
+    """bfloat16 weights, whose float32 masters are in the trainer: what offload is beside."""
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        self.weights = weights
+        self.copies = [each.detach().float().requires_grad_() for each in weights]
+        self.optimizer = torch.optim.AdamW(self.copies)
+
+    def step(self) -> None:
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            copy.grad = weight.grad.float() if weight.grad is not None else None
+        self.optimizer.step()
+        with torch.no_grad():
+            for weight, copy in zip(self.weights, self.copies, strict=True):
+                weight.copy_(copy)
+
+
+def build(kind: str, millions: int, dtype: torch.dtype) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Model, what has step(), and the state that is saved."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(millions)]
+    model = nn.Sequential(*layers).to(dtype)
+    weights = list(model.parameters())
+    if kind == "offload":
+        offloaded = everstep.OffloadedOptimizer(torch.optim.AdamW, weights)
+        return model, offloaded, {"model": model, "optimizer": offloaded}
+    if dtype is torch.float32:
+        plain = torch.optim.AdamW(weights)
+        return model, plain, {"model": model, "optimizer": plain}
+    masters = Masters(weights)
+    return model, masters, {"model": model, "masters": masters.copies, "opt": masters.optimizer}
+
+
+def strategy_of(kind: str) -> Any:
+    """What a Checkpointer is given."""
+    if kind == "full":
+        return everstep.Full()
+    return everstep.Log(base_every=100_000, replica=kind in ("replica", "offload"))
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Run so many steps; what they cost."""
+    dtype = getattr(torch, args.dtype)
+    model, optimizer, state = build(args.kind, args.millions, dtype)
+    saver = None
+    if args.kind != "none":
+        raw = everstep.Tiers(codecs="raw")
+        saver = everstep.Checkpointer(args.store, state, strategy=strategy_of(args.kind), tiers=raw)
+        saver.restore()
+    inputs, seconds, handle = torch.randn(args.batch, WIDTH).to(dtype), [], None
+    before = 0.0
+    for step in range(1, args.steps + 1):
+        began = time.perf_counter()
+        model.zero_grad()
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        handle = saver.step(step) if saver else None
+        seconds.append(time.perf_counter() - began)
+        if step == WARM:
+            before = _worker_s(args, saver, optimizer, step)
+    if saver and handle:
+        handle.wait("local")
+    after = _worker_s(args, saver, optimizer, args.steps)
+    said = {
+        "step_s": median(seconds[len(seconds) // 3 :]),
+        "private": _status(os.getpid(), "RssAnon"),
+        "saved": handle.bytes if handle else 0,
+        "worker_s": (after - before) / max(1, args.steps - WARM),
+    }
+    return said
+
+
+def _worker_s(args: argparse.Namespace, saver: Any, optimizer: Any, step: int) -> float:
+    """Processor time of the worker, or both, up to this step, to which a replica has come."""
+    found, deadline = 0.0, time.monotonic() + 300
+    if args.kind in ("replica", "offload"):
+        while saver.metrics.replica_step != step:
+            assert time.monotonic() < deadline, saver.metrics.last_error
+            time.sleep(0.01)
+        found = saver.metrics.replica_seconds
+    return found + (_processor_s(optimizer._worker.pid) if args.kind == "offload" else 0.0)
+
+
+def restore(args: argparse.Namespace) -> dict[str, Any]:
+    """How long it takes to have the state, and until the first forward pass is done."""
+    model, _, state = build(args.kind, args.millions, getattr(torch, args.dtype))
+    saver = everstep.Checkpointer(args.store, state, strategy=strategy_of(args.kind))
+    began = time.perf_counter()
+    step = saver.restore()
+    seconds = time.perf_counter() - began
+    model(torch.randn(args.batch, WIDTH).to(getattr(torch, args.dtype)))
+    return {"step": step, "restore_s": seconds, "forward_s": time.perf_counter() - began}
+
+
+def _status(pid: int, key: str) -> int:
+    rows = (row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(dict(rows)[key].split()[0]) << 10
+
+
+def _processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _run(role: str, store: str, *words: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.replica", "--role", role, "--store", store]
+    with subprocess.Popen(
+        [*command, *map(str, words)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{role} {words} has said nothing")
+        if role == "train":
+            process.send_signal(signal.SIGKILL)
+        process.stdout.read()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def costs(folder: str, args: argparse.Namespace) -> list[str]:
+    """The first table."""
+    rows = ["| weights | strategy | bytes/parameter | trainer MB | step s | worker s/step |"]
+    rows += ["|---|---|---|---|---|---|"]
+    count = args.millions * WIDTH * WIDTH
+    for dtype in ("float32", "bfloat16"):
+        for kind in KINDS:
+            store = os.path.join(folder, f"{dtype}-{kind}")
+            words = ("--kind", kind, "--dtype", dtype, "--millions", args.millions)
+            said = _run("train", store, *words, "--steps", args.steps, "--batch", args.batch)
+            item = 4 if dtype == "float32" else 2
+            exchanged = 2 * item if kind == "offload" else 0  # gradients and weights
+            crossed = said["saved"] / count + exchanged
+            rows.append(
+                f"| {dtype} | {kind} | {crossed:.1f} | {said['private'] / 1e6:.0f} | "
+                f"{said['step_s']:.3f} | {said['worker_s']:.3f} |"
+            )
+            print(rows[-1], flush=True)
+            shutil.rmtree(store, ignore_errors=True)
+    return rows
+
+
+def recoveries(folder: str, args: argparse.Namespace) -> dict[str, list[tuple[int, float, float]]]:
+    """By strategy: records since the base, seconds to the state, and to the first forward pass."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for kind in RECOVERS:
+        for distance in args.distances:
+            if kind == "full" and distance != args.distances[0]:
+                continue
+            store = os.path.join(folder, f"recover-{kind}-{distance}")
+            words = ("--kind", kind, "--millions", SMALL_MILLIONS, "--batch", 8)
+            _run("train", store, *words, "--steps", distance + 2)
+            time.sleep(1.0)  # the next trainer is not there at once
+            said = _run("restore", store, *words)
+            assert said["step"] == distance + 2
+            found.setdefault(kind, []).append((distance, said["restore_s"], said["forward_s"]))
+            print(kind, distance, said, flush=True)
+            shutil.rmtree(store, ignore_errors=True)
+    return found
+
+
+def plot(found: dict[str, list[tuple[int, float, float]]], path: str) -> None:
+    """Seconds by distance."""
+    from matplotlib import pyplot
+
+    _, axes = pyplot.subplots(figsize=(6, 4))
+    for kind, rows in found.items():
+        if kind == "full":
+            axes.axhline(rows[0][1], ls=":", label="full, from the keeper's memory")
+            continue
+        axes.plot([row[0] for row in rows], [row[1] for row in rows], "o-", label=kind)
+    axes.set(xscale="log", yscale="log", xlabel="records since the base", ylabel="restore(), s")
+    axes.legend()
+    pyplot.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--role", default="all")
+    parser.add_argument("--store")
+    parser.add_argument("--kind", choices=KINDS)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--millions", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--distances", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--plot")
+    parser.add_argument("--directory")
+    args = parser.parse_args()
+    if args.role != "all":
+        print(json.dumps({"train": train, "restore": restore}[args.role](args)), flush=True)
+        if args.role == "train":
+            signal.pause()
+        return
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        print(describe(Path(folder)))
+        costs(folder, args)
+        found = recoveries(folder, args)
+    if args.plot:
+        plot(found, args.plot)
+
+
+if __name__ == "__main__":
+    main()
