@@ -69,6 +69,9 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         """`states`: a directory, for a file that holds the state and is scratch; None: memory.
         `options`: of `kind`. Raises Unsupported for a class or parameters that cannot be."""
+        ranks = torch.distributed
+        if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
+            raise Unsupported("an OffloadedOptimizer in a run of several ranks")
         self._worker: _Worker | None = None
         self._shared: _Shared | None = None
         self._states = None if states is None else os.path.abspath(states)
