@@ -226,6 +226,7 @@ def restore_with_precision_by_backend(store):
     materialize(Disk(store), CheckpointName(2, 1))
 
 
+@pytest.mark.slow
 def test_precision_that_is_chosen_by_backend(store):
     """torch does not tell it in one word then, and raises where it is asked to."""
     for each in (save_with_precision_by_backend, restore_with_precision_by_backend):

@@ -15,6 +15,7 @@ from torch import nn
 import everstep
 from everstep import OffloadedOptimizer, Unavailable, Unsupported
 from everstep.sharding.leaves import bytes_of
+from examples import slow
 from processes import ended, until
 
 KINDS = [
@@ -64,8 +65,15 @@ def same(one, other):
         assert torch.equal(bytes_of(left), bytes_of(right))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype"),
+    [
+        (*KINDS[0], torch.bfloat16),
+        (*KINDS[1], torch.float32),
+        *slow(*((*kind, dtype) for kind in KINDS for dtype in (torch.float32, torch.bfloat16))),
+    ],
+    ids=str,
+)
 def test_the_bits_are_those_of_the_same_optimizer(kind, options, dtype):
     first, second = model(1, dtype), model(1, dtype)
     mine, theirs = list(first.parameters()), list(second.parameters())
@@ -93,6 +101,7 @@ def test_the_bits_are_those_of_the_same_optimizer(kind, options, dtype):
     offloaded.close()
 
 
+@pytest.mark.slow
 def test_a_state_dict_goes_on_elsewhere():
     first, second = model(1, torch.bfloat16), model(2, torch.bfloat16)
     mine, theirs = list(first.parameters()), list(second.parameters())
@@ -166,6 +175,7 @@ def killed(pid):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_workers_that_are_killed_at_any_moment():
     """The next one goes on within the step. EVERSTEP_SEED=... again."""
     seed = int(os.environ.get("EVERSTEP_SEED", random.SystemRandom().randrange(1 << 30)))
@@ -203,6 +213,7 @@ def resident(pid):
     return int(rows["RssFile"].split()[0]) << 10
 
 
+@pytest.mark.slow
 def test_state_in_a_file_is_in_memory_a_chunk_at_a_time(tmp_path):
     torch.manual_seed(1)
     first = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(8))).to(torch.bfloat16)

@@ -14,6 +14,7 @@ from everstep import OffloadedOptimizer, Store
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import slow
 
 pytestmark = pytest.mark.timeout(300)  # replicas give way to whatever else this machine does
 
@@ -44,8 +45,13 @@ def run(store, dtype, steps=7, **options):
     return state, frozen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strategy", ["full", "log"])
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [
+        ("full", torch.bfloat16),
+        *slow(("full", torch.float32), ("log", torch.float32), ("log", torch.bfloat16)),
+    ],
+)
 def test_every_step_is_restored_as_it_was(store, strategy, dtype):
     _, frozen = run(store, dtype, strategy=strategy)
     assert len(check_steps(store, build(2, dtype), frozen)) == 7
@@ -74,6 +80,7 @@ def trains_and_dies(store):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_the_replica(store, monkeypatch):
     for _ in range(2):
         assert forked.run(trains_and_dies, store).returncode == -signal.SIGKILL

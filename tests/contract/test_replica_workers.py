@@ -63,6 +63,7 @@ def test_a_worker_ends_with_its_keeper(store):
     assert restore(store, build(2)) == 6
 
 
+@pytest.mark.slow
 def test_a_worker_gives_way_and_ends_with_its_trainer(store):
     """In peace: nothing will be added to this log."""
     state = build(1)
@@ -80,6 +81,7 @@ def test_a_worker_gives_way_and_ends_with_its_trainer(store):
     assert len(packs_of(store)) == 3 + len(whole_steps(store))
 
 
+@pytest.mark.slow
 def test_a_worker_that_stands_still_costs_nothing_but_its_state(store):
     """Slots and commits go on; what it missed it reads from the disk."""
     state = build(1)

@@ -17,6 +17,7 @@ import forked
 import stores
 from everstep import Corrupt, Store
 from everstep.cli.main import main
+from examples import slow
 from independent_reader import read
 
 COPIES = ("model.0.weight", "model.1.weight", "half")
@@ -60,7 +61,7 @@ def shown(store, step, capsys):
     return {row["name"]: row for row in json.loads(capsys.readouterr().out)["tensors"]}
 
 
-@pytest.fixture(autouse=True, params=["raw", "planes"])
+@pytest.fixture(autouse=True, params=["planes", *slow("raw")])
 def encoders(request, tmp_path, monkeypatch):
     """`param`: how masters are encoded."""
     tests = Path(__file__).parents[1]

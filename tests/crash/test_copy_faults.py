@@ -84,7 +84,7 @@ def copies_until(number, path, url):
     assert cp.run(argparse.Namespace(words=[path, url], json=True)) == 0
 
 
-@pytest.mark.parametrize("server", ["bucket", *slow("ceph_bucket")])
+@pytest.mark.parametrize("server", slow("bucket", "ceph_bucket"))
 def test_a_copy_to_a_bucket_goes_on_after_any_death(source, server, request):
     bucket = request.getfixturevalue(server)
     deaths = 0

@@ -62,7 +62,7 @@ def test_a_save(folder, fault):
 STILL = ("bias", "wave")
 
 
-@pytest.mark.parametrize("fault", [Fault.KILL, Fault.NO_SYNC, *slow(Fault.EIO, Fault.BURST)])
+@pytest.mark.parametrize("fault", [Fault.KILL, *slow(Fault.NO_SYNC, Fault.EIO, Fault.BURST)])
 def test_saves_and_deletions_of_what_shares_a_file(folder, fault):
     """A save names the file of one before it, which is deleted then: the file stays."""
 
@@ -113,7 +113,7 @@ def _chain(disk: Disk) -> Promises:
     return Promises({CheckpointName(step, 1) for step in range(1, 6)}, {1})
 
 
-@pytest.mark.parametrize("fault", [Fault.NO_SYNC, Fault.KILL, *slow(Fault.EIO, Fault.BURST)])
+@pytest.mark.parametrize("fault", [Fault.NO_SYNC, *slow(Fault.KILL, Fault.EIO, Fault.BURST)])
 def test_records(folder, fault):
     """Two in a row: where the first fails, there is no second that follows it."""
 

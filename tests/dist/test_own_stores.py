@@ -98,6 +98,7 @@ def has_frozen(job):
     return {**parts_of(job), "frozen": job.frozen.requires_grad_(False)}
 
 
+@pytest.mark.slow
 def test_what_does_not_change_lies_in_each_nodes_store_once(gang, folders):
     options = {"waits": True, "strategy": "full", "state_of": has_frozen, "keep": Keep(last=2)}
     for last in (3, 5):

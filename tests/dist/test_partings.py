@@ -199,6 +199,7 @@ def test_a_log_that_ends_on_one_rank_ends_on_all(gang, store, nodes, every):
     assert all(known.manifest(step).previous is None for step in due)
 
 
+@pytest.mark.slow
 def test_calls_are_the_same_where_one_rank_saves_once_more(gang, store):
     (states, _), *_ = gang.run(fails_at_one_call, store, size=2)
     lost = states.keys() - Store(store).steps()
@@ -215,6 +216,7 @@ def test_ranks_that_come_apart_again_and_again(gang, store, times, is_on):
     assert any(known.manifest(step).previous for step in last) == is_on
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_holds_each_rank_up_once(gang, store):
     found = gang.run(hangs, store, size=2)
     for _, lost in found:

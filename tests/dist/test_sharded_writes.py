@@ -123,6 +123,7 @@ def writes_after_updates(store):
         return run.check(store)
 
 
+@pytest.mark.slow
 def test_weights_written_to_after_the_update(gang, store):
     """All ranks notice it at the same step, and lose nothing."""
     steps, *_ = gang.run(writes_after_updates, store, size=2)
