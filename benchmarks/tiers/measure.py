@@ -106,11 +106,12 @@ def restore(root: Path, bucket: str, size: int, samples: Samples, number: int) -
     source, target = torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     source.fill_(1)
     target.fill_(2)
+    tiers = everstep.Tiers(remote=far)
     trainer = multiprocessing.get_context("spawn").Process(target=_dies, args=(store, far, size))
     trainer.start()
     trainer.join()
     for where in ("memory", "bucket"):
-        with everstep.Checkpointer(store, state, tiers=everstep.Tiers(remote=far)) as checkpointer:
+        with everstep.Checkpointer(store, state, strategy="full", tiers=tiers) as checkpointer:
             assert checkpointer.restore() == 1
             seconds = checkpointer.metrics.restore_seconds
         samples.add(f"restore from {where}", "seconds", number, [seconds])
