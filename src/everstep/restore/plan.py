@@ -7,6 +7,7 @@ a hundred reads of a kilobyte take longer than one of a megabyte.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from everstep.codecs.codec import master_of
 from everstep.codecs.rounded import SOURCE
@@ -98,24 +99,32 @@ class Chunks:
         """Chunk number `index` of a piece."""
         start, raw = chunk_at(piece.size, index)
         number, at = piece.digest + index, piece.offset + start
-        item_size = plane_count(entry.spec.dtype)
-        name, box = entry.spec.name, piece.box
-        return self.again(
-            Target(name, box, start, at, raw, "", raw, item_size, None, at, "", number)
+        return Target(
+            name=entry.spec.name,
+            box=piece.box,
+            start=start,
+            raw=raw,
+            item_size=plane_count(entry.spec.dtype),
+            raw_offset=at,
+            index=number,
+            **self._stored(number, at, raw),
         )
 
     def again(self, target: Target) -> Target:
         """The same chunk as this part has it; the other part's table is the same."""
-        digest, how = self.part.digests[target.index], self._encoded.get(target.index)
-        packed = self._packed.get(target.index)
-        return replace(
-            target,
-            offset=packed.offset if packed else target.raw_offset,
-            size=packed.size if packed else target.raw,
-            digest=digest,
-            codec=how.codec if how else None,
-            content=how.content if how else digest,
-        )
+        return replace(target, **self._stored(target.index, target.raw_offset, target.raw))
+
+    def _stored(self, number: int, at: int, raw: int) -> dict[str, Any]:
+        """How and where the pack has that chunk."""
+        digest, how = self.part.digests[number], self._encoded.get(number)
+        packed = self._packed.get(number)
+        return {
+            "offset": packed.offset if packed else at,
+            "size": packed.size if packed else raw,
+            "digest": digest,
+            "codec": how.codec if how else None,
+            "content": how.content if how else digest,
+        }
 
     def add(self, entry: TensorEntry, piece: Piece, index: int, target: Target) -> None:
         """It is wanted: itself, or what it is rounded from. Raises Corrupt."""
@@ -124,8 +133,9 @@ class Chunks:
             return
         here = self.by_pack.setdefault(piece.pack, {})
         before = here.get(piece.digest + index)
-        copies = (*before.copies, *target.copies) if before else target.copies
-        here[piece.digest + index] = replace(target, copies=copies)
+        if before:
+            target = replace(target, copies=(*before.copies, *target.copies))
+        here[piece.digest + index] = target
 
     def _add_master(self, name: str, entry: TensorEntry, index: int, target: Target) -> None:
         """The same elements of that tensor take twice as many chunks."""
