@@ -54,6 +54,12 @@ def content(spec: Spec, step: int) -> bytes:
     return random.Random(f"{spec.name} {step}").randbytes(spec.size)
 
 
+def write(tier, path: str, data: Sequence[memoryview], *await_bytes) -> None:
+    """A new file, durably."""
+    tier.finish(path, tier.begin(path, data, *await_bytes))
+    tier.sync_entries([path])
+
+
 def write_packs(disk: Disk, name: CheckpointName, packs: Sequence[memoryview]) -> tuple:
     """Durably, each to a file of its own; the links to them."""
     written = commit.begin_packs(disk, name, [(n, [pack]) for n, pack in enumerate(packs)])

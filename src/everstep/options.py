@@ -13,7 +13,7 @@ import torch
 from everstep.sharding.mapped import Layout
 from everstep.sharding.ranked import ByRank
 from everstep.store.retain import Keep
-from everstep.tiers.bucket import Url
+from everstep.tiers.objects import Url
 from everstep.tiers.tier import Tier, name_of, tier_at
 
 _PATIENCE_S = 10.0

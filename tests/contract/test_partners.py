@@ -25,7 +25,7 @@ from everstep.tiers.disk import Disk
 from everstep.tiers.files import DiskReader
 from everstep.tiers.memory import Memory
 from everstep.tiers.peer import Link, Peer
-from stores import make_store
+from stores import make_store, write
 
 
 def connected(partner):
@@ -183,7 +183,7 @@ def test_sizes_are_checked_before_memory_is_taken(partner):
 
 def test_a_store_is_read_by_others_and_written_only_where_nodes_meet(partner):
     partner.store.create("everstep.json", b"{}")
-    partner.store.write("data/pack", [memoryview(b"bytes")])
+    write(partner.store, "data/pack", [memoryview(b"bytes")])
     client = partner.peer("store")
     assert client.read("everstep.json") == b"{}"
     view = memoryview(bytearray(3))

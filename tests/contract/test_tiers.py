@@ -10,6 +10,7 @@ from everstep import Corrupt, Missing, Unavailable, Unsupported
 from everstep.tiers.memory import Memory
 from everstep.tiers.tier import name_of, tier_at
 from examples import slow
+from stores import write
 
 DATA = os.urandom(100_000)
 
@@ -43,7 +44,7 @@ def views(data, size=4096):
 
 
 def test_what_is_written_is_read(tier):
-    tier.write("data/pack", views(DATA))
+    write(tier, "data/pack", views(DATA))
     assert tier.read("data/pack") == DATA
 
 
@@ -65,7 +66,7 @@ def test_what_is_there_is_read_by_ranges(place):
 def test_large_data_is_written_while_it_arrives(tier):
     large = bytearray(os.urandom(20 << 20))
     arrived = []
-    tier.write("data/large", [memoryview(large)], arrived.append)
+    write(tier, "data/large", [memoryview(large)], arrived.append)
     assert arrived == sorted(arrived)
     assert arrived[-1] == len(large)
     assert len(arrived) > 1
@@ -138,11 +139,11 @@ def test_what_fails_is_not_there(tier, way):
             file.write(memoryview(DATA), 0)
             fail(0)
 
-    def write():
-        tier.write("data/torn", views(DATA), fail)
+    def write_at_once():
+        write(tier, "data/torn", views(DATA), fail)
 
     with pytest.raises(RuntimeError, match="torn"):
-        {"write": write, "new_file": write_piece_by_piece}[way]()
+        {"write": write_at_once, "new_file": write_piece_by_piece}[way]()
     assert tier.size("data/torn") is None
     assert tier.list("data") == []
 

@@ -3,8 +3,6 @@
 import argparse
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from everstep.cli import text
@@ -15,7 +13,7 @@ from everstep.errors import Conflict, Corrupt, Missing
 from everstep.store import catalog, names
 from everstep.store.copy import Copied, Progress, copy_checkpoint
 from everstep.store.names import CheckpointName
-from everstep.store.presence import Presence, is_empty
+from everstep.store.presence import is_empty, shown
 from everstep.tiers.tier import Tier, name_of, tier_at
 
 _GRAMMAR = "[STORE] [STEP ...] TARGET"
@@ -53,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         )
     began = time.monotonic()
     copies = _Copies(source, target)
-    with _shown(target), progress_bar("copying") as progress:
+    with shown(target), progress_bar("copying") as progress:
         if steps:
             for name in [catalog.find(source, step) for step in steps]:
                 copies.copy(name, progress)
@@ -61,17 +59,6 @@ def run(args: argparse.Namespace) -> int:
             copies.copy_all(progress)
     _report(copies, time.monotonic() - began, args.json)
     return 1 if copies.problems else 0
-
-
-@contextmanager
-def _shown(target: Tier) -> Iterator[None]:
-    """While this lasts, others know that somebody writes there."""
-    presence = Presence(target)
-    presence.show(True)
-    try:
-        yield
-    finally:
-        presence.end()
 
 
 class _Copies:

@@ -9,7 +9,7 @@ from everstep.errors import Missing, Unavailable
 from everstep.store import catalog, names
 from everstep.store.commit import open_store
 from everstep.store.names import CheckpointName
-from everstep.tiers.bucket import Url
+from everstep.tiers.objects import Url
 from everstep.tiers.tier import Tier, place_of, tier_at
 
 _STEPS = {"": "", "?": " [STEP]", "+": " STEP [STEP ...]"}

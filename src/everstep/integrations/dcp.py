@@ -237,8 +237,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         else is writing."""
         what = f"saving to {disk.root} with torch.distributed.checkpoint"
         others = [f"process {pid} has a Checkpointer on it" for pid in trainers_of(self.store)]
-        if not disk.has_locks:
-            others += [f"{path} says that somebody writes to it" for path in living(disk)]
+        others += [f"{path} says that somebody writes to it" for path in living(disk)]
         if others:
             raise Conflict(
                 f"{what}: {others[0]}. A store has one writer at a time: close() that Checkpointer "

@@ -22,7 +22,7 @@ from everstep.keeper.home import trainers_of
 from everstep.sharding.topology import topology
 from everstep.store import catalog, commit, names
 from everstep.store.names import CheckpointName
-from everstep.store.presence import Presence, is_empty, living
+from everstep.store.presence import is_empty, living, shown
 from everstep.tiers.files import EXTENT_BYTES
 from everstep.tiers.tier import Tier
 
@@ -44,16 +44,12 @@ def write(
     is_new = disk.size(names.STORE) is None
     if is_new and not is_empty(disk):
         raise Conflict(f"{what}: it is no store, and there is something in it. Name another place")
-    _check_nobody_writes(disk, what, () if disk.has_locks else living(disk))
+    _check_nobody_writes(disk, what, living(disk))
     parent = None if is_new else _parent(disk, step, branch, what)
     epoch = 1 if is_new else max(catalog.known_epochs(disk), default=0) + 1
     name = CheckpointName(step, epoch)
-    presence = Presence(disk)
-    presence.show(True)
-    try:
+    with shown(disk):
         _write(disk, draft, name, parent, what, progress)
-    finally:
-        presence.end()
     return name
 
 

@@ -27,7 +27,7 @@ from everstep.keeper.patience import Patience
 from everstep.keeper.serve import Address
 from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
-from everstep.tiers.bucket import Url
+from everstep.tiers.objects import Url
 
 log = logging.getLogger("everstep")
 

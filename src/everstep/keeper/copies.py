@@ -22,7 +22,7 @@ from everstep.store import catalog, names, retain
 from everstep.store.copy import copy_checkpoint, lead
 from everstep.store.names import CheckpointName
 from everstep.store.presence import Presence
-from everstep.tiers.bucket import Url
+from everstep.tiers.objects import Url
 from everstep.tiers.peer import Peer
 from everstep.tiers.tier import Tier
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from everstep.errors import Unavailable
 from everstep.keeper import wire
-from everstep.tiers.bucket import Url
+from everstep.tiers.objects import Url
 from everstep.tiers.tier import name_of
 
 log = logging.getLogger("everstep")

@@ -22,7 +22,6 @@ from everstep.errors import KINDS, EverstepError, Unavailable, kind_of
 from everstep.keeper.home import node
 from everstep.keeper.wire import ALONE, Place
 from everstep.store.names import CLAIMS
-from everstep.tiers.bucket import Bucket
 from everstep.tiers.tier import Tier, name_of
 
 log = logging.getLogger("everstep")
@@ -222,7 +221,7 @@ def form_team(world: World, store: Tier, alike: Mapping[str, Any]) -> Place:
     ]
     said = world.gather("attaching", mine)
     for rank, (_, where, name, _) in enumerate(said):
-        first = next(each for each in said if each[1] == where or isinstance(store, Bucket))
+        first = next(each for each in said if each[1] == where or not store.has_locks)
         if name != first[2]:
             raise ValueError(
                 f"rank {rank} saves to {name}, rank {said.index(first)} to {first[2]}: all ranks "
@@ -239,7 +238,7 @@ def form_team(world: World, store: Tier, alike: Mapping[str, Any]) -> Place:
 
 def _see_one_store(world: World, store: Tier, token: str) -> bool:
     """Whether all ranks find in their stores what rank 0 puts into its own."""
-    if isinstance(store, Bucket):
+    if not store.has_locks:
         return True
     path = f"{CLAIMS}/{token}"
     with contextlib.ExitStack() as stack:

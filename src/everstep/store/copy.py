@@ -23,7 +23,6 @@ from everstep.format.packed import content_digests
 from everstep.format.tables import FileLink, Table
 from everstep.store import catalog, commit, names, read
 from everstep.store.names import CheckpointName
-from everstep.tiers import sharing
 from everstep.tiers.tier import Readable, Target
 
 Progress = Callable[[int, int], None]
@@ -81,7 +80,7 @@ def share_checkpoint(
     progress: Progress = lambda done, total: None,
 ) -> Copied:
     """The same into a store of whatever run, in which packs are the source's own files, where one
-    medium has both (tiers/sharing.py): those are not read. Raises as copy_checkpoint."""
+    medium has both: those are not read. Raises as copy_checkpoint."""
     copy = _Copy(source, target, progress, None, (), are_shared=True)
     copy.copy_all(name)
     return copy.copied
@@ -256,12 +255,12 @@ class _Copy:
                     else:
                         self._copy_pack(part, index)
                     self.packs.add(pack.path)
-        sharing.settle(self._target, shared)
+        self._target.sync_entries(shared)
         self._publish(step)
 
     def _share(self, link: FileLink) -> bool:
         read.check_size(self._source, link)
-        if not sharing.share(self._source, self._target, link.path):
+        if not self._target.share(self._source, link.path):
             return False
         self.copied.bytes_shared += link.size
         self._advance(link.size)

@@ -1,5 +1,5 @@
 """A new run that begins at a checkpoint of another one: manifests and epochs are the same, files
-are shared where one medium has both (tiers/sharing.py), and everstep.json tells of a run of its own
+are shared where one medium has both, and everstep.json tells of a run of its own
 and where that began.
 
 Neither store needs the other: a file goes when its last name does.
@@ -13,7 +13,7 @@ from everstep.store import catalog, commit, names
 from everstep.store.catalog import Origin
 from everstep.store.copy import Copied, Progress, share_checkpoint
 from everstep.store.names import CheckpointName
-from everstep.store.presence import Presence, is_empty
+from everstep.store.presence import is_empty, shown
 from everstep.tiers.tier import Tier
 
 
@@ -32,12 +32,8 @@ def fork(
         new = {"format": FORMAT_VERSION, "run": uuid.uuid4().hex, "created": commit.now()}
         target.create(names.STORE, seal({**new, "from": origin._asdict()}))
     _check_is_that(target, origin)
-    presence = Presence(target)
-    presence.show(True)
-    try:
+    with shown(target):
         return share_checkpoint(source, target, name, progress)
-    finally:
-        presence.end()
 
 
 def _check_is_that(target: Tier, origin: Origin) -> None:

@@ -14,10 +14,11 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 from everstep.errors import Conflict, EverstepError, Missing
 from everstep.store import names
-from everstep.tiers.bucket import LIFE_S, RENEW_S, Bucket
+from everstep.tiers.bucket import LIFE_S, RENEW_S
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
@@ -40,7 +41,7 @@ class Presence:
         if self._over and not is_wanted:
             self._over.set()
             self._over = None
-        elif is_wanted and not self._over and isinstance(self._tier, Bucket):
+        elif is_wanted and not self._over and not self._tier.has_locks:
             self._over = threading.Event()
             self._thread = threading.Thread(
                 target=_claim, args=(self._tier, self._over), name="everstep-shows", daemon=True
@@ -54,15 +55,26 @@ class Presence:
             self._thread.join(patience_s)
 
 
-def _claim(tier: Bucket, over: threading.Event) -> None:
+def _claim(tier: Tier, over: threading.Event) -> None:
     path = f"{names.WRITERS}/{secrets.token_hex(8)}"
     while not over.is_set():
         try:
-            with tier.claim(path, f"{socket.gethostname()}:{os.getpid()}".encode()):
+            with tier.claim(path, f"{socket.gethostname()}:{os.getpid()}"):
                 over.wait()
         except EverstepError as error:  # a bucket that can only be read, or is away
             log.debug("showing that %s is written to: %s", tier.root, error)
             over.wait(RENEW_S)
+
+
+@contextlib.contextmanager
+def shown(tier: Tier) -> Iterator[None]:
+    """While this lasts, others know that this process writes there."""
+    presence = Presence(tier)
+    presence.show(True)
+    try:
+        yield
+    finally:
+        presence.end()
 
 
 def is_empty(tier: Tier) -> bool:
@@ -73,7 +85,7 @@ def is_empty(tier: Tier) -> bool:
 
 
 def living(tier: Tier) -> list[str]:
-    """The paths of what writers that live have put there."""
+    """The paths of what writers that live have put there; nothing where they have locks."""
     paths = [f"{names.WRITERS}/{name}" for name in tier.list(names.WRITERS)]
     return [path for path in paths if tier.is_claimed(path)]
 
@@ -81,8 +93,6 @@ def living(tier: Tier) -> list[str]:
 def check_alone(tier: Tier, what: str) -> None:
     """Raises Conflict where somebody writes to a store without locks; waits a little for who is
     just leaving."""
-    if tier.has_locks:
-        return
     deadline, who = time.monotonic() + LEAVE_S, "gone since"
     while found := living(tier):
         if time.monotonic() > deadline:

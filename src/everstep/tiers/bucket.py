@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
-from everstep.tiers.files import EXTENT_BYTES, Await, RangeReader, extents_of
+from everstep.tiers.files import EXTENT_BYTES, Await, extents_of
+from everstep.tiers.objects import Objects, Url
 
 DOCUMENT_BYTES_MAX = 1 << 30
 _MULTIPART_BYTES = 16 << 20
@@ -41,14 +42,7 @@ _ADVICE = {
 """By what stands in the client's message; the first that does."""
 
 
-class Url(str):
-    """Where a bucket's store lies; `/` goes below it, as with a path."""
-
-    def __truediv__(self, path: str) -> "Url":
-        return Url(f"{self.rstrip('/')}/{path}")
-
-
-class Bucket:
+class Bucket(Objects):
     """A tier in an object store, rooted at a URL such as s3://bucket/run. Thread-safe.
 
     Credentials and endpoint are the ones that every client of that store takes: AWS_ENDPOINT_URL,
@@ -57,8 +51,6 @@ class Bucket:
 
     level = "remote"
     """Of what is committed there."""
-    shows_whole_files = True
-    has_locks = False
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
         """`patience_s`: for how long a call is tried again. Raises Unsupported for a URL of an
@@ -83,16 +75,10 @@ class Bucket:
         self._creates_once = False
         self._offset_s: float | None = None
 
-    def write(
-        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> None:
-        """Write the new object `path`; blocks until it is acknowledged."""
-        self.begin(path, data, await_bytes)
-
     def begin(
         self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
     ) -> Any:
-        """The same: an object that was acknowledged is durable."""
+        """Write the new object `path`; blocks until it is acknowledged, and durable then."""
 
         def arriving() -> Iterator[memoryview]:
             for extent, offset in extents_of(data):
@@ -115,9 +101,11 @@ class Bucket:
                 for piece in pieces:
                     upload.write(piece)
 
-    def copy_from(self, other: "Bucket", path: str) -> bool:
+    def share(self, other: object, path: str) -> bool:
         """Let the server copy the other's object of that path. False where it is in another bucket,
         or the server does not do it (S3: of more than 5 GB). Raises Missing."""
+        if not isinstance(other, Bucket):
+            return False
         (place, own), (others, theirs) = (_split(bucket.root) for bucket in (self, other))
         if place != others:
             return False
@@ -130,9 +118,6 @@ class Bucket:
             except self._errors.BaseError:
                 return False
         return True
-
-    def settle(self, path: str) -> None:
-        """Nothing to do."""
 
     @contextmanager
     def new_file(self, path: str) -> Iterator[Any]:
@@ -149,9 +134,6 @@ class Bucket:
         """Make a new object appear."""
         with self._telling("writing", path, 0):
             file.finish()
-
-    def sync_entries(self, paths: Sequence[str]) -> None:
-        """Nothing to do."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Publish `data` under `path` at once; False where something else is there already."""
@@ -202,13 +184,6 @@ class Bucket:
         with self._telling("replacing", path, len(data)):
             self._api.put(self._store, path, data)
 
-    def make_directories(self, directories: Sequence[str]) -> None:
-        """Nothing to do: there are none."""
-
-    def holds(self, path: str) -> bool:
-        """Whether the object is there."""
-        return self.size(path) is not None
-
     def size(self, path: str) -> int | None:
         """Bytes of an object; None where there is none. Raises Unavailable."""
         found = self._head(path)
@@ -254,11 +229,6 @@ class Bucket:
                 )
             return bytes(found.bytes())
 
-    def open(self, path: str, direct: bool = False) -> RangeReader:
-        """Open for reading."""
-        del direct
-        return RangeReader(self, path)
-
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`. Raises Corrupt where the object is short."""
         with self._telling("reading", path, len(view)):
@@ -298,28 +268,13 @@ class Bucket:
         with contextlib.suppress(Missing), self._telling("deleting", path, 0):
             self._api.delete(self._store, path)
 
-    def forget(self, paths: Sequence[str]) -> None:
-        """Remove objects on which nothing depends: no error where one cannot be."""
-        for path in paths:
-            with contextlib.suppress(Unavailable):
-                self.delete(path)
-
-    def sync(self, directory: str) -> None:
-        """Nothing to do."""
-
     @contextmanager
-    def locked(self, *, exclusive: bool) -> Iterator[None]:
-        """Nothing is held: an object store has no locks."""
-        del exclusive
-        yield
-
-    @contextmanager
-    def claim(self, path: str, said: bytes = b"") -> Iterator[None]:
+    def claim(self, path: str, said: str = "") -> Iterator[None]:
         """Hold the new object `path`, which says that, and is renewed; it is gone again when this
         ends, or counts for nothing LIFE_S after the process has died."""
-        over = threading.Event()
-        self.replace(path, said)
-        keeping = threading.Thread(target=self._renew, args=(path, said, over), daemon=True)
+        over, document = threading.Event(), said.encode()
+        self.replace(path, document)
+        keeping = threading.Thread(target=self._renew, args=(path, document, over), daemon=True)
         keeping.start()
         try:
             yield

@@ -1,7 +1,7 @@
 """A directory as a tier: durable writes, atomic creates, verified nothing (that is the store's).
 
-Order is everything here. `write` returns when the file's bytes and its directory entry are on the
-medium; `create` makes a small file appear at once and whole, or not at all. Every system call that
+Order is everything here. A new file is on the medium when it is finished and its directory entry is
+synced; `create` makes a small file appear at once and whole, or not at all. Every system call that
 changes anything goes through `System`, so that tests can make the N-th one fail, kill, or forget
 what was not synced.
 """
@@ -52,28 +52,17 @@ class Disk:
         self._known_directories: set[str] = set()
         self._known_files: dict[str, int] = {}
 
-    def write(
+    def begin(
         self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> None:
-        """Write the new file `path` as the concatenation of `data`; blocks until it is durable.
+    ) -> NewFile:
+        """Write the new file `path` as the concatenation of `data`; nothing is durable before
+        `finish`, and after it `sync_entries`: several files are made durable together.
 
         Buffers (of bytes) that start on a page and are a multiple of one long go by direct I/O,
         several extents in flight. `await_bytes(end)` is called in this thread before bytes up to
         `end` are read, and blocks until they may be. On any error the file is unlinked; Unavailable
         is raised, or what `await_bytes` raised.
         """
-        self.finish(path, self.begin(path, data, await_bytes))
-        try:
-            self.sync_entries([path])
-        except BaseException:
-            self._forget(str(self.root / path))
-            raise
-
-    def begin(
-        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> NewFile:
-        """As `write`, but nothing is durable before `finish`, and after it `sync_entries`: several
-        files are made durable together."""
         with self._creating(path, sum(map(len, data))) as name:
             return self._files.write(name, data, await_bytes)
 
@@ -81,13 +70,8 @@ class Disk:
     def new_file(self, path: str) -> Iterator[NewFile]:
         """Write the new file `path` piece by piece; then it is as after `begin`. On any error it
         is unlinked; Unavailable is raised, or what was raised within."""
-        with self._creating(path, 0) as name:
-            file = NewFile.create(self._system, name)
-            try:
-                yield file
-            except BaseException:
-                file.abandon()
-                raise
+        with self._creating(path, 0) as name, NewFile.create(self._system, name).kept() as file:
+            yield file
 
     def finish(self, path: str, file: NewFile) -> None:
         """Make the bytes of a new file durable, and close it. On any error it is unlinked."""
@@ -117,10 +101,12 @@ class Disk:
             self._known_files.pop(path, None)
             self._sync_directory(os.path.dirname(path))
 
-    def link_from(self, other: "Disk", path: str) -> bool:
-        """Have the other's file of that path as a file of this one: there is a second name of it.
-        False where the two are not on one file system, it has no hard links, or another file is
-        there. Durable after `sync_entries`. Raises Unavailable."""
+    def share(self, other: object, path: str) -> bool:
+        """Have the other tier's file of that path without a byte being read: there is a second name
+        of it. False where the two are not on one file system, it has no hard links, or another file
+        is there. Durable after `sync_entries`. Raises Unavailable."""
+        if not isinstance(other, Disk):
+            return False
         with self._telling("linking", path, 0):
             self._make_directories([os.path.dirname(path)])
             theirs, own = str(other.root / path), str(self.root / path)
@@ -318,9 +304,11 @@ class Disk:
             os.close(fd)
 
     @contextmanager
-    def claim(self, path: str) -> Iterator[None]:
+    def claim(self, path: str, said: str = "") -> Iterator[None]:
         """Hold the new file `path`, which is gone again when this ends; not durable. Its lock tells
-        a claim from what a process that died left behind: see `is_claimed`."""
+        a claim from what a process that died left behind: see `is_claimed`. `said`: by whom it is
+        held, for those who have no locks."""
+        del said
         name = str(self.root / path)
         with self._telling("claiming", path, 0):
             self._make_directories([os.path.dirname(path)])

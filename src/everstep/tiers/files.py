@@ -13,9 +13,10 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Protocol
 
-from everstep.errors import Corrupt, Missing, Unavailable
+from everstep.errors import Corrupt, Unavailable
 from everstep.tiers.system import System
 
 EXTENT_BYTES = 8 << 20
@@ -51,41 +52,6 @@ class Reader(Source, Protocol):
         """Release it."""
 
 
-class Ranged(Protocol):
-    """A tier whose files are read by ranges, each by a request of its own."""
-
-    @property
-    def root(self) -> Any:
-        """Its place, below which paths lie."""
-
-    def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none."""
-
-    def read_range(self, path: str, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset`. Raises Corrupt, Missing, Unavailable."""
-
-
-class RangeReader:
-    """A file of such a tier. `read_into` is thread-safe."""
-
-    def __init__(self, tier: Ranged, path: str) -> None:
-        """Raises Missing, Unavailable."""
-        size = tier.size(path)
-        if size is None:
-            raise Missing(f"reading {tier.root / path}: there is no such file")
-        self.size = size
-        self._tier = tier
-        self._path = path
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `offset`."""
-        if len(view):
-            self._tier.read_range(self._path, offset, view)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
 class FileWriter:
     """Writes whole new files, by threads of its own. Thread-safe; errors are OSError."""
 
@@ -99,41 +65,30 @@ class FileWriter:
     ) -> "NewFile":
         """Create the file `name` of `data`, and leave it open: see NewFile.finish."""
         if all(_is_aligned(view) for view in data):
-            fd = _create_direct(self._system, name)
-            if fd is not None:
-                if self._fill_directly(fd, data, await_bytes):
-                    return NewFile(self._system, fd)
-                self._system.unlink(name)
+            try:
+                with NewFile.create(self._system, name).kept() as file:
+                    file.allocate(sum(map(len, data)))
+                    self._write_extents(file, data, await_bytes)
+                return file
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+            self._system.unlink(name)
         return self.write_buffered(name, data, await_bytes)
 
     def write_buffered(
         self, name: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
     ) -> "NewFile":
         """The same through the page cache, in this thread."""
-        file = NewFile(self._system, self._system.open(name, _CREATE))
-        try:
+        with NewFile(self._system, self._system.open(name, _CREATE)).kept() as file:
             for view, offset in extents_of(data):
                 await_bytes(offset + len(view))
                 file.write(view, offset)
-        except BaseException:
-            file.abandon()
-            raise
         return file
 
-    def _fill_directly(self, fd: int, data: Sequence[memoryview], await_bytes: Await) -> bool:
-        """False where the file system opened the file for direct I/O, but refuses to do it. The
-        descriptor is closed then, and after an error."""
-        try:
-            self._allocate(fd, sum(map(len, data)))
-            self._write_extents(fd, data, await_bytes)
-        except BaseException as error:
-            self._system.close(fd)
-            if isinstance(error, OSError) and error.errno in _NO_DIRECT:
-                return False
-            raise
-        return True
-
-    def _write_extents(self, fd: int, data: Sequence[memoryview], await_bytes: Await) -> None:
+    def _write_extents(
+        self, file: "NewFile", data: Sequence[memoryview], await_bytes: Await
+    ) -> None:
         """Several at a time. At the first error the others are waited for: once the descriptor is
         closed, its number may be another file's, and a late write would go there.
 
@@ -148,7 +103,7 @@ class FileWriter:
                 while done < len(futures) and futures[done].done():
                     futures[done].result()  # a full disk is told before all has arrived
                     done += 1
-                futures.append(pool.submit(_write_all, self._system, fd, extent, offset))
+                futures.append(pool.submit(file.write, extent, offset))
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             for future in futures:
@@ -158,13 +113,6 @@ class FileWriter:
         for future in failed:
             future.result()
 
-    def _allocate(self, fd: int, size: int) -> None:
-        try:
-            self._system.allocate(fd, size)
-        except OSError as error:
-            if error.errno not in (*_NO_DIRECT, errno.ENOSYS):
-                raise
-
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None:
@@ -173,7 +121,8 @@ class FileWriter:
 
 
 class NewFile:
-    """A new file that is open, and whose bytes are not durable before `finish`. For one thread."""
+    """A new file that is open, and whose bytes are not durable before `finish`. For one thread, but
+    for `write`."""
 
     def __init__(self, system: System, fd: int) -> None:
         self._system = system
@@ -182,8 +131,31 @@ class NewFile:
     @classmethod
     def create(cls, system: System, name: str) -> "NewFile":
         """For `write` from page-aligned memory: by direct I/O where that can be had."""
-        fd = _create_direct(system, name)
-        return cls(system, system.open(name, _CREATE) if fd is None else fd)
+        try:
+            return cls(system, system.open(name, _CREATE | os.O_DIRECT))
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+        with contextlib.suppress(OSError):  # some refuse only after they have made it
+            system.unlink(name)
+        return cls(system, system.open(name, _CREATE))
+
+    @contextmanager
+    def kept(self) -> Iterator["NewFile"]:
+        """It is abandoned where something is raised within."""
+        try:
+            yield self
+        except BaseException:
+            self.abandon()
+            raise
+
+    def allocate(self, size: int) -> None:
+        """Reserve so many bytes, where the file system does that. Raises OSError."""
+        try:
+            self._system.allocate(self._fd, size)
+        except OSError as error:
+            if error.errno not in (*_NO_DIRECT, errno.ENOSYS):
+                raise
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of `view` (of whole pages, if it was opened by `create`). Raises OSError."""
@@ -200,11 +172,8 @@ class NewFile:
     def finish(self) -> None:
         """Make the bytes durable, and close it, whatever happens. By the descriptor that wrote
         them: another one may not be told of an error. Raises OSError."""
-        try:
+        with self.kept():
             self._system.fsync(self._fd)
-        except BaseException:
-            self.abandon()
-            raise
         self._close()
 
     def abandon(self) -> None:
@@ -278,18 +247,6 @@ def _irregular(name: str) -> Corrupt:
         f"reading {name}: it is no regular file, but a directory, a FIFO, a socket, a device, or a "
         f"link to one. Something else was put in its place"
     )
-
-
-def _create_direct(system: System, name: str) -> int | None:
-    """Create a file for direct I/O; None where the file system has none, and then no file."""
-    try:
-        return system.open(name, _CREATE | os.O_DIRECT)
-    except OSError as error:
-        if error.errno not in _NO_DIRECT:
-            raise
-        with contextlib.suppress(OSError):  # some refuse only after they have made it
-            system.unlink(name)
-        return None
 
 
 def _write_all(system: System, fd: int, view: memoryview, offset: int) -> None:

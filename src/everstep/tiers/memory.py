@@ -5,21 +5,18 @@ is taken for them, and as long as they are in the tier.
 """
 
 import threading
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 
 from everstep.errors import Corrupt, Missing, Unavailable
-from everstep.tiers.bucket import Url
 from everstep.tiers.disk import DOCUMENT_BYTES_MAX
-from everstep.tiers.files import RangeReader
+from everstep.tiers.objects import Objects, Url
 
 
-class Memory:
+class Memory(Objects):
     """A tier of at most `budget_bytes`, beyond which it raises Unavailable. Thread-safe. Has what a
     copy needs: see Disk for what methods promise; here, durable means as long as this process
     lives."""
-
-    shows_whole_files = True
 
     def __init__(self, budget_bytes: int, name: str = "here") -> None:
         self.root = Url(f"memory://{name}")
@@ -56,10 +53,6 @@ class Memory:
             self._reserve(path, len(data))
             self._put(path, bytes(data))
 
-    def holds(self, path: str) -> bool:
-        """Whether the file is there."""
-        return path in self._files
-
     def size(self, path: str) -> int | None:
         """Bytes of a file; None where there is none."""
         found = self._files.get(path)
@@ -71,11 +64,6 @@ class Memory:
         if size > limit:
             raise Corrupt(f"reading {self.root / path}: {size} bytes, at most {limit} make sense")
         return bytes(self.range(path, 0, size))
-
-    def open(self, path: str, direct: bool = False) -> RangeReader:
-        """Open for reading."""
-        del direct
-        return RangeReader(self, path)
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`. Raises Missing, Corrupt."""
@@ -101,10 +89,6 @@ class Memory:
             below = [path.removeprefix(prefix) for path in self._files if path.startswith(prefix)]
         return sorted({path.partition("/")[0] for path in below})
 
-    def holders(self, directory: str, name: str) -> Sequence[str]:
-        """See Disk."""
-        return [each for each in self.list(directory) if self.holds(f"{directory}/{each}/{name}")]
-
     def delete(self, path: str) -> None:
         """Remove a file; no error where it is gone already."""
         with self._lock:
@@ -122,12 +106,6 @@ class Memory:
         del exclusive
         with self._lock:
             yield
-
-    def settle(self, path: str) -> None:
-        """Nothing to do."""
-
-    def sync(self, directory: str) -> None:
-        """Nothing to do."""
 
     def _reserve(self, path: str, size: int) -> None:
         with self._lock:

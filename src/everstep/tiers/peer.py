@@ -19,14 +19,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from everstep.errors import KINDS, Unavailable
-from everstep.tiers.bucket import Url
 from everstep.tiers.disk import DOCUMENT_BYTES_MAX
-from everstep.tiers.files import RangeReader
+from everstep.tiers.objects import Objects, Url
 
 PATIENCE_S = 20.0
 """How long one may take to send or take the next bytes."""
@@ -147,15 +146,13 @@ def _proof(secret: bytes, role: bytes, challenge: bytes, answer: bytes) -> bytes
     return hmac.digest(secret, role + b"\0" + challenge + answer, hashlib.sha256)
 
 
-class Peer:
+class Peer(Objects):
     """A tier that another process serves (keeper/serve.py). Thread-safe: each call takes one of a
     few connections. It can be read, and of a store those documents written by which nodes meet. See
     Disk for what methods promise, and the tier at the other end for what durable means.
 
     Where the partner is not there, or does not answer, they raise Unavailable.
     """
-
-    shows_whole_files = True
 
     def __init__(
         self,
@@ -186,12 +183,6 @@ class Peer:
         """Remove a file; no error where it is gone already."""
         self._ask("delete", path)
 
-    def forget(self, paths: Sequence[str]) -> None:
-        """Remove files on which nothing depends: no error where one cannot be."""
-        for path in paths:
-            with contextlib.suppress(Unavailable):
-                self.delete(path)
-
     def holds(self, path: str) -> bool:
         """Whether the file exists, and durably."""
         return bool(self._ask("holds", path))
@@ -205,11 +196,6 @@ class Peer:
         """The whole of a small file; raises Missing, or Corrupt where it exceeds `limit` bytes."""
         return bytes(self._ask("read", path, size_max=limit, limit=limit))
 
-    def open(self, path: str, direct: bool = False) -> RangeReader:
-        """Open for reading."""
-        del direct
-        return RangeReader(self, path)
-
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`. Raises Corrupt where the file is short."""
         size = len(view)
@@ -219,14 +205,6 @@ class Peer:
         """The names in a directory, sorted."""
         found = self._ask("list", directory, size_max=DOCUMENT_BYTES_MAX)
         return [str(name) for name in json.loads(bytes(found))]
-
-    def holders(self, directory: str, name: str) -> Sequence[str]:
-        """See Disk."""
-        found = self.list(directory)
-        return [each for each in found if self.size(f"{directory}/{each}/{name}") is not None]
-
-    def sync(self, directory: str) -> None:
-        """Nothing to do: what it says that it holds is durable."""
 
     def hold(self, name: str, progress: Progress) -> Message:
         """Let the partner take a checkpoint of this node's into its memory, with what that goes

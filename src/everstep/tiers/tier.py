@@ -5,9 +5,10 @@ import os
 import re
 from pathlib import Path
 
-from everstep.tiers.bucket import PATIENCE_S, Bucket, Url
+from everstep.tiers.bucket import PATIENCE_S, Bucket
 from everstep.tiers.disk import Disk
 from everstep.tiers.memory import Memory
+from everstep.tiers.objects import Url
 from everstep.tiers.peer import Peer
 from everstep.tiers.system import System
 from everstep.tiers.union import Union

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from everstep.errors import Missing, Unavailable
-from everstep.tiers.bucket import Url
 from everstep.tiers.files import Reader
+from everstep.tiers.objects import Url
 
 if TYPE_CHECKING:
     from everstep.tiers.tier import Readable

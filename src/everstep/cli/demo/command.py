@@ -24,7 +24,7 @@ from everstep.cli.demo.kills import Trainer, draw_aims
 from everstep.cli.demo.report import make_report
 from everstep.cli.demo.table import show
 from everstep.store.presence import is_empty
-from everstep.tiers.bucket import Url
+from everstep.tiers.objects import Url
 from everstep.tiers.tier import place_of, tier_at
 
 THREADS_MAX = 8

@@ -1,0 +1,98 @@
+"""What tiers have in common whose files are there whole and for good, or not at all: there is
+nothing to sync. They are read by ranges, each by a request of its own."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from everstep.errors import Missing, Unavailable
+
+
+class Url(str):
+    """Where a store lies that is no directory; `/` goes below it, as with a path."""
+
+    def __truediv__(self, path: str) -> "Url":
+        return Url(f"{self.rstrip('/')}/{path}")
+
+
+class Objects(ABC):
+    """A bucket, this process's memory, or a partner. See Disk for what methods promise."""
+
+    root: Url
+    shows_whole_files = True
+    has_locks = False
+
+    @abstractmethod
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+
+    @abstractmethod
+    def read_range(self, path: str, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`. Raises Corrupt where the file is short, Missing."""
+
+    @abstractmethod
+    def list(self, directory: str) -> list[str]:
+        """The names in a directory, sorted."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Remove a file; no error where it is gone already."""
+
+    def open(self, path: str, direct: bool = False) -> "RangeReader":
+        """Open for reading."""
+        del direct
+        return RangeReader(self, path)
+
+    def holds(self, path: str) -> bool:
+        """Whether the file is there."""
+        return self.size(path) is not None
+
+    def holders(self, directory: str, name: str) -> Sequence[str]:
+        """See Disk."""
+        found = self.list(directory)
+        return [each for each in found if self.size(f"{directory}/{each}/{name}") is not None]
+
+    def forget(self, paths: Sequence[str]) -> None:
+        """Remove files on which nothing depends: no error where one cannot be."""
+        for path in paths:
+            with contextlib.suppress(Unavailable):
+                self.delete(path)
+
+    def share(self, other: object, path: str) -> bool:
+        """Nothing is shared."""
+        del other, path
+        return False
+
+    def sync(self, paths: str | Sequence[str]) -> None:
+        """Nothing to do, as with what else is synced or made in a directory."""
+        del paths
+
+    settle = sync_entries = make_directories = sync
+
+    @contextmanager
+    def locked(self, *, exclusive: bool) -> Iterator[None]:
+        """Nothing is held."""
+        del exclusive
+        yield
+
+
+class RangeReader:
+    """A file of such a tier. `read_into` is thread-safe."""
+
+    def __init__(self, tier: Objects, path: str) -> None:
+        """Raises Missing, Unavailable."""
+        size = tier.size(path)
+        if size is None:
+            raise Missing(f"reading {tier.root / path}: there is no such file")
+        self.size = size
+        self._tier = tier
+        self._path = path
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with the bytes from `offset`."""
+        if len(view):
+            self._tier.read_range(self._path, offset, view)
+
+    def close(self) -> None:
+        """Nothing to release."""
