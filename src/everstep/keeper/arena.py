@@ -151,8 +151,11 @@ class Arena:
             raise Unavailable(f"making an arena of {size} bytes: {error.strerror}") from error
 
     @classmethod
-    def create_file(cls, directory: str, documents_size: int, image_size: int) -> "Arena":
-        """One slot in a file without a name, whose blocks are there. Raises Unavailable."""
+    def create_file(
+        cls, directory: str, documents_size: int, image_size: int, *, reserves_image: bool = True
+    ) -> "Arena":
+        """One slot in a file without a name, whose blocks are there; those of the image if that is
+        wanted: it may be written by system calls. Raises Unavailable."""
         documents_size, image_size = round_up(documents_size), round_up(image_size)
         path = os.path.join(directory, f".everstep-{secrets.token_hex(8)}")
         size = PAGE_BYTES + documents_size + image_size
@@ -162,7 +165,8 @@ class Arena:
             os.unlink(path)
             try:
                 lay_out(fd, 1, documents_size, image_size)
-                os.posix_fallocate(fd, 0, size)  # else a full disk would end who writes
+                reserved = size if reserves_image else PAGE_BYTES + documents_size
+                os.posix_fallocate(fd, 0, reserved)  # else a full disk would end who writes
             except BaseException:
                 os.close(fd)
                 raise
@@ -279,6 +283,13 @@ class Arena:
         self._map.flush(at, size)
         self._map.madvise(mmap.MADV_DONTNEED, at, size)
         os.posix_fadvise(self.fd, at, size, os.POSIX_FADV_DONTNEED)
+
+    def give_back(self) -> None:
+        """Nothing is in a file's one slot any more: its memory or blocks are free at once, whoever
+        has mapped them."""
+        self.set_state(0, SlotState.FREE)
+        with contextlib.suppress(OSError):  # else when nobody has
+            self._map.madvise(mmap.MADV_REMOVE, PAGE_BYTES)
 
     def newest_complete(self, known_from: int | None = None) -> int | None:
         """The slot with the newest whole state, which must not be overwritten yet.

@@ -27,7 +27,7 @@ from everstep.keeper import wire
 from everstep.keeper.arena import SPILL, SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.job import ALL, Gap, Job
 from everstep.keeper.ranks.team import Team
-from everstep.keeper.spill import Spill
+from everstep.keeper.spill import FILES_MAX, Spill
 from everstep.keeper.wire import TEXT_MAX
 from everstep.keeper.writer import Outcome
 
@@ -140,9 +140,10 @@ class Session:
             arena = known
         else:
             is_odd = not self.spill if is_spill else found.st_size > _physical_memory()
-            if known or len(self.arenas) >= ARENAS_MAX or is_odd:
+            count = sum(each.is_spill == is_spill for each in self.arenas.values())
+            if known or is_odd or count >= (2 * FILES_MAX if is_spill else ARENAS_MAX):
                 os.close(fd)
-                raise ValueError(f"an arena of {found.st_size} bytes, after {len(self.arenas)}")
+                raise ValueError(f"an arena of {found.st_size} bytes, after {count}")
             arena = self.arenas[key] = Arena(fd, is_spill=is_spill)
             if self.spill and is_spill:
                 self.spill.adopt(key, arena)
@@ -154,7 +155,7 @@ class Session:
             self._report(arena)
         self.scan(*untold, is_found=True)
         for key, arena in list(self.arenas.items()):
-            if key.startswith(SPILL):  # what was told before may have been lost
+            if arena.is_spill and arena not in untold:  # what was told before may have been lost
                 self.tell({"type": "spill", "arena": key}, [arena.fd])
 
     def scan(self, *arenas: Arena, is_found: bool = False) -> None:
@@ -365,17 +366,17 @@ class Session:
         self.tell({"type": "spill", "arena": key})
         self.arenas.pop(key).close()
 
-    def move(self, job: Job, row: Row, arena: Arena, slot: int) -> None:
-        """The image of a job lies in that slot as well: it is read from there from now on, and the
+    def move(self, job: Job, row: Row, arena: Arena) -> None:
+        """The image of a job lies in that arena as well: it is read from there from now on, and the
         slot that it lay in is free. Nothing is done where it has ended since, or is worked on."""
         with self._lock:
             before, at = job.arena, job.slot
             if job.is_taken:
                 return
             table, descriptor = before.table(at, row), before.descriptor(at, row)
-            arena.seal(slot, row, bytes(table), bytes(descriptor))
-            if not job.move(arena, slot):
-                arena.set_state(slot, SlotState.FREE)
+            arena.seal(0, row, bytes(table), bytes(descriptor))
+            if not job.move(arena, 0):
+                arena.set_state(0, SlotState.FREE)
                 return
             before.set_state(at, SlotState.FREE)
         self.tell({"type": "spilled", "sequence": job.sequence})
