@@ -249,10 +249,12 @@ class Keeper:
                 log.warning("serving other nodes: %s. They do without this one", error)
 
     def _meet(self, place: wire.Place, partners: wire.Message) -> None:
-        """Hold what the node before this one commits. Raises ValueError, KeyError, TypeError."""
-        before = partners["before"]
+        """Hold what the node before this one commits. Raises ValueError, KeyError, TypeError,
+        IndexError."""
+        node = (place.node - 1) % place.nodes
+        before = partners["nodes"][node] if partners["replicates"] else None
         source = Address.of(before).peer("store") if before else None
-        self._holding.meet(str(partners["run"]), source, (place.node - 1) % place.nodes)
+        self._holding.meet(str(partners["run"]), source, node)
 
     def _team_of(self, place: wire.Place, hello: wire.Message) -> Team:
         """The one whose other ranks are here already, or a new one."""

@@ -2,9 +2,6 @@
 node's own store, and what it holds in memory for the node before it, whose keeper says when it
 should take a checkpoint from there.
 
-Several nodes without a directory that all see commit through the store of rank 0's node: what they
-write there is part documents and piece tables, and nothing else can be written.
-
 Invariants:
 * Nothing of a stranger's is looked at before it has proved to have the secret, and that is bounded
   in bytes, time and number.
@@ -40,9 +37,6 @@ RANGE_BYTES_MAX = 64 << 20
 _WARN_S = 60.0
 _PATH_MAX = 1000
 _PATH = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-_SHARED = re.compile(
-    rf"{names.CHECKPOINTS}/[0-9]+-[0-9]+/part-[0-9]+\.json|{names.TABLES}/[0-9a-f]+\.json"
-)
 
 
 class Address(NamedTuple):
@@ -177,9 +171,9 @@ class Holding:
 
     def answer(self, link: Link) -> None:
         """Take a request, and do it. Raises what the link raises, ValueError for what is none."""
-        message, data = link.receive(DOCUMENT_BYTES_MAX)
+        message, _ = link.receive()
         try:
-            found = self._do(message, bytes(data), link)
+            found = self._do(message, link)
         except EverstepError as error:
             link.send(wire.failure(error))
             return
@@ -188,7 +182,7 @@ class Holding:
         else:
             link.send({"value": found})
 
-    def _do(self, message: Message, data: bytes, link: Link) -> Any:
+    def _do(self, message: Message, link: Link) -> Any:
         match message:
             case {"op": "hold", "path": str(name)}:
                 return self._hold(names.parse_checkpoint(name), link)
@@ -204,8 +198,6 @@ class Holding:
                     return tier.read(path, min(wire.number(message["limit"]), DOCUMENT_BYTES_MAX))
                 if op == "range":
                     return _range(tier, path, wire.number(message["offset"]), message["count"])
-                if op in ("create", "replace", "delete") and place == "store":
-                    return _write(tier, op, path, data)
         raise ValueError(f"no request: {str(message)[:200]}")
 
     def _hold(self, name: CheckpointName | None, link: Link) -> Message:
@@ -238,11 +230,3 @@ def _range(tier: Readable, path: str, offset: int, count: int) -> memoryview:
         data = memoryview(bytearray(count))
         reader.read_into(offset, data)
         return data
-
-
-def _write(tier: Readable, op: str, path: str, data: bytes) -> bool | None:
-    if not _SHARED.fullmatch(path):
-        raise ValueError(f"writing to {path!r} of a node's store")
-    if op == "create":
-        return tier.create(path, data)
-    return tier.replace(path, data) if op == "replace" else tier.delete(path)

@@ -17,8 +17,8 @@ from everstep.keeper.client import Client
 from everstep.keeper.serve import Address
 from everstep.keeper.wire import Place
 from everstep.sharding.world import World
-from everstep.store import catalog, names
-from everstep.store.commit import open_store
+from everstep.store import names
+from everstep.store.commit import learn_epochs, open_store
 from everstep.tiers.peer import Peer
 from everstep.tiers.tier import Tier
 
@@ -66,31 +66,21 @@ def meet(world: World, client: Client, disk: Tier, run: str, replicates: bool) -
             f"why), and nodes that share no directory save through them"
         )
     addresses = {node: Address.of(address) for node, address in known.items() if address}
-    around = [addresses.get((place.node + by) % place.nodes) for by in (-1, 1)]
-    before, following = around if replicates else (None, None)
-    others = [each for node, each in addresses.items() if node != place.node and place.own_store]
-    met = {"run": run, "first": addresses.get(0), "before": before, "next": following}
-    client.meet({**met, "others": others})
+    nodes = [addresses.get(node) for node in range(place.nodes)]
+    client.meet({"run": run, "nodes": nodes, "replicates": replicates})
     world.gather("the nodes have met", None)
     found = [address.peer("memory", BUSY_S) for address in addresses.values()]
     if place.own_store:
-        stores = {n: a.peer("store", BUSY_S) for n, a in addresses.items() if n != place.node}
-        _take_over_epochs(world, place, disk, stores)
-        found += stores.values()
+        stores = [a.peer("store", BUSY_S) for n, a in addresses.items() if n != place.node]
+
+        def learn() -> None:
+            """What the others have, and this one has missed, or lost."""
+            for store in stores if place.local == 0 else ():
+                learn_epochs(disk, store)
+
+        world.together("taking over epochs", learn)
+        found += stores
     return found
-
-
-def _take_over_epochs(world: World, place: Place, disk: Tier, stores: dict[int, Peer]) -> None:
-    """What the others' stores have, and this one has missed, or lost."""
-    said = world.gather("comparing epochs", [place.node, catalog.claimed(disk)])
-    having = {number: node for node, numbers in said for number in numbers}
-
-    def take_over() -> None:
-        for number in sorted(having.keys() - set(catalog.claimed(disk))):
-            path = names.epoch_path(number)
-            disk.create(path, stores[having[number]].read(path))
-
-    world.together("taking over epochs", take_over)
 
 
 def _document(disk: Tier) -> str | None:

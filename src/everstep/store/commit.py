@@ -79,7 +79,7 @@ def claim_epoch(
     """
     open_store(disk)
     while True:
-        shared = [tier for tier in around if _learn_epochs(disk, tier)]
+        shared = [tier for tier in around if _tells_epochs(disk, tier)]
         skipped = secrets.randbelow(_UNSEEN) if len(shared) < len(around) else 0
         number = max(catalog.known_epochs(disk), default=0) + 1 + skipped
         claim = {
@@ -97,11 +97,16 @@ def claim_epoch(
             return number
 
 
-def _learn_epochs(disk: Tier, tier: Tier) -> bool:
-    """Take over the claims of another tier. False where it does not answer."""
+def learn_epochs(disk: Tier, tier: Readable) -> None:
+    """Take over the claims of another tier. Raises Missing, Unavailable."""
+    for number in set(catalog.claimed(tier)) - set(catalog.claimed(disk)):
+        disk.create(names.epoch_path(number), tier.read(names.epoch_path(number)))
+
+
+def _tells_epochs(disk: Tier, tier: Tier) -> bool:
+    """`learn_epochs`; False where it does not answer."""
     try:
-        for number in set(catalog.claimed(tier)) - set(catalog.claimed(disk)):
-            disk.create(names.epoch_path(number), tier.read(names.epoch_path(number)))
+        learn_epochs(disk, tier)
     except (Missing, Unavailable) as error:
         log.warning("claiming an epoch: %s. It is claimed without that tier", error)
         return False
@@ -212,7 +217,7 @@ def discard_files(disk: Tier, name: CheckpointName, paths: Sequence[str]) -> int
     return freed
 
 
-def write_table(disk: Readable, document: bytes | memoryview) -> FileLink:
+def write_table(disk: Target, document: bytes | memoryview) -> FileLink:
     """Store a piece table under its content's name, unless it is there."""
     link = table_link(document)
     if not disk.holds(link.path):

@@ -18,7 +18,7 @@ from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Readable, Tier
 
 
-def publish(disk: Readable, name: CheckpointName, part: NodePart) -> None:
+def publish(disk: Tier, name: CheckpointName, part: NodePart) -> None:
     """Durably, in place of what this node said before."""
     disk.replace(names.part_path(name, part.node), encode_node_part(part))
 

@@ -268,6 +268,12 @@ class Bucket(Objects):
         with contextlib.suppress(Missing), self._telling("deleting", path, 0):
             self._api.delete(self._store, path)
 
+    def forget(self, paths: Sequence[str]) -> None:
+        """Remove objects on which nothing depends: no error where one cannot be."""
+        for path in paths:
+            with contextlib.suppress(Unavailable):
+                self.delete(path)
+
     @contextmanager
     def claim(self, path: str, said: str = "") -> Iterator[None]:
         """Hold the new object `path`, which says that, and is renewed; it is gone again when this

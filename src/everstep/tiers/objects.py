@@ -1,12 +1,11 @@
 """What tiers have in common whose files are there whole and for good, or not at all: there is
 nothing to sync. They are read by ranges, each by a request of its own."""
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from everstep.errors import Missing, Unavailable
+from everstep.errors import Missing
 
 
 class Url(str):
@@ -35,10 +34,6 @@ class Objects(ABC):
     def list(self, directory: str) -> list[str]:
         """The names in a directory, sorted."""
 
-    @abstractmethod
-    def delete(self, path: str) -> None:
-        """Remove a file; no error where it is gone already."""
-
     def open(self, path: str, direct: bool = False) -> "RangeReader":
         """Open for reading."""
         del direct
@@ -52,12 +47,6 @@ class Objects(ABC):
         """See Disk."""
         found = self.list(directory)
         return [each for each in found if self.size(f"{directory}/{each}/{name}") is not None]
-
-    def forget(self, paths: Sequence[str]) -> None:
-        """Remove files on which nothing depends: no error where one cannot be."""
-        for path in paths:
-            with contextlib.suppress(Unavailable):
-                self.delete(path)
 
     def share(self, other: object, path: str) -> bool:
         """Nothing is shared."""

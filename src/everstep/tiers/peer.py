@@ -32,7 +32,7 @@ PATIENCE_S = 20.0
 
 GREETING_S = 5.0
 MESSAGE_BYTES_MAX = 64 << 10
-_GREETING = b"everstep partner 2\n"
+_GREETING = b"everstep partner 3\n"
 _SIZE = 32
 _LENGTH = struct.Struct("!I")
 _IDLE_MAX = 16
@@ -148,8 +148,8 @@ def _proof(secret: bytes, role: bytes, challenge: bytes, answer: bytes) -> bytes
 
 class Peer(Objects):
     """A tier that another process serves (keeper/serve.py). Thread-safe: each call takes one of a
-    few connections. It can be read, and of a store those documents written by which nodes meet. See
-    Disk for what methods promise, and the tier at the other end for what durable means.
+    few connections. It can be read. See Disk for what methods promise, and the tier at the other
+    end for what durable means.
 
     Where the partner is not there, or does not answer, they raise Unavailable.
     """
@@ -170,18 +170,6 @@ class Peer(Objects):
         self._patience_s, self._away_s = patience_s, away_s
         self._idle: list[Link] = []
         self._lock = threading.Lock()
-
-    def create(self, path: str, data: bytes) -> bool:
-        """Publish `data` under `path` at once; False where something else is there already."""
-        return bool(self._ask("create", path, data)) or self.read(path) == data
-
-    def replace(self, path: str, data: bytes) -> None:
-        """Publish `data` under `path`; readers see what was there before, or this."""
-        self._ask("replace", path, data)
-
-    def delete(self, path: str) -> None:
-        """Remove a file; no error where it is gone already."""
-        self._ask("delete", path)
 
     def holds(self, path: str) -> bool:
         """Whether the file exists, and durably."""
@@ -225,7 +213,6 @@ class Peer(Objects):
         self,
         op: str,
         path: str,
-        data: bytes = b"",
         size_max: int = 0,
         into: memoryview | None = None,
         progress: Progress | None = None,
@@ -240,7 +227,7 @@ class Peer(Objects):
             is_new = True
             try:
                 link, is_new = self._take()
-                answer, found = _exchange(link, message, data, size_max, into, progress)
+                answer, found = _exchange(link, message, size_max, into, progress)
                 break
             except (OSError, EOFError, ValueError) as error:
                 is_over = is_new and time.monotonic() - began >= self._away_s
@@ -286,14 +273,13 @@ class Peer(Objects):
 def _exchange(
     link: Link,
     message: Message,
-    data: bytes,
     size_max: int,
     into: memoryview | None,
     progress: Progress | None,
 ) -> tuple[Message, memoryview]:
     """A request and its answer, after what is told of its progress. On an error it is closed."""
     try:
-        link.send(message, data)
+        link.send(message)
         while True:
             answer, found = link.receive(size_max, into)
             if "done" not in answer:

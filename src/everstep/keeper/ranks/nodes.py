@@ -7,8 +7,8 @@ Invariants:
 * The node of rank 0 alone creates manifests, and only of parts of one attempt: a call of a run's
   attachment. What a dead attempt left never joins.
 * A node that has nothing of a step says so, with the reason: then it fails on all nodes at once.
-* Where each node has a store of its own, the others read and write that of rank 0's node (by
-  tiers/peer.py), and take over from there what is committed: each store has all tables and
+* Where each node has a store of its own, it writes to that alone. The others read it (by
+  tiers/peer.py), and take over what rank 0's node has committed: each store has all tables and
   manifests, and the packs of its node.
 * Every wait is bounded: by PARTS_S, and by ORPHANS_S where no trainer of this node lives.
 """
@@ -52,6 +52,9 @@ _LOOK_S = 1.0
 
 T = TypeVar("T")
 
+Told = tuple[NodePart, bytes]
+"""What a node has of a step, and the piece table of that."""
+
 log = logging.getLogger("everstep.keeper")
 
 
@@ -70,8 +73,8 @@ class Nodes:
         """`is_awaited`: whether a trainer of this node lives, which wants to know."""
         self.node, self.commits = place.node, place.commits
         self._writer, self._disk, self._place = writer, writer.disk, place
-        self.shared: Tier | Peer = writer.disk
-        """Where nodes meet: the store, or where each has its own, that of rank 0's node."""
+        self.stores: Mapping[int, Peer] = {}
+        """Those of other nodes, by number, where each has its own."""
         self._own = place.node if place.own_store else None
         """The node whose packs alone lie in this one's store."""
         self._is_awaited = is_awaited
@@ -80,20 +83,25 @@ class Nodes:
         self._told: list[CheckpointName] = []
         self._committed = CheckpointName(0, 0)
 
+    @property
+    def first(self) -> Tier | Peer:
+        """The store in which checkpoints are committed."""
+        return self.stores.get(0, self._disk)
+
     # ---- a step ----------------------------------------------------------------------------
 
     def check_not_given_up(self, name: CheckpointName, call: int) -> None:
         """A keeper of this node that died may have said that there is nothing of it: others have
         believed it. Raises Unavailable."""
-        said = parts.find(self.shared, name, self.node, self._place.named(call))
+        said = parts.find(self._disk, name, self.node, self._place.named(call))
         if said and said.failed is not None:
             raise _failure(f"saving step {name.step}: it was given up before: {said.failed}", said)
 
     def tell(self, name: CheckpointName, own: NodePart, table: bytes) -> None:
         """What is here, durably (its packs are). Raises Unavailable, Conflict."""
-        commit.check_epoch(self.shared, name.epoch, name.step)
-        commit.write_table(self.shared, table)
-        parts.publish(self.shared, name, own)
+        commit.check_epoch(self.first, name.epoch, name.step)
+        commit.write_table(self._disk, table)
+        parts.publish(self._disk, name, own)
 
     def commit(
         self, manifest: Manifest, own: NodePart, table: bytes
@@ -103,8 +111,8 @@ class Nodes:
         that. Raises GivenUp, Unavailable, Mismatch, Conflict."""
         name = CheckpointName(manifest.step, manifest.epoch)
         if self.commits:
-            every = [own, *self._await_parts(name, own.attempt)]
-            manifest, tables = unite(self._disk, manifest, every, table)
+            every = [(own, table), *self._await_parts(name, own.attempt)]
+            manifest, tables = unite(self._disk, manifest, every)
             document = encode_manifest(manifest)
             commit.publish(self._disk, manifest, document, tables, self._own)
             parts.clear(self._disk, name)
@@ -118,15 +126,15 @@ class Nodes:
             check_same(self._disk, manifest, table, node=self.node)
             new = [link for link in links if names.is_new_in(link.path, name)]
             commit.discard_packs(self._disk, name, new)
-            self.shared.forget([names.part_path(name, self.node)])  # perhaps told after it
+        parts.clear(self._disk, name)  # perhaps told after it
         return found, None
 
     def _take_over(self, found: Manifest) -> None:
         """Let this node's own store have what was committed: its packs are there."""
         name = CheckpointName(found.step, found.epoch)
         paths = {part.table.path for part in found.all_parts}
-        tables = [self.shared.read(path) for path in paths if not self._disk.holds(path)]
-        document = self.shared.read(names.manifest_path(name))
+        tables = [self.first.read(path) for path in paths if not self._disk.holds(path)]
+        document = self.first.read(names.manifest_path(name))
         commit.publish(self._disk, found, document, tables, self._own)
 
     # ---- what this node has nothing of -----------------------------------------------------
@@ -134,7 +142,7 @@ class Nodes:
     def tell_absence(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
         """There is nothing of this step, in this call: durably, unless it or a later one is
         committed, or there is no epoch yet. `kind`: of which error."""
-        writer, disk = self._writer, self.shared
+        writer = self._writer
         if writer.epoch is None:
             self._untold.append((step, call, reason, kind))
             return
@@ -142,11 +150,11 @@ class Nodes:
         if name.epoch == self._committed.epoch and name < self._committed:  # a word that came late
             return
         try:
-            is_over = catalog.newest_epoch(disk) != writer.epoch
-            if is_over or disk.size(names.manifest_path(name)) is not None:
+            is_over = catalog.newest_epoch(self.first) != writer.epoch
+            if is_over or self.first.size(names.manifest_path(name)) is not None:
                 return
-            attempt = self._place.named(call)
-            parts.publish(disk, name, NodePart(attempt, self.node, reason[:_REASON_MAX], kind=kind))
+            said = NodePart(self._place.named(call), self.node, reason[:_REASON_MAX], kind=kind)
+            parts.publish(self._disk, name, said)
             self._told.append(name)
         except EverstepError as error:  # they wait until they have waited long enough
             log.warning("telling other nodes that there is nothing of %s: %s", name, error)
@@ -165,7 +173,7 @@ class Nodes:
         self._told = [each for each in self._told if each not in old]
         with contextlib.suppress(EverstepError):
             for each in old:
-                self.shared.delete(names.part_path(each, self.node))
+                self._disk.delete(names.part_path(each, self.node))
 
     # ---- waiting ---------------------------------------------------------------------------
 
@@ -174,7 +182,7 @@ class Nodes:
         seen: set[int] = set()
         number = self._await(
             None,
-            lambda: catalog.find_attachment(self.shared, attachment, seen),
+            lambda: catalog.find_attachment(self.first, attachment, seen),
             lambda: (
                 "the epoch of this run did not appear in it. The node of rank 0 claims it: is "
                 "this directory the same on all nodes?"
@@ -182,30 +190,43 @@ class Nodes:
         )
         if self._place.own_store:
             path = names.epoch_path(number)
-            self._disk.create(path, self.shared.read(path))
+            self._disk.create(path, self.first.read(path))
         return number
 
-    def _await_parts(self, name: CheckpointName, attempt: str) -> list[NodePart]:
+    def _await_parts(self, name: CheckpointName, attempt: str) -> list[Told]:
         """Those of all other nodes. Raises Unavailable where one has nothing, or does not come."""
-        missing = list(range(1, self._place.nodes))
-        found: dict[int, NodePart] = {}
+        found: dict[int, Told] = {}
 
-        def look() -> list[NodePart] | None:
-            there = set(parts.listed(self.shared, name))
-            for node in [node for node in missing if names.part_path(name, node) in there]:
-                if part := parts.find(self.shared, name, node, attempt):
-                    if part.failed is not None:
-                        text = f"saving step {name.step}: node {node} has nothing: {part.failed}"
-                        raise _failure(text, part)
-                    found[node] = part
-                    missing.remove(node)
-            return None if missing else [found[node] for node in sorted(found)]
+        def missing() -> list[int]:
+            return [node for node in range(1, self._place.nodes) if node not in found]
 
-        return self._await(name, look, lambda: f"the parts of nodes {missing} did not come")
+        def look() -> list[Told] | None:
+            for node in missing():
+                if told := self._hear(name, node, attempt):
+                    found[node] = told
+            return None if missing() else [found[node] for node in sorted(found)]
+
+        return self._await(name, look, lambda: f"the parts of nodes {missing()} did not come")
+
+    def _hear(self, name: CheckpointName, node: int, attempt: str) -> Told | None:
+        """What another node says, if it has said anything yet. Raises as _await_parts."""
+        store = self.stores.get(node, self._disk)
+        try:
+            is_told = names.part_path(name, node) in parts.listed(store, name)
+            part = parts.find(store, name, node, attempt) if is_told else None
+            document = store.read(part.part.table.path) if part and part.part else b""
+        except Unavailable:
+            if node in self.stores:  # its keeper may have died: another one starts
+                return None
+            raise
+        if part and part.failed is not None:
+            text = f"saving step {name.step}: node {node} has nothing: {part.failed}"
+            raise _failure(text, part)
+        return (part, document) if part else None
 
     def _await_commit(self, name: CheckpointName, attempt: str) -> Manifest:
         """The manifest, which rank 0's node creates. Raises GivenUp, Unavailable, Conflict."""
-        disk = self.shared
+        disk = self.first
         path, directory = names.manifest_path(name), f"{names.CHECKPOINTS}/{name}"
 
         def look() -> Manifest | None:
@@ -239,10 +260,10 @@ class Nodes:
             if is_orphan or now - began > parts_s:
                 what = "claiming an epoch" if name is None else f"saving step {name.step}"
                 seconds = f"within {now - began:.0f} s"
-                raise Unavailable(f"{what} in {self.shared.root}: {late()} ({seconds})")
+                raise Unavailable(f"{what} in {self.first.root}: {late()} ({seconds})")
             if name and now - looked > _LOOK_S:
                 looked = now
-                commit.check_epoch(self.shared, name.epoch, name.step)
+                commit.check_epoch(self.first, name.epoch, name.step)
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSE_S_MAX)
         return found
@@ -255,15 +276,13 @@ def _failure(text: str, said: NodePart) -> EverstepError:
 
 
 def unite(
-    disk: Tier, manifest: Manifest, every: Sequence[NodePart], own: bytes
+    disk: Tier, manifest: Manifest, told: Sequence[Told]
 ) -> tuple[Manifest, tuple[bytes, ...]]:
-    """The manifest of what all nodes have, by number, made of that of the first, whose table is
-    `own`; and all its tables. Raises Mismatch where they do not fit, or leave a hole, Corrupt."""
-    documents = [own]
-    for found in every[1:]:
-        assert found.part
-        documents.append(disk.read(found.part.table.path))
-        if digest_of(documents[-1]) != found.part.table.digest:
+    """The manifest of what all nodes have, by number, made of that of the first; and all its
+    tables. Raises Mismatch where they do not fit, or leave a hole, Corrupt."""
+    every = [found for found, _ in told]
+    for found, document in told:
+        if not found.part or digest_of(document) != found.part.table.digest:
             raise Unavailable(
                 f"saving step {manifest.step}: the piece table of node {found.node} is not what it "
                 f"wrote. A file system whose caches are this late cannot hold a store of several "
@@ -271,7 +290,8 @@ def unite(
             )
     said = [{"hyperparameters": each.hyperparameters, "record": each.record} for each in every]
     hyperparameters, calls, mapping = merge_numbered(said, [sorted(e.ranks or ()) for e in every])
-    tables, renumbered = _united(tuple(documents), hashable(mapping))
+    documents = tuple(document for _, document in told)
+    tables, renumbered = _united(documents, hashable(mapping))
     done = []
     for found, table, document in zip(every, tables, renumbered, strict=True):
         assert found.part

@@ -50,8 +50,8 @@ GROUP_BYTES_MAX = 256 << 20
 
 TASKS_MAX = 1000
 
-FIRST_AWAY_S = 10.0
-"""How long the keeper of rank 0's node is awaited, when it has died and another one starts."""
+AWAY_S = 10.0
+"""How long another node's keeper is awaited, when it has died and another one starts."""
 
 
 class Team:
@@ -102,17 +102,20 @@ class Team:
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
 
     def meet(self, partners: wire.Message) -> None:
-        """Where the keepers of other nodes are: of rank 0's node, of the `next` one, which holds
-        what this one commits, and of `others` with stores of their own. Raises
-        ValueError, KeyError or TypeError."""
-        if self._nodes and self.place.own_store and not self.place.commits:
-            self._nodes.shared = Address.of(partners["first"]).peer("store", away_s=FIRST_AWAY_S)
-        others = [Address.of(each).peer("store") for each in partners["others"]]
-        for copies in self.writer.copies:
-            copies.source = Union([self.writer.disk, *others])
-        if partners["next"] and self.replica is None:
-            partner = Address.of(partners["next"]).peer("memory")
-            self.replica = Replica(partner, self.tell_all)
+        """Where the keepers of all nodes are, by number: of those with stores of their own, to read
+        them; of the next one, whether it holds what this one commits. Raises ValueError, KeyError,
+        TypeError or IndexError."""
+        place, found = self.place, dict(enumerate(partners["nodes"]))
+        known = {node: Address.of(said) for node, said in found.items() if said}
+        if self._nodes and place.own_store:
+            del known[place.node]
+            away_s = 0.0 if place.commits else AWAY_S  # who commits asks again by itself
+            self._nodes.stores = {n: a.peer("store", away_s) for n, a in known.items()}
+            for copies in self.writer.copies:
+                copies.source = Union([self.writer.disk, *self._nodes.stores.values()])
+        following = known.get((place.node + 1) % place.nodes)
+        if partners["replicates"] and following and self.replica is None:
+            self.replica = Replica(following.peer("memory"), self.tell_all)
 
     @property
     def idle(self) -> bool:
