@@ -252,17 +252,15 @@ class RemoteCopies(Copies):
         every: int,
         keep: retain.Keep | None,
         tell: Callable[[wire.Message], None],
-        claims: Tier,
         watches: bool = False,
     ) -> None:
         """`every`: such steps are due, and tagged ones. `keep`: the tier's own retention.
         `watches`: another node's keeper copies, and this one only tells of it."""
         super().__init__("remote", tier.root, tell)
-        self.claims = claims
-        """The same tier, for who waits less long for it: it has the claims of epochs, too."""
         self.source = disk
         """What is copied: the store, or where each node has one of its own all of them as one."""
-        self._disk, self._tier, self._watches = disk, tier, watches
+        self.tier = tier
+        self._disk, self._watches = disk, watches
         self._every, self._keep = every, keep
         self._cache: retain.NeedsCache = {}
         self._whole: set[str] = set()
@@ -319,13 +317,11 @@ class RemoteCopies(Copies):
 
     def _tagged(self) -> set[CheckpointName]:
         """And what is there already: neither is given up."""
-        tagged = set(catalog.read_tags(self._disk).values())
-        with self._changed:
-            return tagged | self._routed
+        return {*catalog.read_tags(self._disk).values(), *self._routed.copy()}
 
     def _left(self) -> set[CheckpointName]:
         """What is due and not there: of a run that goes on, the newest of it."""
-        there, tagged = set(catalog.committed(self._tier)), self._tagged()
+        there, tagged = set(catalog.committed(self.tier)), self._tagged()
         run = catalog.lineage(self._disk)
         run = [name for name in run if self.takes(name.step) or name in tagged]
         wanted = {name for name in run if name in tagged} | set(run[-BACKLOG_MAX:])
@@ -334,11 +330,11 @@ class RemoteCopies(Copies):
         return wanted - there
 
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
-        lead(self._disk, self._tier)
+        lead(self._disk, self.tier)
         tags = [tag for tag, at in catalog.read_tags(self._disk).items() if at == name]
         copied = copy_checkpoint(
             self.source,
-            self._tier,
+            self.tier,
             name,
             tags=tags,
             progress=self._look_up,
@@ -347,23 +343,18 @@ class RemoteCopies(Copies):
         return copied.checkpoints, copied.bytes
 
     def _bring(self, name: CheckpointName) -> None:
-        if name in self._routed:
+        is_there = name in self._routed or (self._watches and catalog.is_there(self.tier, name))
+        if is_there:
             with self._changed:
                 self._waiting.discard(name)
-                self._routed.discard(name)
+            self._routed.discard(name)
             self._reached(name)
-            if self._keep:
-                retain.apply(self._tier, self._keep, self._cache)
-        elif not self._watches:
-            super()._bring(name)
-            if self._keep:
-                retain.apply(self._tier, self._keep, self._cache)
-        elif catalog.is_there(self._tier, name):
-            with self._changed:
-                self._waiting.discard(name)
-            self._reached(name)
-        else:
+        elif self._watches:
             self._is_closed.wait(_WATCH_S)
+        else:
+            super()._bring(name)
+        if self._keep and not self._watches:
+            retain.apply(self.tier, self._keep, self._cache)
 
 
 class Replica(Copies):

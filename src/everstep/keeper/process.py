@@ -53,9 +53,9 @@ live and have not handed in theirs."""
 LEND_S = 60.0
 """How long somebody who restores waits for the replica, which is at most some records behind."""
 
-TIER_PATIENCES_S = 20.0, 3.0
-"""How long one call to another tier is tried again, before that is told; then it is made anew; and
-how long where a trainer waits for it, who claims an epoch."""
+TIER_PATIENCE_S = 10.0
+"""How long one call to another tier is tried again, before that is told; then it is made anew. A
+trainer may wait for it, who claims an epoch."""
 
 PULSE_S = 5.0
 """How often trainers are told how much was written, while something is."""
@@ -98,8 +98,8 @@ class Keeper:
         self._selector.register(
             self._alarm, selectors.EVENT_READ, lambda: os.eventfd_read(self._alarm)
         )
-        self._copies: dict[str, RemoteCopies] = {}
-        """To other tiers, by how they were asked for."""
+        self._copies: tuple[object, RemoteCopies] | None = None
+        """To the remote tier, and how they were asked for."""
         self._live: LiveReplica | None = None
         self._leaving = False
         self._was_used = False
@@ -122,8 +122,8 @@ class Keeper:
             self._tell_progress()
             self._show_presence()
             self._look_after_home()
-        for copies in self._copies.values():
-            copies.close(_LEAVE_S)
+        if self._copies:
+            self._copies[1].close(_LEAVE_S)
         if self._live:
             self._live.close()
         self._presence.end(_LEAVE_S)
@@ -131,8 +131,8 @@ class Keeper:
     def _show_presence(self) -> None:
         is_needed = self._is_needed
         self._presence.show(is_needed)
-        for copies in self._copies.values():
-            copies.show(is_needed)
+        if self._copies:
+            self._copies[1].show(is_needed)
 
     @property
     def _is_needed(self) -> bool:
@@ -143,7 +143,7 @@ class Keeper:
         if self._is_needed:
             self._last_use = time.monotonic()
             return False
-        if any(copies.is_awaited for copies in self._copies.values()):
+        if self._copies and self._copies[1].is_awaited:
             return self._leaving
         # What another node has lost may be here alone, till somebody has saved again.
         is_awaited = self._sessions or self._holding.memory.used_bytes
@@ -235,7 +235,7 @@ class Keeper:
         teams = {session.team for session in self._sessions if not session.team.is_empty}
         tiers = [team.status() for team in teams]
         tiers += [team.replica.status() for team in teams if team.replica]
-        tiers += [copies.status() for copies in self._copies.values()]
+        tiers += [self._copies[1].status()] if self._copies else []
         sessions = [session.status() for session in self._sessions]
         said = {"type": "status", "pid": os.getpid(), "bytes_written": self._system.written}
         return said | {"trainers": sessions, "tiers": tiers}
@@ -282,17 +282,16 @@ class Keeper:
         if remote is None:
             return []
         every, keep = wire.number(asked["remote_every"]), hello["keep"]
-        key = repr((str(remote), every, keep, place.commits))
-        for other in [known for known in self._copies if known != key]:
-            self._copies.pop(other).close()
-        if key not in self._copies:
-            tier, claims = (tier_at(str(remote), patience_s=each) for each in TIER_PATIENCES_S)
+        key = str(remote), every, keep, place.commits
+        if self._copies and self._copies[0] != key:
+            self._copies[1].close()
+            self._copies = None
+        if self._copies is None:
+            tier = tier_at(str(remote), patience_s=TIER_PATIENCE_S)
             own = retain.Keep(**keep) if keep else None
-            tell = self._tell_all
-            self._copies[key] = RemoteCopies(
-                self._disk, tier, every, own, tell, claims, watches=not place.commits
-            )
-        return [self._copies[key]]
+            made = RemoteCopies(self._disk, tier, every, own, self._tell_all, not place.commits)
+            self._copies = key, made
+        return [self._copies[1]]
 
     def _tell_all(self, message: wire.Message) -> None:
         """Any thread."""

@@ -35,7 +35,7 @@ class Router:
 
     def __init__(self, route: Route, writer: Writer, copies: RemoteCopies) -> None:
         self._route, self._writer, self._copies = route, writer, copies
-        self._beside = Writer(copies.claims, None, encoder=writer.encoder, hasher=writer.hasher)
+        self._beside = Writer(copies.tier, None, encoder=writer.encoder, hasher=writer.hasher)
         """The same, as it writes to the remote tier."""
         self._favourite: Name = "local"
         self._seen: dict[Name, tuple[float | None, float]] = {}

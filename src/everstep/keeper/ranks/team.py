@@ -300,7 +300,7 @@ class Team:
         """A new one; of several ranks the one that this claim got before (from a keeper that has
         died), or that rank 0's node claims."""
         disk, place = self.writer.disk, self.place
-        around = [copies.claims for copies in self.writer.copies]
+        around = [copies.tier for copies in self.writer.copies]
         if place.is_alone:
             return commit.claim_epoch(disk, parent, fork, around=around)
         attachment = place.named(number)
