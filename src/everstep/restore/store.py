@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
 from everstep.format.global_tensors import Described
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import Manifest, Part, Stream
 from everstep.format.tables import Table
 from everstep.store import catalog, commit, names, read, retain
 from everstep.store.copy import Copied
@@ -253,17 +253,12 @@ class Store:
 
     def _verify_parts(self, manifest: Manifest, seen: Verified) -> Iterator[tuple[int, str | None]]:
         tables: list[Table] = []
-        for part in manifest.all_parts:
+        both: list[Part | Stream] = [*manifest.all_parts, *manifest.streams.values()]
+        for each in both:
             try:
-                tables.append(catalog.read_table(self._disk, part))
-                for size, problem in read.verify_part(self._disk, part, tables[-1], seen):
-                    yield size, str(problem) if problem else None
-            except EverstepError as error:
-                yield 0, str(error)
-        for stream in manifest.streams.values():
-            try:
-                part = catalog.read_stream(self._disk, stream)
+                part = each if isinstance(each, Part) else catalog.read_stream(self._disk, each)
                 table = catalog.read_table(self._disk, part)
+                tables += [table] if part is each else []
                 for size, problem in read.verify_part(self._disk, part, table, seen):
                     yield size, str(problem) if problem else None
             except EverstepError as error:

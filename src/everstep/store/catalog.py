@@ -246,10 +246,7 @@ def read_table(disk: Readable, part: Part) -> Table:
 def read_table_document(disk: Readable, part: Part) -> tuple[bytes, Table]:
     """The same, with its bytes."""
     path = part.table.path
-    try:
-        document = disk.read(path)
-    except Missing as error:
-        raise Corrupt(f"{error}, but a manifest needs it") from error
+    document = _needed(disk, path)
     table = decode_table(document, disk.root / path)
     if digest_of(document) != part.table.digest:
         raise Corrupt(
@@ -262,15 +259,19 @@ def read_table_document(disk: Readable, part: Part) -> tuple[bytes, Table]:
 def read_stream(disk: Readable, stream: Stream) -> Part:
     """The part of a stream. Raises Corrupt."""
     path = stream.part.path
-    try:
-        document = disk.read(path)
-    except Missing as error:
-        raise Corrupt(f"{error}, but a manifest needs it") from error
+    document = _needed(disk, path)
     part = decode_part(document, disk.root / path)
     said = digest_of(document), part.table, part.packs
     if said != (stream.part.digest, stream.table, stream.packs):
         raise Corrupt(f"reading {disk.root / path}: it is another stream than the manifest names")
     return part
+
+
+def _needed(disk: Readable, path: str) -> bytes:
+    try:
+        return disk.read(path)
+    except Missing as error:
+        raise Corrupt(f"{error}, but a manifest needs it") from error
 
 
 def streamed_parts(disk: Readable, manifest: Manifest) -> list[Part]:
