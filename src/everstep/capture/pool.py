@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from everstep.capture.plan import Plan
 from everstep.errors import Unavailable
 from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.keeper.arena import SUBMITTED, Arena, SlotState
 from everstep.keeper.client import Client
+from everstep.keeper.measured import available_memory
 from everstep.keeper.ranks.node_save import place_of
 
 SLOTS = 3
@@ -237,26 +237,6 @@ class Pool:
         key = secrets.token_hex(8)
         self._client.add_arena(key, arena)
         return key, arena
-
-
-def available_memory() -> int:
-    """Bytes that can be had without swapping, within the limit of this process's control group."""
-    available = 1 << 62
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            top = Path("/sys/fs/cgroup", limit).read_text().strip()
-            used = int(Path("/sys/fs/cgroup", usage).read_text())
-        except (OSError, ValueError):
-            continue
-        if top.isdigit():
-            available = min(available, max(0, int(top) - used))
-    return available
 
 
 def _is_busy(arena: Arena) -> bool:

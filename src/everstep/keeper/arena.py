@@ -28,6 +28,7 @@ import resource
 import secrets
 import stat
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -140,12 +141,9 @@ class Arena:
         check_file_size("making an arena", size)
         fd = os.memfd_create("everstep-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            lay_out(fd, slot_count, documents_size, image_size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as error:
-            os.close(fd)
-            raise Unavailable(f"making an arena of {size} bytes: {error.strerror}") from error
-        try:
+            with _closing_on_error(fd):
+                _lay_out(fd, slot_count, documents_size, image_size)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd)
         except OSError as error:
             raise Unavailable(f"making an arena of {size} bytes: {error.strerror}") from error
@@ -163,13 +161,10 @@ class Arena:
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             os.unlink(path)
-            try:
-                lay_out(fd, 1, documents_size, image_size)
+            with _closing_on_error(fd):
+                _lay_out(fd, 1, documents_size, image_size)
                 reserved = size if reserves_image else PAGE_BYTES + documents_size
                 os.posix_fallocate(fd, 0, reserved)  # else a full disk would end who writes
-            except BaseException:
-                os.close(fd)
-                raise
         except OSError as error:
             raise Unavailable(
                 f"making a file of {size} bytes in {directory}: {error.strerror}"
@@ -372,7 +367,16 @@ class Arena:
         return digest.intdigest()
 
 
-def lay_out(fd: int, slot_count: int, documents_size: int, image_size: int) -> None:
+@contextlib.contextmanager
+def _closing_on_error(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _lay_out(fd: int, slot_count: int, documents_size: int, image_size: int) -> None:
     """Make an empty file an arena of such slots; the sizes are of whole pages. Raises OSError."""
     size = PAGE_BYTES + slot_count * (documents_size + image_size)
     os.ftruncate(fd, round_up(size, _HUGE_PAGE_BYTES))

@@ -1,5 +1,5 @@
-"""What is measured of a machine while training goes on: the speed of what is written to, and the
-cores that are free."""
+"""What is measured of a machine while training goes on: the speed of what is written to, the cores
+that are free, and memory."""
 
 import os
 import time
@@ -75,6 +75,26 @@ def idle_seconds(stat: Path = Path("/proc/stat")) -> float | None:
     except (OSError, ValueError, LookupError):
         return None
     return ticks / _TICKS_PER_S
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, within the limit of this process's control group."""
+    available = 1 << 62
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            top = Path(_CGROUP, limit).read_text().strip()
+            used = int(Path(_CGROUP, usage).read_text())
+        except (OSError, ValueError):
+            continue
+        if top.isdigit():
+            available = min(available, max(0, int(top) - used))
+    return available
 
 
 def _quota() -> float | None:

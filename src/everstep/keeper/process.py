@@ -9,7 +9,6 @@ finished, its arena stays as the memory tier until a successor adopts it or comm
 most one run's arenas are kept, one of each of its ranks, and those of ranks whose others live.
 """
 
-import contextlib
 import gc
 import logging
 import os
@@ -23,6 +22,7 @@ from everstep.keeper.arena import SlotState
 from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.home import Home
 from everstep.keeper.live_replica import KEY, LiveReplica
+from everstep.keeper.measured import available_memory
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.serve import Address, Holding, Service
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
@@ -84,7 +84,7 @@ class Keeper:
     def __init__(self, store: str, home: Home, idle_s: float) -> None:
         self._system = _Counting()
         self._disk = tier_at(store, self._system)
-        self._holding = Holding(Memory(_available_bytes() // 2), self._disk)
+        self._holding = Holding(Memory(available_memory() // 2), self._disk)
         self._service: Service | None = None
         self._presence = Presence(self._disk)
         self._home = home
@@ -532,15 +532,6 @@ class Keeper:
 
     def _wake(self) -> None:
         os.eventfd_write(self._alarm, 1)
-
-
-def _available_bytes() -> int:
-    """Of this machine's memory."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _worth(session: Session) -> tuple[bool, int, int]:

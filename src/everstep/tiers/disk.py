@@ -169,34 +169,31 @@ class Disk:
 
         Whoever created it may have died before its own sync.
         """
-        with self._telling("looking for", path, 0):
-            try:
-                number = os.stat(self.root / path).st_ino
-            except FileNotFoundError:
-                return False
-            if self._known_files.get(path) != number:
+        if (found := self._stat(path)) is None:
+            return False
+        if self._known_files.get(path) != found.st_ino:
+            with self._telling("looking for", path, 0):
                 self._sync_directory(os.path.dirname(path))
-                self._known_files[path] = number
-            return True
+            self._known_files[path] = found.st_ino
+        return True
 
     def size(self, path: str) -> int | None:
         """Bytes of a file; None where there is none. Raises Unavailable."""
+        found = self._stat(path)
+        return None if found is None else found.st_size
+
+    def age_s(self, path: str) -> float | None:
+        """Since a file was last written to; None where there is none. Raises Unavailable."""
+        found = self._stat(path)
+        return time.time() - found.st_mtime if found and stat.S_ISREG(found.st_mode) else None
+
+    def _stat(self, path: str) -> os.stat_result | None:
         try:
-            return os.stat(self.root / path).st_size
+            return os.stat(self.root / path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise Unavailable(f"looking for {self.root / path}: {error.strerror}") from error
-
-    def age_s(self, path: str) -> float | None:
-        """Since a file was last written to; None where there is none. Raises Unavailable."""
-        try:
-            found = os.stat(self.root / path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise Unavailable(f"looking at {self.root / path}: {error.strerror}") from error
-        return time.time() - found.st_mtime if stat.S_ISREG(found.st_mode) else None
 
     def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
         """The whole of a small file; raises Missing, or Corrupt where it exceeds `limit` bytes."""
