@@ -15,10 +15,8 @@ Invariants:
 
 import contextlib
 import logging
-import os
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -133,18 +131,10 @@ class LiveReplica:
 
     def _start(self) -> socket.socket:
         """A worker, and the socket to it. Raises OSError."""
-        own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with others, self._lock:
+        with self._lock:
+            self._worker, own = wire.start_worker("everstep.restore.worker", str(self._disk.root))
             if self._is_over:
-                return own
-            self._worker = subprocess.Popen(
-                [sys.executable, "-P", "-m", "everstep.restore.worker", str(self._disk.root)],
-                stdin=others.fileno(),
-                stdout=subprocess.DEVNULL,
-                cwd="/",
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-                start_new_session=True,
-            )
+                self._worker.terminate()
             self._connection, self._is_busy = own, False
             if self._newest and not self._notes:
                 self._notes.append(self._newest)

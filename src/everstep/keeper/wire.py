@@ -8,6 +8,8 @@ import json
 import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +94,22 @@ def connect(path: Path) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def start_worker(*module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process of a module that has torch, with these arguments, and the socket to it, which is
+    its standard input: it ends when that closes. Raises OSError."""
+    own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with others:
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-m", *module],
+            stdin=others.fileno(),
+            stdout=subprocess.DEVNULL,
+            cwd="/",
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+        )
+    return worker, own
 
 
 def check_peer(connection: socket.socket) -> int:

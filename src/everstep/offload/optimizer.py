@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -367,7 +366,7 @@ class _Worker:
         if self._connection:
             wire.send(self._connection, {"type": "step"})
         else:
-            self._connection = self._start()
+            self._process, self._connection = wire.start_worker("everstep.offload.worker")
             shared = self._shared
             fds = [shared.exchange.fd, shared.state.fd, shared.undo.fd]
             said = {"type": "open", "flushes": flushes_denormals()}
@@ -375,19 +374,6 @@ class _Worker:
             wire.send(self._connection, said, fds)
         received = wire.receive(self._connection)
         return received and received[0]
-
-    def _start(self) -> socket.socket:
-        own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with others:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "everstep.offload.worker"],
-                stdin=others.fileno(),
-                stdout=subprocess.DEVNULL,
-                cwd="/",
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-                start_new_session=True,
-            )
-        return own
 
     def close(self) -> None:
         """End it."""

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from everstep.codecs.rounded import rounded
-from everstep.errors import Corrupt, EverstepError
+from everstep.errors import Corrupt
 from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
@@ -28,7 +28,7 @@ from everstep.restore.deliver import Delivery, address, devices_of
 from everstep.restore.earlier import ReadBase, decode
 from everstep.restore.plan import Span, Target, plan
 from everstep.sharding.layout import LocalBox
-from everstep.store.read import check_chunk
+from everstep.store.read import check_chunk, from_first
 from everstep.tiers.files import Source
 
 log = logging.getLogger("everstep")
@@ -151,17 +151,9 @@ class _Task:
 
     def read(self, span: Span) -> None:
         """One span: from the first source whose bytes are right."""
-        sources = self.sources[span.pack]
-        for number, source in enumerate(sources):
-            try:
-                self._read_from(source, span)
-                return
-            except EverstepError as error:
-                if number + 1 == len(sources):
-                    raise
-                log.warning("%s; trying the next source", error)
+        from_first(self.sources[span.pack], partial(self._read_from, span))
 
-    def _read_from(self, source: Source, span: Span) -> None:
+    def _read_from(self, span: Span, source: Source) -> None:
         is_raw = isinstance(source, RawSource)
         for each in map(partial(_raw_span, span.pack), span.targets) if is_raw else [span]:
             self._read_span(source, each)

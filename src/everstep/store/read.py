@@ -4,7 +4,7 @@ import contextlib
 import logging
 import mmap
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import xxhash
@@ -34,11 +34,20 @@ def read_chunk(
     sources: Sequence[Source], offset: int, chunk: memoryview, digest: str, where: str
 ) -> None:
     """Fill it from the first source whose bytes are right; raises what the last one raises."""
+
+    def read(source: Source) -> None:
+        if chunk:
+            source.read_into(offset, chunk)
+        check_chunk(chunk, digest, where)
+
+    from_first(sources, read)
+
+
+def from_first(sources: Sequence[Source], read: Callable[[Source], None]) -> None:
+    """`read` from the first source of which it raises nothing; raises what the last one raises."""
     for number, source in enumerate(sources):
         try:
-            if chunk:
-                source.read_into(offset, chunk)
-            check_chunk(chunk, digest, where)
+            read(source)
             return
         except EverstepError as error:
             if number + 1 == len(sources):
