@@ -215,7 +215,7 @@ class Peer(Objects):
         path: str,
         size_max: int = 0,
         into: memoryview | None = None,
-        progress: Progress | None = None,
+        progress: Progress = lambda done, total: None,
         **more: Any,
     ) -> Any:
         """One request, and what its answer says, or the bytes behind that. All can be made twice: a
@@ -227,7 +227,14 @@ class Peer(Objects):
             is_new = True
             try:
                 link, is_new = self._take()
-                answer, found = _exchange(link, message, size_max, into, progress)
+                with contextlib.ExitStack() as stack:
+                    stack.callback(link.close)
+                    link.send(message)
+                    answer, found = link.receive(size_max, into)
+                    while "done" in answer:
+                        progress(answer["done"], answer["total"])
+                        answer, found = link.receive(size_max, into)
+                    stack.pop_all()  # it serves for the next one
                 break
             except (OSError, EOFError, ValueError) as error:
                 is_over = is_new and time.monotonic() - began >= self._away_s
@@ -268,24 +275,3 @@ class Peer(Objects):
             f"no answer for {self._patience_s:.0f} s" if isinstance(error, TimeoutError) else error
         )
         return Unavailable(f"{what}: the partner at {self._address} is not there: {reason}")
-
-
-def _exchange(
-    link: Link,
-    message: Message,
-    size_max: int,
-    into: memoryview | None,
-    progress: Progress | None,
-) -> tuple[Message, memoryview]:
-    """A request and its answer, after what is told of its progress. On an error it is closed."""
-    try:
-        link.send(message)
-        while True:
-            answer, found = link.receive(size_max, into)
-            if "done" not in answer:
-                return answer, found
-            if progress:
-                progress(answer["done"], answer["total"])
-    except BaseException:
-        link.close()
-        raise
