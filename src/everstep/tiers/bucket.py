@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
 from everstep.tiers.files import EXTENT_BYTES, Await, extents_of
@@ -106,13 +107,13 @@ class Bucket(Objects):
         or the server does not do it (S3: of more than 5 GB). Raises Missing."""
         if not isinstance(other, Bucket):
             return False
-        (place, own), (others, theirs) = (_split(bucket.root) for bucket in (self, other))
-        if place != others:
+        here, there = urlsplit(self.root), urlsplit(other.root)
+        if here[:2] != there[:2]:
             return False
         with self._telling("copying", path, 0):
             try:
-                whole = self._from_url(place)
-                self._api.copy(whole, f"{theirs}/{path}", f"{own}/{path}")
+                whole = self._from_url(f"{here.scheme}://{here.netloc}")
+                self._api.copy(whole, f"{there.path[1:]}/{path}", f"{here.path[1:]}/{path}")
             except self._errors.NotFoundError:
                 raise
             except self._errors.BaseError:
@@ -312,13 +313,6 @@ class Bucket(Objects):
             advice = next((advice for part, advice in _ADVICE.items() if part in text), "")
             text = text.partition(" Debug source:")[0][:400]
             raise Unavailable(f"{what} ({size} bytes): {kind}: {text}{advice}") from error
-
-
-def _split(url: str) -> tuple[str, str]:
-    """A bucket's URL, and what stands before the names of objects there."""
-    scheme, _, rest = url.partition("://")
-    bucket, _, prefix = rest.partition("/")
-    return f"{scheme}://{bucket}", prefix
 
 
 class Upload:
