@@ -51,7 +51,6 @@ class Traffic:
     given_up: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    waiting: int = 0
     newest: int | None = None
     newest_at: float | None = None
     """time.time() at which that was told."""
@@ -65,8 +64,7 @@ class Traffic:
 
     def status(self, waiting: int, speed: Speed) -> wire.Message:
         """For who looks on."""
-        self.waiting = waiting
-        return {**asdict(self), "bytes_per_s": speed.bytes_per_s}
+        return {**asdict(self), "waiting": waiting, "bytes_per_s": speed.bytes_per_s}
 
 
 class Copies(ABC):
