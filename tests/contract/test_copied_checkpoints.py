@@ -7,7 +7,7 @@ import stores
 from everstep import Conflict, Corrupt, Missing, Store, Unavailable
 from everstep.format.packs import Spec
 from everstep.store import catalog, commit, names
-from everstep.store.copy import copy_checkpoint
+from everstep.store.copy import copy_checkpoint, lead
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
@@ -188,6 +188,31 @@ def test_two_writers_of_one_run_are_told_apart(logged, target, tmp_path):
     copy_checkpoint(logged, target, CheckpointName(13, 2))
     with pytest.raises(Conflict, match="another"):
         copy_checkpoint(other, target, CheckpointName(13, 2))
+
+
+class Claiming(Disk):
+    """A writer claims its next epoch, in the tier around, too, while its claims are looked at."""
+
+    around: Disk | None = None
+
+    def list(self, directory):
+        found = super().list(directory)
+        if directory == names.EPOCHS and self.around:
+            around, self.around = self.around, None
+            commit.claim_epoch(self, 2, 14, around=[around])
+        return found
+
+
+def test_a_claim_that_is_made_meanwhile_is_no_other_writers(logged, target):
+    source = Claiming(logged.root)
+    lead(source, target)
+    source.around = target
+    lead(source, target)
+    assert catalog.claimed(source) == [1, 2, 3]
+    assert 3 in catalog.claimed(target)
+    commit.claim_epoch(target, 3, 14)
+    with pytest.raises(Conflict, match="another writer has started epoch 4"):
+        lead(source, target)
 
 
 def test_what_is_taken_away_from_the_target_meanwhile_is_told(logged, target):

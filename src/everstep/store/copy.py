@@ -91,11 +91,13 @@ def lead(source: Readable, target: Target) -> None:
     Raises Conflict where another writer has gone on in the target: it was there first, or has the
     higher number; who writes its own claim before it looks for others' sees any that counts."""
     open_copy(source, target)
-    mine, theirs = set(catalog.claimed(source)), set(catalog.claimed(target))
+    theirs = set(catalog.claimed(target))  # before: a claim of its own may be made meanwhile
+    mine = set(catalog.claimed(source))
     own, others = max(mine, default=0), theirs - mine
     if own in theirs or not others:
         _copy_epochs(source, target, own)
-        others = {number for number in catalog.claimed(target) if number > own}
+        theirs = {number for number in catalog.claimed(target) if number > own}
+        others = theirs - set(catalog.claimed(source))
     if others:
         raise Conflict(
             f"copying to {target.root}: another writer has started epoch {max(others)} there (see "
