@@ -102,7 +102,7 @@ def test_a_pack_that_is_there_is_not_copied_again(logged, target):
 def test_a_file_that_a_writer_left_unfilled_is_not_taken_for_the_pack(logged, tmp_path):
     target = Disk(tmp_path / "target")
     (pack,) = catalog.read_manifest(logged, CheckpointName(10, 1)).parts[0].packs
-    target.write(pack.path, [memoryview(bytes(pack.size))])
+    stores.write(target, pack.path, [memoryview(bytes(pack.size))])
     copied = copy_checkpoint(logged, target, CheckpointName(10, 1))
     assert copied.bytes == pack.size
     assert Store(target.root).verify().ok
