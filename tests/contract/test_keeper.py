@@ -11,6 +11,7 @@ import pytest
 import torch
 from keepers import Process, Trainer, arenas_mapped, crash, descriptors, ended, socket_of, until
 
+import stores
 from everstep import Checkpointer, Store, Unavailable
 from everstep.keeper import home
 from everstep.keeper.arena import Arena
@@ -87,6 +88,22 @@ def test_it_ends_when_the_trainers_have_left(store):
         trainer.start().save(1)
     assert ended(trainer.keeper)
     assert not list(socket_of(store).parent.glob(f"{socket_of(store).stem}.*"))
+
+
+def test_files_of_keepers_that_were_killed_long_ago_go(store, other_store):
+    with Trainer(store) as trainer, Trainer(other_store) as other:
+        for path in socket_of(store), socket_of(other_store):
+            os.utime(path.with_suffix(".lock"), (0, 0))
+        os.kill(trainer.keeper, signal.SIGSTOP)
+        trainer.client.close()
+        os.kill(trainer.keeper, signal.SIGKILL)
+        assert ended(trainer.keeper)
+        with Trainer(store.with_name("third")):
+            left = socket_of(store).with_suffix(".lock")
+            until(lambda: not left.exists(), "the files of the first one go")
+            assert socket_of(other_store).with_suffix(".lock").exists()
+        other.start().save(1)
+    stores.end_keeper(store.with_name("third"))
 
 
 def test_it_ends_when_a_dead_trainer_does_not_come_back(store):

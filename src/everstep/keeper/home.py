@@ -37,6 +37,8 @@ _DIRECTORY_BYTES_MAX = 107 - len("/.sock") - 24
 """Linux takes 107 bytes for the path of a socket."""
 _PATIENCE_S = 5.0
 _TOUCH_S = 3600.0
+_LEFT_S = 86_400.0
+"""How long the files of a keeper that was killed are kept: its log may be wanted."""
 
 
 # ---- the directory -------------------------------------------------------------------------------
@@ -188,6 +190,7 @@ class Home:
         self._path = endpoint.with_suffix(".sock")
         self._lock = lock
         self._touched = time.monotonic()
+        self._is_tidy = False
         self._listen()
 
     @classmethod
@@ -229,6 +232,18 @@ class Home:
         """Replace the socket, whose name is gone. Raises OSError."""
         self.listener.close()
         self._listen()
+
+    def tidy(self) -> None:
+        """Remove, once, what keepers left behind that were killed long ago. There may be so many
+        that no trainer is to wait for it."""
+        if self._is_tidy:
+            return
+        self._is_tidy = True
+        with os.scandir(self._path.parent) as entries:
+            for entry in entries:
+                if entry.name.endswith(".lock"):
+                    with contextlib.suppress(OSError):  # tidiness only
+                        _sweep(Path(entry.path))
 
     def look_after_log(self) -> None:
         """Keep the end of a log that has grown too long; begin another where it was removed."""
@@ -295,6 +310,16 @@ def listen(path: Path) -> socket.socket:
         os.umask(previous)
     listener.listen(_BACKLOG)
     return listener
+
+
+def _sweep(lock_path: Path) -> None:
+    """Remove a keeper's files, if it has ended long ago."""
+    if time.time() - lock_path.stat().st_mtime < _LEFT_S:
+        return
+    lock = take_lock(lock_path)
+    if lock is not None:
+        _remove_files(lock_path)
+        os.close(lock)
 
 
 def _remove_files(lock_path: Path) -> None:

@@ -520,6 +520,7 @@ class Keeper:
         self._looked_home = time.monotonic()
         try:
             self._home.look_after_log()
+            self._home.tidy()
             if not self._home.holds_lock():
                 self._leaving = True  # there is another keeper, for those who come from now on
             elif not self._home.listens():
