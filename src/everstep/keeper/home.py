@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from everstep.errors import Unavailable
@@ -36,6 +37,8 @@ _BACKLOG = 128
 _DIRECTORY_BYTES_MAX = 107 - len("/.sock") - 24
 """Linux takes 107 bytes for the path of a socket."""
 _PATIENCE_S = 5.0
+_NAMES_MAX = 8
+"""Of the directories in /tmp that are tried."""
 _TOUCH_S = 3600.0
 _LEFT_S = 86_400.0
 """How long the files of a keeper that was killed are kept: its log may be wanted."""
@@ -47,16 +50,27 @@ _LEFT_S = 86_400.0
 def runtime_directory() -> Path:
     """Where this user's sockets, locks and keeper logs lie: nobody else can enter it.
 
-    It is EVERSTEP_RUNTIME_DIR where that is set, else XDG_RUNTIME_DIR/everstep where that can be
-    had, else /tmp/everstep-UID. Raises Unavailable.
+    It is the first of these that can be had: EVERSTEP_RUNTIME_DIR (nothing else where that is set),
+    XDG_RUNTIME_DIR/everstep, /tmp/everstep-UID, /tmp/everstep-UID-1 and so on: another user may
+    have made those before. Raises Unavailable.
     """
     if chosen := os.environ.get("EVERSTEP_RUNTIME_DIR"):
         return _prepared(Path(chosen).absolute())
+    *preferred, last = _shared_directories()
+    for directory in preferred:
+        with contextlib.suppress(Unavailable):
+            return _prepared(directory)
+    return _prepared(last)
+
+
+def _shared_directories() -> Iterator[Path]:
+    """Those that all processes of this user try, in this order."""
     given = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    with contextlib.suppress(OSError, Unavailable):
+    with contextlib.suppress(OSError):
         if given.is_absolute() and _is_private(given.stat()):  # su may leave another user's
-            return _prepared(given / "everstep")
-    return _prepared(_temporary_directory() / f"everstep-{os.getuid()}")
+            yield given / "everstep"
+    for suffix in ("", *(f"-{number}" for number in range(1, _NAMES_MAX))):
+        yield _temporary_directory() / f"everstep-{os.getuid()}{suffix}"
 
 
 def _temporary_directory() -> Path:
