@@ -184,7 +184,7 @@ def test_beside_a_checkpointer(store):
     state = {"model": model, "optimizer": optimizer, "note": {"epoch": 3}}
     with everstep.Checkpointer(store, state, strategy=everstep.Full()) as checkpointer:
         checkpointer.save(7).wait("local", 60)
-        with refused(everstep.Conflict, "has a Checkpointer on it"):
+        with refused(everstep.Conflict, "close() that Checkpointer"):
             save(store, {"x": torch.ones(3)})
     other, another = trained(seed=1)
     weights, moments = get_state_dict(other, another)

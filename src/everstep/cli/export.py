@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"%(prog)s {_GRAMMAR} --to FORMAT [options]"
     parser.epilog = "What comes along of each format: docs/interchange.md."
     parser.add_argument("words", nargs="+", metavar=_GRAMMAR, help=_MEANING)
-    parser.add_argument("--to", required=True, choices=_KINDS, metavar="FORMAT", help=_said(_KINDS))
+    said = f"one of {', '.join(_KINDS)}"
+    parser.add_argument("--to", required=True, choices=_KINDS, metavar="FORMAT", help=said)
     parser.add_argument("--part", help="a part of the state: its weights alone, without its name")
     parser.add_argument("--dtype", help="of the floating-point weights, such as bfloat16")
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of files, such as 2GB")
@@ -61,16 +62,10 @@ def run(args: argparse.Namespace) -> int:
         said |= {"left_out": found.left_out, "seconds": seconds}
         print(json.dumps(said, indent=2))
         return 0
-    rate = text.size(int(found.bytes / max(seconds, 1e-9)))
-    tensors = text.plural(found.tensors, "tensor")
-    print(f"{name}: {tensors}, {text.size(found.bytes)}, in {seconds:.1f} s ({rate}/s)")
+    print(f"{name}: {text.moved(found.tensors, found.bytes, seconds)}")
     if found.left_out:
         print(f"tied, and so left out: {text.clean(', '.join(found.left_out))}")
     return 0
-
-
-def _said(kinds: tuple[str, ...]) -> str:
-    return f"one of {', '.join(kinds)}"
 
 
 def _bytes(said: str) -> int:

@@ -61,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
         said |= {"tensors": len(draft.tensors), "left_out": draft.left_out, "seconds": seconds}
         print(json.dumps(said, indent=2))
         return 0
-    rate = text.size(int(size / max(seconds, 1e-9)))
-    tensors = text.plural(len(draft.tensors), "tensor")
-    print(f"{name} from {draft.kind}: {tensors}, {text.size(size)}, in {seconds:.1f} s ({rate}/s)")
+    print(f"{name} from {draft.kind}: {text.moved(len(draft.tensors), size, seconds)}")
     for path, why in draft.left_out.items():
         print(f"left out: {text.clean(path)} ({text.clean(why)})")
     return 0

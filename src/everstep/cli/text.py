@@ -47,6 +47,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def moved(tensors: int, size_bytes: int, seconds: float) -> str:
+    """What an import or export came to: "12 tensors, 1.2 GB, in 3.4 s (353 MB/s)"."""
+    rate = size(int(size_bytes / max(seconds, 1e-9)))
+    return f"{plural(tensors, 'tensor')}, {size(size_bytes)}, in {seconds:.1f} s ({rate}/s)"
+
+
 def time(created: str) -> str:
     """A time of the format as local time to the second; other text as it is."""
     try:

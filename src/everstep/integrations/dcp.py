@@ -64,7 +64,7 @@ from everstep.format.tables import FileLink, Table, TensorEntry, encode_table
 from everstep.format.tiling import find_flaw
 from everstep.integrations.dcp_index import Index, Numbers, Placed, runs_of
 from everstep.keeper.data import Data, Image, Segment, parse
-from everstep.keeper.home import trainers_of
+from everstep.keeper.home import check_no_writer
 from everstep.keeper.persist import apply_retention
 from everstep.keeper.writer import Writer
 from everstep.restore.buffer_pool import empty
@@ -236,13 +236,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         """The checkpoint to be written. Raises Conflict where it is not the newest, or somebody
         else is writing."""
         what = f"saving to {disk.root} with torch.distributed.checkpoint"
-        others = [f"process {pid} has a Checkpointer on it" for pid in trainers_of(self.store)]
-        others += [f"{path} says that somebody writes to it" for path in living(disk)]
-        if others:
-            raise Conflict(
-                f"{what}: {others[0]}. A store has one writer at a time: close() that Checkpointer "
-                f"first, or save to another store"
-            )
+        check_no_writer(self.store, what, living(disk))
         commit.open_store(disk)
         self._parent, step = self._next(disk)
         if self._parent and step <= self._parent.step:

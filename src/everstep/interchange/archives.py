@@ -25,21 +25,22 @@ PICKLE_BYTES_MAX = 1 << 28
 _DIRECTORY_BYTES_MAX = 1 << 26
 _LOCAL = struct.Struct("<4s5H3I2H")
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, LookupError)
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexDoubleStorage": "complex128",
-    "ComplexFloatStorage": "complex64",
-    "UntypedStorage": None,
+STORAGES: dict[str, Any] = {
+    "float64": torch.DoubleStorage,
+    "float32": torch.FloatStorage,
+    "float16": torch.HalfStorage,
+    "bfloat16": torch.BFloat16Storage,
+    "int64": torch.LongStorage,
+    "int32": torch.IntStorage,
+    "int16": torch.ShortStorage,
+    "int8": torch.CharStorage,
+    "uint8": torch.ByteStorage,
+    "bool": torch.BoolStorage,
+    "complex128": torch.ComplexDoubleStorage,
+    "complex64": torch.ComplexFloatStorage,
 }
+"""What a pickle calls the storage of a dtype; of others there are bytes alone."""
+_DTYPES = {kind.__name__: dtype for dtype, kind in STORAGES.items()} | {"UntypedStorage": None}
 
 
 def is_archive(path: Path) -> bool:
@@ -97,9 +98,9 @@ class Archive:
     def _storage(self, identity: Any) -> Storage:
         kind, storage, key, _, count = identity
         name = storage.name.rpartition(".")[2]
-        if kind != "storage" or name not in _STORAGES or type(count) is not int:
+        if kind != "storage" or name not in _DTYPES or type(count) is not int:
             raise ValueError(f"no storage: {identity!r:.200}")
-        stretch, dtype = self._records[f"data/{key}"], _STORAGES[name]
+        stretch, dtype = self._records[f"data/{key}"], _DTYPES[name]
         if not 0 <= count * (ITEM_SIZES[dtype] if dtype else 1) <= stretch.size:
             raise ValueError(f"a storage of {count} items in {stretch.size} bytes")
         return Storage(stretch, dtype)
@@ -123,31 +124,19 @@ def settled(value: Any, where: object) -> Any:
 def makers(where: object) -> dict[str, Callable[..., Any]]:
     """What torch's and numpy's names make in a pickle."""
 
-    def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Found:
-        return view_of(storage, None, offset, shape, strides, where)
+    def tensor(*given: Any, dtype: str | None = None) -> Found:
+        storage, offset, shape, strides = given[:4]
+        return view_of(storage, dtype, offset, shape, strides, where)
 
-    def tensor_of(
-        storage: Any,
-        offset: Any,
-        shape: Any,
-        strides: Any,
-        grad: Any,
-        hooks: Any,
-        dtype: Any,
-        *_: Any,
-    ) -> Found:
-        return view_of(storage, _dtype_of(dtype), offset, shape, strides, where)
-
-    known = {"_rebuild_tensor": tensor, "_rebuild_tensor_v2": tensor}
-    known = {f"torch._utils.{name}": each for name, each in known.items()}
+    known = {f"torch._utils._rebuild_tensor{version}": tensor for version in ("", "_v2")}
 
     def subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
         if not isinstance(function, Global) or function.name not in known:
             return Inert("torch.Tensor", (function, kind, arguments))
         return known[function.name](*arguments)
 
-    known["torch._utils._rebuild_tensor_v3"] = tensor_of
     return known | {
+        "torch._utils._rebuild_tensor_v3": lambda *a: tensor(*a, dtype=dtype_of(a[6])),
         "torch._utils._rebuild_parameter": lambda data, *_: data,
         "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
         "torch._tensor._rebuild_from_type_v2": subclass,
@@ -166,11 +155,12 @@ def _names(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return given
 
 
-def _dtype_of(named: Any) -> str:
-    name = named.name.removeprefix("torch.")
+def dtype_of(named: Any) -> str:
+    """A dtype's name. Raises Unsupported for one that nobody here knows."""
+    name: str = named.name.removeprefix("torch.") if isinstance(named, Global) else ""
     if name not in ITEM_SIZES:
-        raise ValueError(f"{name!r:.80} is no dtype")
-    return str(name)
+        raise Unsupported(f"reading a tensor of dtype {name or named!r:.80}")
+    return name
 
 
 class _Dtype(Buildable):

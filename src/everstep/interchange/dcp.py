@@ -12,8 +12,8 @@ from typing import Any
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.interchange.archives import Archive, makers, settled
-from everstep.interchange.pickles import Global, Inert, read_pickle
+from everstep.interchange.archives import Archive, dtype_of, makers, settled
+from everstep.interchange.pickles import Inert, read_pickle
 from everstep.interchange.tensors import Found, Part
 
 METADATA = ".metadata"
@@ -57,7 +57,7 @@ def _tree(folder: Path, said: Inert) -> dict[str, Any]:
 def _tensor(folder: Path, name: str, said: Inert, lies: Mapping[Any, Inert]) -> Found:
     properties = said.get("properties")
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
-    kind, shape = _dtype_of(dtype), _numbers(said.get("size"))
+    kind, shape = dtype_of(dtype), _numbers(said.get("size"))
     assert shape is not None
     parts = []
     for chunk in said.get("chunks"):
@@ -107,13 +107,6 @@ def _numbers(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
         raise ValueError(f"{value!r:.80} are no lengths")
     return value
-
-
-def _dtype_of(named: Any) -> str:
-    name: str = named.name.removeprefix("torch.") if isinstance(named, Global) else ""
-    if name not in ITEM_SIZES:
-        raise Unsupported(f"reading a tensor of dtype {name or named!r:.80}")
-    return name
 
 
 def _put(tree: dict[Any, Any], way: tuple[Any, ...], value: Any) -> None:

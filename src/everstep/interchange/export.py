@@ -28,15 +28,9 @@ SHARD_BYTES = 5_000_000_000
 
 Progress = Callable[[int, int], None]
 _CONFIG = "config.json"
-_BESIDE: tuple[str, ...] = (
-    "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-)
-_BESIDE += ("special_tokens_map.json", "added_tokens.json", "chat_template*")
-_BESIDE += ("preprocessor_config.json", "processor_config.json")
+_BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.model"]
+_BESIDE += ["special_tokens_map.json", "added_tokens.json", "chat_template*"]
+_BESIDE += ["preprocessor_config.json", "processor_config.json"]
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 

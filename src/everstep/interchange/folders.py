@@ -20,14 +20,8 @@ from everstep.interchange.trees import Options, add_tree
 _TRAINER_STATE = "trainer_state.json"
 _FSDP = "pytorch_model_fsdp"
 _MODULES_MAX = 100_000
-_COUNTED: tuple[str, ...] = (
-    "epoch",
-    "global_step",
-    "num_input_tokens_seen",
-    "total_flos",
-    "log_history",
-)
-_COUNTED += ("best_metric", "best_global_step", "best_model_checkpoint")
+_COUNTED = ["epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"]
+_COUNTED += ["best_metric", "best_global_step", "best_model_checkpoint"]
 
 
 # ---- transformers' Trainer -----------------------------------------------------------------------
@@ -37,7 +31,7 @@ def read_trainer(folder: Path, options: Options) -> Draft:
     """Parts as everstep_trainer() has them. The optimizer's parameters are in the order that the
     installed transformers gives the model of config.json."""
     draft = Draft(folder, "trainer")
-    state = _json(folder / _TRAINER_STATE)
+    state = json.loads((folder / _TRAINER_STATE).read_bytes())
     tree: dict[str, Any] = {options.part: _weights(folder, "")}
     for name, file in (("optimizer", "optimizer.pt"), ("scheduler", "scheduler.pt")):
         tree[name] = _file(folder / file)
@@ -87,12 +81,13 @@ def _orders_of_trainer(folder: Path) -> list[list[str]]:
         import transformers
     except ImportError:
         return []
-    config = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes()) if path.is_file() else {}
     kind = getattr(transformers, str((config.get("architectures") or [""])[0]), None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         return []
     if any(type(n) is int and n > _MODULES_MAX for k, n in config.items() if "layer" in k):
-        raise Corrupt(f"reading {folder}/config.json: a model of so many layers")
+        raise Corrupt(f"reading {path}: a model of so many layers")
     with torch.device("meta"):
         model = kind(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
     decaying = set(transformers.Trainer.get_decay_parameter_names(None, model))
@@ -205,16 +200,6 @@ def _file(path: Path) -> Any:
 
 def _sharded(folder: Path, key: str) -> Any:
     return dcp.read_tree(folder)[key] if (folder / dcp.METADATA).is_file() else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        said = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(f"reading {path}: it is no JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise Corrupt(f"reading {path}: it is no object")
-    return said
 
 
 def _is_wanted(part: str, options: Options) -> bool:

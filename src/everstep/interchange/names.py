@@ -20,15 +20,8 @@ _NO_DECAY = re.compile(
     r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln(?:_|\d|\.|$)",
     re.IGNORECASE,
 )
-_ELEMENTWISE: tuple[str, ...] = (
-    "exp_avg",
-    "exp_avg_sq",
-    "momentum_buffer",
-    "square_avg",
-    "sum",
-    "max_exp_avg_sq",
-)
-_ELEMENTWISE += ("acc_delta", "grad_avg", "exp_inf", "ax", "prev")
+_ELEMENTWISE = ["exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "max_exp_avg_sq"]
+_ELEMENTWISE += ["acc_delta", "grad_avg", "exp_inf", "ax", "prev"]
 _ADVICE = (
     "Write the names of its parameters into a file, as a JSON list in the order of its groups, and "
     "give it by --names: json.dump([names[p] for g in optimizer.param_groups for p in g['params']])"

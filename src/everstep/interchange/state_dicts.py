@@ -93,8 +93,5 @@ def _bare(whole: Whole, name: str) -> str:
 
 
 def _decoded(whole: Whole, value: Any) -> Any:
-    firsts = {
-        alias: name for name, entry in whole.entries.items() for alias in (name, *entry.aliases)
-    }
-    lazy: Callable[[str, str], Any] = lambda name, device: Lazy(firsts[name])  # noqa: E731
+    lazy: Callable[[str, str], Any] = lambda name, device: Lazy(whole.firsts[name])  # noqa: E731
     return decode(value, lazy)

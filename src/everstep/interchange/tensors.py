@@ -83,21 +83,26 @@ class Found:
         return ITEM_SIZES[self.dtype] * prod(self.shape)
 
     @classmethod
-    def whole(cls, dtype: str, shape: Sequence[int], blocks: Blocks, memory: object) -> "Found":
+    def whole(
+        cls,
+        dtype: str,
+        shape: Sequence[int],
+        blocks: Blocks,
+        memory: object,
+        lies: Stretch | None = None,
+    ) -> "Found":
         """One that comes in one piece."""
-        return cls(dtype, tuple(shape), [Part(Box.whole(tuple(shape)), blocks)], memory)
+        return cls(dtype, tuple(shape), [Part(Box.whole(tuple(shape)), blocks)], memory, lies)
 
     @classmethod
     def at(cls, dtype: str, shape: Sequence[int], lies: Stretch, memory: object) -> "Found":
         """One that lies there, row-major."""
-        made = cls.whole(dtype, shape, lies.blocks, memory)
-        return cls(made.dtype, made.shape, made.parts, memory, lies)
+        return cls.whole(dtype, shape, lies.blocks, memory, lies)
 
     def in_a_row(self) -> "Found":
         """The same elements in one dim."""
-        lies = self.lies.part(0, self.lies.size) if self.lies else None
-        made = Found.whole(self.dtype, (prod(self.shape),), self.parts[0].blocks, self.memory)
-        return Found(made.dtype, made.shape, made.parts, made.memory, lies)
+        blocks = self.parts[0].blocks
+        return Found.whole(self.dtype, (prod(self.shape),), blocks, self.memory, self.lies)
 
     def flat(self, shape: tuple[int, ...], start: int, at: int, count: int) -> list[Part]:
         """Of a row of numbers those from `at` on: the row-major elements from `start` on of a

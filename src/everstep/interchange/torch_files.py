@@ -15,25 +15,12 @@ from typing import Any
 import torch
 
 from everstep.format.packs import round_up
+from everstep.interchange.archives import STORAGES
 from everstep.interchange.state_dicts import Lazy
 from everstep.sharding.leaves import bytes_of
 
 Read = Callable[[Sequence[str]], Iterator[torch.Tensor]]
 _ALIGN = 64
-_STORAGES: dict[str, Any] = {
-    "float64": torch.DoubleStorage,
-    "float32": torch.FloatStorage,
-    "float16": torch.HalfStorage,
-    "bfloat16": torch.BFloat16Storage,
-    "int64": torch.LongStorage,
-    "int32": torch.IntStorage,
-    "int16": torch.ShortStorage,
-    "int8": torch.CharStorage,
-    "uint8": torch.ByteStorage,
-    "bool": torch.BoolStorage,
-    "complex128": torch.ComplexDoubleStorage,
-    "complex64": torch.ComplexFloatStorage,
-}
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
@@ -93,7 +80,7 @@ class _Pickler(pickle.Pickler):
         made = self._storages.setdefault(obj.name, _Storage(key, dtype, whole.numel()))
         hooks: OrderedDict[str, Any] = OrderedDict()
         known = (made, 0, shape, whole.stride(), False, hooks)
-        if dtype in _STORAGES:
+        if dtype in STORAGES:
             return torch._utils._rebuild_tensor_v2, known
         return torch._utils._rebuild_tensor_v3, (*known, getattr(torch, dtype))
 
@@ -101,6 +88,6 @@ class _Pickler(pickle.Pickler):
         """How torch names a storage."""
         if not isinstance(obj, _Storage):
             return None
-        kind = _STORAGES.get(obj.dtype, torch.UntypedStorage)
-        item = 1 if obj.dtype in _STORAGES else getattr(torch, obj.dtype).itemsize
+        kind = STORAGES.get(obj.dtype, torch.UntypedStorage)
+        item = 1 if obj.dtype in STORAGES else getattr(torch, obj.dtype).itemsize
         return "storage", kind, obj.key, "cpu", obj.count * item

@@ -59,6 +59,12 @@ class Whole:
         self.optimizers: dict[str, Any] = optimizers_of(tables)
 
     @cached_property
+    def firsts(self) -> dict[str, str]:
+        """Of each name of a tensor its first one."""
+        rows = self.entries.items()
+        return {alias: name for name, entry in rows for alias in (name, *entry.aliases)}
+
+    @cached_property
     def weights(self) -> dict[str, TensorEntry]:
         """The tensors of models: neither optimizers' own nor in an object, but for those objects
         that are part of a model's state_dict."""

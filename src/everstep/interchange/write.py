@@ -6,7 +6,7 @@ The epoch is claimed when all is durable: an import that is broken off leaves no
 
 import mmap
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import xxhash
 
@@ -18,7 +18,7 @@ from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, lay_out
 from everstep.format.tables import FileLink, encode_table
 from everstep.interchange import tensors
 from everstep.interchange.draft import Draft
-from everstep.keeper.home import trainers_of
+from everstep.keeper.home import check_no_writer
 from everstep.sharding.topology import topology
 from everstep.store import catalog, commit, names
 from everstep.store.names import CheckpointName
@@ -44,23 +44,13 @@ def write(
     is_new = disk.size(names.STORE) is None
     if is_new and not is_empty(disk):
         raise Conflict(f"{what}: it is no store, and there is something in it. Name another place")
-    _check_nobody_writes(disk, what, living(disk))
+    check_no_writer(disk.root, what, living(disk))
     parent = None if is_new else _parent(disk, step, branch, what)
     epoch = 1 if is_new else max(catalog.known_epochs(disk), default=0) + 1
     name = CheckpointName(step, epoch)
     with shown(disk):
         _write(disk, draft, name, parent, what, progress)
     return name
-
-
-def _check_nobody_writes(disk: Tier, what: str, claims: Sequence[str] = ()) -> None:
-    """`claims`: of writers to a bucket."""
-    others = [*(f"process {pid}" for pid in trainers_of(disk.root)), *claims]
-    if others:
-        raise Conflict(
-            f"{what}: {others[0]} writes to it. A store has one writer at a time: close() that "
-            f"Checkpointer first, or import to another store"
-        )
 
 
 def _parent(disk: Tier, step: int, branch: bool, what: str) -> CheckpointName | None:
@@ -93,7 +83,7 @@ def _write(
             links.append(link)
         table = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
         part = Part(0, commit.table_link(table), tuple(links), tuple(packs.digests), name.step)
-        _check_nobody_writes(disk, what)
+        check_no_writer(disk.root, what)
         _claim(disk, name, parent, what)
         commit.publish(disk, _manifest(draft, name, parent, run, part), tables=[table])
     except BaseException:

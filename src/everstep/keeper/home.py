@@ -15,10 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from everstep.errors import Unavailable
+from everstep.errors import Conflict, Unavailable
 from everstep.keeper import wire
 from everstep.tiers.objects import Url
 from everstep.tiers.tier import name_of
@@ -131,10 +131,16 @@ def status_of(store: str | os.PathLike[str]) -> wire.Message | None:
     return received[0] if received else {}
 
 
-def trainers_of(store: str | os.PathLike[str]) -> list[int]:
-    """The processes of this node that have a Checkpointer on a store."""
-    said = status_of(store) or {}
-    return [int(each["pid"]) for each in said.get("trainers", ()) if each.get("is_attached")]
+def check_no_writer(store: str | os.PathLike[str], what: str, claims: Sequence[str] = ()) -> None:
+    """Raises Conflict where a process of this node has a Checkpointer on a store, or somebody has
+    `claims` on it (presence.living)."""
+    trainers = (status_of(store) or {}).get("trainers", ())
+    others = [f"process {int(each['pid'])}" for each in trainers if each.get("is_attached")]
+    if found := [*others, *claims]:
+        raise Conflict(
+            f"{what}: {found[0]} writes to it. A store has one writer at a time: close() that "
+            f"Checkpointer first, or choose another store"
+        )
 
 
 # ---- the trainer starts a keeper -----------------------------------------------------------------
