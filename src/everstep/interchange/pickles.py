@@ -13,7 +13,7 @@ are found when a value is settled (`settled`).
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,12 +122,13 @@ class _Machine:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         self.push(Global(f"{module}.{name}".replace("numpy._core.", "numpy.core.", 1)))
 
-    def call(self, function: Any, arguments: Any) -> None:
+    def call(self, function: Any, arguments: Any, named: Any = None) -> None:
         """Make what it makes here: never by importing it."""
         if not isinstance(function, Global) or type(arguments) is not tuple:
             raise TypeError(f"a call of a {type(function).__name__}")
         made = self.makers.get(function.name)
-        self.push(Inert(function.name, arguments) if made is None else made(*arguments))
+        given = (*arguments, named) if named else arguments
+        self.push(Inert(function.name, given) if made is None else made(*given))
 
     def build(self, state: Any) -> None:
         made = self.stack[-1]
@@ -136,7 +137,7 @@ class _Machine:
         elif isinstance(made, Buildable):
             made.build(state)
 
-    def extend(self, items: list[Any]) -> None:
+    def extend(self, items: Sequence[Any]) -> None:
         made = self.stack[-1]
         if isinstance(made, Inert):
             made.items += items
@@ -145,7 +146,7 @@ class _Machine:
         else:
             raise TypeError(f"items for a {type(made).__name__}")
 
-    def update(self, items: list[Any]) -> None:
+    def update(self, items: Sequence[Any]) -> None:
         made = self.stack[-1]
         if isinstance(made, Inert):
             made.items += items
@@ -174,26 +175,6 @@ def _key(value: Any) -> Any:
     return value
 
 
-def _new_with_names(machine: _Machine) -> None:
-    named, arguments, kind = machine.pop(), machine.pop(), machine.pop()
-    machine.call(kind, (*arguments, named) if named else arguments)
-
-
-def _call(machine: _Machine) -> None:
-    arguments, function = machine.pop(), machine.pop()
-    machine.call(function, arguments)
-
-
-def _find_on_stack(machine: _Machine) -> None:
-    name, module = machine.pop(), machine.pop()
-    machine.find(module, name)
-
-
-def _entry(machine: _Machine) -> None:
-    value, key = machine.pop(), machine.pop()
-    machine.update([key, value])
-
-
 def _last(machine: _Machine, count: int) -> tuple[Any, ...]:
     if len(machine.stack) < count:
         raise IndexError("the stack is empty")
@@ -203,6 +184,13 @@ def _last(machine: _Machine, count: int) -> tuple[Any, ...]:
 
 
 _Step = Callable[[_Machine, Any], None]
+
+
+def _takes(count: int, act: Callable[..., None]) -> _Step:
+    """A step that is given so many from the top of the stack."""
+    return lambda machine, _: act(machine, *_last(machine, count))
+
+
 _PUSHED = "BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINSTRING SHORT_BINSTRING BINUNICODE "
 _PUSHED += "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8"
 _STEPS: dict[str, _Step] = {
@@ -210,12 +198,12 @@ _STEPS: dict[str, _Step] = {
     **dict.fromkeys(("PROTO", "FRAME"), lambda m, a: None),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), lambda m, a: m.put(a)),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, a: m.get(a)),
-    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda m, a: _call(m)),
-    "NEWOBJ_EX": lambda m, a: _new_with_names(m),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _takes(2, _Machine.call)),
+    "NEWOBJ_EX": _takes(3, _Machine.call),
     "GLOBAL": lambda m, a: m.find(*a.split(" ", 1)),
-    "STACK_GLOBAL": lambda m, a: _find_on_stack(m),
-    "BUILD": lambda m, a: m.build(m.pop()),
-    "BINPERSID": lambda m, a: m.find_persistent(m.pop()),
+    "STACK_GLOBAL": _takes(2, _Machine.find),
+    "BUILD": _takes(1, _Machine.build),
+    "BINPERSID": _takes(1, _Machine.find_persistent),
     "NONE": lambda m, a: m.push(None),
     "NEWTRUE": lambda m, a: m.push(True),
     "NEWFALSE": lambda m, a: m.push(False),
@@ -225,10 +213,10 @@ _STEPS: dict[str, _Step] = {
     "TUPLE2": lambda m, a: m.push(_last(m, 2)),
     "TUPLE3": lambda m, a: m.push(_last(m, 3)),
     "EMPTY_LIST": lambda m, a: m.push([]),
-    "APPEND": lambda m, a: m.extend([m.pop()]),
+    "APPEND": _takes(1, lambda m, *items: m.extend(items)),
     "APPENDS": lambda m, a: m.extend(m.pop_mark()),
     "EMPTY_DICT": lambda m, a: m.push({}),
-    "SETITEM": lambda m, a: _entry(m),
+    "SETITEM": _takes(2, lambda m, *items: m.update(items)),
     "SETITEMS": lambda m, a: m.update(m.pop_mark()),
     "EMPTY_SET": lambda m, a: m.push(set()),
     "ADDITEMS": lambda m, a: m.add(m.pop_mark()),
@@ -241,17 +229,9 @@ _STEPS: dict[str, _Step] = {
 # ---- what names make, beside tensors ---------------------------------------------------------
 
 
-def _ordered(items: Iterable[Any] = ()) -> "OrderedDict[Any, Any]":
-    made: OrderedDict[Any, Any] = OrderedDict()
+def _filled(made: dict[Any, Any], items: Iterable[Any] = ()) -> dict[Any, Any]:
     for key, value in items:
         made[_key(key)] = value
-    return made
-
-
-def _counter(items: Mapping[Any, Any] | None = None) -> "Counter[Any]":
-    made: Counter[Any] = Counter()
-    for key, value in (items or {}).items():
-        made[key] = value
     return made
 
 
@@ -291,8 +271,8 @@ def _numbers(made: type, *given: Any) -> Any:
 
 
 _MAKERS: Makers = {
-    "collections.OrderedDict": _ordered,
-    "collections.Counter": _counter,
+    "collections.OrderedDict": lambda *a: _filled(OrderedDict(), *a),
+    "collections.Counter": lambda *a: _filled(Counter(), *(each.items() for each in a)),
     "collections.defaultdict": _defaultdict,
     "collections.deque": _deque,
     "_codecs.encode": _encode,
