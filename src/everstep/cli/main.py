@@ -21,6 +21,8 @@ COMMANDS = {
     "tag": "give a checkpoint a name, or take one away",
     "fork": "begin a new run at a checkpoint, without a copy of it on one file system",
     "diff": "compare two checkpoints: tensors, hyperparameters, objects",
+    "average": "make a checkpoint of the mean of the weights of several",
+    "merge": "make a checkpoint of layers of several, with their optimizer state",
     "rm": "delete checkpoints, and the data that only they need",
     "gc": "delete files that failed attempts left behind",
     "materialize": "make a whole state of a step that is a log, by replaying its records",

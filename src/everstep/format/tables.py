@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -62,6 +62,7 @@ _TABLE = {
     "packs": [{"size": natural, "header": natural, "digest": natural, "still?": bool}],
     "tensors": [_TENSOR],
     "optimizers": {str: {"groups": {str: natural}, "state": {str: [str]}}},
+    "rest?": [_TENSOR],
 }
 
 
@@ -118,12 +119,14 @@ class Table:
     """What stays the same from step to step: the packs, the tensors by name, and the optimizers.
 
     Each optimizer has `groups` (parameter name to hyperparameter set) and `state` (parameter name
-    to its tensor keys).
+    to its tensor keys). `rest`: what lies in these packs beside them, and is of another checkpoint
+    alone, with which this one shares the packs (versions/merge.py).
     """
 
     packs: tuple[PackShape, ...]
     tensors: dict[str, TensorEntry]
     optimizers: dict[str, dict[str, Any]]
+    rest: tuple[TensorEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,24 +176,14 @@ def encode_table(
 
 def seal_table(table: Table) -> bytes:
     """The sealed document of a table, whose tensors are sorted by name."""
-    rows = []
-    for name, entry in table.tensors.items():
-        row: dict[str, Any] = {
-            "name": name,
-            "dtype": entry.spec.dtype,
-            "shape": entry.spec.shape,
-            "device": entry.device,
-            "pieces": [_piece_to_json(piece) for piece in entry.pieces],
-        }
-        if entry.aliases:
-            row["aliases"] = entry.aliases
-        if entry.strides is not None:
-            row["strides"] = entry.strides
-        rows.append(row)
-    packs = [pack.to_json() for pack in table.packs]
-    return seal(
-        {"format": FORMAT_VERSION, "packs": packs, "tensors": rows, "optimizers": table.optimizers}
-    )
+    document = {
+        "format": FORMAT_VERSION,
+        "packs": [pack.to_json() for pack in table.packs],
+        "tensors": list(map(_entry_to_json, table.tensors.values())),
+        "optimizers": table.optimizers,
+    }
+    rest = list(map(_entry_to_json, table.rest))
+    return seal({**document, "rest": rest} if rest else document)
 
 
 @uncollected
@@ -203,9 +196,11 @@ def decode_table(data: bytes | memoryview, path: object) -> Table:
     )
     try:
         entries = [_entry_from_json(row, packs) for row in value["tensors"]]
+        rest = tuple(_entry_from_json(row, packs) for row in value.get("rest", ()))
     except ValueError as error:
         raise malformed(path, f": {error}") from error
-    return Table(packs, {entry.spec.name: entry for entry in entries}, value["optimizers"])
+    tensors = {entry.spec.name: entry for entry in entries}
+    return Table(packs, tensors, value["optimizers"], rest)
 
 
 def is_own(name: str) -> bool:
@@ -239,8 +234,8 @@ def extents(table: Table) -> list[Extent]:
         Extent(index, 0, pack.header, pack.digest, "the header")
         for index, pack in enumerate(table.packs)
     ]
-    for name, entry in table.tensors.items():
-        what, item_size = f"tensor {name!r}", plane_count(entry.spec.dtype)
+    for entry in chain(table.tensors.values(), table.rest):
+        what, item_size = f"tensor {entry.spec.name!r}", plane_count(entry.spec.dtype)
         for piece in entry.pieces:
             pack, at, digest = piece.pack, piece.offset, piece.digest
             if chunk_count(piece.size) == 1:  # as of nearly all of a million
@@ -262,6 +257,21 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         size *= length
     return True
+
+
+def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": entry.spec.name,
+        "dtype": entry.spec.dtype,
+        "shape": entry.spec.shape,
+        "device": entry.device,
+        "pieces": [_piece_to_json(piece) for piece in entry.pieces],
+    }
+    if entry.aliases:
+        row["aliases"] = entry.aliases
+    if entry.strides is not None:
+        row["strides"] = entry.strides
+    return row
 
 
 def _piece_to_json(piece: Piece) -> dict[str, Any]:

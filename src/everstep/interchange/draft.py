@@ -14,14 +14,26 @@ import torch
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
+from everstep.format.manifest import Manifest, Part
+from everstep.format.tables import Table
 from everstep.format.tiling import find_flaw
 from everstep.interchange.pickles import Inert, Settler
 from everstep.interchange.tensors import Found
 from everstep.sharding.leaves import canonical
 from everstep.sharding.ranked import Share, own_name
 from everstep.state.objects import Json, encode
+from everstep.tiers.tier import Tier
 
 _STRUCTURE = ("params", "param_names")
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A part of another checkpoint, whose packs this one has, too, as `table` says."""
+
+    tier: Tier
+    part: Part
+    table: Table
 
 
 @dataclass(slots=True)
@@ -32,13 +44,17 @@ class Draft:
     where: object
     kind: str
     step: int | None = None
+    strategy: str = "import"
     tensors: dict[str, Found] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)
     """As a piece table has them: groups, and keys of the state, by parameter."""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, Json] = field(default_factory=dict)
-    ranks: list[dict[str, Any]] = field(default_factory=list)
+    ranks: Sequence[dict[str, Any]] = ()
+    borrowed: list[Borrowed] = field(default_factory=list)
+    like: Manifest | None = None
+    """Whose topology it has."""
     left_out: dict[str, str] = field(default_factory=dict)
     """By path what was not taken, and why."""
     _owners: dict[object, str] = field(default_factory=dict)
@@ -107,10 +123,12 @@ class Draft:
         if len(values) == 1:
             self.add_object(name, values[0])
             return
-        self.ranks = self.ranks or [{} for _ in values]
-        for rank, value in enumerate(values):
-            share = Share(rank, len(values))
-            self.ranks[rank][name] = share.to_json(self.encoded(name, value, rank))
+        before = self.ranks or [{} for _ in values]
+        shares = (Share(rank, len(values)) for rank in range(len(values)))
+        self.ranks = [
+            {**own, name: share.to_json(self.encoded(name, value, rank))}
+            for rank, (own, share, value) in enumerate(zip(before, shares, values, strict=True))
+        ]
 
     def encoded(self, path: str, value: Any, rank: int | None = None) -> Json:
         """Tagged JSON, whose tensors are the draft's, under their paths."""

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from everstep.codecs.codec import master_of
 from everstep.errors import Missing, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.format.global_tensors import optimizers_of
+from everstep.format.global_tensors import Version, optimizers_of
 from everstep.format.manifest import Manifest
 from everstep.format.packed import encoded_chunks
 from everstep.format.packs import Spec, chunk_count
@@ -43,7 +44,7 @@ class Whole:
 
     def __init__(self, disk: Tier, name: CheckpointName, loader: Loader) -> None:
         """Raises Missing, Corrupt; Unsupported for a log that only its own program can replay."""
-        self.name, self._disk, self._loader = name, disk, loader
+        self.name, self.disk, self._loader = name, disk, loader
         self._candidate = Candidate(name, disk)
         chain = self._candidate.describe()
         self.manifest: Manifest = chain.last.manifest
@@ -91,12 +92,12 @@ class Whole:
         heads = sorted(set(map(_head, self.weights)))
         if named is None and len(heads) != 1:
             found = f"weights in {', '.join(heads)}: say which, by --part" if heads else "no model"
-            raise Missing(f"exporting step {self.name.step} of {self._disk.root}: it has {found}")
+            raise Missing(f"exporting step {self.name.step} of {self.disk.root}: it has {found}")
         prefix = f"{named or heads[0]}."
         chosen = {n.removeprefix(prefix): n for n in self.weights if n.startswith(prefix)}
         if not chosen:
             raise Missing(
-                f"exporting step {self.name.step} of {self._disk.root}: it has no weights in "
+                f"exporting step {self.name.step} of {self.disk.root}: it has no weights in "
                 f"{named!r}, but in {', '.join(heads)}"
             )
         return chosen
@@ -135,6 +136,17 @@ class Whole:
     def _empty(self, name: str, box: Box) -> torch.Tensor:
         entry = self.entries[name]
         return empty(replace(entry, spec=replace(entry.spec, shape=box.lengths), strides=None))
+
+    @property
+    def sharable(self) -> Version:
+        """Its parts, where another checkpoint may name their packs: each chunk of them decodes
+        without what it is not beside."""
+        version = self._versions[0] if len(self._versions) == 1 and self._replayed is None else ()
+        needs_others = any(
+            part.base is not None or any(master_of(each.codec) for each in part.encoded or ())
+            for part, _ in version
+        )
+        return () if needs_others else version
 
     @cached_property
     def contents(self) -> dict[str, dict[Box, tuple[str | None, ...]]]:

@@ -6,7 +6,9 @@ The epoch is claimed when all is durable: an import that is broken off leaves no
 
 import mmap
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import xxhash
 
@@ -15,14 +17,15 @@ from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, lay_out
-from everstep.format.tables import FileLink, encode_table
+from everstep.format.tables import FileLink, encode_table, seal_table
 from everstep.interchange import tensors
-from everstep.interchange.draft import Draft
+from everstep.interchange.draft import Borrowed, Draft
 from everstep.keeper.home import check_no_writer
 from everstep.sharding.topology import topology
 from everstep.store import catalog, commit, names
 from everstep.store.names import CheckpointName
 from everstep.store.presence import is_empty, living, shown
+from everstep.store.read import PackCheck, opened
 from everstep.tiers.files import EXTENT_BYTES
 from everstep.tiers.tier import Tier
 
@@ -81,14 +84,35 @@ def _write(
             link = FileLink(names.pack_path(name, token, number), pack.size)
             disk.stream(link.path, _regrouped(packs.blocks(number)), pack.size)
             links.append(link)
-        table = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
-        part = Part(0, commit.table_link(table), tuple(links), tuple(packs.digests), name.step)
+        shared = list(chain.from_iterable(_take(disk, each) for each in draft.borrowed))
+        disk.sync_entries(shared)
+        own = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
+        tables = [own, *(seal_table(each.table) for each in draft.borrowed)]
+        made = Part(0, commit.table_link(own), tuple(links), tuple(packs.digests), name.step)
+        parts = [
+            replace(part, rank=number, table=commit.table_link(table), steps=name.step)
+            for number, (part, table) in enumerate(
+                zip((made, *(each.part for each in draft.borrowed)), tables, strict=True)
+            )
+        ]
         check_no_writer(disk.root, what)
         _claim(disk, name, parent, what)
-        commit.publish(disk, _manifest(draft, name, parent, run, part), tables=[table])
+        commit.publish(disk, _manifest(draft, name, parent, run, parts), tables=tables)
     except BaseException:
         commit.discard_packs(disk, name, links)
         raise
+
+
+def _take(disk: Tier, borrowed: Borrowed) -> Iterator[str]:
+    """Have a part's packs: as the same files where they can be; those are told. What is copied is
+    compared with its digests."""
+    for index, link in enumerate(borrowed.part.packs):
+        if disk.share(borrowed.tier, link.path):
+            yield link.path
+            continue
+        check = PackCheck(borrowed.part, index, borrowed.table)
+        with opened(borrowed.tier, link) as reader:
+            disk.stream(link.path, check.checked(reader), link.size)
 
 
 def _claim(disk: Tier, name: CheckpointName, parent: CheckpointName | None, what: str) -> None:
@@ -100,20 +124,23 @@ def _claim(disk: Tier, name: CheckpointName, parent: CheckpointName | None, what
 
 
 def _manifest(
-    draft: Draft, name: CheckpointName, parent: CheckpointName | None, run: str, part: Part
+    draft: Draft,
+    name: CheckpointName,
+    parent: CheckpointName | None,
+    run: str,
+    parts: Sequence[Part],
 ) -> Manifest:
-    ranks = len(draft.ranks)
-    said = {"strategy": "import", "from": draft.kind, "source": str(draft.where)}
+    said = {"strategy": draft.strategy, "from": draft.kind, "source": str(draft.where)}
     return Manifest(
         step=name.step,
         epoch=name.epoch,
         run=run,
         created=commit.now(),
-        parts=(part,),
+        parts=tuple(parts),
         objects=draft.objects,
         hyperparameters=draft.hyperparameters,
         parent=parent and parent._asdict(),
-        topology=topology(max(1, ranks)),
+        topology=draft.like.topology if draft.like else topology(max(1, len(draft.ranks))),
         capture=said,
         ranks=tuple(draft.ranks),
     )

@@ -1,0 +1,289 @@
+"""A checkpoint that is made of layers of others, with their optimizer state and hyperparameters
+(LLMTailor, Minqiu Sun et al., 2025).
+
+Nothing is computed, so that packs are shared: each source's parts get a table that names, as what
+they are called here, the tensors that were taken of them, and the others as the `rest`. What cannot
+be shared (a log's step, what is encoded against other bytes, a tensor's second use) is copied.
+"""
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from everstep.errors import Conflict, EverstepError, Mismatch
+from everstep.format.boxes import Box, flat_boxes
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.tables import Table, TensorEntry
+from everstep.interchange.draft import Borrowed, Draft
+from everstep.interchange.tensors import Found
+from everstep.interchange.whole import Whole
+from everstep.interchange.write import Progress, write
+from everstep.restore.load import Loader
+from everstep.sharding.leaves import bytes_of
+from everstep.state.objects import references
+from everstep.store import catalog, names
+from everstep.store.names import CheckpointName
+from everstep.tiers.tier import Tier, tier_at
+from everstep.versions.recipe import Recipe, Source, Take, read_recipe
+
+_BLOCK_BYTES = 16 << 20
+
+
+@dataclass(slots=True)
+class Merged:
+    """What a merge came to: tensors taken from each source, bytes that were shared and copied."""
+
+    name: CheckpointName
+    taken: dict[str, int]
+    bytes: int
+    bytes_shared: int
+
+
+def merge(recipe: Path, to: str, progress: Progress = lambda done, total: None) -> Merged:
+    """Make the new store `to` with the checkpoint of a recipe; blocks. Takes memory for some
+    blocks, and of a log's step for its state. Raises Mismatch, which tells all that does not fit,
+    before anything is written; Missing and ValueError for a recipe that cannot be read, Conflict
+    where something is there, Corrupt, Unavailable."""
+    found = read_recipe(recipe)
+    with Loader() as loader:
+        sources = _Sources(to, loader, found.problems)
+        plan = _Plan.of(found, sources)
+        if plan is None or found.problems:
+            problems = found.problems
+            raise Mismatch(
+                f"merging {recipe}: nothing was written, as {len(problems)} "
+                f"{'thing does' if len(problems) == 1 else 'things do'} not fit: "
+                f"{'; '.join(problems)}"
+            )
+        target = new_store(to, "merging")
+        draft = plan.draft(recipe)
+        name = write(target, draft, plan.base.name.step, progress=progress)
+    shared = sum(each.part.size for each in draft.borrowed)
+    copied = sum(each.size for each in draft.tensors.values())
+    return Merged(name, plan.counts(), copied, shared)
+
+
+def new_store(to: str, what: str) -> Tier:
+    """A place where no checkpoint is yet. Raises Conflict."""
+    target = tier_at(to)
+    if target.size(names.STORE) is not None and catalog.committed(target):
+        raise Conflict(f"{what} to {to}: it has checkpoints already. Name another place")
+    return target
+
+
+class _Sources:
+    """The checkpoints of a recipe, each opened once."""
+
+    def __init__(self, to: str, loader: Loader, problems: list[str]) -> None:
+        self._to, self._loader, self._problems = to, loader, problems
+        self._known: dict[Source, Whole | None] = {}
+        self._opened: dict[tuple[str, CheckpointName], Whole] = {}
+
+    def find(self, source: Source) -> Whole | None:
+        """None, with a problem told once, where it cannot be had."""
+        if source not in self._known:
+            self._known[source] = None
+            try:
+                self._known[source] = self._open(source)
+            except (EverstepError, ValueError, OSError) as error:
+                self._problems.append(f"{source}: {error}")
+        return self._known[source]
+
+    def _open(self, source: Source) -> Whole:
+        if os.path.realpath(source.store) == os.path.realpath(self._to):
+            raise ValueError("it is where the merged checkpoint is to be")
+        disk = tier_at(source.store)
+        name = catalog.find(disk, source.step)
+        key = str(disk.root), name
+        if key not in self._opened:
+            self._opened[key] = Whole(disk, name, self._loader)
+        return self._opened[key]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Which tensor of the merged state is which of a source. `tensors`: by first names, with the
+    entry as it will be, the source and the name there."""
+
+    base: Whole
+    tensors: dict[str, tuple[TensorEntry, Whole, str]]
+    optimizers: dict[str, Any]
+    hyperparameters: dict[str, Any]
+    objects: dict[str, Any]
+    problems: list[str]
+    taken: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, recipe: Recipe, sources: _Sources) -> "_Plan | None":
+        """None where the base cannot be read; problems are noted in the recipe."""
+        base = sources.find(recipe.base) if recipe.base else None
+        found = [(take, sources.find(take.source)) for take in recipe.takes]
+        if base is None:
+            return None
+        plan = cls(
+            base,
+            {name: (entry, base, name) for name, entry in base.entries.items()},
+            copy.deepcopy(base.optimizers),
+            copy.deepcopy(base.manifest.hyperparameters),
+            copy.deepcopy(base.manifest.objects),
+            recipe.problems,
+        )
+        if base.manifest.streams:
+            streams = ", ".join(base.manifest.streams)
+            plan.problems.append(f"{recipe.base}: a merge takes no streams, and it has {streams}")
+        for take, source in found:
+            if source is not None:
+                plan.take(take, source)
+        return plan
+
+    def take(self, take: Take, source: Whole) -> None:
+        """Put what it means in the place of what the base has. Notes problems."""
+        where = f"take {take.number} (of {take.source})"
+        names_of = {
+            name: (name, *entry.aliases)
+            for name, entry in source.entries.items()
+            if name in source.weights
+        }
+        chosen = [name for name, known in names_of.items() if any(map(take.matches, known))]
+        if not chosen:
+            self.problems.append(f"{where}: no tensor is called {take.tensors!r}")
+        firsts = {each: name for name, entry in self.base.entries.items() for each in entry.aliases}
+        for name in chosen:
+            called = next(each for each in names_of[name] if take.matches(each))
+            new = take.renamed(called)
+            new = firsts.get(new, new)
+            if new not in self.base.entries:
+                self.problems.append(f"{where}: the base has no tensor {new!r}")
+            elif (said := _kind(source.entries[name])) != (own := _kind(self.base.entries[new])):
+                self.problems.append(f"{where}: {name!r} is {said}, and {new!r} {own} in the base")
+            elif new in self.taken:
+                self.problems.append(f"{where}: {new!r} is taken twice")
+            else:
+                self.taken.add(new)
+                self._put(new, source, name)
+                if take.optimizer:
+                    self._take_state(where, source, name, new)
+
+    def _put(self, new: str, source: Whole, name: str) -> None:
+        known, entry = self.base.entries.get(new), source.entries[name]
+        spec = replace(entry.spec, name=new)
+        kept = (known.aliases, known.device, known.strides) if known else ((), entry.device, None)
+        self.tensors[new] = TensorEntry(spec, entry.pieces, *kept), source, name
+
+    def _take_state(self, where: str, source: Whole, name: str, new: str) -> None:
+        """The optimizer state and hyperparameters of a parameter."""
+        for optimizer, own in self.optimizers.items():
+            if new not in own["groups"]:
+                continue
+            theirs = source.optimizers.get(optimizer, {"groups": {}, "state": {}})
+            if name not in theirs["groups"]:
+                self.problems.append(
+                    f"{where}: it has no state of {optimizer!r} for {name!r}: optimizer = false "
+                    f"leaves the base's"
+                )
+                continue
+            sets = source.manifest.hyperparameters.get(optimizer, [])
+            chosen = sets[theirs["groups"][name]]
+            objects = source.manifest.objects.get(optimizer) or {}
+            plain = objects.get("state", {}).get(name)
+            if "state_dict" in objects or next(iter(references([chosen, plain])), None):
+                self.problems.append(
+                    f"{where}: {optimizer!r} keeps for {name!r} what only its own program can take "
+                    f"apart: optimizer = false leaves the base's"
+                )
+                continue
+            for key in own["state"].pop(new, ()):
+                self.tensors.pop(f"{optimizer}.{new}.{key}", None)
+            if keys := theirs["state"].get(name):
+                own["state"][new] = list(keys)
+                for key in keys:
+                    self._put(f"{optimizer}.{new}.{key}", source, f"{optimizer}.{name}.{key}")
+            self._set_plain(optimizer, new, plain)
+            mine = self.hyperparameters.setdefault(optimizer, [])
+            if not any(repr(each) == repr(chosen) for each in mine):
+                mine.append(chosen)
+            own["groups"][new] = next(
+                i for i, each in enumerate(mine) if repr(each) == repr(chosen)
+            )
+
+    def _set_plain(self, optimizer: str, name: str, value: Any) -> None:
+        """What an optimizer keeps of a parameter that is no tensor."""
+        said = self.objects.get(optimizer)
+        if value is None:
+            if isinstance(said, dict):
+                said.get("state", {}).pop(name, None)
+            return
+        said = self.objects.setdefault(optimizer, {"state": {}, "other": {}})
+        said["state"][name] = value
+
+    def counts(self) -> dict[str, int]:
+        """Tensors by source."""
+        told = (f"{whole.disk.root} {whole.name}" for _, whole, _ in self.tensors.values())
+        return dict(Counter(told))
+
+    def draft(self, recipe: Path) -> Draft:
+        """All of it, to be written."""
+        draft = Draft(
+            str(recipe), ", ".join(self.counts()), strategy="merge", like=self.base.manifest
+        )
+        draft.optimizers, draft.hyperparameters = self.optimizers, self.hyperparameters
+        draft.objects, draft.ranks = self.objects, self.base.manifest.ranks
+        wholes = {id(whole): whole for _, whole, _ in self.tensors.values()}
+        left = dict(self.tensors)
+        for whole in wholes.values():
+            wanted: dict[str, TensorEntry] = {}
+            for new, (entry, source, name) in self.tensors.items():
+                if source is whole and name not in wanted and whole.sharable:
+                    wanted[name] = entry
+                    del left[new]
+            draft.borrowed += _borrowed(whole, wanted)
+        for new, (entry, whole, name) in left.items():
+            draft.add_tensor(new, found_in(whole, name))
+            if entry.aliases:
+                draft.aliases[new] = list(entry.aliases)
+        return draft
+
+
+def _borrowed(whole: Whole, wanted: Mapping[str, TensorEntry]) -> Iterator[Borrowed]:
+    for part, table in whole.sharable:
+        chosen = {
+            wanted[name].spec.name: replace(wanted[name], pieces=entry.pieces)
+            for name, entry in table.tensors.items()
+            if name in wanted
+        }
+        rest = [entry for name, entry in table.tensors.items() if name not in wanted]
+        if chosen:
+            own = Table(table.packs, dict(sorted(chosen.items())), {}, (*rest, *table.rest))
+            yield Borrowed(whole.disk, part, own)
+
+
+def found_in(whole: Whole, name: str) -> Found:
+    """A tensor of a checkpoint, read block by block."""
+    spec = whole.entries[name].spec
+    return Found.whole(spec.dtype, spec.shape, lambda: blocks([(whole, name)], _same), None)
+
+
+def _same(tensors: list[Any]) -> Any:
+    return tensors[0]
+
+
+def blocks(
+    sources: list[tuple[Whole, str]], joined: Callable[[list[Any]], Any]
+) -> Iterator[memoryview]:
+    """The elements of tensors of one shape and dtype, some at a time, as `joined` makes one of
+    them."""
+    spec = sources[0][0].entries[sources[0][1]].spec
+    count = Box.whole(spec.shape).count
+    step = max(1, _BLOCK_BYTES // ITEM_SIZES[spec.dtype])
+    for start in range(0, count, step):
+        for box in flat_boxes(spec.shape, start, min(count, start + step)):
+            read = [next(whole.read_boxes([(name, box)]))[2] for whole, name in sources]
+            yield bytes_of(joined(read)).numpy().data
+
+
+def _kind(entry: TensorEntry) -> str:
+    return f"{entry.spec.dtype} {list(entry.spec.shape)}"
