@@ -22,7 +22,32 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Whole states, each of one step."""
+    """Whole states, each of one step.
+
+    thin: of these modules a checkpoint has the newest that was saved of them, which may be of an
+        earlier step: by names or patterns ("model.blocks.*": a star is one name between dots), to
+        a factor n. Each save writes about the n-th part of what a pattern matches, module by module
+        in turn, with the optimizer state of these parameters; all else each time. The first save,
+        one after a restore or after a failure, and a tagged one write all. What is restored is not
+        exact then.
+    """
+
+    thin: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, TypeError."""
+        if self.thin is None:
+            return
+        is_named = isinstance(self.thin, Mapping) and all(type(key) is str for key in self.thin)
+        if not is_named or not self.thin:
+            raise TypeError(f"thin must be a dict of factors by patterns, not {self.thin!r}")
+        for pattern, factor in self.thin.items():
+            if type(factor) is not int or factor < 2:
+                raise ValueError(
+                    f"thin[{pattern!r}] must be a whole number of saves from 2 on, not {factor!r}; "
+                    f"what is to be in each save is left out of thin"
+                )
+        object.__setattr__(self, "thin", dict(self.thin))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from everstep.capture.choice import Choice
@@ -78,6 +79,8 @@ class Captures:
         self._passes = 0
         """So many more steps are told that are not saved here."""
         self._planners: dict[object, Planner] = {}
+        self._plan: Plan | None = None
+        """Of what was captured last."""
         self._streams = Streams(disk, state.streams)
         self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
@@ -198,7 +201,11 @@ class Captures:
     def _capture(
         self, handle: SaveHandle, request: Request, captured: Captured, *, waits: bool
     ) -> None:
-        plan = self._planner(captured).plan(captured.collected)
+        thin = captured.thin
+        planner = self._planner(captured)
+        plan = planner.plan(thin.all, thin.turns) if thin else planner.plan(captured.collected)
+        if thin and plan is not self._plan:  # what was saved before lies in other packs
+            captured = Captured(thin.all, thin=replace(thin, kept=frozenset()))
         if (lent := self.pool.lent) and not self._copier.was_given(lent):  # that call was cut off
             self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
             self.pool.take_back(lent)
@@ -217,6 +224,7 @@ class Captures:
         capture.streams = streams
         try:
             self.strategy.begun(captured, handle)
+            self._plan = plan
             if not captured.continues:
                 self._whole_call = handle.call
             if captured.record is not None and not self._state.world.is_alone:
@@ -281,6 +289,7 @@ class Captures:
             PLACE: self._client.place.here,
             "record": captured.record,
             "share": captured.share,
+            "kept": sorted(captured.thin.kept) if captured.thin else [],
         }
 
     def _leave_out(self, step: int, call: int, reason: str) -> None:

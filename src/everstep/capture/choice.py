@@ -17,6 +17,7 @@ from everstep.capture.log import STATES, Log
 from everstep.capture.rank_agreement import RankAgreement
 from everstep.capture.spread import Spread
 from everstep.capture.strategy import Run, Strategy
+from everstep.capture.thin import Thin
 from everstep.capture.trust import Trust
 from everstep.capture.window import gradient_item
 from everstep.errors import Unsupported
@@ -88,7 +89,13 @@ class Choice:
     def _first(self, how: options.Full | options.Spread | options.Log | None) -> Strategy:
         why = self._why_no_log_here
         if isinstance(how, options.Full):
-            return Spread(self.run, self._every, window=1)
+            whole = Spread(self.run, self._every, window=1)
+            if how.thin and self.run.ranks.is_on_nodes:
+                raise Unsupported(
+                    "everstep.Full(thin=...) and ranks on several nodes: that is for ranks of one "
+                    "node. Leave thin= out"
+                )
+            return Thin(self.run, whole, how.thin) if how.thin else whole
         if isinstance(how, options.Log):
             if why:
                 raise Unsupported(f"strategy='log': {why}. Use strategy='full' or 'auto'")

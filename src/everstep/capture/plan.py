@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -45,9 +46,11 @@ class Planner:
         self._known: tuple[ref[Walk], tuple[Spec, ...], Mapping[str, list[str]]] | None = None
         """By reference only: a record's walk has gradients, whose memory is not to be held."""
         self._forms: list[tuple[Any, ...]] = []
+        self._turns: Mapping[str, int] = {}
 
-    def plan(self, collected: Collected) -> Plan:
-        """The plan for this state; the same object as the last one where nothing differs."""
+    def plan(self, collected: Collected, turns: Mapping[str, int] = MappingProxyType({})) -> Plan:
+        """The plan for this state; the same object as the last one where nothing differs. `turns`:
+        of its tensors, by name (Thinned)."""
         loose = tuple(leaf.spec for leaf in collected.loose)
         known = self._known
         still = self._look.look(collected.walk) if self._look else frozenset()
@@ -55,6 +58,7 @@ class Planner:
             self._plan
             and known
             and still == self._still
+            and turns == self._turns
             and known[0]() is collected.walk
             and known[1:] == (loose, collected.aliases)
         ):
@@ -66,12 +70,13 @@ class Planner:
             self._plan is not None
             and self._forms == forms
             and self._still == still
+            and self._turns == turns
             and self._plan.aliases == collected.aliases
             and self._plan.optimizers == walk.optimizers
         )
         if not fits:
-            self._plan = _make(leaves, collected.aliases, walk.optimizers, still)
-            self._forms, self._still = forms, still
+            self._plan = _make(leaves, collected.aliases, walk.optimizers, still, turns)
+            self._forms, self._still, self._turns = forms, still, turns
         self._known = (ref(walk), loose, collected.aliases)
         assert self._plan is not None
         return self._plan
@@ -89,6 +94,7 @@ def _make(
     aliases: Mapping[str, list[str]],
     optimizers: Mapping[str, Any],
     still: Container[str],
+    turns: Mapping[str, int],
 ) -> Plan:
     specs = [leaf.spec for leaf in leaves]
     devices = {leaf.name: str(leaf.tensor.device) for leaf in leaves}
@@ -99,7 +105,8 @@ def _make(
         raise Unsupported(
             f"capturing: several tensors have the same name, rename parts of the state: {twice}"
         )
-    layout = lay_out(specs, still)
+    of_entries = {spec.entry: turns[spec.name] for spec in specs if spec.name in turns}
+    layout = lay_out(specs, still, of_entries)
     starts = pack_starts(pack.size for pack in layout.packs)
     offsets = {
         spec.entry: starts[piece.pack] + piece.offset

@@ -7,7 +7,7 @@ cannot go on it raises Unsupported, and a whole state is captured in place of wh
 (trust.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -38,6 +38,16 @@ _FREE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
+class Thinned:
+    """Of a state of which some is saved in turn: all of it, the turn of each tensor that has one,
+    by its name, and the turns of which nothing is captured."""
+
+    all: Collected
+    turns: Mapping[str, int]
+    kept: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Captured:
     """What is to be captured for a step: a whole state; or the record that leads to it; or a share
     of a window (keeper/writer.py), which is some pieces and the record for those before."""
@@ -49,6 +59,7 @@ class Captured:
     """What is digested meanwhile; the digests are among its leaves."""
     is_awaited: bool = False
     """A whole state that is worth waiting for memory, because records go on from it."""
+    thin: Thinned | None = None
 
     @property
     def continues(self) -> bool:

@@ -98,6 +98,7 @@ def _facts(path: str, reference: str | None, *, with_pieces: bool) -> dict[str, 
         "added": catalog.added_bytes(manifest),
         "previous": asdict(manifest.previous) if manifest.previous else None,
         "base": asdict(base) if (base := manifest.behind) and not manifest.previous else None,
+        "thinned": {str(step): share for step, share in manifest.shares_by_step().items()},
         "chain": chain,
         "broken": broken,
         "whole": chains.whole(name),
@@ -175,7 +176,7 @@ def _tensor_facts(
         for name, entry in table.tensors.items():
             facts = found.get((part.steps, name))
             if facts is None:
-                facts = found[part.steps, name] = _new_facts(entry, part)
+                facts = found[part.steps, name] = _new_facts(entry, part, manifest.older)
             for piece in entry.pieces:
                 numbers = range(piece.digest, piece.digest + chunk_count(piece.size))
                 stored = _stored_size(part, piece, numbers)
@@ -193,11 +194,12 @@ def _tensor_facts(
     return [{**each, **{key: sorted(each[key]) for key in summed}} for each in found.values()]
 
 
-def _new_facts(entry: TensorEntry, part: Part) -> dict[str, Any]:
+def _new_facts(entry: TensorEntry, part: Part, older: Mapping[int, int]) -> dict[str, Any]:
     sums = {"size": 0, "stored": 0, "referenced": 0, "chunks": 0}
     found: dict[str, Any] = {"codecs": set(), "in_packs": set(), "pieces": []}
     digest = part.digests[entry.pieces[0].digest]
-    said = {"device": entry.device, "aliases": entry.aliases, "digest": digest}
+    step = older.get(entry.pieces[0].pack, part.steps)
+    said = {"device": entry.device, "aliases": entry.aliases, "digest": digest, "step": step}
     return {**asdict(entry.spec), **said, **sums, **found}
 
 
@@ -244,6 +246,7 @@ def _summary(facts: Facts) -> list[str]:
         *_section("written", f"{text.time(facts['created'])} ({text.age(facts['created'])})"),
         *_origin_lines(facts),
         *_section("calls", _call_texts(facts["records"])),
+        *_section("thinned", _thinned_text(facts["thinned"])),
         *_section("whole", _whole_text(facts["whole"])),
         *_section("unproven", text.clean(facts["unproven"] or "")),
         *_section("metrics", text.pairs(facts["metrics"])),
@@ -339,6 +342,11 @@ def _call_text(call: Facts) -> str:
         "unscaled by the optimizer" if call["scaler"] else "",
     ]
     return " · ".join(text.clean(word) for word in words if word)
+
+
+def _thinned_text(shares: Mapping[str, float]) -> str:
+    each = ", ".join(f"{share:.0%} of step {step}" for step, share in shares.items())
+    return f"not of one step: of its bytes, {each}" if each else ""
 
 
 def _whole_text(whole: Facts | None) -> str:

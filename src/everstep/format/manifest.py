@@ -25,6 +25,10 @@ LEFT_OUT = "left_out"
 """Stands in what is said of a record's capture: the parts of which it has no tensors, so that it is
 not exact."""
 
+OLDER = "older"
+"""Stands in what is said of the capture of a state that is not of one step: by the numbers of packs
+that have tensors of an earlier one, that step."""
+
 FORMS = ("clips", "compressed")
 """What a record's calls say of gradients that are not as the optimizer consumed them."""
 
@@ -226,6 +230,23 @@ class Manifest:
     def behind(self) -> Previous | None:
         """What is needed beside its files: what records go on from, or differences are to."""
         return self.previous or next((part.base for part in self.parts if part.base), None)
+
+    @property
+    def older(self) -> dict[int, int]:
+        """Of a thinned state: the packs, by their numbers, that have an earlier step's tensors, and
+        which."""
+        said = self.capture.get(OLDER)
+        rows = said.items() if isinstance(said, dict) else ()
+        return {int(n): step for n, step in rows if n.isdecimal() and type(step) is int}
+
+    def shares_by_step(self) -> dict[int, float]:
+        """Of a thinned state: which share of its bytes each earlier step has, the newest first."""
+        sizes: dict[int, int] = {}
+        packs = [pack for part in self.parts for pack in part.packs]
+        for number, step in self.older.items():
+            if number < len(packs):
+                sizes[step] = sizes.get(step, 0) + packs[number].size
+        return {step: sizes[step] / self.size for step in sorted(sizes, reverse=True)}
 
     @property
     def all_parts(self) -> tuple[Part, ...]:

@@ -70,7 +70,7 @@ class _Pack:
     header: int
     section: Section
     pieces: list[_Placed]
-    still: bool
+    kind: tuple[bool, int]
 
 
 def merge(ranks: Sequence[RankTable], *, are_all: bool = True) -> Merged:
@@ -91,7 +91,7 @@ def merge(ranks: Sequence[RankTable], *, are_all: bool = True) -> Merged:
         placed = [(pack, found, at) for pack in file for found, at in _place(entries, pack)]
         headers.append(header := entries.encode())
         size = len(header) + entries.size
-        shapes.append(PackShape(size, len(header), number, file[0].still))
+        shapes.append(PackShape(size, len(header), number, *file[0].kind))
         for pack, (entry, piece), at in placed:
             digest = digests[pack.position, piece.digest]
             again = replace(piece, pack=number, offset=len(header) + at, digest=digest)
@@ -242,7 +242,7 @@ def _packs(ranks: Sequence[RankTable]) -> list[_Pack]:
                 shape.header,
                 Section(position, start + shape.header, shape.size - shape.header),
                 [],
-                shape.still,
+                (shape.still, shape.turn),
             )
             for shape, start in zip(shapes, starts, strict=False)
         ]
@@ -270,12 +270,13 @@ def _digests(found: Sequence[_Pack], first: int) -> dict[tuple[int, int], int]:
 
 
 def _files(found: Sequence[_Pack]) -> Iterator[list[_Pack]]:
-    """The packs that go into one file each; the still ones last, in files of their own."""
+    """The packs that go into one file each; the still ones last, and by their turns, in
+    files of their own."""
     file: list[_Pack] = []
     count = 0
-    for pack in sorted(found, key=lambda pack: pack.still):
+    for pack in sorted(found, key=lambda pack: pack.kind):
         is_full = count + len(pack.pieces) > packs.ENTRIES_PER_PACK_MAX
-        if file and (is_full or pack.still != file[0].still):
+        if file and (is_full or pack.kind != file[0].kind):
             yield file
             file, count = [], 0
         file.append(pack)

@@ -11,14 +11,16 @@ allows no holes. A header depends only on names, dtypes, shapes: it stays the sa
 step.
 
 What seems not to change (frozen weights) lies in packs of its own, which come last: `still`. Where
-all bytes of one are those of an earlier checkpoint, the manifest names that one's file.
+all bytes of one are those of an earlier checkpoint, the manifest names that one's file. So do
+tensors that are saved in turn, by their turns; the manifest names the file of their last one.
 """
 
 import json
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
+from types import MappingProxyType
 
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
@@ -104,12 +106,14 @@ class Entries:
 @dataclass(frozen=True, slots=True)
 class PackLayout:
     """A pack before it is written: its header (length and blanks included), the index of the
-    header's digest, the size of the file, and whether it seems not to change."""
+    header's digest, the size of the file, whether it seems not to change, or waits for its turn
+    (PackShape)."""
 
     header: bytes
     digest: int
     size: int
     still: bool = False
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +162,14 @@ def pack_starts(sizes: Iterable[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
 
 
-def lay_out(specs: Sequence[Spec], still: Container[str] = ()) -> Layout:
-    """Place every tensor, or its box, into packs; those whose entries are `still` into packs of
-    their own. Pure and deterministic: same specs, same bytes.
+def lay_out(
+    specs: Sequence[Spec],
+    still: Container[str] = (),
+    turns: Mapping[str, int] = MappingProxyType({}),
+) -> Layout:
+    """Place every tensor, or its box, into packs; those whose entries are `still`, and those of
+    each of the `turns` (from 1 on), into packs of their own. Pure and deterministic: same specs,
+    same bytes.
 
     Raises Unsupported for names that cannot stand in a safetensors header.
     """
@@ -168,7 +177,7 @@ def lay_out(specs: Sequence[Spec], still: Container[str] = ()) -> Layout:
     pieces: list[Piece | None] = [None] * len(specs)
     packs: list[PackLayout] = []
     digest = 0
-    for is_still, members in _members(specs, still):
+    for kind, members in _members(specs, still, turns):
         entries = Entries()
         offsets = [_place(entries, specs[i]) for i in members]
         entries.pad(round_up(entries.size))
@@ -179,16 +188,21 @@ def lay_out(specs: Sequence[Spec], still: Container[str] = ()) -> Layout:
             box = specs[i].box or Box.whole(specs[i].shape)
             pieces[i] = Piece(box, len(packs), len(header) + offset, size, digest)
             digest += chunk_count(size)
-        packs.append(PackLayout(header, header_digest, len(header) + entries.size, is_still))
+        packs.append(PackLayout(header, header_digest, len(header) + entries.size, *kind))
     placed = tuple(piece for piece in pieces if piece is not None)
     return Layout(tuple(specs), placed, tuple(packs), digest)
 
 
-def _members(specs: Sequence[Spec], still: Container[str]) -> Iterator[tuple[bool, list[int]]]:
-    """Which specs lie in each pack, and whether it is a still one."""
-    order = sorted(range(len(specs)), key=lambda i: _rank(specs[i]))
-    groups = [[i for i in order if (specs[i].entry in still) is kind] for kind in (False, True)]
-    for kind, group in zip((False, True), groups, strict=True):
+def _members(
+    specs: Sequence[Spec], still: Container[str], turns: Mapping[str, int]
+) -> Iterator[tuple[tuple[bool, int], list[int]]]:
+    """Which specs lie in each pack, whether it is a still one, and its turn."""
+    groups: dict[tuple[bool, int], list[int]] = {}
+    for i in sorted(range(len(specs)), key=lambda i: _rank(specs[i])):
+        entry = specs[i].entry
+        turn = 0 if entry in still else turns.get(entry, 0)
+        groups.setdefault((turn > 0 or entry in still, turn), []).append(i)
+    for kind, group in sorted(groups.items()):
         for first in range(0, len(group), ENTRIES_PER_PACK_MAX):
             yield kind, group[first : first + ENTRIES_PER_PACK_MAX]
 

@@ -58,8 +58,9 @@ _TENSOR = {
     "aliases?": [str],
     "strides?": [natural],
 }
+_PACK = {"size": natural, "header": natural, "digest": natural, "still?": bool, "turn?": natural}
 _TABLE = {
-    "packs": [{"size": natural, "header": natural, "digest": natural, "still?": bool}],
+    "packs": [_PACK],
     "tensors": [_TENSOR],
     "optimizers": {str: {"groups": {str: natural}, "state": {str: [str]}}},
     "rest?": [_TENSOR],
@@ -101,17 +102,20 @@ class TensorEntry:
 @dataclass(frozen=True, slots=True)
 class PackShape:
     """A pack as its table knows it: file size, size of the header, index of the header's digest,
-    whether it seems not to change (packs.py)."""
+    whether a file of an earlier checkpoint may have it (packs.py): as it seems not to change, or is
+    saved at some steps, with all of the same `turn`."""
 
     size: int
     header: int
     digest: int
     still: bool = False
+    turn: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in a table."""
         known = {"size": self.size, "header": self.header, "digest": self.digest}
-        return {**known, "still": True} if self.still else known
+        more = {"still": self.still, "turn": self.turn}
+        return known | {key: value for key, value in more.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +173,8 @@ def encode_table(
             None if order is None else tuple(order),
         )
     packs = tuple(
-        PackShape(pack.size, len(pack.header), pack.digest, pack.still) for pack in layout.packs
+        PackShape(pack.size, len(pack.header), pack.digest, pack.still, pack.turn)
+        for pack in layout.packs
     )
     return seal_table(Table(packs, tensors, dict(optimizers)))
 
@@ -191,7 +196,13 @@ def decode_table(data: bytes | memoryview, path: object) -> Table:
     """Parse and check a piece table; raises Corrupt."""
     value = unseal(data, path, _TABLE)
     packs = tuple(
-        PackShape(pack["size"], pack["header"], pack["digest"], pack.get("still", False))
+        PackShape(
+            pack["size"],
+            pack["header"],
+            pack["digest"],
+            pack.get("still", False),
+            pack.get("turn", 0),
+        )
         for pack in value["packs"]
     )
     try:

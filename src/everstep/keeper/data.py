@@ -38,7 +38,7 @@ from everstep.format.tables import Extent, FileLink, Table, decode_table, extent
 from everstep.keeper.base import Base
 from everstep.keeper.encoder import SMALL_BYTES, Encoding
 from everstep.keeper.job import Arrival, Job
-from everstep.keeper.still import Content, Seen, contents
+from everstep.keeper.still import Content, Kept, Seen, contents
 from everstep.keeper.writer import Writer
 from everstep.store import commit, names
 from everstep.store.commit import NewPack
@@ -173,15 +173,23 @@ class Data:
         is_record: bool,
         link_bytes_per_s: float | None = None,
         base: Base | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """`link_bytes_per_s`: of the slowest tier that it goes to. `base`: what chunks may be
-        differences to. Raises Unsupported where a trainer gives its slot up."""
+        differences to. `kept`: which packs the image has nothing of. Raises Unsupported where a
+        trainer gives its slot up."""
         self.document = image.parsed.document
         self._written: list[commit.NewPack] = []
+        self._kept = kept
         self._links: dict[int, FileLink] = {}
+        if kept:
+            self._links = {number: kept.part.packs[number] for number in kept.steps}
         self._seconds = 0.0
         self._writer = writer
         self._image = image
+        shapes = image.parsed.table.packs
+        # With turns a copy may be of another step than the master that it is rounded from.
+        has_turns = any(pack.turn for pack in shapes)
         self._is_record = is_record
         self._encoding = writer.encoder.begin(
             self.document,
@@ -189,15 +197,15 @@ class Data:
             image.view,
             link_bytes_per_s,
             is_record=is_record,
-            table=None if is_record else image.parsed.table,
+            table=None if is_record or has_turns else image.parsed.table,
             base=base if base and base.document == self.document else None,
         )
         self._packed: dict[int, Stored] = {}
         self._shares: list[Future[dict[int, str]]] = []
-        shapes = image.parsed.table.packs
         is_packed = bool(self._encoding.encoders)
         self._moving = [number for number, shape in enumerate(shapes) if not shape.still]
-        self._begin_digests(set(range(len(shapes))) - set(self._moving if is_packed else ()))
+        others = set(range(len(shapes))) - self._links.keys()
+        self._begin_digests(others - set(self._moving if is_packed else ()))
 
     def write(self, name: CheckpointName, token: str | None = None) -> None:
         """Write the files of a checkpoint; they are durable after `sync`, and when the entries of
@@ -235,6 +243,8 @@ class Data:
         all of it has arrived, and is digested."""
         writer, shapes = self._writer, self._image.parsed.table.packs
         for number, pack in enumerate(self._image.packs):
+            if self._kept and number in self._kept.steps:
+                continue
             if shapes[number].still:
                 with self._waiting():
                     content = self._contents[number]
@@ -286,8 +296,10 @@ class Data:
         if self._encoding.encoders:
             self._packed = {}
             self._begin_digests(self._moving)
-        unwritten = tuple(FileLink(f"{names.DATA}/unwritten", size) for size in sizes)
-        links = self.links if is_written else unwritten
+        links = tuple(
+            self._links.get(number) or FileLink(f"{names.DATA}/unwritten", size)
+            for number, size in enumerate(sizes)
+        )
         return Part(0, table, links, tuple(each.digest for each in self._stored()), step)
 
     def _packed_part(self, table: FileLink, step: int) -> Part:
@@ -329,6 +341,12 @@ class Data:
             if each.digest in digests
         }
         found = raw | self._packed
+        if kept := self._kept:
+            found |= {
+                each.digest: Stored(each.size, kept.part.digests[each.digest])
+                for each in self._image.parsed.extents
+                if each.pack in kept.steps
+            }
         return [found[index] for index in range(len(found))]
 
     @cached_property

@@ -11,6 +11,7 @@ from everstep.errors import EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of
 from everstep.format.manifest import (
     LEFT_OUT,
+    OLDER,
     Manifest,
     Part,
     Previous,
@@ -23,7 +24,7 @@ from everstep.keeper.data import Data
 from everstep.keeper.existing import CALL, check_same
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import GivenUp
-from everstep.keeper.still import NOTHING_SEEN
+from everstep.keeper.still import NOTHING_SEEN, find_kept
 from everstep.keeper.writer import Outcome, Share, Writer
 from everstep.store import catalog, commit, names, retain
 from everstep.store.names import CheckpointName
@@ -176,7 +177,17 @@ class Save:
         link = writer.link_bytes_per_s(job.step, goes_everywhere=is_record or is_tagged)
         is_state = not is_record and self._share is None and not job.nodes
         base = writer.base_for(job.step, is_tagged=is_tagged) if is_state else None
-        self._data = Data(writer, job.image(), is_record, link, base)
+        image, kept = job.image(), None
+        if said["kept"]:
+            parent = self._before.name if self._before else writer.parent
+            table = image.parsed
+            link_to = commit.table_link(table.document)
+            kept = find_kept(writer.disk, parent, link_to, table.table, said["kept"])
+        if kept:
+            older = {str(number): step for number, step in kept.steps.items()}
+            capture = {**self._manifest.capture, OLDER: older}
+            self._manifest = replace(self._manifest, capture=capture, exact=False)
+        self._data = Data(writer, image, is_record, link, base, kept)
         self._is_begun = True
         try:
             self._write_data()

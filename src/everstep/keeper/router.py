@@ -75,8 +75,10 @@ class Router:
 
     def _place_of(self, save: NodeSave) -> Name:
         said = save.describe()
+        capture = said["capture"]
         is_whole = not (said["record"] or said["share"] or said["tag"] or said["streams"])
-        if not is_whole or said["capture"].get("strategy") == "log" or self._writer.epoch is None:
+        leads_on = capture.get("strategy") == "log" or "thin" in capture
+        if not is_whole or leads_on or self._writer.epoch is None:
             return "local"
         tiers: dict[Name, Durable] = {"local": self._look("local"), "remote": self._look("remote")}
         step = Step(save.step, save.size)

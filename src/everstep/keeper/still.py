@@ -6,11 +6,12 @@ manifests reach, and a manifest appears only while all files that it names are t
 """
 
 import logging
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from operator import eq
 from typing import NamedTuple
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, Unavailable
+from everstep.format.manifest import Part
 from everstep.format.packs import chunk_count, entry_name
 from everstep.format.tables import FileLink, Table, extents
 from everstep.store import catalog
@@ -44,6 +45,36 @@ class _Last(NamedTuple):
 
     digests: Sequence[str]
     quiet: Set[str]
+
+
+class Kept(NamedTuple):
+    """Packs of which nothing is captured this time: the part of the checkpoint before that has
+    them, and by their numbers the steps that they are of."""
+
+    part: Part
+    steps: Mapping[int, int]
+
+
+def find_kept(
+    disk: Tier, parent: CheckpointName | None, link: FileLink, table: Table, turns: Container[int]
+) -> Kept | None:
+    """What a thinned state has of those of these `turns`; None where they have no packs. `link`: of
+    its table. Raises Unavailable where the checkpoint before has not got them: the next save
+    writes all."""
+    numbers = [number for number, pack in enumerate(table.packs) if pack.turn in turns]
+    if not numbers:
+        return None
+    try:
+        before = catalog.read_manifest(disk, parent) if parent else None
+    except EverstepError as error:
+        raise Unavailable(f"looking for what is not due at this save: {error}") from error
+    part = next((each for each in before.parts if each.table == link), None) if before else None
+    if before is None or part is None:
+        raise Unavailable(
+            f"looking for what is not due at this save: {parent or 'no checkpoint'} has not got "
+            f"it. All is written next"
+        )
+    return Kept(part, {number: before.older.get(number, before.step) for number in numbers})
 
 
 class StillPacks:

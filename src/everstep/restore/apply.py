@@ -94,6 +94,16 @@ def _check_exact(
     base = chain.base.manifest
     if base.exact:
         return
+    if shares := base.shares_by_step():
+        of = ", ".join(f"{share:.0%} of step {step}" for step, share in shares.items())
+        problem = (
+            f"restoring step {candidate.name.step}: {sum(shares.values()):.0%} of its bytes are of "
+            f"earlier steps ({of}), as it was thinned (exact: false)"
+        )
+        if must_be_exact:
+            raise Unsupported(f"{problem}. Restore a step with a tag, or exact='allow'")
+        log.warning("%s", problem)
+        return
     what = "It" if not chain.logs else f"Step {base.step}, from which it goes on,"
     problem = (
         f"restoring step {candidate.name.step}: what is stored of it is the run's own but for last "

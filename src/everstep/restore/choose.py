@@ -153,10 +153,11 @@ class Candidate:
             found: list[list[Source]] = []
             for index, pack in enumerate(part.packs):
                 here: list[Source] = []
-                if self.held:
+                is_kept = self.held is not None and index in self.held.manifest.older
+                if self.held and not is_kept:  # of what was not due memory has nothing
                     here.append(self.held.packs[index])
                 here += self.near(pack)
-                if not self.held or self.held.is_committed:
+                if not self.held or self.held.is_committed or is_kept:
                     here += self.files(pack, stack, direct=not self.is_shared)
                 found.append(here)
             yield found

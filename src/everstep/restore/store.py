@@ -154,6 +154,18 @@ class Store:
             raise Unsupported(self._no_state(manifest))
         return state
 
+    def restore_plan(self, step: int | str | None = None) -> dict[str, int]:
+        """The step that each tensor of a checkpoint is of, by all its names: its own, but for what
+        was not due in a thinned save (everstep.Full(thin=...)). Raises what `state` does."""
+        state = self.state(step)
+        older = state.older
+        return {
+            each: older.get(entry.pieces[0].pack, state.step)
+            for table in self.tables(state)
+            for name, entry in table.tensors.items()
+            for each in (name, *entry.aliases)
+        }
+
     def tag(self, step: int | str, tag: str) -> CheckpointName:
         """Let `tag` name a checkpoint, which is returned; a tag that exists moves. Raises Missing;
         ValueError for a tag that could be taken for a step."""

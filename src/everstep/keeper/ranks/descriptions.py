@@ -27,6 +27,7 @@ def merge_descriptions(
         "own": ranks,
         "record": record and {**record, "calls": calls},
         "share": share,
+        "kept": sorted({turn for said in each for turn in said.get("kept", ())}),
     }, mapping
 
 

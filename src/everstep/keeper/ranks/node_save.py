@@ -85,7 +85,7 @@ class NodeSave:
             if not self.place.is_alone:
                 check_held(self.step, zip(self.place.ranks, self.each, strict=True))
                 said, self._mapping = merge_descriptions(self.each)
-            self._said = {"record": None, "share": None, "streams": {}, **said}
+            self._said = {"record": None, "share": None, "streams": {}, "kept": [], **said}
         return self._said
 
     def image(self) -> Image:

@@ -1,0 +1,150 @@
+"""Thinned whole states: of some layers a checkpoint has the newest that was saved of them, and not
+that of its own step.
+
+    save               1 (all)   2     3     4     5
+    block 0, block 2   new       new   ·     new   ·        {"model.blocks.*": 2}
+    block 1, block 3   new       ·     new   ·     new
+    all else           new       new   new   new   new
+
+A *turn* is what is saved at the same one of a factor's saves: its tensors lie in packs of their
+own, and the keeper names those of the checkpoint before where they are not due (keeper/data.py). A
+parameter's optimizer state is of its parameter's turn.
+Source: LLMTailor (layer-wise tailoring of checkpoints).
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+from zlib import crc32
+
+from everstep.capture.spread import Spread
+from everstep.capture.strategy import Captured, Request, Run, Thinned, part_of
+from everstep.capture.window import why_undivided
+from everstep.handle import SaveHandle
+from everstep.state.view import Collected, Walk
+
+
+@dataclass(frozen=True, slots=True)
+class _Deal:
+    """Of one walk: the turn of each tensor that has one, by its name."""
+
+    walk: ref[Walk]
+    turns: dict[str, int]
+    kept: dict[frozenset[int], Collected]
+    """What is left of the state without these turns; copies are bound to its walk."""
+
+
+class Thin:
+    """Whole states, as `whole` takes them, without what is not due. For the thread that trains; of
+    several ranks all count saves alike."""
+
+    def __init__(self, run: Run, whole: Spread, factors: Mapping[str, int]) -> None:
+        self._run = run
+        self._whole = whole
+        self._factors = factors
+        self._patterns = [(_compiled(pattern), factor) for pattern, factor in factors.items()]
+        self._slots = [(n, slot) for n in sorted(set(factors.values())) for slot in range(n)]
+        """What each turn is of, from 1 on: a factor, and which of its saves."""
+        self._deal: _Deal | None = None
+        self._saves: int | None = None
+        """Since the last one that had all; None: the next has."""
+
+    def wants(self, step: int) -> bool:
+        """See Strategy."""
+        return self._whole.wants(step)
+
+    def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
+        """See Strategy."""
+        return self._whole.current(step, collect)
+
+    def choose(self, request: Request, collected: Collected) -> Captured | None:
+        """See Strategy: what has a name, and the last before the end, has all."""
+        captured = self._whole.choose(request, collected)
+        if captured is None:
+            return None
+        if self._deal is None or self._deal.walk() is not collected.walk:
+            self._deal = self._dealt(collected)
+        deal, saves = self._deal, self._saves
+        if saves is None or request.tag or request.must_wait:
+            return replace(captured, thin=Thinned(collected, deal.turns))
+        numbered = enumerate(self._slots, 1)
+        kept = frozenset(turn for turn, (factor, slot) in numbered if saves % factor != slot)
+        return Captured(self._without(collected, kept), thin=Thinned(collected, deal.turns, kept))
+
+    def begun(self, captured: Captured, handle: SaveHandle) -> None:
+        """See Strategy."""
+        self._whole.begun(captured, handle)
+        is_thinned = captured.thin and captured.thin.kept and self._saves is not None
+        self._saves = (self._saves or 0) + 1 if is_thinned else 0
+
+    def break_off(self) -> None:
+        """See Strategy."""
+        self._whole.break_off()
+        self._saves = None
+
+    def describe(self) -> dict[str, Any]:
+        """See Strategy."""
+        return {**self._whole.describe(), "thin": dict(self._factors)}
+
+    def _without(self, collected: Collected, kept: frozenset[int]) -> Collected:
+        assert self._deal
+        turns, known = self._deal.turns, self._deal.kept.get(kept)
+        if known is None:
+            due = [leaf for leaf in collected.walk.leaves if turns.get(leaf.name) not in kept]
+            known = self._deal.kept[kept] = part_of(collected, due, (), ())
+        return replace(collected, walk=known.walk)
+
+    def _dealt(self, collected: Collected) -> _Deal:
+        """At the first save ranks agree that there is something to each pattern. Raises
+        ValueError."""
+        walk, numbers, turns = collected.walk, set[int](), dict[str, int]()
+        of_optimizers = dict(_optimizer_tensors(walk))
+        for name in {leaf.name for leaf in walk.leaves}.difference(of_optimizers):
+            called = (name, *collected.aliases.get(name, ()))
+            if match := next(filter(None, map(self._match, called)), None):
+                numbers.add(match[0])
+                turns |= dict.fromkeys(called, match[1])
+        turns |= {name: turns[p] for name, p in of_optimizers.items() if p in turns}
+        if self._deal is None:
+            self._check(numbers, [leaf.name for leaf in walk.leaves])
+        return _Deal(ref(walk), turns, {})
+
+    def _check(self, numbers: set[int], names: Sequence[str]) -> None:
+        said = sorted(numbers), why_undivided(self._run.optimizers)
+        each = self._run.ranks.world.gather("looking for what is to be thinned", said)
+        if why := next((why for _, why in each if why), None):
+            raise ValueError(f"everstep.Full(thin=...): {why}. Leave thin= out")
+        found = {number for numbers, _ in each for number in numbers}
+        missing = [each for number, each in enumerate(self._factors) if number not in found]
+        if missing:
+            raise ValueError(
+                f"everstep.Full(thin=...): no parameter or buffer of the state is called, or in a "
+                f"module called, {' or '.join(map(repr, missing))} (optimizer state goes with its "
+                f"parameter). Names here are like {', '.join(map(repr, names[:4]))}"
+            )
+
+    def _match(self, name: str) -> tuple[int, int] | None:
+        """By the first pattern that has it: its number, and the turn. That follows from the name,
+        as ranks have different ones: modules in a row are numbered."""
+        for number, (pattern, factor) in enumerate(self._patterns):
+            if match := pattern.match(name):
+                module = match[0].split(".")
+                numbered = [int(part) for part in module if part.isdecimal()]
+                place = sum(numbered) if numbered else number + crc32(match[0].encode())
+                return number, self._slots.index((factor, place % factor)) + 1
+        return None
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A star is one name between dots; what is below a match is matched."""
+    parts = (r"[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
+    return re.compile(r"\.".join(parts) + r"(?=\.|$)")
+
+
+def _optimizer_tensors(walk: Walk) -> Iterator[tuple[str, str]]:
+    """The tensors of optimizer state, as they are called (docs/format.md), and their parameters."""
+    for optimizer, table in walk.optimizers.items():
+        for parameter, keys in table["state"].items():
+            yield from ((f"{optimizer}.{parameter}.{key}", parameter) for key in keys)
