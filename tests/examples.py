@@ -13,6 +13,11 @@ def examples(count: int) -> int:
     return max(count // 3, min(count, 5))
 
 
+def stride() -> int:
+    """Of faults that happen at one call after another: each third; all under `make test-slow`."""
+    return 1 if os.environ.get("EVERSTEP_EXAMPLES") == "all" else 3
+
+
 def slow(*values: object) -> list[object]:
     """Parameters of a test (tuples: of several) with which only `make test-slow` calls it."""
     rows = (value if isinstance(value, tuple) else (value,) for value in values)

@@ -216,7 +216,7 @@ def _group(tmp_path_factory):
         yield
 
 
-@settings(fast, max_examples=examples(66))
+@settings(fast, max_examples=examples(36))
 @example(
     plan=LATE_GRADIENTS,
     moves=[Attachment({"strategy": "spread", "window": 5}, count=15, every=5)],

@@ -69,7 +69,7 @@ EVERYTHING = ["pack", "pack of the state", "table", "manifest", "state", "epoch"
 
 @pytest.mark.parametrize(
     ("pair", "damage"),
-    [("disk", flip), ("disk", cut), ("bucket", flip), *slow(("bucket", cut))],
+    [("disk", flip), *slow(("disk", cut)), ("bucket", cut), *slow(("bucket", flip))],
     indirect=["pair"],
 )
 @pytest.mark.parametrize("what", EVERYTHING)

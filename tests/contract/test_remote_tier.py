@@ -14,6 +14,7 @@ from everstep import Conflict, Keep, Store, Tiers, Unavailable
 from everstep.store import catalog
 from everstep.store.names import epoch_path
 from everstep.tiers.tier import tier_at
+from examples import slow
 from forked import Forked, run
 from stores import end_keeper
 
@@ -63,7 +64,7 @@ def trains(store, remote, strategy, die=None, steps=STEPS, copies=True):
     print(weights(state), flush=True)
 
 
-@pytest.mark.parametrize("strategy", ["full", "spread", "log"])
+@pytest.mark.parametrize("strategy", ["log", *slow("full", "spread")])
 def test_a_run_whose_disk_is_lost_goes_on_from_there(local, remote, strategy):
     with Forked(trains, local, remote, strategy, 7) as process:
         assert process.stdout.readline() == "0\n"
@@ -185,6 +186,7 @@ def meets_another(writer):
 
 
 @pytest.mark.usefixtures("hasty")
+@pytest.mark.slow
 def test_of_two_writers_of_one_bucket_one_wins(tmp_path, proxied):
     bucket, proxy = proxied
     stores = tmp_path / "one", tmp_path / "two"

@@ -51,6 +51,7 @@ def test_a_restart_copies_the_state_out_of_it(store, monkeypatch, kind):
     check_same(snapshot(again), frozen)
 
 
+@pytest.mark.slow
 def test_it_writes_the_bases(store):
     state, frozen, live = build(1), {}, {}
     with logged(store, state, base_every=5, replica=True) as saver:

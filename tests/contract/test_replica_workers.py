@@ -20,6 +20,7 @@ def replicated(store, state, **options):
     return logged(store, state, **{"replica": True, "base_every": 1000, **options})
 
 
+@pytest.mark.slow
 def test_workers_that_die(store):
     """There is another, which goes on from base and records, but not for ever."""
     state, killed = build(1), []

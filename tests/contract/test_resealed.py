@@ -30,6 +30,7 @@ from everstep.restore.choose import candidates
 from everstep.restore.load import Loader
 from everstep.state.view import State
 from everstep.tiers.disk import Disk
+from examples import examples
 from stores import rewrite
 
 ROOM_BYTES = 2 << 30
@@ -256,7 +257,7 @@ def check(stores, path, seed):
 
 
 def test_resealed_documents(stores, tmp_path):
-    run(stores, tmp_path, 60, first=20261124)
+    run(stores, tmp_path, examples(60), first=20261124)
 
 
 @pytest.mark.slow

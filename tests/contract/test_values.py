@@ -15,6 +15,7 @@ from runs import bits, check_same, checkpointer, freeze, restore, round_trip, sa
 
 from everstep import Corrupt, Mismatch, Unsupported
 from everstep.state.objects import decode, encode, plain_json, references
+from examples import examples
 
 NUMPY_DTYPES = (
     hnp.scalar_dtypes() | hnp.unicode_string_dtypes(max_len=5) | hnp.byte_string_dtypes(max_len=5)
@@ -73,7 +74,7 @@ def through_json(value):
     return decode(json.loads(text.encode()), refuse)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.recursive(SCALARS, nest, max_leaves=12))
 def test_any_value_comes_back_with_equal_types(value):
     assert bits(through_json(value)) == bits(value)

@@ -17,6 +17,7 @@ from everstep import EverstepError, Missing, Store
 from everstep.store import catalog
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import stride
 
 
 @dataclass
@@ -64,7 +65,8 @@ def sweep(
     fault: Fault,
     finish: Callable[[Disk], None] = lambda disk: None,
 ) -> int:
-    """Let `fault` happen at every call of `action`. Returns how many there were.
+    """Let `fault` happen at every call of `action` (`make test`: at each third). Returns how many
+    there were, or up to two more.
 
     After each: what is seen, what a power cut leaves, and what a power cut may leave are checked;
     the action is done again by whoever comes after, and must succeed; then all is checked again.
@@ -72,7 +74,7 @@ def sweep(
     template = folder / "template"
     template.mkdir()
     promised = prepare(Disk(template / "store", FaultySystem(Medium(template))))
-    for at in itertools.count(1):
+    for at in itertools.count(1, stride()):
         case = folder / f"at-{at}"
         live = Path(shutil.copytree(template, case / "live"))
         medium = Medium(live)

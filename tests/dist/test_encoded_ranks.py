@@ -11,6 +11,7 @@ from jobs import RECIPE, attached, check_restored
 import coded
 from comparing import check_stored
 from everstep import Store
+from examples import slow
 
 NODES = "aabb"
 
@@ -30,7 +31,7 @@ def trains_encoded(store, program, strategy, nodes):
     return states
 
 
-@pytest.mark.parametrize("strategy", ["full", "log"])
+@pytest.mark.parametrize("strategy", ["full", *slow("log")])
 def test_nodes_encode_each_its_part(gang, store, tmp_path, strategy):
     tests = Path(__file__).parents[1]
     program = coded.write(tmp_path / "keeper", ("planes", "zstd", "raw"), tests, small=512)

@@ -171,7 +171,7 @@ def check(gang, store, states, lost, since, more=None):
         check_equal(found, states[step])
 
 
-@pytest.mark.parametrize("size", [2, *slow(3)])
+@pytest.mark.parametrize("size", slow(2, 3))
 def test_a_log_goes_on_after_a_surprise_on_one_rank(gang, store, size):
     (states, lost), *_ = gang.run(is_surprised, store, [AT], {}, size=size)
     assert min(lost) == AT + 1

@@ -96,7 +96,7 @@ def edits_gradients(store, edit, options):
 
 
 @pytest.mark.parametrize("size", [1, *slow(2)])
-@pytest.mark.parametrize("edit", [masks, cuts])
+@pytest.mark.parametrize("edit", [masks, *slow(cuts)])
 @pytest.mark.parametrize(
     "options", [{"strategy": "log"}, {"strategy": "spread", "every": 3, "window": 3}]
 )

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from partitions import boxes_in, shapes
 
 from everstep.format.boxes import Box, flat_boxes
+from examples import examples
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_a_flat_range_is_a_few_boxes_in_order(data):
     shape = data.draw(shapes())

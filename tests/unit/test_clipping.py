@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from everstep.redo.clipping import clip_grad_norm_, scale_in_place
+from examples import examples
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +144,7 @@ def test_subclass_is_torchs():
     assert raw_of(parameter) is None
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.data())
 def test_any_list(data):
     shapes = st.lists(st.integers(0, 5), max_size=3)

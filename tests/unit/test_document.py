@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from everstep import Corrupt, Unsupported
 from everstep.format.document import anything, digest, digest_of, find_flaw, natural, seal, unseal
+from examples import examples
 
 JSON = st.recursive(
     st.none()
@@ -132,7 +133,7 @@ def of_shape(shape):
     return st.integers(0, 6).flatmap(lambda drawn: right if drawn else JSON)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_a_flaw_is_found_exactly_where_a_value_is_not_of_its_shape(data):
     shape = data.draw(SHAPES)

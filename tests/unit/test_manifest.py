@@ -21,6 +21,7 @@ from everstep.format.manifest import (
 )
 from everstep.format.packs import lay_out
 from everstep.format.tables import FileLink, decode_table, encode_table
+from examples import examples
 from stores import MIXED
 
 LAYOUT = lay_out(MIXED)
@@ -99,7 +100,7 @@ def test_paths_stay_inside_the_store(path):
         decode_manifest(_changed(encode_manifest(MANIFEST), change), "x")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_a_changed_table_is_refused_or_harmless(data):
     """Whatever one value of a piece is changed to: no reader seeks or allocates beyond the pack."""

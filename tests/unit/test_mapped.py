@@ -15,6 +15,7 @@ from everstep.format.tables import TensorEntry
 from everstep.sharding.mapped import Mapped
 from everstep.state.placement import Saved
 from everstep.state.view import State
+from examples import examples
 
 KEYS = ("exp_avg", "exp_avg_sq")
 PADDING = 3
@@ -39,7 +40,7 @@ def filled(shards):
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_a_range_is_views_of_its_memory(data):
     shape = data.draw(shapes())
@@ -118,7 +119,7 @@ def trained(size, layout):
     return model, optimizer, state
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_ranks_make_up_tensors_and_optimizer_state_and_take_them_back(data):
     listed = data.draw(

@@ -23,9 +23,10 @@ from everstep.format.manifest import Part, check_table
 from everstep.format.merge import Merged, RankTable, merge, merge_sets, unite_tables
 from everstep.format.packs import Layout, Spec, entry_name, lay_out
 from everstep.format.tables import FileLink, Table, decode_table, encode_table, extents
+from examples import examples
 from stores import content
 
-MANY = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck))
 SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple) | st.sampled_from(
     [(40, 64), (13, 3, 50), (9000,)]
 )

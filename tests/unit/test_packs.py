@@ -12,6 +12,7 @@ from everstep.format import packs
 from everstep.format.dtypes import ITEM_SIZES, carried_as
 from everstep.format.packs import Spec, chunks, lay_out, pack_starts
 from everstep.format.tables import decode_table, encode_table, extents
+from examples import examples
 from stores import content, image_of
 
 MIB = 1 << 20
@@ -34,7 +35,7 @@ def _entries(header: bytes) -> dict:
     return json.loads(header[8:])
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(SPECS, st.integers(1, 4))
 def test_layout(specs, entries_max):
     limit, packs.ENTRIES_PER_PACK_MAX = packs.ENTRIES_PER_PACK_MAX, entries_max

@@ -21,6 +21,7 @@ from everstep.keeper import masters
 from everstep.restore.deliver import as_items
 from everstep.restore.load import Loader, MemorySource
 from everstep.sharding.layout import LocalBox
+from examples import examples
 
 bits = arrays.arrays("<u4", st.integers(0, 200), elements=st.integers(0, 2**32 - 1))
 
@@ -110,7 +111,7 @@ def _digest(data):
 
 @pytest.mark.usefixtures("small_chunks")
 class TestAnyBoxes:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(st.data())
     def test_of_the_copy_and_of_its_master(self, data):
         shape = data.draw(shapes())
@@ -127,7 +128,7 @@ class TestAnyBoxes:
                 expected = getattr(source, name)[each.box.slices_in(Box.whole(shape))]
                 assert as_items(each.tensor).numpy().tobytes() == expected.tobytes()
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=examples(50), deadline=None)
     @given(st.data())
     def test_masters_are_found(self, data):
         shape = data.draw(shapes().filter(lambda shape: len(shape) > 0 and min(shape) > 0))

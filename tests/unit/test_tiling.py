@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.tiling import Flaw, find_flaw
+from examples import examples
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
@@ -55,7 +56,7 @@ def tiled(draw, shape: tuple[int, ...]) -> list[Box]:
     return boxes
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(st.data())
 def test_flaws_are_those_of_the_elements(data):
     shape = data.draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
