@@ -8,7 +8,9 @@ BIN    := $(VENV)/bin
 SITE   := $(shell command -v nvidia-smi >/dev/null && $(PYTHON) -c 'import torch; torch.zeros(1).cuda()' \
             2>/dev/null && echo --system-site-packages)
 LIMITS := $(if $(SITE),,-c constraints.txt)
-INTEGRATIONS = $(BIN)/pip install --quiet --disable-pip-version-check $(LIMITS) -e '.[test,integrations]'
+# Without --no-compile pip compiles all of torch, of which a tenth is ever imported.
+QUICKLY := --quiet --disable-pip-version-check --no-compile
+INTEGRATIONS = $(BIN)/pip install $(QUICKLY) $(LIMITS) -e '.[test,integrations]'
 
 # Tests start some thousand keepers: none of them is to compile everstep anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -37,12 +39,12 @@ print(*filter(is_missing, sys.argv[1:]))
 endef
 export MISSING
 
-.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench bench-tiers bench-codecs bench-pieces bench-replica clean env
+.PHONY: demo test test-slow test-integrations test-gpu gpu gpu-wheels check lint format bench bench-tiers bench-codecs bench-pieces bench-replica bench-tailor clean env
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SITE) $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(LIMITS) -e '.[demo,test]'
+	$(BIN)/pip install $(QUICKLY) $(LIMITS) -e '.[demo,test]'
 	touch $@
 
 demo: env
@@ -88,7 +90,7 @@ format: env
 	$(BIN)/ruff format .
 
 bench: env
-	$(BIN)/pip install --quiet --disable-pip-version-check $(LIMITS) -e '.[bench]'
+	$(BIN)/pip install $(QUICKLY) $(LIMITS) -e '.[bench]'
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-tiers: env
@@ -102,6 +104,9 @@ bench-pieces: env
 
 bench-replica: env
 	$(BIN)/python -m benchmarks.replica $(ARGS)
+
+bench-tailor: env
+	$(BIN)/python -m benchmarks.tailor $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

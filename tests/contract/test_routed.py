@@ -17,6 +17,7 @@ from everstep.keeper.router import Router
 from everstep.store.copy import copy_checkpoint
 from everstep.store.names import CheckpointName, manifest_path
 from everstep.tiers.disk import Disk
+from examples import slow
 from forked import Forked, run
 from stores import end_keeper, make_store, rewrite
 
@@ -30,7 +31,7 @@ def local(tmp_path):
     end_keeper(store)
 
 
-@pytest.fixture(params=["directory", "bucket"])
+@pytest.fixture(params=["directory", *slow("bucket")])
 def remote(request, tmp_path):
     if request.param == "directory":
         return str(tmp_path / "remote")

@@ -71,8 +71,7 @@ def check(gang, saved, loads, store, **more):
 @pytest.mark.parametrize(
     ("saved", "loads"),
     [
-        (DTENSORS[0], DTENSORS),
-        *slow(*((saved, DTENSORS) for saved in DTENSORS[1:])),
+        *slow(*((saved, DTENSORS) for saved in DTENSORS)),
         *((saved, OTHERS) for saved in OTHERS[:-1]),
         *slow((OTHERS[-1], OTHERS)),
     ],

@@ -14,13 +14,12 @@ from comparing import check_equal
 from everstep import Store
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
-from examples import slow
 from processes import until
 from stores import end_keeper
 
 LOG = {"strategy": "log", "base_every": 6, "window": 3}
 SPREAD = {"strategy": "spread", "every": 4, "window": 3}
-LAYOUTS = ["ddp", *slow("fsdp2", "hsdp", "tp", "fsdp_tp")]
+LAYOUTS = ["ddp", "fsdp2", "hsdp", "tp", "fsdp_tp"]
 
 
 def check(gang, layout, store, last, options):
@@ -49,6 +48,7 @@ def bases(store):
     return {step: [part.steps for part in state.parts] for step, state in found.items() if state}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bases_of_a_log_are_spread(gang, store, layout):
     check(gang, layout, store, 15, LOG)
@@ -58,7 +58,7 @@ def test_bases_of_a_log_are_spread(gang, store, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp", "tp", "fsdp_tp"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_states_are_spread(gang, store, layout):
     check(gang, layout, store, 14, SPREAD)
     parts = parts_by_step(store)

@@ -124,6 +124,7 @@ def test_what_cannot_be_exported_leaves_nothing(store, tmp_path, capsys):
     assert set(load_file(tmp_path / "one" / "model.safetensors")) == {"weight", "bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_the_largest_tensors(store, tmp_path):
     """Of a state of 600 MB, in a process of its own."""
