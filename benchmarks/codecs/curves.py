@@ -114,10 +114,10 @@ def draw(found: dict[str, list[Losses]], path: Path) -> None:
             for number, curve in enumerate(runs):
                 label = _label(way) if number == 0 else None
                 style = "--" if way == "records" else "-"  # it lies on that without kills
-                losses.plot(_smooth(curve), style, color=WAYS[way], lw=1, label=label)
+                losses.plot(smooth(curve), style, color=WAYS[way], lw=1, label=label)
                 if way != "no kills":
-                    plain = _smooth(found["no kills"][number])
-                    differences = [a - b for a, b in zip(_smooth(curve), plain, strict=True)]
+                    plain = smooth(found["no kills"][number])
+                    differences = [a - b for a, b in zip(smooth(curve), plain, strict=True)]
                     off.plot(differences, color=WAYS[way], lw=1, alpha=0.8, label=label)
         count = len(found["no kills"])
         losses.set(title=f"loss, {count} seeds, means of {SMOOTH} steps", xlabel="step")
@@ -131,7 +131,8 @@ def _label(way: str) -> str:
     return way if way == "no kills" else f'killed {KILLS} times, residual="{way}"'
 
 
-def _smooth(curve: Losses) -> Losses:
+def smooth(curve: Losses) -> Losses:
+    """Means of the last SMOOTH steps."""
     return [statistics.mean(curve[max(0, at - SMOOTH + 1) : at + 1]) for at in range(len(curve))]
 
 
