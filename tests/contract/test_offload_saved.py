@@ -11,6 +11,7 @@ from wholes import come, whole_steps
 
 import forked
 from everstep import OffloadedOptimizer, Store
+from everstep.restore import load
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
@@ -19,10 +20,10 @@ from examples import slow
 pytestmark = pytest.mark.timeout(300)  # replicas give way to whatever else this machine does
 
 
-def build(seed, dtype=torch.bfloat16):
+def build(seed, dtype=torch.bfloat16, states=None, width=24):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 12)).to(dtype)
-    optimizer = OffloadedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.01)
+    model = nn.Sequential(nn.Linear(12, width), nn.Linear(width, 12)).to(dtype)
+    optimizer = OffloadedOptimizer(torch.optim.AdamW, model.parameters(), states=states, lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
@@ -93,3 +94,72 @@ def test_a_killed_run_goes_on_from_the_replica(store, monkeypatch):
         assert restorer.restore() == 12
     check_same(snapshot(restored), frozen)
     end_keeper(store)
+
+
+KEYS = ("exp_avg", "exp_avg_sq", "master")
+WIDE = 50_000  # what is small is read together with what is beside it
+
+
+def dies(store, states, strategy, more):
+    """After step 5, of which it has a checkpoint, and some that are not saved."""
+    state = build(1, states=states, width=WIDE)
+    options = {"replica": True, "base_every": 1000} if strategy == "log" else {}
+    saver = checkpointer(store, state, strategy=strategy, **options)
+    for step in range(1, 6):
+        train(state)
+        saver.step(step).wait("local")
+    if strategy == "log":
+        come(saver, 5)
+    for _ in range(more):
+        train(state)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_on_disk", "more"),
+    [
+        ("full", False, 0),
+        *slow(("full", True, 0), ("full", False, 1), ("log", False, 0)),
+    ],
+)
+def test_after_the_trainers_death_weights_alone_are_read(
+    store, tmp_path, monkeypatch, strategy, is_on_disk, more
+):
+    """The optimizer's state is where the last update left it; but where that was never saved."""
+    states = tmp_path if is_on_disk else None
+    assert forked.run(dies, store, states, strategy, more).returncode == -signal.SIGKILL
+    expected, read = build(1, width=WIDE), set()
+    for _ in range(5):
+        train(expected)
+    frozen = snapshot(expected)
+    train(expected)
+    restored = build(2, states=states, width=WIDE)
+    read_from = load._Task._read_from
+
+    def spy(task, span, source):
+        read.update(target.name for target in span.targets)
+        read_from(task, span, source)
+
+    with checkpointer(store, restored) as restorer:
+        monkeypatch.setattr(load._Task, "_read_from", spy)
+        assert restorer.restore() == 5
+        check_same(snapshot(restored), frozen)
+        of_optimizer = {f"optimizer.model.{n}.weight.{key}" for n in (0, 1) for key in KEYS} & read
+        assert bool(of_optimizer) == bool(more), of_optimizer
+        assert "model.0.weight" in read
+        train(restored)
+        check_same(snapshot(restored), snapshot(expected))
+        restorer.save(6).wait("local")
+
+
+@pytest.mark.slow
+def test_memory_of_another_optimizer_is_left_alone(store):
+    assert forked.run(dies, store, None, "full", 0).returncode == -signal.SIGKILL
+    model = build(2, width=WIDE)["model"]
+    optimizer = OffloadedOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+    with checkpointer(store, {"model": model, "optimizer": optimizer}) as restorer:
+        assert restorer.restore(only=["model"]) == 5
+    expected = build(1, width=WIDE)
+    for _ in range(5):
+        train(expected)
+    check_same(snapshot({"model": model}), snapshot({"model": expected["model"]}))

@@ -51,6 +51,11 @@ SLOTS_MAX = (PAGE_BYTES - 128) // _ROW_STRIDE
 SPILL = "spill."
 """The key of an arena that is a file in the spill begins with it (keeper/spill.py)."""
 
+KEPT = "kept."
+"""So does that of one which no slot of is saved: the keeper keeps it for whoever comes after its
+trainer's death; it is a file where the key goes on with FILE."""
+FILE = "file."
+
 DOCUMENTS_BYTES_MAX = 1 << 30
 """Of one slot: whoever reads a document copies it, so that its size must have a bound."""
 
@@ -127,6 +132,11 @@ class Arena:
             self._map.madvise(mmap.MADV_DONTFORK)
         self.memory = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @classmethod
+    def of(cls, key: str, fd: int) -> "Arena":
+        """That of a key. Raises Corrupt, OSError."""
+        return cls(fd, is_spill=key.startswith((SPILL, KEPT + FILE)))
 
     @classmethod
     def create(cls, slot_count: int, documents_size: int, image_size: int) -> "Arena":

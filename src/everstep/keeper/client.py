@@ -21,7 +21,7 @@ from pathlib import Path
 
 from everstep.errors import KINDS, Corrupt, Unavailable
 from everstep.keeper import wire
-from everstep.keeper.arena import SPILL, Arena
+from everstep.keeper.arena import Arena
 from everstep.keeper.home import IDLE_S, START_S, cannot_start, endpoint, spawn
 from everstep.keeper.patience import Patience
 from everstep.keeper.serve import Address
@@ -189,7 +189,7 @@ class Client:
         arenas = []
         for key, fd in zip(reply["arenas"], fds, strict=False):
             try:
-                arenas.append((key, Arena(fd, is_spill=key.startswith(SPILL))))
+                arenas.append((key, Arena.of(key, fd)))
             except (Corrupt, OSError) as error:  # the disk serves
                 log.warning("mapping what the keeper holds: %s", error)
         return arenas

@@ -24,7 +24,7 @@ import time
 
 from everstep.errors import Conflict
 from everstep.keeper import wire
-from everstep.keeper.arena import SPILL, SUBMITTED, Arena, Row, SlotState
+from everstep.keeper.arena import FILE, KEPT, SPILL, SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.job import ALL, Gap, Job
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.spill import FILES_MAX, Spill
@@ -139,12 +139,14 @@ class Session:
             os.close(fd)
             arena = known
         else:
-            is_odd = not self.spill if is_spill else found.st_size > _physical_memory()
+            is_file = is_spill or key.startswith(KEPT + FILE)
+            is_large = not is_file and found.st_size > _physical_memory()
+            is_odd = is_large or (is_spill and not self.spill)
             count = sum(each.is_spill == is_spill for each in self.arenas.values())
             if known or is_odd or count >= (2 * FILES_MAX if is_spill else ARENAS_MAX):
                 os.close(fd)
                 raise ValueError(f"an arena of {found.st_size} bytes, after {count}")
-            arena = self.arenas[key] = Arena(fd, is_spill=is_spill)
+            arena = self.arenas[key] = Arena.of(key, fd)
             if self.spill and is_spill:
                 self.spill.adopt(key, arena)
         self._untold.append(arena)
@@ -155,7 +157,9 @@ class Session:
             self._report(arena)
         self.scan(*untold, is_found=True)
         for key, arena in list(self.arenas.items()):
-            if arena.is_spill and arena not in untold:  # what was told before may have been lost
+            if (
+                key.startswith(SPILL) and arena not in untold
+            ):  # it may not have heard of it
                 self.tell({"type": "spill", "arena": key}, [arena.fd])
 
     def scan(self, *arenas: Arena, is_found: bool = False) -> None:
@@ -217,12 +221,13 @@ class Session:
         return said | {"memory_bytes": memory, "saves": saves, "figures": self._figures}
 
     def keep_newest(self) -> None:
-        """Close all arenas but the one with the newest state; the session must be idle."""
+        """Close all arenas but the one with the newest state, and those that are kept; the session
+        must be idle."""
         if self.spill:
             self.spill.close()
         found = self.newest()
         kept = found[1] if found else next(reversed(self.arenas), None)
-        for key in [key for key in self.arenas if key != kept]:
+        for key in [key for key in self.arenas if key != kept and not key.startswith(KEPT)]:
             self.arenas.pop(key).close()
 
     def _report(self, arena: Arena) -> None:

@@ -8,10 +8,12 @@ What a whole state of it would be is in arenas (inner.py), of which `state` show
 reads them reads what the worker has written, and nothing is copied to the trainer for that.
 """
 
+import fcntl
 import logging
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -45,6 +47,7 @@ from everstep.state.objects import encode
 
 log = logging.getLogger("everstep")
 
+_LEFT_S = 10.0
 DEATHS_MAX = 3
 """Of workers, one after another, in one step."""
 _DOCUMENTS_BYTES = 1 << 20
@@ -83,6 +86,8 @@ class OffloadedOptimizer(Optimizer):
         self.offloaded = name
         self.in_process = False
         """Whether updates are made here, in place: at a replay."""
+        self.has_adopted = False
+        """Whether its memory had been that of one before it."""
         super().__init__(params, defaults)
         self.register_load_state_dict_pre_hook(_keep_loaded)
         self.register_load_state_dict_post_hook(_put_loaded)
@@ -117,6 +122,31 @@ class OffloadedOptimizer(Optimizer):
                     f"offloading a parameter {tuple(parameter.shape)} that is sharded over ranks, "
                     f"or of {parameter.dtype}"
                 )
+
+    def room(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Where the state of a parameter is to lie, by its keys: who restores reads into it."""
+        return {} if self.in_process else self._share().room(parameter)
+
+    @property
+    def arena(self) -> Arena | None:
+        """Of the state; None before there is one."""
+        return self._shared.state if self._shared else None
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether that is a file."""
+        return self._states is not None
+
+    def adopt(self, arena: Arena) -> bool:
+        """Go on in the memory of an optimizer whose process has died, which has what its last
+        update made of it; owns `arena` then. Blocks while an update is still made there. False
+        where it does not fit, or this one has its own."""
+        if self._shared or not _is_left(arena.fd):
+            return False
+        shared = _Shared(self, self._states, arena)
+        self._shared = shared if shared.state is arena else None
+        self.has_adopted = self._shared is not None
+        return self.has_adopted
 
     def close(self) -> None:
         """End the worker; the next step starts another."""
@@ -162,7 +192,10 @@ def _put_loaded(optimizer: Optimizer) -> None:
 class _Shared:
     """The arenas, as the trainer sees them."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, states: str | None) -> None:
+    def __init__(
+        self, optimizer: OffloadedOptimizer, states: str | None, arena: Arena | None = None
+    ) -> None:
+        """`arena`: that of the state, where it is laid out for this one; else another is made."""
         groups = optimizer.param_groups
         self._parameters = [each for group in groups for each in group["params"]]
         specs = [Leaf(str(i), each).spec for i, each in enumerate(self._parameters)]
@@ -172,7 +205,7 @@ class _Shared:
         table = _table_of(self.exchange)
         self._gradients = Memory(self.exchange, GRADIENTS, table)
         self._weights = Memory(self.exchange, WEIGHTS, table)
-        self.state = _arena([spec for each in states_of for spec in each], 1, states)
+        self.state = _arena([spec for each in states_of for spec in each], 1, states, arena)
         self._state = Memory(self.state, 0, _table_of(self.state))
         sizes = [
             spec.size + sum(each.size for each in row)
@@ -184,6 +217,11 @@ class _Shared:
         self._marks = Marks(self.undo)
         self._step = 0
         self._views: dict[int, dict[str, torch.Tensor]] = {}
+
+    def room(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The places of a parameter's state."""
+        index = next(i for i, each in enumerate(self._parameters) if each is parameter)
+        return {key: self._state.tensor(f"{index}.{key}") for key in self._keys[index]}
 
     def fits(self, optimizer: OffloadedOptimizer) -> bool:
         """Whether all state has its place here."""
@@ -230,7 +268,9 @@ class _Shared:
             del self._views[index]
         for key, value in state.items():
             if known.get(key) is not value:
-                self._state.tensor(f"{index}.{key}").copy_(value)
+                here = self._state.tensor(f"{index}.{key}")
+                if here.data_ptr() != value.data_ptr():
+                    here.copy_(value)
                 self._marks.set_state(index, there=True)
                 self._views.pop(index, None)
 
@@ -305,10 +345,16 @@ def _state_specs(index: int, parameter: torch.Tensor, optimizer: OffloadedOptimi
     return found
 
 
-def _arena(specs: list[Spec], slots: int, directory: str | None = None) -> Arena:
-    """In memory; or in a file there, which has one slot."""
+def _arena(
+    specs: list[Spec], slots: int, directory: str | None = None, there: Arena | None = None
+) -> Arena:
+    """In memory; or in a file there, which has one slot. `there`: that one, where it is like
+    it."""
     layout = lay_out(specs)
     table = encode_table(layout, {}, {}, {})
+    row = there.row(0) if there and there.is_spill == (directory is not None) else None
+    if there and row and bytes(there.table(0, row)) == table:
+        return there
     room = len(table) + _DOCUMENTS_BYTES + 256 * len(specs)
     if directory is None:
         arena = Arena.create(slots, room, layout.size)
@@ -317,7 +363,25 @@ def _arena(specs: list[Spec], slots: int, directory: str | None = None) -> Arena
     for slot in range(slots):
         arena.set_state(slot, SlotState.CAPTURING)
     _seal(arena, table, {"layout": 1})
+    for slot in range(slots):
+        arena.set_state(slot, SlotState.FREE)  # nothing in it is to be saved
     return arena
+
+
+def _is_left(fd: int) -> bool:
+    """Whether no process makes updates in an arena, soon: one whose trainer has died ends when it
+    has made the last."""
+    deadline = time.monotonic() + _LEFT_S
+    while True:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        else:
+            fcntl.lockf(fd, fcntl.LOCK_UN)
+            return True
 
 
 def _seal(arena: Arena, table: bytes, said: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ and ends when the socket closes.
 """
 
 import contextlib
+import fcntl
 import socket
 import sys
 
@@ -27,6 +28,7 @@ def main() -> int:
                 if message["type"] == "open":
                     torch.set_flush_denormal(bool(message["flushes"]))
                     exchange, state, undo = fds
+                    fcntl.lockf(state, fcntl.LOCK_SH)  # goes with this process
                     on_disk = bool(message["on_disk"])
                     inner = Inner(Arena(exchange), Arena(state, is_spill=on_disk), Arena(undo))
                 assert inner

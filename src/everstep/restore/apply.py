@@ -30,7 +30,12 @@ from everstep.restore.records import Records
 from everstep.restore.streams import read_stream
 from everstep.sharding.layout import LocalBox, shards_of
 from everstep.sharding.ranked import unowned
-from everstep.sharding.redundancy import is_dealt_out, is_same_class, send_around
+from everstep.sharding.redundancy import (
+    has_kept_state,
+    is_dealt_out,
+    is_same_class,
+    send_around,
+)
 from everstep.sharding.topology import ALONE, adopted, differences
 from everstep.sharding.world import World
 from everstep.state.placement import Placement, Saved
@@ -153,6 +158,8 @@ def _match(
     step, root = candidate.name.step, candidate.disk.root
     state.world.together("fitting", lambda: placement.check(step, root))
     candidate.is_shared = _is_shared(state.world, placement)
+    kept = [f"{each.name}." for each in state.optimizers if has_kept_state(each.optimizer)]
+    candidate.already = {name for name in placement.destinations if name.startswith(tuple(kept))}
     return placement
 
 

@@ -3,7 +3,7 @@ and from where."""
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -78,6 +78,8 @@ class Candidate:
     _tables: dict[str | None, Table] = field(default_factory=dict)
     _checked: set[tuple[int, ...]] = field(default_factory=set)
     """By id(): tables that are whole together."""
+    already: Container[str] = frozenset()
+    """The tensors that may be in their places: what has the right digest there is not read."""
     near: Callable[[FileLink], Sequence[Source]] = lambda pack: ()
     """Where a pack lies nearer than its file."""
 

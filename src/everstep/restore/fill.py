@@ -50,7 +50,7 @@ def fill_part(
     if rows:
         with candidate.sources(part) as sources, ExitStack() as stack:
             base = Earlier(candidate, part, table, stack)
-            loader.load(part, sources, rows, table, base.read)
+            loader.load(part, sources, rows, table, base.read, candidate.already)
 
 
 def read_tensors(

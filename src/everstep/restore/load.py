@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ import torch
 
 from everstep.codecs.rounded import rounded
 from everstep.errors import Corrupt
+from everstep.format.document import digest_of
 from everstep.format.manifest import Part
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
@@ -93,10 +94,12 @@ class Loader:
         destinations: Destinations,
         table: Table | None = None,
         read_base: ReadBase = _no_base,
+        already: Container[str] = frozenset(),
     ) -> None:
         """Fill the destinations, which are `direct`, with what the part has of their boxes; blocks.
         The entries are the part's own. `sources[pack]`: where that pack can be read, nearest first.
-        `table`: the part's, needed where it is packed; `read_base`: where it has differences."""
+        `table`: the part's, needed where it is packed; `read_base`: where it has differences.
+        `already`: the tensors of which chunks may be in their places, and are not read then."""
         deliveries: dict[str, list[Delivery]] = {}
         for entry, found in destinations:
             deliveries.setdefault(entry.spec.name, []).extend(
@@ -106,7 +109,7 @@ class Loader:
             ((entry, [each.box for each in found]) for entry, found in destinations), part, table
         )
         devices = devices_of(each.tensor for _, found in destinations for each in found)
-        task = _Task(part, sources, deliveries, devices, self._buffer, read_base)
+        task = _Task(part, sources, deliveries, devices, self._buffer, read_base, already)
         for device in devices:
             # Kernels that initialise the tensors may still run, or those of a replay on a stream of
             # its own that used the memory before.
@@ -139,6 +142,7 @@ class _Task:
     devices: set[torch.device]
     buffer: Callable[[bool], memoryview]
     read_base: ReadBase
+    already: Container[str]
 
     def read_all(self, left: deque[Span]) -> None:
         """What is left, span by span, beside other threads."""
@@ -151,7 +155,18 @@ class _Task:
 
     def read(self, span: Span) -> None:
         """One span: from the first source whose bytes are right."""
+        if all(target.name in self.already and self._is_there(target) for target in span.targets):
+            return
         from_first(self.sources[span.pack], partial(self._read_from, span))
+
+    def _is_there(self, target: Target) -> bool:
+        """Whether its bytes are in their place."""
+        digest = target.content if target.codec else target.digest
+        deliveries = self.deliveries.get(target.name, ())
+        if len(deliveries) != 1 or target.copies or digest is None:
+            return False
+        window = deliveries[0].window(target)
+        return window is not None and digest_of(window) == digest
 
     def _read_from(self, span: Span, source: Source) -> None:
         is_raw = isinstance(source, RawSource)

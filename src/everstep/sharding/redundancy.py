@@ -90,6 +90,18 @@ def class_of(optimizer: Optimizer) -> str:
     return f"{OFFLOADED}{offloaded}" if offloaded else f"{kind.__module__}.{kind.__qualname__}"
 
 
+def room_of(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Where state of a parameter is to lie, by its keys, where the optimizer has a place for it."""
+    inner = cast(Any, inner_of(optimizer))
+    return inner.room(parameter) if getattr(inner, "offloaded", None) else {}
+
+
+def has_kept_state(optimizer: Optimizer) -> bool:
+    """Whether these places may have it already."""
+    inner = cast(Any, inner_of(optimizer))
+    return bool(getattr(inner, "offloaded", None)) and inner.has_adopted
+
+
 def is_same_class(now: str, then: str) -> bool:
     """Whether these are the same class. A program's own module is __main__ where it was started as
     a script, and has its name where it was imported."""

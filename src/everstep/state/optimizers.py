@@ -20,6 +20,7 @@ from everstep.sharding.redundancy import (
     fetch_hyperparameters,
     inner_of,
     is_here,
+    room_of,
     spread_hyperparameters,
 )
 from everstep.state.objects import TensorSink, as_stored, encode
@@ -345,7 +346,8 @@ class OptimizerState:
         boxes: in its own shape where the state of their tensors has theirs, else what all of them
         have, which must be the same. `plain`: by parameter, what is no tensor."""
         sets = placement.saved.hyperparameters.get(self.name, [])
-        names, live = self.mapped.names_here(name, parameter), self.state.get(parameter, {})
+        names = self.mapped.names_here(name, parameter)
+        live = self.state.get(parameter) or room_of(self.optimizer, parameter)
         keys = {each: saved["state"].get(each, ()) for each in names}
         state: dict[str, Any] = {}
         for key in dict.fromkeys(key for own in keys.values() for key in own):

@@ -1,0 +1,60 @@
+"""The memory of offloaded optimizers, which the keeper has as well: after the trainer's death their
+state is there, as the last update left it, and a restore reads only what differs."""
+
+import os
+from collections.abc import Iterable, Iterator
+
+from everstep.errors import Corrupt
+from everstep.format.document import digest_of
+from everstep.keeper.arena import FILE, KEPT, Arena
+from everstep.keeper.client import Client
+from everstep.offload.optimizer import OffloadedOptimizer
+from everstep.sharding.redundancy import inner_of
+from everstep.state.view import State
+
+
+class Kept:
+    """Of one Checkpointer. For the thread that trains."""
+
+    def __init__(self, state: State, client: Client) -> None:
+        self._state, self._client = state, client
+        self._given: dict[str, tuple[int, int]] = {}
+
+    def give(self) -> None:
+        """Let the keeper have what it does not have yet."""
+        for key, optimizer in self._optimizers():
+            arena = optimizer.arena
+            if arena and self._given.get(key) != arena.identity:
+                if key in self._given:
+                    self._client.release_arena(key)
+                self._client.add_arena(key, Arena.of(key, os.dup(arena.fd)))
+                self._given[key] = arena.identity
+
+    def adopt(self, arenas: Iterable[tuple[str, Arena]]) -> None:
+        """Let optimizers go on in those of dead trainers; the others are closed."""
+        left = dict(arenas)
+        for key, optimizer in self._optimizers():
+            if arena := left.pop(key, None):
+                self._adopt(key, optimizer, arena)
+        for arena in left.values():
+            arena.close()
+
+    def _adopt(self, key: str, optimizer: OffloadedOptimizer, arena: Arena) -> None:
+        try:
+            own = Arena.of(key, os.dup(arena.fd))
+        except (Corrupt, OSError):  # then it is read
+            arena.close()
+            return
+        if optimizer.adopt(own) and self._client.adopt(key, arena):
+            self._given[key] = arena.identity
+            return
+        if optimizer.arena is not own:
+            own.close()
+        arena.close()
+
+    def _optimizers(self) -> Iterator[tuple[str, OffloadedOptimizer]]:
+        for each in self._state.optimizers:
+            optimizer = inner_of(each.optimizer)
+            if isinstance(optimizer, OffloadedOptimizer):
+                place = FILE if optimizer.is_on_disk else ""
+                yield f"{KEPT}{place}{digest_of(each.name.encode())[:16]}", optimizer
