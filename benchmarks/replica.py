@@ -26,6 +26,7 @@ from torch import nn
 
 import everstep
 from benchmarks.machine import describe
+from everstep.restore import load
 
 KINDS = ("none", "full", "log", "replica", "offload")
 RECOVERS = ("full", "log", "replica", "offload")
@@ -120,14 +121,24 @@ def _worker_s(args: argparse.Namespace, saver: Any, optimizer: Any, step: int) -
 
 
 def restore(args: argparse.Namespace) -> dict[str, Any]:
-    """How long it takes to have the state, and until the first forward pass is done."""
+    """How long it takes to have the state, and until the first forward pass is done; and the bytes
+    that were read for it."""
     model, _, state = build(args.kind, args.millions, getattr(torch, args.dtype))
     saver = everstep.Checkpointer(args.store, state, strategy=strategy_of(args.kind))
+    crossed, read_from = [], load._Task._read_from
+
+    def count(task: Any, span: Any, source: Any) -> None:
+        crossed.append(span.size)
+        read_from(task, span, source)
+
+    load._Task._read_from = count  # type: ignore[method-assign]
     began = time.perf_counter()
     step = saver.restore()
     seconds = time.perf_counter() - began
     model(torch.randn(args.batch, WIDTH).to(getattr(torch, args.dtype)))
-    return {"step": step, "restore_s": seconds, "forward_s": time.perf_counter() - began}
+    forward = time.perf_counter() - began
+    each = sum(crossed) / (args.millions * WIDTH * WIDTH)
+    return {"step": step, "restore_s": seconds, "forward_s": forward, "bytes/parameter": each}
 
 
 def _status(pid: int, key: str) -> int:
