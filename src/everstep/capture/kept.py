@@ -4,7 +4,7 @@ state is there, as the last update left it, and a restore reads only what differ
 import os
 from collections.abc import Iterable, Iterator
 
-from everstep.errors import Corrupt
+from everstep.errors import Corrupt, Unavailable
 from everstep.format.document import digest_of
 from everstep.keeper.arena import FILE, KEPT, Arena
 from everstep.keeper.client import Client
@@ -40,17 +40,22 @@ class Kept:
             arena.close()
 
     def _adopt(self, key: str, optimizer: OffloadedOptimizer, arena: Arena) -> None:
+        """Where it cannot be had, the state is read."""
+        identity = arena.identity
         try:
             own = Arena.of(key, os.dup(arena.fd))
-        except (Corrupt, OSError):  # then it is read
+            is_ours = self._client.adopt(key, arena)  # which has it from then on
+        except (Corrupt, OSError, Unavailable):
             arena.close()
             return
-        if optimizer.adopt(own) and self._client.adopt(key, arena):
-            self._given[key] = arena.identity
+        if is_ours and optimizer.adopt(own):
+            self._given[key] = identity
             return
-        if optimizer.arena is not own:
-            own.close()
-        arena.close()
+        own.close()
+        if is_ours:
+            self._client.release_arena(key)
+        else:
+            arena.close()
 
     def _optimizers(self) -> Iterator[tuple[str, OffloadedOptimizer]]:
         for each in self._state.optimizers:
