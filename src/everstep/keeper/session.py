@@ -157,9 +157,7 @@ class Session:
             self._report(arena)
         self.scan(*untold, is_found=True)
         for key, arena in list(self.arenas.items()):
-            if (
-                key.startswith(SPILL) and arena not in untold
-            ):  # it may not have heard of it
+            if key.startswith(SPILL) and arena not in untold:  # it may not have heard of it
                 self.tell({"type": "spill", "arena": key}, [arena.fd])
 
     def scan(self, *arenas: Arena, is_found: bool = False) -> None:
