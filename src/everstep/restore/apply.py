@@ -105,17 +105,17 @@ def _check_exact(
             f"restoring step {candidate.name.step}: {sum(shares.values()):.0%} of its bytes are of "
             f"earlier steps ({of}), as it was thinned (exact: false)"
         )
-        if must_be_exact:
-            raise Unsupported(f"{problem}. Restore a step with a tag, or exact='allow'")
-        log.warning("%s", problem)
-        return
-    what = "It" if not chain.logs else f"Step {base.step}, from which it goes on,"
-    problem = (
-        f"restoring step {candidate.name.step}: what is stored of it is the run's own but for last "
-        f"bits (exact: false). {what} was made whole by a replay elsewhere, in place of its log"
-    )
+        other = "a step with a tag"
+    else:
+        what = "It" if not chain.logs else f"Step {base.step}, from which it goes on,"
+        problem = (
+            f"restoring step {candidate.name.step}: what is stored of it is the run's own but for "
+            f"last bits (exact: false). {what} was made whole by a replay elsewhere, in place of "
+            f"its log"
+        )
+        other = "another step"
     if must_be_exact:
-        raise Unsupported(f"{problem}. Restore another step, or exact='allow'")
+        raise Unsupported(f"{problem}. Restore {other}, or exact='allow'")
     log.warning("%s", problem)
 
 
