@@ -99,6 +99,19 @@ def test_layers_come_with_their_optimizer_state(store, other_store, tmp_path, ca
             assert tensors[name][2] == bytes_of(tensor).numpy().tobytes()
 
 
+def test_layers_out_of_a_bucket(store, other_store, bucket, tmp_path, capsys):
+    Other(1, (0.5, 0.5, 0.5)).train(store, 3, strategy="full")
+    Other().train(other_store, 5, strategy="full")
+    assert run("cp", other_store, 5, bucket) == 0
+    capsys.readouterr()
+    new = tmp_path / "merged"
+    takes = ((bucket, 5), {"tensors": '"model.layer{1..2}.**"'})
+    said = run_json(capsys, "merge", recipe(tmp_path / "r.toml", (store, 3), takes), new)
+    assert said["bytes"] > 0
+    same(Store(new).read(3), wanted(Store(store).read(3), Store(bucket).read(5), (1, 2)))
+    assert run("verify", new) == 0
+
+
 def test_either_store_may_go(store, other_store, tmp_path, capsys):
     Other(1).train(store, 2, strategy="full")
     Other().train(other_store, 2, strategy="full")
