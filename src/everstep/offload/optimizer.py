@@ -434,7 +434,7 @@ class _Worker:
             shared = self._shared
             fds = [shared.exchange.fd, shared.state.fd, shared.undo.fd]
             said = {"type": "open", "flushes": flushes_denormals()}
-            said["on_disk"] = shared.state.is_spill
+            said |= {"on_disk": shared.state.is_spill, "trainer": os.getpid()}
             wire.send(self._connection, said, fds)
         received = wire.receive(self._connection)
         return received and received[0]

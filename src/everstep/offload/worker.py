@@ -7,6 +7,7 @@ and ends when the socket closes.
 
 import contextlib
 import fcntl
+import os
 import socket
 import sys
 
@@ -29,6 +30,8 @@ def main() -> int:
                     torch.set_flush_denormal(bool(message["flushes"]))
                     exchange, state, undo = fds
                     fcntl.lockf(state, fcntl.LOCK_SH)  # goes with this process
+                    if os.getppid() != message["trainer"]:  # what was asked for is not wanted
+                        return 0
                     on_disk = bool(message["on_disk"])
                     inner = Inner(Arena(exchange), Arena(state, is_spill=on_disk), Arena(undo))
                 assert inner
