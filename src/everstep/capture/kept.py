@@ -44,10 +44,13 @@ class Kept:
         identity = arena.identity
         try:
             own = Arena.of(key, os.dup(arena.fd))
-            is_ours = self._client.adopt(key, arena)  # which has it from then on
-        except (Corrupt, OSError, Unavailable):
+        except (Corrupt, OSError):
             arena.close()
             return
+        try:
+            is_ours = self._client.adopt(key, arena)  # which has it from then on
+        except Unavailable:
+            is_ours = False
         if is_ours and optimizer.adopt(own):
             self._given[key] = identity
             return

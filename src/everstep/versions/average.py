@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 
 from everstep.errors import Mismatch
-from everstep.format.tables import TensorEntry
 from everstep.interchange.draft import Draft
 from everstep.interchange.tensors import Found
 from everstep.interchange.whole import Whole
@@ -14,7 +13,7 @@ from everstep.interchange.write import Progress, write
 from everstep.restore.load import Loader
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
-from everstep.versions.merge import blocks, new_store
+from everstep.versions.merge import blocks, kind_of, new_store
 
 
 def average(
@@ -32,7 +31,7 @@ def average(
     target = new_store(to, "averaging")
     with Loader() as loader:
         wholes = [Whole(disk, name, loader) for name in chosen]
-        kinds = [{n: _kind(each) for n, each in whole.weights.items()} for whole in wholes]
+        kinds = [{n: kind_of(each) for n, each in whole.weights.items()} for whole in wholes]
         for name, kind in zip(chosen, kinds, strict=True):
             if odd := sorted(n for n in {*kind, *kinds[-1]} if kind.get(n) != kinds[-1].get(n)):
                 raise Mismatch(
@@ -65,7 +64,3 @@ def _mean(wholes: Sequence[Whole], shares: Sequence[float], name: str) -> Found:
     sources = [(whole, name) for whole in (wholes if is_number else wholes[-1:])]
     make = joined if is_number else lambda tensors: tensors[0]
     return Found.whole(spec.dtype, spec.shape, lambda: blocks(sources, make), None)
-
-
-def _kind(entry: TensorEntry) -> str:
-    return f"{entry.spec.dtype} {list(entry.spec.shape)}"

@@ -166,7 +166,9 @@ class _Plan:
             new = firsts.get(new, new)
             if new not in self.base.entries:
                 self.problems.append(f"{where}: the base has no tensor {new!r}")
-            elif (said := _kind(source.entries[name])) != (own := _kind(self.base.entries[new])):
+            elif (said := kind_of(source.entries[name])) != (
+                own := kind_of(self.base.entries[new])
+            ):
                 self.problems.append(f"{where}: {name!r} is {said}, and {new!r} {own} in the base")
             elif new in self.taken:
                 self.problems.append(f"{where}: {new!r} is taken twice")
@@ -293,5 +295,6 @@ def blocks(
             yield bytes_of(joined(read)).numpy().data
 
 
-def _kind(entry: TensorEntry) -> str:
+def kind_of(entry: TensorEntry) -> str:
+    """Dtype and shape, for messages and to be compared."""
     return f"{entry.spec.dtype} {list(entry.spec.shape)}"
