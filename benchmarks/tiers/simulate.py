@@ -1,10 +1,10 @@
 """`python -m benchmarks.tiers.simulate`: the policy that routes, on traces of two tiers' speeds.
 
 A discrete-event simulation. Training takes a step of STEP_S, copies its state of STATE_BYTES into
-the arena, and waits where there is no room. Each tier writes one step at a time, at the speed that
-the trace gives at that moment, times a random factor of its own for each write. What is done with
-the steps that wait is asked of `everstep.tiers.route.decide`, the very function that keepers ask,
-with speeds as `Throughput` measured them from the writes before.
+the arena, and waits where there is no room. As in a keeper, one step after the other is written, at
+the speed that the trace gives at that moment, times a random factor of its own for each write. The
+tier is asked of `everstep.tiers.route.choose`, the very function that keepers ask, with speeds as
+`Throughput` measured them from the writes before.
 """
 
 import argparse
@@ -14,21 +14,13 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from everstep.tiers.route import (
-    Decision,
-    Durable,
-    Figures,
-    Name,
-    Route,
-    Step,
-    decide,
-)
+from everstep.tiers.route import Durable, Name, Route, choose
 
 STEP_S = 1.0
 STATE_BYTES = 10**9
@@ -59,18 +51,16 @@ TRACES: dict[str, dict[Name, Speed]] = {
     "fast remote": {"local": constant(1.25e9), "remote": constant(2.5e9)},
     "slow remote": {"local": constant(1.25e9), "remote": constant(0.25e9)},
     "changing remote": {"local": constant(1.25e9), "remote": changing(2.5e9, 0.25e9, 150.0)},
-    "neither is enough": {"local": constant(0.7e9), "remote": constant(0.7e9)},
 }
 
 
 @dataclass(slots=True)
 class Outcome:
     """Of one run: seconds until each step was durable, by step; stall by the time at which it
-    ended; how many steps were given up."""
+    ended."""
 
     durable_s: dict[int, float] = field(default_factory=dict)
     stalls: list[tuple[float, float]] = field(default_factory=list)
-    dropped: int = 0
     copies: int = 0
     """Of steps that were durable already, to measure a tier."""
     seconds: float = 0.0
@@ -134,12 +124,12 @@ class Throughput:
 
 
 @dataclass(slots=True)
-class Writing:
-    """One tier: its speed, and what it writes."""
+class SimulatedTier:
+    """One tier: its speed, and whether it writes."""
 
     speed: Speed
     measured: Throughput = field(default_factory=Throughput)
-    step: int | None = None
+    is_busy: bool = False
 
 
 class Simulation:
@@ -151,35 +141,35 @@ class Simulation:
         route: Route,
         steps: int = STEPS,
         spill_bytes: int = 0,
-        drops: bool = False,
         seed: int = 0,
     ) -> None:
         self.outcome = Outcome()
-        self._tiers = {name: Writing(speed) for name, speed in tiers.items()}
+        self._tiers = {name: SimulatedTier(speed) for name, speed in tiers.items()}
         self._route = route
         self._steps = steps
-        self._spill_bytes = spill_bytes
-        self._drops = drops
+        self._spill_slots = spill_bytes // STATE_BYTES
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now = 0.0
-        self._waiting: dict[int, Step] = {}
-        self._moving: set[int] = set()
+        self._waiting: list[int] = []
+        """Steps that are sealed, and nowhere durable, nor being written."""
+        self._spilled: set[int] = set()
+        self._moving: int | None = None
+        self._writing: int | None = None
         self._begun: dict[int, float] = {}
         self._newest = 0
         """The last that was captured: its image stays in the arena until there is another."""
         self._stalled_since: float | None = None
         self._favourite: Name = "local"
-        self._probe: tuple[int, Name] | None = None
 
     def run(self) -> Outcome:
-        """Until all steps are durable or given up."""
+        """Until all steps are durable."""
         self._at(STEP_S, self._capture)
         while self._events:
             self._now, _, event = heapq.heappop(self._events)
             event()
-            self._decide()
+            self._go_on()
         assert not self._waiting
         return self.outcome
 
@@ -190,7 +180,7 @@ class Simulation:
 
     def _capture(self) -> None:
         """A step of training has ended: its state is copied, where there is room."""
-        if self._arena_bytes() < STATE_BYTES:
+        if not self._free_slots():
             self._stalled_since = self._now if self._stalled_since is None else self._stalled_since
             return
         if self._stalled_since is not None:
@@ -198,78 +188,69 @@ class Simulation:
             self._stalled_since = None
         self._newest += 1
         self._begun[self._newest] = self._now
-        self._waiting[self._newest] = Step(self._newest, STATE_BYTES)
+        self._waiting.append(self._newest)
         self.outcome.seconds = self._now
         if self._newest < self._steps:
             self._at(STEP_S, self._capture)
 
-    def _arena_bytes(self) -> int:
-        """That are free."""
-        held = {each.step for each in self._waiting.values() if not each.is_spilled}
-        held |= {self._newest, *(tier.step or 0 for tier in self._tiers.values())} - {0}
-        held -= {each.step for each in self._waiting.values() if each.is_spilled}
-        return (SLOTS - len(held | self._moving)) * STATE_BYTES
+    def _free_slots(self) -> int:
+        """Of the arena."""
+        held = {*self._waiting, self._newest, self._writing or 0, self._moving or 0} - {0}
+        return SLOTS - len(held - self._spilled)
 
-    # ---- what is decided -------------------------------------------------------------------
+    # ---- the keeper ------------------------------------------------------------------------
 
-    def _decide(self) -> None:
-        decision = decide(self._offered(), self._figures(), self._route)
-        self._favourite = decision.favourite
-        self._follow(decision)
+    def _go_on(self) -> None:
+        if self._writing is None and self._waiting:
+            self._begin(self._waiting.pop(0))
+        is_full = not self._free_slots() and self._newest < self._steps
+        in_arena = [step for step in self._waiting if step not in self._spilled]
+        if is_full and in_arena and self._moving is None and len(self._spilled) < self._spill_slots:
+            self._moving = in_arena[0]
+            self._at(STATE_BYTES / SPILL_BYTES_PER_S, lambda step=in_arena[0]: self._moved(step))
         if self._stalled_since is not None:
             self._capture()
 
-    def _offered(self) -> list[Step]:
-        return [each for each in self._waiting.values() if each.step not in self._moving]
-
-    def _figures(self) -> Figures:
-        spilled = sum(each.size_bytes for each in self._waiting.values() if each.is_spilled)
-        tiers = {
-            name: Durable(
-                1 << 60,
-                tier.measured.bytes_per_s(self._now),
-                tier.measured.age_s(self._now),
-                STATE_BYTES if tier.step else 0,
-            )
-            for name, tier in self._tiers.items()
-        }
-        spill = self._spill_bytes - spilled - len(self._moving) * STATE_BYTES
-        need = STATE_BYTES if self._newest < self._steps else 0
-        return Figures(tiers, self._arena_bytes(), spill, need, self._favourite, self._drops)
-
-    def _follow(self, decision: Decision) -> None:
-        for step in decision.dropped:
-            del self._waiting[step]
-            if self._probe and self._probe[0] == step:
-                self._probe = None
-        self.outcome.dropped += len(decision.dropped)
-        self._probe = self._probe or decision.probe
-        for step, tier in decision.writes:
-            if self._tiers[tier].step is None and self._waiting[step].writing is None:
-                self._begin(step, tier)
-        for step in decision.spills:
-            if self._waiting[step].writing is None:
-                self._moving.add(step)
-                self._at(STATE_BYTES / SPILL_BYTES_PER_S, lambda step=step: self._moved(step))
-
     def _moved(self, step: int) -> None:
-        self._moving.remove(step)
-        self._waiting[step] = replace(self._waiting[step], is_spilled=True)
+        self._moving = None
+        if step in self._waiting:
+            self._spilled.add(step)
+
+    def _begin(self, step: int) -> None:
+        self._writing = step
+        tiers = {name: self._figures(tier) for name, tier in self._tiers.items()}
+        chosen = choose(STATE_BYTES, tiers, self._favourite, self._route)
+        assert chosen
+        self._favourite = chosen
+        is_measured = self._route != "auto" or not tiers["local"].is_unknown
+        name = chosen if is_measured else "local"
+        self._write(name, lambda: self._end(step, name))
+
+    def _figures(self, tier: SimulatedTier) -> Durable:
+        measured = tier.measured
+        return Durable(1 << 60, measured.bytes_per_s(self._now), measured.age_s(self._now))
+
+    def _end(self, step: int, name: Name) -> None:
+        """It is durable; a remote tier that is to be measured gets a copy of it."""
+        self._writing = None
+        self._spilled.discard(step)
+        self.outcome.durable_s[step] = self._now - self._begun[step]
+        remote = self._tiers.get("remote")
+        is_open = self._route == "auto" and name == "local" and remote and not remote.is_busy
+        if remote and is_open and self._figures(remote).is_unknown:
+            self.outcome.copies += 1
+            self._write("remote", lambda: None)
 
     # ---- tiers -----------------------------------------------------------------------------
 
-    def _begin(self, step: int, name: Name) -> None:
-        self._waiting[step] = replace(self._waiting[step], writing=name)
-        self._write(step, name, lambda: self._end(step))
-
-    def _write(self, step: int, name: Name, then: Callable[[], None]) -> None:
+    def _write(self, name: Name, then: Callable[[], None]) -> None:
         tier = self._tiers[name]
-        tier.step = step
+        tier.is_busy = True
         tier.measured.begin(STATE_BYTES, self._now)
         factor = self._random.uniform(1 - JITTER, 1 + JITTER)
 
         def end() -> None:
-            tier.step = None
+            tier.is_busy = False
             tier.measured.end(self._now)
             then()
 
@@ -281,16 +262,6 @@ class Simulation:
         while (done := speed(self._now + seconds) * factor * slice_s) < left:
             left, seconds = left - done, seconds + slice_s
         return seconds + slice_s * left / done
-
-    def _end(self, step: int) -> None:
-        """It is durable; a tier that is to be measured gets a copy of it, where it is idle."""
-        del self._waiting[step]
-        self.outcome.durable_s[step] = self._now - self._begun[step]
-        if self._probe and self._probe[0] == step:
-            name, self._probe = self._probe[1], None
-            if self._tiers[name].step is None:
-                self.outcome.copies += 1
-                self._write(step, name, lambda: None)
 
 
 def compare(steps: int = STEPS) -> dict[str, dict[str, Outcome]]:
@@ -304,13 +275,13 @@ def compare(steps: int = STEPS) -> dict[str, dict[str, Outcome]]:
 def show(found: dict[str, dict[str, Outcome]], console: Console) -> None:
     """One table."""
     heads = ("remote tier", "route", "durable after, mean", "99th percentile", "stall of training",
-             "given up", "copies to measure")  # fmt: skip
+             "copies to measure")  # fmt: skip
     table = Table(*heads, title=f"{STATE_BYTES / 1e9:g} GB at every step of {STEP_S:g} s", box=None)
     for trace, outcomes in found.items():
         for route, outcome in outcomes.items():
             stall = outcome.stall_s / outcome.seconds
             table.add_row(trace, route, f"{outcome.mean_s:.2f} s", f"{outcome.p99_s:.2f} s",
-                          f"{stall:.1%}", str(outcome.dropped), str(outcome.copies))  # fmt: skip
+                          f"{stall:.1%}", str(outcome.copies))  # fmt: skip
     console.print(table)
 
 

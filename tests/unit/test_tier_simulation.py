@@ -10,7 +10,6 @@ from benchmarks.tiers.simulate import (
     HALF_LIFE_S,
     STATE_BYTES,
     STEP_S,
-    Simulation,
     Throughput,
     compare,
     constant,
@@ -25,10 +24,10 @@ def found() -> dict[str, dict[str, simulate.Outcome]]:
     return compare(STEPS)
 
 
-def test_all_steps_are_durable_or_given_up(found) -> None:
+def test_all_steps_are_durable(found) -> None:
     for outcomes in found.values():
         for outcome in outcomes.values():
-            assert len(outcome.durable_s) + outcome.dropped == STEPS
+            assert len(outcome.durable_s) == STEPS
 
 
 @pytest.mark.parametrize("trace", ["fast remote", "slow remote"])
@@ -43,13 +42,7 @@ def test_auto_is_ahead_of_both_where_speeds_change(found) -> None:
     outcomes = found["changing remote"]
     for route in ("local", "remote"):
         assert outcomes["auto"].mean_s < outcomes[route].mean_s
-        assert outcomes["auto"].stall_s <= outcomes[route].stall_s
-
-
-def test_auto_uses_both_where_neither_is_enough(found) -> None:
-    outcomes = found["neither is enough"]
-    assert outcomes["local"].stall_s > 100
-    assert outcomes["auto"].stall_s < 1
+    assert outcomes["auto"].stall_s < 0.01 * outcomes["auto"].seconds
 
 
 def test_a_spill_saves_the_stall_of_as_many_states() -> None:
@@ -61,13 +54,6 @@ def test_a_spill_saves_the_stall_of_as_many_states() -> None:
     assert first[10] - first[0] == pytest.approx(50, abs=8)
     saved_s = found[0].stall_s - found[10].stall_s
     assert saved_s == pytest.approx(10 / 0.8, rel=0.15)
-
-
-def test_training_that_must_not_wait_gives_steps_up_instead() -> None:
-    speed = constant(0.5 * STATE_BYTES / STEP_S)
-    outcome = Simulation({"local": speed}, "local", 100, drops=True).run()
-    assert outcome.stall_s < 3
-    assert 40 <= outcome.dropped <= 50
 
 
 def test_it_draws(tmp_path: Path) -> None:

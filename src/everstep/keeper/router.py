@@ -19,7 +19,7 @@ from everstep.keeper.persist import persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store.copy import lead
-from everstep.tiers.route import Durable, Figures, Name, Route, Step, decide
+from everstep.tiers.route import Durable, Name, Route, choose
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep.keeper")
@@ -81,12 +81,12 @@ class Router:
         if not is_whole or leads_on or self._writer.epoch is None:
             return "local"
         tiers: dict[Name, Durable] = {"local": self._look("local"), "remote": self._look("remote")}
-        step = Step(save.step, save.size)
-        decision = decide([step], Figures(tiers, favourite=self._favourite), self._route)
-        self._favourite = decision.favourite
-        if decision.probe and decision.probe[1] == "local":
-            return "local"  # it was not measured for long; the other one is, by what is copied
-        return decision.writes[0][1] if decision.writes else "local"
+        local, size = tiers["local"], save.size
+        chosen = choose(size, tiers, self._favourite, self._route) or "local"
+        self._favourite = chosen
+        if self._route == "auto" and local.is_unknown and local.takes(size):
+            return "local"  # to measure it; the other one is, by what is copied
+        return chosen
 
     def _look(self, name: Name) -> Durable:
         is_local, now = name == "local", time.monotonic()

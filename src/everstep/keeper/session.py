@@ -345,9 +345,9 @@ class Session:
 
     # ---- the spill -------------------------------------------------------------------------
 
-    def waiting_jobs(self) -> tuple[list[Job], list[Job]]:
-        """Of arenas without a free slot: the sealed jobs whose turn has not come, and those that
-        are worked on. For the spill's thread, as are those below."""
+    def waiting_jobs(self) -> tuple[list[Job], bool]:
+        """Of arenas without a free slot: the sealed jobs whose turn has not come; and whether any
+        job is worked on. For the spill's thread, as are those below."""
         with self._lock:
             jobs = list(self._jobs.values())
         full = {
@@ -357,7 +357,7 @@ class Session:
         }
         waiting = [job for job in jobs if not job.is_taken and job.arena.identity in full]
         sealed = [job for job in waiting if job.arrival.complete]
-        return sealed, [job for job in jobs if job.is_taken]
+        return sealed, any(job.is_taken for job in jobs)
 
     def add_spill(self, key: str, arena: Arena) -> None:
         """The trainer has it as well from now on, for the next keeper."""

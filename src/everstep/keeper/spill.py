@@ -14,7 +14,7 @@ Invariants:
   and given back when a job is over. What is written by the mapping is reserved before: on a full
   file system that would fault, where a system call fails.
 * The slot in the arena is freed when all is in the spill, sealed, and nobody reads the image.
-* Which images move is decided by `everstep.tiers.route`.
+* The image that has waited longest moves first.
 """
 
 import contextlib
@@ -28,7 +28,6 @@ from everstep.errors import EverstepError, Unavailable
 from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.keeper.arena import SPILL, SUBMITTED, Arena
 from everstep.keeper.job import Job
-from everstep.tiers.route import Durable, Figures, Step, decide
 
 if TYPE_CHECKING:
     from everstep.keeper.session import Session
@@ -96,17 +95,13 @@ class Spill:
                 self._is_closed.wait(_PAUSE_S)
 
     def _choose(self) -> Job | None:
-        """The image that should move next, where the arena is full."""
-        jobs, writing = self._session.waiting_jobs()
-        found = {job.sequence: job for job in jobs}
-        steps = [Step(job.sequence, _size(job)) for job in jobs]
-        steps += [Step(job.sequence, 0, writing="local") for job in writing]
-        local = Durable(1 << 62, queued_bytes=len(writing))
+        """The image that should move next, where the arena is full: the one that waits longest, of
+        those for which there is room."""
+        jobs, is_writing = self._session.waiting_jobs()
         room = self._budget_bytes() - self._used_bytes()
-        # One slot is needed, whatever its size: it is free when the image has moved.
-        figures = Figures({"local": local}, spill_bytes=room, need_bytes=1)
-        spills = decide(steps, figures, "local").spills
-        return found[spills[0]] if spills else None
+        oldest = sorted(jobs, key=lambda job: job.sequence)
+        waiting = oldest if is_writing else oldest[1:]  # else the first is written at once
+        return next((job for job in waiting if _size(job) <= room), None)
 
     def _budget_bytes(self) -> int:
         if self._budget is None:
