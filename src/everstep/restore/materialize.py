@@ -23,7 +23,7 @@ from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.sharding.topology import ALONE, adopted
-from everstep.store import catalog, claims, commit, retain
+from everstep.store import catalog, claims, commit
 from everstep.store.names import CheckpointName, manifest_path
 from everstep.tiers.tier import Tier
 
@@ -144,12 +144,10 @@ def publish(
                 f"Materialise a later step"
             )
         manifest = whole_manifest(chain, data.part(name.step), differing)
-        replaced = commit.publish_state(disk, manifest, data.document, log_digest, token)
+        commit.publish_state(disk, manifest, data.document, log_digest, token)
     except BaseException:
         data.discard(name)
         raise
-    if replaced:
-        retain.drop_base(disk, replaced)
     return manifest
 
 

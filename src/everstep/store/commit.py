@@ -268,11 +268,11 @@ def find_state(disk: Tier, name: CheckpointName) -> Manifest | None:
 
 def publish_state(
     disk: Tier, manifest: Manifest, table: bytes, log_digest: str, token: str
-) -> Manifest | None:
-    """Put the whole state of a log step beside its manifest, whose digest is `log_digest`. Its
-    packs must be durable, and the caller's claim (claims.py) hold the step. A base that was spread
-    over several steps is replaced, and returned. Raises Missing where the step was
-    deleted meanwhile, Conflict where somebody else has made it whole."""
+) -> None:
+    """Put the whole state of a log step beside its manifest, whose digest is `log_digest`; in the
+    place of a base that was spread over several steps, if there is one. Its packs must be durable,
+    and the caller's claim (claims.py) hold the step. Raises Missing where the step was deleted
+    meanwhile, Conflict where somebody else has made it whole."""
     name = CheckpointName(manifest.step, manifest.epoch)
     what = f"materialising {name} of {disk.root}"
     write_table(disk, table)
@@ -284,14 +284,14 @@ def publish_state(
             raise Missing(f"{what}: it was deleted meanwhile")
         if catalog.digest_of_manifest(disk, name) != log_digest:
             raise Conflict(f"{what}: it was saved anew meanwhile")
-        document = encode_manifest(manifest)
-        if disk.create(names.state_path(name), document):
-            return None
         found = catalog.read_state(disk, name)
-        if found is None or not found.is_spread:
+        if found and not found.is_spread:
             raise Conflict(f"{what}: another process was faster")
-        disk.replace(names.state_path(name), document)
-        return found
+        document, path = encode_manifest(manifest), names.state_path(name)
+        if found:
+            disk.replace(path, document)
+        elif not disk.create(path, document):
+            raise Conflict(f"{what}: another process was faster")
 
 
 def publish_base(disk: Tier, manifest: Manifest) -> None:

@@ -97,12 +97,11 @@ def apply(
 ) -> int:
     """Delete what `keep` does not cover, nor is `pinned`. Returns the bytes freed."""
     cache = {} if cache is None else cache
-    if not any(_unneeded(disk, keep, cache, pinned)):
+    if not _unneeded(disk, keep, cache, pinned):
         return 0
     with disk.locked(exclusive=True):  # decided again: a tag may have been set meanwhile
-        free, states = _unneeded(disk, keep, cache, pinned)
-        freed = _delete_states(disk, states, cache) if states else 0
-        return freed + (_delete(disk, free, cache) if free else 0)
+        free = _unneeded(disk, keep, cache, pinned)
+        return _delete(disk, free, cache) if free else 0
 
 
 def delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache | None = None) -> int:
@@ -139,17 +138,9 @@ def delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache | Non
 
 def _unneeded(
     disk: Tier, keep: Keep, cache: NeedsCache, pinned: Set[CheckpointName]
-) -> tuple[list[CheckpointName], list[CheckpointName]]:
-    """What `keep` does not cover: checkpoints that can go; and those of which only the state that
-    was made of them can, as a restore replays the log all the same, and a later one is there."""
-    doomed, claimed = superfluous(disk, keep, pinned), claims.held(disk)
-    free = _free(disk, doomed, cache, claimed)
-    inexact = []
-    for name in sorted(set(doomed) - set(free) - set(claimed)):
-        with contextlib.suppress(EverstepError):  # what none can read stays
-            if (state := _state(disk, name, cache)) and not state.ends_chain:
-                inexact.append(name)
-    return free, inexact[:-1]
+) -> list[CheckpointName]:
+    """What `keep` does not cover, and can go."""
+    return _free(disk, superfluous(disk, keep, pinned), cache, claims.held(disk))
 
 
 def _free(
@@ -211,17 +202,6 @@ def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
     return _delete_packs(disk, files - needed)
 
 
-def _delete_states(disk: Tier, of: Sequence[CheckpointName], cache: NeedsCache) -> int:
-    """Let these be logs alone again. Returns the bytes freed."""
-    files: set[str] = set()
-    for name in of:
-        state = _state(disk, name, cache)
-        files |= state.files if state else set()
-        disk.delete(names.state_path(name))
-        cache.pop(names.state_path(name), None)
-    return _delete_packs(disk, files - _reachable(disk, catalog.committed(disk), cache))
-
-
 def _delete_packs(disk: Tier, files: Collection[str]) -> int:
     freed = 0
     for path in sorted(files):
@@ -229,16 +209,6 @@ def _delete_packs(disk: Tier, files: Collection[str]) -> int:
             freed += disk.size(path) or 0
             disk.delete(path)
     return freed
-
-
-def drop_base(disk: Tier, base: Manifest) -> None:
-    """A base that was spread has been replaced: delete what only it had of records that are gone.
-    Not while somebody makes a whole state of another step, who may be reading it."""
-    name = CheckpointName(base.step, base.epoch)
-    with disk.locked(exclusive=True), contextlib.suppress(EverstepError):  # gc frees it, then
-        if not claims.held(disk).keys() - {name}:
-            packs = {link.path for part in base.parts for link in part.packs}
-            _delete_packs(disk, packs - _reachable(disk, catalog.committed(disk), {}))
 
 
 def sweep(disk: Tier) -> tuple[int, int]:
