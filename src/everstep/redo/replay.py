@@ -23,13 +23,12 @@ from everstep.format.tables import TensorEntry, raw_name
 from everstep.redo import clipping, compression, rolling_digest
 from everstep.redo.ambient import autocast_as, autocast_of
 from everstep.sharding.layout import is_dtensor, local_of, shards_like, wrapped_like
-from everstep.sharding.mapped import Mapped
 from everstep.sharding.redundancy import (
     class_of,
+    inner_of,
     is_here,
     is_same_class,
     spread_hyperparameters,
-    updating,
 )
 from everstep.state import objects
 from everstep.state.objects import PASSING, decode
@@ -221,9 +220,7 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
     for _, name, parameter, _ in state.parameters():
         parameter.grad = None
         if is_here(state.optimizer, parameter):
-            parameter.grad = gradient_of(
-                record.tensors, at, name, parameter, state.mapped, compressed
-            )
+            parameter.grad = gradient_of(record.tensors, at, name, parameter, compressed)
     for index, values in call.sets.items():
         install(state.optimizer.param_groups[index], values)
         state.prune(index, values)
@@ -241,34 +238,15 @@ def gradient_of(
     at: str,
     name: str,
     parameter: torch.Tensor,
-    mapped: Mapped,
     compressed: Mapping[str, Mapping[str, Any]],
 ) -> torch.Tensor | None:
-    """What a call consumed of this parameter, which is called `name` here; None where it had no
-    gradient. `compressed`: of `compression.by_parameter`. Raises KeyError where one is missing."""
-    pieces = mapped.split(parameter)
-    if pieces is None:
-        shape, device = tuple(parameter.shape), parameter.device
-        local = compression.gradient_of(tensors, at, name, shape, device, compressed)
-        if local is not None and name in compressed and not compression.has_shape(compressed[name]):
-            local = _part_of(parameter, local)
-        return None if local is None else wrapped_like(parameter, local)
-    own = local_of(parameter)
-    shapes = {piece.name: piece.shape for piece in pieces if piece.box.count}
-    parts = {
-        each: compression.gradient_of(tensors, at, each, shape, own.device, compressed)
-        for each, shape in shapes.items()
-    }
-    if all(part is None for part in parts.values()):
-        return None
-    found = {each: part for each, part in parts.items() if part is not None}
-    dtype = next(iter(found.values())).dtype
-    local = torch.zeros_like(own, dtype=dtype, requires_grad=False)
-    for piece in pieces:
-        if piece.box.count:
-            inside = piece.box.slices_in(Box.whole(piece.shape))
-            piece.of(local).copy_(found[piece.name][inside])
-    return wrapped_like(parameter, local)
+    """What a call consumed of this parameter; None where it had no gradient. `compressed`: of
+    `compression.by_parameter`. Raises KeyError where one is missing."""
+    shape, device = tuple(parameter.shape), parameter.device
+    local = compression.gradient_of(tensors, at, name, shape, device, compressed)
+    if local is not None and name in compressed and not compression.has_shape(compressed[name]):
+        local = _part_of(parameter, local)
+    return None if local is None else wrapped_like(parameter, local)
 
 
 def _part_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -309,7 +287,7 @@ def check(
                 raise ValueError(f"{row} is no form of a gradient")
         for _, name, parameter, _ in state.parameters():
             found = tensors.get(gradient_key(tensors, at, name))
-            if found is None or name in compressed or state.mapped.split(parameter) is not None:
+            if found is None or name in compressed:
                 continue
             if found.spec.shape != tuple(parameter.shape):
                 raise ValueError(f"the gradient of {name!r} has the shape {found.spec.shape}")
@@ -323,12 +301,11 @@ def _read(
 ) -> _Call:
     """A call, without gradients; closures are as they were stored."""
     sets: dict[int, dict[str, Any]] = {}
-    for index, name, parameter, _ in state.parameters():
+    for index, name, _, _ in state.parameters():
         # Every parameter of a group has the same set: restore.records has checked that.
-        for each in state.mapped.names(name, parameter):
-            if index not in sets:
-                values = said["sets"][groups[each]].items()
-                sets[index] = {key: decode(value, tensor) for key, value in values}
+        if index not in sets:
+            values = said["sets"][groups[name]].items()
+            sets[index] = {key: decode(value, tensor) for key, value in values}
     args, kwargs = decode(said.get("arguments", [[], {}]), tensor)
     scaler = decode(said.get("scaler", {}), tensor)
     return _Call(
@@ -361,7 +338,8 @@ def _step(state: OptimizerState, call: _Call) -> None:
             torch.set_rng_state(generator)
         elif torch.cuda.is_available():
             torch.cuda.set_rng_state(generator, device)
-    with updating(state.optimizer) as optimizer, _without_hooks(optimizer):
+    optimizer = inner_of(state.optimizer)
+    with _without_hooks(optimizer):
         for key, value in call.scaler.items():
             setattr(optimizer, key, value)
         try:

@@ -66,16 +66,16 @@ def apply(
         _check_exact(candidate, chain, [], must_be_exact)
         _place_state(candidate, chain.base, state, only, loader)
         return chain.base.manifest, differences(chain.base.manifest.topology)
-    # parts are replayed beside the state, on nobody's layout
-    differing = chain.differences(state.layout() if only is None else ALONE)
-    is_moved = False
-    if only is None:
+    state.name_parameters()
+    is_beside, is_moved = only is not None or _is_boxed(state), False  # on nobody's layout
+    differing = chain.differences(ALONE if is_beside else state.layout())
+    if not is_beside:
         each = state.world.gather("comparing devices", chain.moved(_kinds(state)))
         is_moved = any(each)
         differing += sorted({text for found in each for text in found})
     _check_exact(candidate, chain, differing, must_be_exact)
     _check_left_out(candidate, chain, only, must_be_exact)
-    if only is not None or _is_beside(chain, state):
+    if is_beside:
         together(
             "replaying",
             lambda: _replay_beside(candidate, chain, state, only, loader, must_be_exact),
@@ -277,18 +277,18 @@ def _replay_beside(
     placement.check(candidate.name.step, candidate.disk.root)
     wanted = placement.destinations
     names = {name for whole, _ in wanted.values() for name in (whole.spec.name, *whole.aliases)}
+    what = "" if only is None else f"only={only} of "
     if taken := sorted(part for part in chain.ruled if any(is_in(name, part) for name in names)):
         raise Unsupported(
-            f"restoring only={only} of step {candidate.name.step}: {taken[0]!r} is derived by a "
-            f"rule of its own (derive=), which runs in the whole state alone. Restore all of it, "
-            f"or parts without {taken[0]!r}"
+            f"restoring {what}step {candidate.name.step}: {taken[0]!r} is derived by a rule of its "
+            f"own (derive=), which runs in the whole state alone, where no parameter is several "
+            f"tensors. Restore all of it there, or parts without {taken[0]!r}"
         )
     optimized = chain.optimized & saved.tensors.keys()
     if any(saved.tensors[name].device != "cpu" for name in optimized):
-        what, parts = ("", "") if only is None else (f"only={only} of ", "parts of a log are ")
         problem = (
-            f"restoring {what}step {candidate.name.step}: it was trained on a GPU, and {parts}"
-            f"replayed on the CPU, where last bits differ"
+            f"restoring {what}step {candidate.name.step}: it was trained on a GPU, and is replayed "
+            f"on the CPU, where last bits differ"
         )
         if must_be_exact:
             way = "it where its tensors are apart" if only is None else "all of it"
@@ -300,27 +300,23 @@ def _replay_beside(
     placement.finish()
 
 
-def _is_beside(chain: Chain, state: State) -> bool:
-    """Whether it is to be replayed beside the state: tensors of which the base has different steps
-    are in one parameter on some rank, which has one gradient, and one step, for all of them."""
-    if not chain.base.manifest.is_spread or chain.ruled:
-        return False
-    is_mixed = any(
-        len(set(optimizer.mapped.names(name, parameter))) > 1
+def _is_boxed(state: State) -> bool:
+    """Whether parameters of some rank are boxes of other tensors: records have a gradient for each
+    tensor, and no such parameter is updated by one. The log is replayed beside the state then."""
+    is_split = any(
+        optimizer.mapped.split(parameter) is not None
         for optimizer in state.optimizers
-        for _, name, parameter, _ in optimizer.parameters()
+        for _, _, parameter, _ in optimizer.parameters()
     )
-    return any(state.world.gather("comparing parameters", is_mixed))
+    return any(state.world.gather("comparing parameters", is_split))
 
 
 def _kinds(state: State) -> dict[str, str]:
     """On which kind of device the parameters are that are here."""
-    state.name_parameters()
     return {
-        each: parameter.device.type
+        name: parameter.device.type
         for optimizer in state.optimizers
         for _, name, parameter, _ in optimizer.parameters()
-        for each in optimizer.mapped.names_here(name, parameter)
     }
 
 

@@ -20,7 +20,6 @@ from everstep.redo.replay import (
     check,
     clip,
     find,
-    gradient_key,
     of_rank,
 )
 from everstep.restore.buffer_pool import Slabs, empty
@@ -29,7 +28,6 @@ from everstep.restore.choose import Candidate
 from everstep.restore.fill import fill_part
 from everstep.restore.load import Loader
 from everstep.sharding.layout import LocalBox, is_dtensor, local_of, shards_like
-from everstep.sharding.mapped import Piece
 from everstep.sharding.ranked import own_name, unowned
 from everstep.sharding.redundancy import is_here
 from everstep.sharding.world import World
@@ -56,16 +54,6 @@ class _United:
         optimizers = optimizers_of(tables)
         groups = {name: found["groups"] for name, found in optimizers.items()}
         return cls(tables, whole_tensors(tables), groups)
-
-
-@dataclass(frozen=True, slots=True)
-class _Boxed:
-    """A parameter that is boxes of other tensors, and those boxes of which there is something
-    here."""
-
-    optimizer: str
-    name: str
-    pieces: Sequence[Piece]
 
 
 class Records:
@@ -97,11 +85,11 @@ class Records:
         """By the id() of tables, as are those below: they are held in it."""
         self._merged: dict[tuple[tuple[int, ...], str], list[set[int]]] = {}
         self._owners: dict[str, torch.Tensor] = {}
-        """By the name of a tensor, the parameter that is it, or has boxes of it."""
-        self._boxed: list[_Boxed] = []
+        """The parameters of which this rank makes updates, by name."""
         for state in optimizers.values():
-            self._note_parameters(state)
-        self._in_boxes = {piece.name for each in self._boxed for piece in each.pieces}
+            for _, name, parameter, _ in state.parameters():
+                if is_here(state.optimizer, parameter):
+                    self._owners[name] = parameter
         self._is_on_cpu = all(each.device.type == "cpu" for each in self._owners.values())
         self._slabs = Slabs()
         self._waiting = deque(self._rows)
@@ -141,7 +129,7 @@ class Records:
         return self._load(record, tables)
 
     def _check(self, record: Record, tables: tuple[Table, ...]) -> None:
-        united, ahead = self._unite(tables), self._ahead(record)
+        united = self._unite(tables)
         for number, call in enumerate(record.calls):
             state = find(record.step, call, self._optimizers)
             key = tuple(map(id, tables)), state.name
@@ -152,21 +140,6 @@ class Records:
                 _check_sets(record.step, call, state, self._merged[key])
             said = of_rank(call, self._world.rank, self._world.size)
             check(record.step, f"@{number}", said, groups, state, united.tensors)
-            for boxed in self._boxed:
-                if boxed.optimizer == state.name:
-                    _check_boxed(record.step, f"@{number}", said, boxed, united.tensors, ahead)
-
-    def _note_parameters(self, state: OptimizerState) -> None:
-        for _, name, parameter, _ in state.parameters():
-            if not is_here(state.optimizer, parameter):
-                continue
-            pieces = state.mapped.split(parameter)
-            if pieces is None:
-                self._owners[name] = parameter
-            else:
-                here = [piece for piece in pieces if piece.box.count]
-                self._boxed.append(_Boxed(state.name, name, here))
-                self._owners |= dict.fromkeys((piece.name for piece in here), parameter)
 
     def _unite(self, tables: Sequence[Table]) -> _United:
         key = tuple(map(id, tables))  # most steps share them
@@ -207,8 +180,8 @@ class Records:
         ahead: Set[str],
     ) -> dict[str, tuple[torch.Tensor, list[LocalBox]]]:
         """Memory for what is needed of a record, by name, and the boxes that go there: where its
-        parameter is, and as much of a gradient as this rank has of it. Of one in several boxes, or
-        compressed, all: redo cuts it."""
+        parameter is, and as much of a gradient as this rank has of it. Of one that is compressed,
+        all: redo cuts it."""
         unlike = {
             f"@{number}.{name}"
             for number, call in enumerate(calls)
@@ -221,8 +194,7 @@ class Records:
             entry, parameter = whole, name.partition(".")[2]
             owner = self._owners.get(parameter)
             is_alike = owner is not None and entry.spec.shape == tuple(owner.shape)
-            is_cut = parameter in self._in_boxes or name in unlike
-            if owner is not None and is_alike and is_gradient(name) and not is_cut:
+            if owner is not None and is_alike and is_gradient(name) and name not in unlike:
                 owners[name] = owner
                 entry = _part_of(entry, owner)
             places.append((name, entry, _CPU if owner is None else owner.device))
@@ -274,9 +246,8 @@ def _steps_of(base: Described) -> dict[str, int]:
 def _merged(state: OptimizerState, groups: Mapping[str, int]) -> list[set[int]]:
     """The groups of then whose parameters stand in one group now."""
     members: dict[int, set[int]] = {}
-    for index, name, parameter, _ in state.parameters():
-        for each in state.mapped.names(name, parameter):
-            members.setdefault(index, set()).add(groups[each])
+    for index, name, _, _ in state.parameters():
+        members.setdefault(index, set()).add(groups[name])
     return [numbers for numbers in members.values() if len(numbers) > 1]
 
 
@@ -289,38 +260,6 @@ def _check_sets(
                 f"replaying step {step}: a group of {state.name!r} has parameters that had "
                 f"different hyperparameters then (its groups {sorted(numbers)}). Build the state "
                 f"as it was"
-            )
-
-
-def _check_boxed(
-    step: int,
-    at: str,
-    call: Mapping[str, Any],
-    boxed: _Boxed,
-    tensors: Mapping[str, TensorEntry],
-    ahead: Set[str],
-) -> None:
-    """A parameter has one gradient or none: all of its tensors were updated, or none of them."""
-    shapes = {piece.name: piece.shape for piece in boxed.pieces}
-    keys = {name: gradient_key(tensors, at, name) for name in shapes if name not in ahead}
-    there = {name: tensors[key].spec for name, key in keys.items() if key in tensors}
-    if not there:
-        return
-    if absent := [name for name in shapes if name not in there]:
-        raise Mismatch(
-            f"replaying step {step}: {next(iter(there))!r} and {absent[0]!r} are in one parameter "
-            f"here, {boxed.name!r}, and only the first of them is updated there. Restore on a "
-            f"layout that has them apart"
-        )
-    compressed = compression.by_parameter(call)
-    dtypes = {spec.dtype for name, spec in there.items() if name not in compressed}
-    for name, spec in there.items():
-        if name not in compressed and (spec.shape != shapes[name] or len(dtypes) > 1):
-            raise Mismatch(
-                f"replaying step {step}: the gradient of {name!r} is {spec.dtype}"
-                f"{list(spec.shape)}; with others in {boxed.name!r} here it takes one dtype "
-                f"({', '.join(sorted(dtypes))}), and {list(shapes[name])}. Restore on a layout "
-                f"that has its tensors apart"
             )
 
 

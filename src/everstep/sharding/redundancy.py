@@ -4,9 +4,8 @@ parameters and has the state of those, and the proxies of integrations.
 torch's module is looked up where the user has imported it.
 """
 
-import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -42,18 +41,6 @@ class OptimizerProxy(Optimizer):
     def push(self) -> None:
         """Give them back, changed."""
         _copy_groups(self.param_groups, self.inner.param_groups)
-
-    @contextlib.contextmanager
-    def filled(self) -> Iterator[None]:
-        """The other's groups show their parameters within."""
-        kept = [group["params"] for group in self.inner.param_groups]
-        try:
-            for group, own in zip(self.inner.param_groups, self.param_groups, strict=True):
-                group["params"] = own["params"]
-            yield
-        finally:
-            for group, members in zip(self.inner.param_groups, kept, strict=True):
-                group["params"] = members
 
     def _call(self, hooks: Mapping[int, Any], args: Any, kwargs: Any) -> None:
         for hook in list(hooks.values()):
@@ -117,16 +104,9 @@ def is_torchs(kind: type[Optimizer]) -> bool:
     return kind is not Optimizer and getattr(torch.optim, kind.__name__, None) is kind
 
 
-@contextlib.contextmanager
-def updating(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """What makes the updates of this rank's part, with all of its parameters: for a replay, where
-    step() would send them around after each. `send_around` does it once, after all."""
-    with optimizer.filled() if isinstance(optimizer, OptimizerProxy) else contextlib.nullcontext():
-        yield inner_of(optimizer)
-
-
 def send_around(optimizer: Optimizer) -> None:
-    """Give each rank what others have updated; a collective, where there is anything to send."""
+    """Give each rank what others have updated, after a replay of this rank's part alone; a
+    collective, where there is anything to send."""
     if is_redundancy_free(optimizer):
         cast(Any, optimizer)._sync_params()
 
