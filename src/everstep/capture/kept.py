@@ -65,4 +65,5 @@ class Kept:
             optimizer = inner_of(each.optimizer)
             if isinstance(optimizer, OffloadedOptimizer):
                 place = FILE if optimizer.is_on_disk else ""
-                yield f"{KEPT}{place}{digest_of(each.name.encode())[:16]}", optimizer
+                whose = f"{each.name} of {self._state.world.rank}"
+                yield f"{KEPT}{place}{digest_of(whose.encode())[:16]}", optimizer

@@ -21,6 +21,7 @@ from everstep.format.document import unseal
 from everstep.keeper.arena import Arena
 from everstep.keeper.data import parse
 from everstep.offload.memory import Memory
+from everstep.sharding.layout import local_of, part_of, with_local
 from everstep.state.objects import decode
 from everstep.state.optimizers import install
 
@@ -44,12 +45,12 @@ def step_here(optimizer: Optimizer, kind: Callable[..., Optimizer]) -> None:
     """Make the same update in this process, in place."""
     rows: list[tuple[torch.Tensor, torch.Tensor]] = []
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        state = optimizer.state.get(parameter, {})
+        state, weights = optimizer.state.get(parameter, {}), local_of(parameter)
         is_apart = has_master(parameter.dtype)
-        source = state.get(MASTER, parameter.float() if is_apart else parameter)
+        source = local_of(state.get(MASTER, weights.float() if is_apart else weights))
         master = source.detach().requires_grad_()
         if parameter.grad is not None:
-            master.grad = parameter.grad.to(master.dtype)
+            master.grad = gradient_of(parameter).to(master.dtype)
         rows.append((parameter, master))
     masters = dict(rows)
     inner = kind(
@@ -60,14 +61,33 @@ def step_here(optimizer: Optimizer, kind: Callable[..., Optimizer]) -> None:
     )
     for parameter, master in rows:
         if state := optimizer.state.get(parameter):
-            inner.state[master] = {key: state[key] for key in state if key != MASTER}
+            inner.state[master] = {key: local_of(state[key]) for key in state if key != MASTER}
     inner.step()
     for parameter, master in rows:
         if parameter.grad is not None:
-            optimizer.state.setdefault(parameter, {}).update(inner.state.get(master, {}))
+            state, made = optimizer.state.setdefault(parameter, {}), inner.state.get(master, {})
             if has_master(parameter.dtype):
-                optimizer.state[parameter].setdefault(MASTER, master.detach())
-                parameter.copy_(master)
+                made = {**made, MASTER: master.detach()}
+                local_of(parameter).copy_(master)
+            for key, value in made.items():
+                if key not in state or local_of(state[key]).data_ptr() != value.data_ptr():
+                    state[key] = shown(parameter, value)
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it, on the CPU or elsewhere. Raises Unsupported."""
+    assert parameter.grad is not None
+    found = part_of(parameter.grad, parameter)
+    if found is None or found.is_sparse:
+        what = "sparse" if found is not None else "not where its parameter is"
+        raise Unsupported(f"offloading an update: a gradient is {what}")
+    return found
+
+
+def shown(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """State of a parameter in its own form: of a sharded one a DTensor, where it has its shape."""
+    is_part = local.shape == local_of(parameter).shape
+    return with_local(parameter, local) if is_part else local
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -33,15 +33,18 @@ from everstep.offload.inner import (
     WEIGHTS,
     Marks,
     chunks_of,
+    gradient_of,
     has_master,
     kind_of,
     options_of,
+    shown,
     step_here,
     undo_bytes,
 )
 from everstep.offload.memory import Memory
-from everstep.sharding.layout import is_dtensor
+from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Leaf, bytes_of
+from everstep.sharding.redundancy import is_torchs
 from everstep.sharding.topology import flushes_denormals
 from everstep.state.objects import encode
 
@@ -71,9 +74,6 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         """`states`: a directory, for a file that holds the state and is scratch; None: memory.
         `options`: of `kind`. Raises Unsupported for a class or parameters that cannot be."""
-        ranks = torch.distributed
-        if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
-            raise Unsupported("an OffloadedOptimizer in a run of several ranks")
         self._worker: _Worker | None = None
         self._shared: _Shared | None = None
         self._states = None if states is None else os.path.abspath(states)
@@ -117,11 +117,9 @@ class OffloadedOptimizer(Optimizer):
             raise Unsupported("adding parameters to an OffloadedOptimizer after its first update")
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            if is_dtensor(parameter) or not parameter.is_floating_point():
-                raise Unsupported(
-                    f"offloading a parameter {tuple(parameter.shape)} that is sharded over ranks, "
-                    f"or of {parameter.dtype}"
-                )
+            if problem := _problem_of(parameter, self.offloaded):
+                shape = tuple(parameter.shape)
+                raise Unsupported(f"offloading a parameter {shape} {problem}")
 
     def room(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Where the state of a parameter is to lie, by its keys: who restores reads into it."""
@@ -172,6 +170,25 @@ def class_behind(optimizer: Optimizer) -> Any:
 
 
 _REFUSED = ("LBFGS", "SparseAdam")
+_OF_WHOLE_TENSORS = ("Adafactor", "Muon")
+
+
+def _problem_of(parameter: torch.Tensor, kind: str) -> str | None:
+    """Why it cannot be."""
+    if not parameter.is_floating_point():
+        return f"of {parameter.dtype}"
+    if is_dtensor(parameter):
+        found = cast(type[Optimizer], kind_of(kind))
+        if found.__name__ in _OF_WHOLE_TENSORS or not is_torchs(found):
+            return f"that is sharded over ranks: {found.__name__} may need all of it at once"
+    elif _ranks() > 1:
+        return "that each rank updates whole, as in DDP. Shard the model (FSDP2)"
+    return None
+
+
+def _ranks() -> int:
+    ranks = torch.distributed
+    return ranks.get_world_size() if ranks.is_available() and ranks.is_initialized() else 1
 
 
 def _keep_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -198,7 +215,7 @@ class _Shared:
         """`arena`: that of the state, where it is laid out for this one; else another is made."""
         groups = optimizer.param_groups
         self._parameters = [each for group in groups for each in group["params"]]
-        specs = [Leaf(str(i), each).spec for i, each in enumerate(self._parameters)]
+        specs = [Leaf(str(i), local_of(each)).spec for i, each in enumerate(self._parameters)]
         states_of = [_state_specs(i, each, optimizer) for i, each in enumerate(self._parameters)]
         self._keys = [[spec.name.partition(".")[2] for spec in each] for each in states_of]
         self.exchange = _arena(specs, 2)
@@ -221,7 +238,7 @@ class _Shared:
     def room(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The places of a parameter's state."""
         index = next(i for i, each in enumerate(self._parameters) if each is parameter)
-        return {key: self._state.tensor(f"{index}.{key}") for key in self._keys[index]}
+        return self._view(index)
 
     def fits(self, optimizer: OffloadedOptimizer) -> bool:
         """Whether all state has its place here."""
@@ -230,7 +247,7 @@ class _Shared:
                 if key not in self._keys[index]:
                     return False
                 spec = self._state.table.tensors[f"{index}.{key}"].spec
-                if Leaf(spec.name, value).spec != spec:
+                if Leaf(spec.name, local_of(value)).spec != spec:
                     return False
         return True
 
@@ -241,10 +258,8 @@ class _Shared:
         for index, parameter in enumerate(self._parameters):
             self._put_state(index, optimizer.state.get(parameter, {}))
             self._put_weights(index, parameter)
-            if (gradient := parameter.grad) is not None:
-                if gradient.is_sparse:
-                    raise Unsupported("offloading an update: its gradients are sparse")
-                self._gradients.tensor(str(index)).copy_(gradient)
+            if parameter.grad is not None:
+                self._gradients.tensor(str(index)).copy_(gradient_of(parameter))
                 given.append(index)
         self._step = (self._step + 1) % _STEPS_MAX
         self._say(optimizer, given)
@@ -254,12 +269,15 @@ class _Shared:
         """The new weights; and `state` shows what there is now."""
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
-                parameter.copy_(self._weights.tensor(str(index)))
+                local_of(parameter).copy_(self._weights.tensor(str(index)))
             if self._marks.has_state(index) and index not in self._views:
-                keys = self._keys[index]
-                views = {key: self._state.tensor(f"{index}.{key}") for key in keys}
-                self._views[index] = views
-                optimizer.state[parameter] = dict(views)
+                self._views[index] = self._view(index)
+                optimizer.state[parameter] = dict(self._views[index])
+
+    def _view(self, index: int) -> dict[str, torch.Tensor]:
+        """All state of a parameter, as its optimizer shows it."""
+        rows = ((key, self._state.tensor(f"{index}.{key}")) for key in self._keys[index])
+        return {key: shown(self._parameters[index], local) for key, local in rows}
 
     def _put_state(self, index: int, state: dict[str, Any]) -> None:
         known = self._views.get(index, {})
@@ -268,14 +286,14 @@ class _Shared:
             del self._views[index]
         for key, value in state.items():
             if known.get(key) is not value:
-                here = self._state.tensor(f"{index}.{key}")
-                if here.data_ptr() != value.data_ptr():
-                    here.copy_(value)
+                here, local = self._state.tensor(f"{index}.{key}"), local_of(value)
+                if here.data_ptr() != local.data_ptr():
+                    here.copy_(local)
                 self._marks.set_state(index, there=True)
                 self._views.pop(index, None)
 
     def _put_weights(self, index: int, parameter: torch.Tensor) -> None:
-        weights = self._weights.tensor(str(index))
+        weights, parameter = self._weights.tensor(str(index)), local_of(parameter)
         master = self._master(index)
         if self._step and _is_same(weights, parameter):
             return
@@ -322,7 +340,8 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _master_bytes(parameter: torch.Tensor) -> int:
-    return parameter.numel() * (4 if has_master(parameter.dtype) else parameter.element_size())
+    size = 4 if has_master(parameter.dtype) else parameter.element_size()
+    return local_of(parameter).numel() * size
 
 
 def _state_specs(index: int, parameter: torch.Tensor, optimizer: OffloadedOptimizer) -> list[Spec]:
@@ -330,7 +349,7 @@ def _state_specs(index: int, parameter: torch.Tensor, optimizer: OffloadedOptimi
     Unsupported where that is more than tensors."""
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     dtype = torch.float32 if has_master(parameter.dtype) else parameter.dtype
-    shape = tuple(parameter.shape)
+    shape = tuple(local_of(parameter).shape)
     master = torch.zeros(shape, dtype=dtype, device="cpu", requires_grad=True)
     kind = kind_of(optimizer.offloaded)
     made = kind([{**options_of(group), "params": [master]}])

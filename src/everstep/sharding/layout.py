@@ -9,10 +9,10 @@ never imported here, which takes 0.7 s: where there is one, somebody else has im
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -182,12 +182,14 @@ def wrapped_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The same for memory of the same form, as FSDP2 makes them: three times as fast."""
-    return (
-        _package().DTensor(local, tensor._spec, requires_grad=False)
-        if is_dtensor(tensor)
-        else local
-    )
+    """The same for memory of the same form, as FSDP2 makes them: three times as fast, and on any
+    device."""
+    if not is_dtensor(tensor):
+        return local
+    spec = tensor._spec
+    if local.dtype != tensor.dtype and spec.tensor_meta:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return cast(torch.Tensor, _package().DTensor(local, spec, requires_grad=False))
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor | None:
