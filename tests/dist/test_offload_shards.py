@@ -4,13 +4,15 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 import zoo
-from jobs import check_restored, trains, trains_alone
+from jobs import attached, check_restored, trains, trains_alone
 from torch import nn
 
 from comparing import check_equal
 from everstep import OffloadedOptimizer, Unsupported
 from examples import slow
+from processes import until
 
 PLAIN = functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
 OFFLOADED = functools.partial(OffloadedOptimizer, torch.optim.AdamW, lr=0.01, eps=1e-4)
@@ -59,3 +61,26 @@ def test_replicas_and_what_needs_whole_tensors_are_refused(gang):
     replicas, whole = gang.run(refuses, size=2)[0]
     assert "FSDP2" in replicas
     assert "Adafactor may need all of it" in whole
+
+
+def goes_on(store, folder, last):
+    """From what is restored; says when a step is durable, and what came back by itself."""
+    job = zoo.build("fsdp2", RECIPE)
+    with attached(job, store, strategy="full") as saver:
+        first, begun = saver.restore(), job.full_state()
+        for step in range(first + 1, last + 1):
+            job.train(step)
+            saver.step(step).wait("local")
+            (folder / f"{dist.get_rank()}").write_text(str(step))
+    return first, job.optimizer.has_adopted, begun
+
+
+@pytest.mark.slow
+def test_after_the_deaths_of_all_ranks_each_goes_on_in_its_memory(gang, store, tmp_path):
+    gang.start(goes_on, store, tmp_path, 10**6)
+    until(lambda: len(list(tmp_path.glob("?"))) == 2, "no step")
+    gang.kill()
+    gang.finish()
+    (first, *adopted), (_, other, _) = gang.run(goes_on, store, tmp_path, 0)
+    assert (adopted[0], other) == (True, True)
+    check_equal(adopted[1], gang.run(trains_alone, "fsdp2", first, RECIPE)[0][1][first])
