@@ -117,7 +117,7 @@ def _worker_s(args: argparse.Namespace, saver: Any, optimizer: Any, step: int) -
             assert time.monotonic() < deadline, saver.metrics.last_error
             time.sleep(0.01)
         found = saver.metrics.replica_seconds
-    return found + (_processor_s(optimizer._worker.pid) if args.kind == "offload" else 0.0)
+    return found + (_processor_s(optimizer._process.pid) if args.kind == "offload" else 0.0)
 
 
 def restore(args: argparse.Namespace) -> dict[str, Any]:

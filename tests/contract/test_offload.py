@@ -191,7 +191,7 @@ def test_workers_that_are_killed_at_any_moment():
     for step in range(1, 13):
         gradients(mine, step)
         gradients(theirs, step)
-        pid = offloaded._worker and offloaded._worker.pid
+        pid = offloaded._process and offloaded._process.pid
         timer = None
         if pid and rng.random() < 0.5:
             timer = threading.Timer(rng.uniform(0, 0.06), killed, (pid,))
@@ -228,10 +228,10 @@ def test_state_in_a_file_is_in_memory_a_chunk_at_a_time(tmp_path):
         reference.step()
         same(mine, theirs)
         if step == 1:
-            libraries = resident(offloaded._worker.pid)
+            libraries = resident(offloaded._process.pid)
     size = sum(each.numel() for each in mine) * 12
     assert size > 200e6
-    assert resident(offloaded._worker.pid) < libraries + 0.2 * size
+    assert resident(offloaded._process.pid) < libraries + 0.2 * size
     assert not list(tmp_path.iterdir())  # the file has no name
     offloaded.close()
 
@@ -276,6 +276,76 @@ def test_a_worker_that_cannot_start(monkeypatch):
             offloaded.step()
     same([each.detach() for each in net.parameters()], before)
     offloaded.step()  # and it goes on when there is one
-    pid = offloaded._worker.pid
+    pid = offloaded._process.pid
     offloaded.close()
     until(lambda: ended(pid, 0), "its end")
+
+
+class Watched(nn.Module):
+    """Layers of which backward waits, half-way, until some updates are made."""
+
+    def __init__(self, width=1500):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+        self.wait = lambda: None
+
+    def forward(self, rows):
+        hidden = self.layers[0](rows)
+        hidden.register_hook(lambda gradient: self.wait())
+        return self.layers[2](self.layers[1](hidden)).square().mean()
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_updates_overlap_with_backward(is_killed):
+    first, second = Watched(), Watched()
+    overlapped = OffloadedOptimizer(torch.optim.AdamW, first.parameters(), lr=0.01, overlap=True)
+    plain = torch.optim.AdamW(second.parameters(), lr=0.01)
+    rates = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (overlapped, plain)]
+    last = first.layers[2].weight
+    begun = []
+
+    def wait():
+        before = overlapped.state[last]["exp_avg"].clone()
+        until(lambda: not torch.equal(overlapped.state[last]["exp_avg"], before), "no update")
+        begun.append(len(overlapped.overlap._sent))
+        if is_killed:
+            killed(overlapped._process.pid)
+
+    for step in range(4):
+        inputs = torch.randn(4, 1500)
+        weights = last.detach().clone()
+        if step:
+            first.wait = wait  # of the first step there is no state before it is made
+        for net, optimizer in ((first, overlapped), (second, plain)):
+            optimizer.zero_grad()
+            net(inputs).backward()
+            assert net is second or torch.equal(last, weights)
+            optimizer.step()
+        for rate in rates:
+            rate.step()
+        same(first.parameters(), second.parameters())
+    assert begun == [2, 2, 2]
+    overlapped.close()
+
+
+@pytest.mark.parametrize("change", ["accumulated", "clipped", "rate"])
+def test_what_overlap_cannot_have_is_told(change):
+    net = model(1)
+    weights = [each.detach().clone() for each in net.parameters()]
+    offloaded = OffloadedOptimizer(torch.optim.AdamW, net.parameters(), lr=0.01, overlap=True)
+
+    def loss():
+        return net(torch.ones(2, 12)).square().mean()
+
+    loss().backward()
+    if change == "clipped":
+        nn.utils.clip_grad_norm_(net.parameters(), 0.001)
+    elif change == "rate":
+        offloaded.param_groups[0]["lr"] = 0.5
+    with pytest.raises(Unsupported, match=r"overlap=True.*restore\(\)"):
+        loss().backward() if change == "accumulated" else offloaded.step()
+    with pytest.raises(Unsupported, match="overlap=True"):
+        offloaded.step()  # again, as the state is not what it should be
+    same(net.parameters(), weights)
+    offloaded.close()

@@ -10,7 +10,7 @@ from torch import nn
 from wholes import come, whole_steps
 
 import forked
-from everstep import OffloadedOptimizer, Store
+from everstep import OffloadedOptimizer, Store, Unsupported
 from everstep.restore import load
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
@@ -20,10 +20,10 @@ from examples import slow
 pytestmark = pytest.mark.timeout(300)  # replicas give way to whatever else this machine does
 
 
-def build(seed, dtype=torch.bfloat16, states=None, width=24):
+def build(seed, dtype=torch.bfloat16, width=24, **options):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(12, width), nn.Linear(width, 12)).to(dtype)
-    optimizer = OffloadedOptimizer(torch.optim.AdamW, model.parameters(), states=states, lr=0.01)
+    optimizer = OffloadedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.01, **options)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
@@ -67,6 +67,26 @@ def test_every_step_is_restored_as_it_was(store, strategy, dtype):
         assert materialize(Disk(store), CheckpointName(6, 1)).exact
         assert whole_steps(store) == [6]
         assert len(check_steps(store, build(4, dtype), frozen)) == 7
+
+
+@pytest.mark.parametrize("strategy", ["log", *slow("full")])
+def test_updates_in_backward_wait_for_copies(store, strategy):
+    """No step waits for the one before to be written."""
+    state, frozen = build(1, torch.float32, width=60_000, overlap=True), {}
+    with checkpointer(store, state, strategy=strategy, memory_bytes=1 << 30) as saver:
+        for step in range(1, 6):
+            train(state)
+            saver.step(step)
+            frozen[step] = snapshot(state)
+        state["optimizer"].zero_grad()
+        (3 * state["model"](torch.randn(8, 12)) - 1).square().mean().backward()
+        with pytest.raises(Unsupported, match=r"Save after step\(\)"):
+            saver.save(6)
+        state["optimizer"].step()
+        saver.step(7)
+        frozen[7] = snapshot(state)
+    assert len(check_steps(store, build(2, torch.float32, width=60_000), frozen)) == 6
+    state["optimizer"].close()
 
 
 def trains_and_dies(store):

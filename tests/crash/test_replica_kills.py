@@ -49,7 +49,7 @@ def trains(store, kind):
     saver = logged(store, state, replica=True, base_every=20)
     step = saver.restore()
     while True:
-        worker = getattr(state["optimizer"], "_worker", None)
+        worker = getattr(state["optimizer"], "_process", None)
         print(step, saver._client.keeper_pid, worker and worker.pid, flush=True)
         step += 1
         train(state)

@@ -337,9 +337,9 @@ class Copier:
         for capture in self._open:
             if not capture.copied.wait(max(0.0, deadline - time.monotonic())):
                 capture.problem = capture.problem or (
-                    f"saving step {capture.step}: it was not copied within {COPIES_S:.0f} s when a "
-                    f"CUDA graph was captured, whose updates no copy can hold. Call "
-                    f"checkpointer.wait('captured') before"
+                    f"saving step {capture.step}: it was not copied within {COPIES_S:.0f} s when "
+                    f"updates came that no copy can hold (those of a CUDA graph, or of "
+                    f"overlap=True). Call checkpointer.wait('captured') before"
                 )
         self._look()
 

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from everstep.capture.copier import Copier
+from everstep.errors import Unsupported
 from everstep.handle import Metrics
+from everstep.offload.optimizer import OffloadedOptimizer
 from everstep.redo.clipping import is_capturing
 from everstep.redo.recorder import Recorder
+from everstep.sharding.redundancy import inner_of
 from everstep.state.optimizers import OptimizerState
 
 _ours: set[int] = set()
@@ -46,10 +49,19 @@ class Hook:
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
         self._after = self._optimizer.register_step_post_hook(self._after_step)
         _ours.update((self._before.id, self._after.id))
+        inner = inner_of(self._optimizer)
+        self._overlap = inner.overlap if isinstance(inner, OffloadedOptimizer) else None
+        if self._overlap:
+            self._overlap.before.append(capture.await_copies)
         self._leave_compiled()
 
     def put_in_order(self) -> None:
-        """Others may have been registered since."""
+        """Others may have been registered since. Raises Unsupported while an update is made."""
+        if self._overlap and self._overlap.is_updating:
+            raise Unsupported(
+                f"saving between backward() and step(): {self._state.name!r} makes its updates "
+                f"meanwhile (overlap=True). Save after step()"
+            )
         self._leave_compiled()
         before = self._optimizer._optimizer_step_pre_hooks
         after = self._optimizer._optimizer_step_post_hooks
@@ -61,6 +73,8 @@ class Hook:
 
     def remove(self) -> None:
         """Leave the optimizer alone."""
+        if self._overlap:
+            self._overlap.before.remove(self._capture.await_copies)
         for handle in (self._before, self._after):
             handle.remove()
             _ours.discard(handle.id)

@@ -136,13 +136,13 @@ class Marks:
 
     @property
     def place(self) -> tuple[int, int, bool]:
-        """Step, chunk of it, and whether undo holds what that had."""
+        """Step, position in it, and whether undo holds what was there before."""
         value = self._place.value
         return value >> 32, (value & 0xFFFFFFFF) >> 1, bool(value & 1)
 
-    def set_place(self, step: int, chunk: int, *, is_saved: bool) -> None:
+    def set_place(self, step: int, position: int, *, is_saved: bool) -> None:
         """What comes next, and what is there to begin it anew."""
-        self._place.value = step << 32 | chunk << 1 | is_saved
+        self._place.value = step << 32 | position << 1 | is_saved
 
     @property
     def flags(self) -> bytes:
@@ -176,8 +176,7 @@ class Inner:
             self._keys[int(index)].append(key)
         self._masters = [self._master(index) for index in range(said["count"])]
         self._optimizer = self._made(said)
-        sizes = [master.nbytes for master in self._masters]
-        self._chunks = chunks_of(sizes)
+        self._step = 0
 
     def said(self) -> dict[str, Any]:
         """What the trainer says of the step."""
@@ -185,27 +184,24 @@ class Inner:
         assert row
         return unseal(self._exchange.descriptor(GRADIENTS, row), "a step of the optimizer")
 
-    def step(self) -> None:
-        """Make the update that the trainer asks for, or what is left of it."""
-        said = self.said()
-        given, number = set(said["given"]), said["step"]
-        torch.set_num_threads(said["threads"])
-        self._install(said)
-        step, first, is_saved = self._marks.place
-        if step != number:
-            first, is_saved = 0, False
-        for chunk in range(first, len(self._chunks)):
-            indices = [index for index in self._chunks[chunk] if index in given]
-            if is_saved:
-                self._put_back(indices)
-            else:
-                self._save(indices)
-            self._marks.set_place(number, chunk, is_saved=True)
-            is_saved = False
-            self._update(indices)
-            if self._state.arena.is_spill:
-                self._drop(indices)
-            self._marks.set_place(number, chunk + 1, is_saved=False)
+    def update(self, step: int, position: int, given: Sequence[int]) -> None:
+        """Update these parameters, whose gradients are there: a chunk, or what of one has some.
+        `position`: in what the trainer asks for in its step; what is done is not done again."""
+        if step != self._step:
+            self._install(self.said())
+            self._step = step
+        begun, done, is_saved = self._marks.place
+        if begun == step and position < done:
+            return
+        if begun == step and is_saved:
+            self._put_back(given)
+        else:
+            self._save(given)
+        self._marks.set_place(step, position, is_saved=True)
+        self._update(given)
+        if self._state.arena.is_spill:
+            self._drop(given)
+        self._marks.set_place(step, position + 1, is_saved=False)
 
     def _master(self, index: int) -> torch.Tensor:
         name = f"{index}.{MASTER}"
@@ -227,6 +223,8 @@ class Inner:
         }
 
     def _install(self, said: dict[str, Any]) -> None:
+        torch.set_num_threads(said["threads"])
+
         def tensor(name: str, _: str) -> torch.Tensor:
             value, dtype = said["tensors"][name]
             return torch.tensor(value, dtype=getattr(torch, dtype))

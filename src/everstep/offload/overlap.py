@@ -1,0 +1,136 @@
+"""Updates that are made while backward still runs: `OffloadedOptimizer(..., overlap=True)`.
+
+    backward   ── hook: a gradient is there ── … ── all of a chunk are ──┐
+    a thread                                    its gradients are copied ─┴▶ the process updates it
+    step()     what is left, then the new weights, all at once
+
+The weights change in step() alone. The state changes before, so that what was used must be what
+step() finds: the same gradients, and the same hyperparameters.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from everstep.errors import Unsupported
+from everstep.sharding.layout import is_dtensor
+
+if TYPE_CHECKING:
+    from everstep.offload.optimizer import OffloadedOptimizer
+    from everstep.offload.shared import Shared
+
+
+class Overlap:
+    """Of one optimizer. Hooks are called by the threads of backward, all else by that which
+    trains."""
+
+    def __init__(self, optimizer: "OffloadedOptimizer") -> None:
+        self._optimizer = optimizer
+        self.before: list[Callable[[], object]] = []
+        """Called before the first update of a step: who reads the state is to be done by then."""
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "everstep-offload")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._shared: Shared | None = None
+        """Of the step that is begun."""
+        self._arrived: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        """By parameter, its gradient, and how often that had been written to."""
+        self._sent: dict[int, Future[None]] = {}
+        """By the number of a chunk."""
+        self._problem: str | None = None
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether the state is between two steps."""
+        return self._shared is not None
+
+    def watch(self, parameter: torch.Tensor) -> None:
+        """Take its gradients when they come. Raises Unsupported."""
+        if is_dtensor(parameter):
+            raise Unsupported("offloading with overlap=True: of sharded parameters nobody tells")
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    def settle(self) -> Collection[int]:
+        """Wait until all that came is sent; the numbers of these chunks. Raises Unsupported where
+        something was used that is another by now."""
+        for each in self._sent.values():
+            each.result()
+        if self._shared and not self._problem:
+            if any(_has_changed(*row) for row in self._arrived.items()):
+                self._problem = "a gradient was changed after backward (clipping, a scaler?)"
+            elif not self._shared.is_said(self._optimizer):
+                self._problem = "hyperparameters were changed between backward() and step()"
+        if self._problem:
+            raise self._refusal()
+        sent = list(self._sent)
+        self.forget()
+        return sent
+
+    def forget(self) -> None:
+        """What has come: the step is made, or the state is replaced."""
+        for each in self._sent.values():
+            each.cancel()
+        self._shared, self._problem = None, None
+        self._arrived.clear()
+        self._sent.clear()
+
+    def _arrive(self, parameter: torch.Tensor) -> None:
+        with self._lock:
+            gradient = parameter.grad
+            assert gradient is not None
+            if parameter in self._arrived:
+                self._problem = "gradients of several backward() are added up"
+            elif gradient.is_sparse:
+                self._problem = "a gradient is sparse"
+            if self._problem:
+                raise self._refusal()
+            if self._shared is None:
+                for each in self.before:
+                    each()
+                self._shared = self._optimizer.begin()
+            self._arrived[parameter] = gradient, gradient._version
+            chunk = self._shared.chunk_of(parameter)
+            if all(each in self._arrived for each in self._shared.members(chunk)):
+                self._sent[chunk] = self._send(chunk)
+
+    def _send(self, chunk: int) -> Future[None]:
+        assert self._shared
+        events = []
+        for device in {each.device for each in self._shared.members(chunk) if each.is_cuda}:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events.append((self._streams[device], event))
+        indices = self._shared.chunks[chunk]
+        return self._thread.submit(self._copy, indices, events)
+
+    def _copy(
+        self,
+        indices: Sequence[int],
+        events: Sequence[tuple[torch.cuda.Stream, torch.cuda.Event]],
+    ) -> None:
+        """Not on the stream of backward, which would come first. `_arrived` holds the gradients
+        until the copies, for which this waits, are made."""
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for stream, event in events:
+                stack.enter_context(torch.cuda.stream(stream))
+                stream.wait_event(event)
+            self._optimizer.send(indices)
+
+    def _refusal(self) -> Unsupported:
+        return Unsupported(
+            f"offloading with overlap=True: {self._problem}. Weights are those of the step before, "
+            f"but some of the optimizer's state is not: restore() brings it back. Leave overlap= "
+            f"out of such a loop"
+        )
+
+
+def _has_changed(parameter: torch.Tensor, was: tuple[torch.Tensor, int]) -> bool:
+    gradient, version = was
+    return parameter.grad is not gradient or gradient._version != version

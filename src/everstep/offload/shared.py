@@ -1,0 +1,267 @@
+"""The memory that an offloaded optimizer shares with the process that makes its updates: three
+arenas (inner.py), which this side makes, and fills and reads as tensors of its parameters."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.errors import Unsupported
+from everstep.format.document import seal
+from everstep.format.packs import Spec, lay_out
+from everstep.format.tables import encode_table
+from everstep.keeper.arena import Arena, Row, SlotState
+from everstep.keeper.data import parse
+from everstep.offload.inner import (
+    GRADIENTS,
+    MASTER,
+    WEIGHTS,
+    Marks,
+    chunks_of,
+    gradient_of,
+    has_master,
+    kind_of,
+    options_of,
+    shown,
+    undo_bytes,
+)
+from everstep.offload.memory import Memory
+from everstep.sharding.layout import local_of
+from everstep.sharding.leaves import Leaf, bytes_of
+from everstep.state.objects import encode
+
+_DOCUMENTS_BYTES = 1 << 20
+_STEPS_MAX = 1 << 31
+
+
+class Shared:
+    """The arenas of an optimizer of the class `kind`, as the trainer sees them."""
+
+    def __init__(
+        self, optimizer: Optimizer, kind: str, states: str | None, arena: Arena | None = None
+    ) -> None:
+        """`states`: a directory, None: memory. `arena`: that of the state, where it is laid out for
+        this one; else another is made. Raises Unsupported."""
+        self._kind = kind
+        groups = optimizer.param_groups
+        self._parameters = [each for group in groups for each in group["params"]]
+        self._numbers = {id(each): number for number, each in enumerate(self._parameters)}
+        specs = [Leaf(str(i), local_of(each)).spec for i, each in enumerate(self._parameters)]
+        states_of = [
+            _state_specs(i, each, optimizer, kind) for i, each in enumerate(self._parameters)
+        ]
+        self._keys = [[spec.name.partition(".")[2] for spec in each] for each in states_of]
+        self.exchange = _arena(specs, 2)
+        table = _table_of(self.exchange)
+        self._gradients = Memory(self.exchange, GRADIENTS, table)
+        self._weights = Memory(self.exchange, WEIGHTS, table)
+        self.state = _arena([spec for each in states_of for spec in each], 1, states, arena)
+        self._state = Memory(self.state, 0, _table_of(self.state))
+        sizes = [
+            spec.size + sum(each.size for each in row)
+            for spec, row in zip(specs, states_of, strict=True)
+        ]
+        self.chunks = chunks_of([_master_bytes(each) for each in self._parameters])
+        """Indices of parameters that are updated together."""
+        self._chunk_of = {
+            index: number for number, chunk in enumerate(self.chunks) for index in chunk
+        }
+        count = len(self._parameters)
+        self.undo = Arena.create(1, Marks.size(count), undo_bytes(self.chunks, sizes))
+        self._marks = Marks(self.undo)
+        self.step = 0
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self._placed: set[int] = set()
+        """Parameters whose weights have been put here."""
+        self._said: dict[str, Any] = {}
+
+    @property
+    def fds(self) -> list[int]:
+        """What the process that makes updates maps."""
+        return [self.exchange.fd, self.state.fd, self.undo.fd]
+
+    def index(self, parameter: torch.Tensor) -> int:
+        """Its number."""
+        return self._numbers[id(parameter)]
+
+    def chunk_of(self, parameter: torch.Tensor) -> int:
+        """The number of the chunk that it is in."""
+        return self._chunk_of[self.index(parameter)]
+
+    def members(self, chunk: int) -> list[torch.Tensor]:
+        """The parameters in a chunk."""
+        return [self._parameters[index] for index in self.chunks[chunk]]
+
+    def room(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The places of a parameter's state."""
+        return self._view(self.index(parameter))
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether all state has its place here."""
+        for index, parameter in enumerate(self._parameters):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if key not in self._keys[index]:
+                    return False
+                spec = self._state.table.tensors[f"{index}.{key}"].spec
+                if Leaf(spec.name, local_of(value)).spec != spec:
+                    return False
+        return True
+
+    def begin(self, optimizer: Optimizer) -> bool:
+        """An update: what is to be done, and what has changed of the state. Whether of other
+        parameters than before there is some."""
+        before = self._marks.flags
+        for index, parameter in enumerate(self._parameters):
+            self._put_state(index, optimizer.state.get(parameter, {}))
+        self.step = self.step % _STEPS_MAX + 1
+        self._say(optimizer)
+        return self._marks.flags != before
+
+    def put(self, indices: Sequence[int]) -> list[int]:
+        """Those of these parameters that have gradients, which are copied, with weights that have
+        changed. Raises Unsupported."""
+        given = [index for index in indices if self._parameters[index].grad is not None]
+        for index in given:
+            parameter = self._parameters[index]
+            self._put_weights(index, parameter)
+            self._gradients.tensor(str(index)).copy_(gradient_of(parameter))
+        return given
+
+    def get(self, optimizer: Optimizer) -> None:
+        """The new weights; and `state` shows what there is now."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                local_of(parameter).copy_(self._weights.tensor(str(index)))
+            if self._marks.has_state(index) and index not in self._views:
+                self._views[index] = self._view(index)
+                optimizer.state[parameter] = dict(self._views[index])
+
+    def _view(self, index: int) -> dict[str, torch.Tensor]:
+        """All state of a parameter, as its optimizer shows it."""
+        rows = ((key, self._state.tensor(f"{index}.{key}")) for key in self._keys[index])
+        return {key: shown(self._parameters[index], local) for key, local in rows}
+
+    def _put_state(self, index: int, state: dict[str, Any]) -> None:
+        known = self._views.get(index, {})
+        if not state and known:
+            self._marks.set_state(index, there=False)
+            del self._views[index]
+        for key, value in state.items():
+            if known.get(key) is not value:
+                here, local = self._state.tensor(f"{index}.{key}"), local_of(value)
+                if here.data_ptr() != local.data_ptr():
+                    here.copy_(local)
+                self._marks.set_state(index, there=True)
+                self._views.pop(index, None)
+
+    def _put_weights(self, index: int, parameter: torch.Tensor) -> None:
+        weights, parameter = self._weights.tensor(str(index)), local_of(parameter)
+        master = self._master(index)
+        if index in self._placed and _is_same(weights, parameter):
+            return
+        self._placed.add(index)
+        weights.copy_(parameter)
+        has_moved = not self._marks.has_state(index) or master is None
+        if master is not None and (has_moved or not _is_same(master.to(weights.dtype), weights)):
+            master.copy_(parameter)
+
+    def _master(self, index: int) -> torch.Tensor | None:
+        return self._state.tensor(f"{index}.{MASTER}") if MASTER in self._keys[index] else None
+
+    def is_said(self, optimizer: Optimizer) -> bool:
+        """Whether its hyperparameters are still those with which the update was begun."""
+        return self._description(optimizer) == self._said
+
+    def _say(self, optimizer: Optimizer) -> None:
+        self._said = self._description(optimizer)
+        row = self.exchange.row(GRADIENTS)
+        assert row
+        table = bytes(self.exchange.table(GRADIENTS, row))
+        _seal(self.exchange, table, self._said)
+
+    def _description(self, optimizer: Optimizer) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
+
+        def sink(path: str, tensor: torch.Tensor) -> str:
+            tensors[path] = tensor.tolist(), str(tensor.dtype).removeprefix("torch.")
+            return path
+
+        groups = optimizer.param_groups  # load_state_dict makes new ones
+        return {
+            "kind": self._kind,
+            "count": len(self._parameters),
+            "groups": [[self.index(each) for each in group["params"]] for group in groups],
+            "sets": [_encoded(group, number, sink) for number, group in enumerate(groups)],
+            "tensors": tensors,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def _encoded(group: dict[str, Any], number: int, sink: Any) -> dict[str, Any]:
+    return {key: encode(value, f"{number}.{key}", sink) for key, value in options_of(group).items()}
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Byte by byte."""
+    return torch.equal(bytes_of(one), bytes_of(other))
+
+
+def _master_bytes(parameter: torch.Tensor) -> int:
+    size = 4 if has_master(parameter.dtype) else parameter.element_size()
+    return local_of(parameter).numel() * size
+
+
+def _state_specs(
+    index: int, parameter: torch.Tensor, optimizer: Optimizer, kind: str
+) -> list[Spec]:
+    """What an update makes of state of such a parameter: known by an update of zeros. Raises
+    Unsupported where that is more than tensors."""
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    dtype = torch.float32 if has_master(parameter.dtype) else parameter.dtype
+    shape = tuple(local_of(parameter).shape)
+    master = torch.zeros(shape, dtype=dtype, device="cpu", requires_grad=True)
+    made = kind_of(kind)([{**options_of(group), "params": [master]}])
+    master.grad = torch.zeros_like(master)
+    made.step()
+    state = made.state.get(master, {})
+    if odd := [key for key, value in state.items() if not isinstance(value, torch.Tensor)]:
+        raise Unsupported(f"offloading a {kind}: its state has {odd[0]!r}, no tensor")
+    found = [Leaf(f"{index}.{key}", value).spec for key, value in state.items()]
+    if has_master(parameter.dtype):
+        found.append(Leaf(f"{index}.{MASTER}", master).spec)
+    return found
+
+
+def _arena(
+    specs: list[Spec], slots: int, directory: str | None = None, there: Arena | None = None
+) -> Arena:
+    """In memory; or in a file there, which has one slot. `there`: that one, where it is like
+    it."""
+    layout = lay_out(specs)
+    table = encode_table(layout, {}, {}, {})
+    row = there.row(0) if there and there.is_spill == (directory is not None) else None
+    if there and row and bytes(there.table(0, row)) == table:
+        return there
+    room = len(table) + _DOCUMENTS_BYTES + 256 * len(specs)
+    if directory is None:
+        arena = Arena.create(slots, room, layout.size)
+    else:
+        arena = Arena.create_file(directory, room, layout.size)
+    for slot in range(slots):
+        arena.set_state(slot, SlotState.CAPTURING)
+    _seal(arena, table, {"layout": 1})
+    for slot in range(slots):
+        arena.set_state(slot, SlotState.FREE)  # nothing in it is to be saved
+    return arena
+
+
+def _seal(arena: Arena, table: bytes, said: dict[str, Any]) -> None:
+    descriptor = seal(said)
+    arena.seal(0, Row(1, 0, arena.image_size, len(table), len(descriptor)), table, descriptor)
+
+
+def _table_of(arena: Arena) -> Any:
+    row = arena.row(0)
+    assert row
+    return parse(bytes(arena.table(0, row))).table
