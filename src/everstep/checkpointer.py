@@ -232,6 +232,7 @@ class Checkpointer:
         step: int | str | None = None,
         *,
         only: str | list[str] | None = None,
+        first: str | list[str] | None = None,
         from_store: str | os.PathLike[str] | None = None,
         exact: Literal["allow", "require"] = "allow",
     ) -> int:
@@ -240,6 +241,10 @@ class Checkpointer:
         step: None for the newest that verifies (0 is returned where there is none), a step of the
         run, a tag, or "step-epoch". only: names of parts of the state; the others are left alone
         (of a log, memory is taken for all of it, and torch's own optimizers are needed).
+        first: names of parts that are needed first, such as "model": it returns when all is there
+            but the tensors of other optimizers' state, which are filled in the background, and are
+            there before their first update, which waits and raises what goes wrong with them (of a
+            log all is there at once).
         from_store: another run's store to start from. exact: "require" refuses (Unsupported) to
         replay a log under another torch, processor or number of threads, where last bits may
         differ; "allow" does it, and says so in the log. Raises Missing, Mismatch (nothing was
@@ -255,9 +260,12 @@ class Checkpointer:
             raise ValueError(f"step must be a step, a tag or 'step-epoch', not {step!r}")
         if exact not in ("allow", "require"):
             raise ValueError(f"exact must be 'allow' or 'require', not {exact!r}")
-        chosen = _names(only)
         restored = self._restores.restore(
-            step, from_store, chosen, must_be_exact=exact == "require"
+            step,
+            from_store,
+            _names("only", only),
+            _names("first", first),
+            must_be_exact=exact == "require",
         )
         if restored is None:
             return 0
@@ -283,6 +291,7 @@ class Checkpointer:
         finally:
             atexit.unregister(self._close_at_exit)
             self._preemption.uninstall()
+            self._state.late.forget()
             self._captures.close()
             self._saves.close()
             self._client.close()
@@ -418,12 +427,12 @@ def _checked(step: SupportsIndex) -> int:
     raise ValueError(f"step must be a number of completed updates, not {step!r}")
 
 
-def _names(only: str | list[str] | None) -> list[str] | None:
-    if only is None:
+def _names(argument: str, parts: str | list[str] | None) -> list[str] | None:
+    if parts is None:
         return None
-    names = [only] if isinstance(only, str) else only
+    names = [parts] if isinstance(parts, str) else parts
     if not isinstance(names, (list, tuple)) or not names or {type(name) for name in names} != {str}:
-        raise ValueError(f"only must be names of parts of the state, not {only!r}")
+        raise ValueError(f"{argument} must be names of parts of the state, not {parts!r}")
     return list(names)
 
 

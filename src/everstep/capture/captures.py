@@ -90,7 +90,8 @@ class Captures:
         self._copier = Copier(self._announce, self._seal, self._on_failure, choice.run.pace)
         self.pool.on_release = self._copier.devices.unpin
         self._hooks = [
-            Hook(optimizer, self._copier, self._recorder, metrics) for optimizer in state.optimizers
+            Hook(optimizer, self._copier, self._recorder, metrics, state.late)
+            for optimizer in state.optimizers
         ]
 
     @property
@@ -100,6 +101,7 @@ class Captures:
 
     def collect(self) -> Collected:
         """The state as it is now, by reference."""
+        self._state.late.settle()
         for hook in self._hooks:
             hook.put_in_order()
         self._copier.settle()

@@ -21,6 +21,7 @@ from everstep.offload.optimizer import OffloadedOptimizer
 from everstep.redo.clipping import is_capturing
 from everstep.redo.recorder import Recorder
 from everstep.sharding.redundancy import inner_of
+from everstep.state.late import Late
 from everstep.state.optimizers import OptimizerState
 
 _ours: set[int] = set()
@@ -37,8 +38,11 @@ class Hook:
         capture: Copier,
         recorder: Recorder,
         metrics: Metrics,
+        late: Late,
     ) -> None:
+        """`late`: what the restored state may still lack at the first update."""
         self._state = optimizer
+        self._late = late
         self._optimizer = optimizer.optimizer
         self._capture = capture
         self._recorder = recorder
@@ -49,10 +53,11 @@ class Hook:
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
         self._after = self._optimizer.register_step_post_hook(self._after_step)
         _ours.update((self._before.id, self._after.id))
+        self._waits = [late.settle, capture.await_copies]
         inner = inner_of(self._optimizer)
         self._overlap = inner.overlap if isinstance(inner, OffloadedOptimizer) else None
         if self._overlap:
-            self._overlap.before.append(capture.await_copies)
+            self._overlap.before += self._waits
         self._leave_compiled()
 
     def put_in_order(self) -> None:
@@ -74,7 +79,8 @@ class Hook:
     def remove(self) -> None:
         """Leave the optimizer alone."""
         if self._overlap:
-            self._overlap.before.remove(self._capture.await_copies)
+            for wait in self._waits:
+                self._overlap.before.remove(wait)
         for handle in (self._before, self._after):
             handle.remove()
             _ours.discard(handle.id)
@@ -102,8 +108,10 @@ class Hook:
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_capturing():
             self._state.was_captured = True
+            self._late.settle()
             self._capture.await_copies()
             return None
+        self._late.settle()
         self._state.has_stepped = True
         myself, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from everstep.errors import Unsupported
+from everstep.errors import KINDS, EverstepError, Unsupported, kind_of
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.global_tensors import Described
@@ -52,9 +52,12 @@ def apply(
     loader: Loader,
     must_be_exact: bool = False,
     derived: Derived | None = None,
+    first: list[str] | None = None,
 ) -> tuple[Manifest, list[str]]:
     """Put the checkpoint into the state; blocks. Returns its manifest, and what is other here than
-    where it, and what was replayed, was written. `derived`: parts, with their rules.
+    where it, and what was replayed, was written. `derived`: parts, with their rules. `first`: what
+    is in other parts, and not needed before the first update, follows (State.late), where nothing
+    is replayed.
 
     Raises Mismatch (nothing was changed then), Corrupt (the state is half filled then), Unsupported
     for a log whose replay might not be exact where it must be, and for a part of a log that cannot
@@ -64,7 +67,7 @@ def apply(
     chain = together("reading the manifest", candidate.describe)
     if not chain.replayed:
         _check_exact(candidate, chain, [], must_be_exact)
-        _place_state(candidate, chain.base, state, only, loader)
+        _place_state(candidate, chain.base, state, only, loader, first)
         return chain.base.manifest, differences(chain.base.manifest.topology)
     state.name_parameters()
     is_beside, is_moved = only is not None or _is_boxed(state), False  # on nobody's layout
@@ -81,8 +84,8 @@ def apply(
             lambda: _replay_beside(candidate, chain, state, only, loader, must_be_exact),
         )
     else:
-        first = _replay(candidate, chain, state, derived, loader, is_moved=is_moved)
-        differing += [] if first is None else [f"other bytes than the run's since step {first}"]
+        since = _replay(candidate, chain, state, derived, loader, is_moved=is_moved)
+        differing += [] if since is None else [f"other bytes than the run's since step {since}"]
     return chain.last.manifest, differing
 
 
@@ -137,15 +140,41 @@ def _check_left_out(
 
 
 def _place_state(
-    candidate: Candidate, base: Described, state: State, only: list[str] | None, loader: Loader
+    candidate: Candidate,
+    base: Described,
+    state: State,
+    only: list[str] | None,
+    loader: Loader,
+    first: list[str] | None,
 ) -> None:
     """Where nothing has to be replayed."""
     placement = _match(candidate, base, state, only)
     _tell_classes(candidate, base, state, only)
-    state.world.together(
-        "reading", lambda: fill(candidate, base.versions, placement.destinations, loader)
-    )
+    now, late = placement.destinations, {}
+    if first is not None:
+        late = {name: row for name, row in now.items() if _may_follow(name, placement, first)}
+        now = {name: row for name, row in now.items() if name not in late}
+    state.world.together("reading", lambda: fill(candidate, base.versions, now, loader))
     placement.finish()
+    if late:
+        state.late.begin(partial(_fill_late, candidate, base, late))
+
+
+def _may_follow(name: str, placement: Placement, first: Sequence[str]) -> bool:
+    return name in placement.late and not any(name.startswith(f"{part}.") for part in first)
+
+
+def _fill_late(candidate: Candidate, base: Described, late: Wanted) -> None:
+    """Raises Corrupt, Missing, Unavailable."""
+    try:
+        with Loader() as loader:
+            fill(candidate, base.versions, late, loader)
+    except EverstepError as error:
+        raise KINDS[kind_of(error)](
+            f"restoring step {candidate.name.step} of {candidate.disk.root}: what was to follow is "
+            f"not there, and the state is half filled: {error}. Restore without first=, which goes "
+            f"back to the newest that verifies"
+        ) from error
 
 
 def _match(

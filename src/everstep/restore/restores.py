@@ -58,17 +58,21 @@ class Restores:
         step: int | str | None,
         from_store: str | os.PathLike[str] | None,
         only: list[str] | None,
+        first: list[str] | None,
         *,
         must_be_exact: bool,
     ) -> CheckpointName | None:
         """See Checkpointer.restore; which it was, None where there is none. Where somebody deletes
         what is read, or makes it whole, there is something else by then, which is looked for."""
+        self._state.late.forget()
+        if first is not None:
+            self._state.check_chosen(first)
         for _ in range(_ATTEMPTS):
             if not (found := self._find(step, from_store)):
                 break
             try:
                 return self._first_good(
-                    found, only, must_be_exact=must_be_exact, is_asked=step is not None
+                    found, only, first, must_be_exact=must_be_exact, is_asked=step is not None
                 )
             except _Changed as error:
                 log.info("%s", error)
@@ -107,7 +111,13 @@ class Restores:
         return found
 
     def _first_good(
-        self, found: list[Candidate], only: list[str] | None, *, must_be_exact: bool, is_asked: bool
+        self,
+        found: list[Candidate],
+        only: list[str] | None,
+        first: list[str] | None,
+        *,
+        must_be_exact: bool,
+        is_asked: bool,
     ) -> CheckpointName:
         """Put the first of them that verifies into the state, and return which it was.
 
@@ -120,7 +130,7 @@ class Restores:
             if candidate.name in cut_off:
                 continue
             try:
-                self._restore(candidate, only, must_be_exact)
+                self._restore(candidate, only, first, must_be_exact)
             except (Corrupt, Missing) as error:
                 gather = self._state.world.gather
                 if any(gather("looking for what has changed", candidate.has_changed())):
@@ -206,11 +216,17 @@ class Restores:
         common = set.intersection(*({tuple(name) for name in names} for names in seen))
         return [candidate for candidate in found if candidate.name in common]
 
-    def _restore(self, candidate: Candidate, only: list[str] | None, must_be_exact: bool) -> None:
+    def _restore(
+        self,
+        candidate: Candidate,
+        only: list[str] | None,
+        first: list[str] | None,
+        must_be_exact: bool,
+    ) -> None:
         self._captures.strategy.break_off()
         with Loader() as loader:
             manifest, differing = apply(
-                candidate, self._state, only, loader, must_be_exact, self._derived
+                candidate, self._state, only, loader, must_be_exact, self._derived, first
             )
         self._derived.restored(manifest.step)
         if candidate.disk is self._disk:

@@ -369,6 +369,7 @@ class OptimizerState:
                 is_like = is_dtensor(parameter) or _lay_alike(placement.saved, full[first], first)
                 like = parameter if is_like else None
                 state[key] = _destination(placement, full[first], live.get(key), like, device)
+                placement.late.add(placement.saved.tensors[full[first]].spec.name)
             elif _follows(placement.saved, full, parameter, self.mapped, key):
                 dtype = placement.saved.tensors[full[first]].spec.dtype
                 state[key] = self._boxes(placement, key, parameter, dtype, live.get(key), device)

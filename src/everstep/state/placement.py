@@ -104,6 +104,8 @@ class Placement:
     settled_names: Set[str] = frozenset()
     """What of the checkpoint is theirs."""
     read_stream: Callable[[Stream], Iterator[tuple[str, Iterator[Any]]]] = field(default=_unread)
+    late: set[str] = field(default_factory=set)
+    """Stored tensors that nobody needs before the first update."""
     offers: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """What some rank must take: the problem if none does, and whether this one does."""
     _absent: list[tuple[str, torch.Tensor]] = field(default_factory=list)

@@ -31,6 +31,7 @@ from everstep.sharding.writers import (
     without_twins,
 )
 from everstep.state.entries import Entry, entries_of, overlaps_of, places_in, shares_of
+from everstep.state.late import Late
 from everstep.state.modules import ModuleState
 from everstep.state.nested_tensors import NestedTensors, digests_of, hash_of
 from everstep.state.optimizers import OptimizerState
@@ -106,6 +107,7 @@ class State:
                 f"that of the random generators)"
             )
         self.world = world or World(0, 1)
+        self.late = Late()
         if self.streams and not self.world.is_alone:
             raise Unsupported(
                 f"capturing {self.streams[0].name!r}: streams of several ranks are not saved. Give "
@@ -367,9 +369,7 @@ class State:
         chosen = [entry for entry in self._entries if _is_chosen(entry.name, only)]
         unknown = [part for part in only if not any(_is_chosen(e.name, [part]) for e in chosen)]
         if not chosen or (unknown and self.world.is_alone):  # another rank may have it
-            raise Mismatch(
-                f"restoring only={unknown}: the state has no such part, but {self.parts}"
-            )
+            raise Mismatch(f"restoring {unknown}: the state has no such part, but {self.parts}")
         return chosen
 
     def _prepare(self, placement: Placement, only: list[str] | None) -> None:
