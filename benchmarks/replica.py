@@ -1,14 +1,16 @@
 """The live replica and the offloaded optimizer, beside whole states and a plain log.
 
-    python -m benchmarks.replica [--millions 16] [--steps 12] [--distances 1 10 100] [--plot FILE]
+    python -m benchmarks.replica [--only costs recoveries limited] [--millions 16] [--plot FILE]
 
-Two tables: what a step costs (bytes that cross from the trainer into shared memory for each
-parameter, memory of the trainer, length of a step, processor time of the worker), and how long a
+Three tables: what a step costs (bytes that cross from the trainer into shared memory for each
+parameter, memory of the trainer, length of a step, processor time of the worker); how long a
 restart takes by the number of records since the base (the trainer is killed; a new process restores
-from what its keeper holds).
+from what its keeper holds); and a step of an optimizer whose process may have less memory than its
+state takes (needs root, for a cgroup).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,8 +31,10 @@ import everstep
 from benchmarks.machine import describe
 from everstep.restore import load
 
-KINDS = ("none", "full", "log", "replica", "offload")
-RECOVERS = ("full", "log", "replica", "offload")
+KINDS = ("none", "full", "log", "replica", "offload", "overlap")
+OFFLOADED = ("offload", "overlap")
+RECOVERS = ("full", "first", "log", "replica", "offload")
+"""first: of a whole state the weights first."""
 WIDTH = 1000
 WARM = 3
 """Steps before those that are measured: processes start with them."""
@@ -54,14 +59,17 @@ class Masters:
                 weight.copy_(copy)
 
 
-def build(kind: str, millions: int, dtype: torch.dtype) -> tuple[nn.Module, Any, dict[str, Any]]:
+def build(
+    kind: str, millions: int, dtype: torch.dtype, states: str | None = None
+) -> tuple[nn.Module, Any, dict[str, Any]]:
     """Model, what has step(), and the state that is saved."""
     torch.manual_seed(1)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(millions)]
     model = nn.Sequential(*layers).to(dtype)
     weights = list(model.parameters())
-    if kind == "offload":
-        offloaded = everstep.OffloadedOptimizer(torch.optim.AdamW, weights)
+    if kind in OFFLOADED:
+        adamw, overlap = torch.optim.AdamW, kind == "overlap"
+        offloaded = everstep.OffloadedOptimizer(adamw, weights, states=states, overlap=overlap)
         return model, offloaded, {"model": model, "optimizer": offloaded}
     if dtype is torch.float32:
         plain = torch.optim.AdamW(weights)
@@ -72,17 +80,19 @@ def build(kind: str, millions: int, dtype: torch.dtype) -> tuple[nn.Module, Any,
 
 def strategy_of(kind: str) -> Any:
     """What a Checkpointer is given."""
-    if kind == "full":
+    if kind in ("full", "first"):
         return everstep.Full()
-    return everstep.Log(base_every=100_000, replica=kind in ("replica", "offload"))
+    return everstep.Log(base_every=100_000, replica=kind in ("replica", *OFFLOADED))
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Run so many steps; what they cost."""
     dtype = getattr(torch, args.dtype)
-    model, optimizer, state = build(args.kind, args.millions, dtype)
+    model, optimizer, state = build(args.kind, args.millions, dtype, args.states)
     saver = None
-    if args.kind != "none":
+    if args.limit:
+        sys.executable = args.limit
+    if args.kind != "none" and not args.bare:
         raw = everstep.Tiers(codecs="raw")
         saver = everstep.Checkpointer(args.store, state, strategy=strategy_of(args.kind), tiers=raw)
         saver.restore()
@@ -112,12 +122,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def _worker_s(args: argparse.Namespace, saver: Any, optimizer: Any, step: int) -> float:
     """Processor time of the worker, or both, up to this step, to which a replica has come."""
     found, deadline = 0.0, time.monotonic() + 300
-    if args.kind in ("replica", "offload"):
+    if saver and args.kind in ("replica", *OFFLOADED):
         while saver.metrics.replica_step != step:
             assert time.monotonic() < deadline, saver.metrics.last_error
             time.sleep(0.01)
         found = saver.metrics.replica_seconds
-    return found + (_processor_s(optimizer._process.pid) if args.kind == "offload" else 0.0)
+    return found + (_processor_s(optimizer._process.pid) if args.kind in OFFLOADED else 0.0)
 
 
 def restore(args: argparse.Namespace) -> dict[str, Any]:
@@ -133,7 +143,7 @@ def restore(args: argparse.Namespace) -> dict[str, Any]:
 
     load._Task._read_from = count  # type: ignore[method-assign]
     began = time.perf_counter()
-    step = saver.restore()
+    step = saver.restore(first="model" if args.kind == "first" else None)
     seconds = time.perf_counter() - began
     model(torch.randn(args.batch, WIDTH).to(getattr(torch, args.dtype)))
     forward = time.perf_counter() - began
@@ -178,7 +188,7 @@ def costs(folder: str, args: argparse.Namespace) -> list[str]:
             words = ("--kind", kind, "--dtype", dtype, "--millions", args.millions)
             said = _run("train", store, *words, "--steps", args.steps, "--batch", args.batch)
             item = 4 if dtype == "float32" else 2
-            exchanged = 2 * item if kind == "offload" else 0  # gradients and weights
+            exchanged = 2 * item if kind in OFFLOADED else 0  # gradients and weights
             crossed = said["saved"] / count + exchanged
             rows.append(
                 f"| {dtype} | {kind} | {crossed:.1f} | {said['private'] / 1e6:.0f} | "
@@ -194,7 +204,7 @@ def recoveries(folder: str, args: argparse.Namespace) -> dict[str, list[tuple[in
     found: dict[str, list[tuple[int, float, float]]] = {}
     for kind in RECOVERS:
         for distance in args.distances:
-            if kind == "full" and distance != args.distances[0]:
+            if kind in ("full", "first") and distance != args.distances[0]:
                 continue
             store = os.path.join(folder, f"recover-{kind}-{distance}")
             words = ("--kind", kind, "--millions", SMALL_MILLIONS, "--batch", 8)
@@ -214,13 +224,49 @@ def plot(found: dict[str, list[tuple[int, float, float]]], path: str) -> None:
 
     _, axes = pyplot.subplots(figsize=(6, 4))
     for kind, rows in found.items():
-        if kind == "full":
-            axes.axhline(rows[0][1], ls=":", label="full, from the keeper's memory")
+        if kind in ("full", "first"):
+            axes.axhline(rows[0][1], ls=":", label=f"{kind}, from the keeper's memory")
             continue
         axes.plot([row[0] for row in rows], [row[1] for row in rows], "o-", label=kind)
     axes.set(xscale="log", yscale="log", xlabel="records since the base", ylabel="restore(), s")
     axes.legend()
     pyplot.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def limited(folder: str, args: argparse.Namespace) -> None:
+    """The third table: bfloat16 with masters, nothing saved beside it."""
+    millions = args.large_millions
+    state_mb, limit_mb = 12 * millions * WIDTH * WIDTH / 1e6, args.limit_mb
+    print(f"state {state_mb:.0f} MB, the process may have {limit_mb} MB where it is limited")
+    print("| state in | limited | step s | worker s/step | trainer MB |\n|---|---|---|---|---|")
+    with _limit(folder, limit_mb) as program:
+        for place, limit in (("memory", ""), ("a file", ""), ("a file", program)):
+            words = ["--kind", "offload", "--dtype", "bfloat16", "--millions", millions, "--bare"]
+            words += ["--states", folder] if place == "a file" else []
+            words += ["--limit", limit] if limit else []
+            said = _run("train", folder, *words, "--steps", args.steps, "--batch", args.batch)
+            print(
+                f"| {place} | {'yes' if limit else 'no'} | {said['step_s']:.3f} | "
+                f"{said['worker_s']:.3f} | {said['private'] / 1e6:.0f} |",
+                flush=True,
+            )
+
+
+@contextlib.contextmanager
+def _limit(folder: str, megabytes: int) -> Iterator[str]:
+    """A program in the place of Python, which has so much memory, page cache included."""
+    group = Path(tempfile.mkdtemp(prefix="everstep-", dir="/sys/fs/cgroup/memory"))
+    (group / "memory.limit_in_bytes").write_text(str(megabytes << 20))
+    program = Path(folder) / "python"
+    tasks = group / "cgroup.procs"
+    program.write_text(f'#!/bin/sh\necho $$ > {tasks}\nexec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+    try:
+        yield str(program)
+    finally:
+        while tasks.read_text():
+            time.sleep(0.01)
+        group.rmdir()
 
 
 def main() -> None:
@@ -234,6 +280,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--distances", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--states", help="a directory for the offloaded state")
+    parser.add_argument("--limit", help="the program that starts the worker")
+    parser.add_argument("--bare", action="store_true", help="save nothing")
+    parser.add_argument("--large-millions", type=int, default=100)
+    parser.add_argument("--limit-mb", type=int, default=512)
+    tables = ["costs", "recoveries", "limited"]
+    parser.add_argument("--only", nargs="+", choices=tables, default=tables[:2])
     parser.add_argument("--plot")
     parser.add_argument("--directory")
     args = parser.parse_args()
@@ -244,9 +297,12 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         print(describe(Path(folder)))
-        costs(folder, args)
-        found = recoveries(folder, args)
-    if args.plot:
+        if "costs" in args.only:
+            costs(folder, args)
+        found = recoveries(folder, args) if "recoveries" in args.only else {}
+        if "limited" in args.only:
+            limited(folder, args)
+    if args.plot and found:
         plot(found, args.plot)
 
 

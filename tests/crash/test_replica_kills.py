@@ -28,9 +28,10 @@ STEP_S = 0.02
 def build(seed, kind):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 12))
-    if kind == "offload":
+    if kind in ("offload", "overlap"):
         model = model.bfloat16()
-        optimizer = OffloadedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.01)
+        adamw, overlap = torch.optim.AdamW, kind == "overlap"
+        optimizer = OffloadedOptimizer(adamw, model.parameters(), lr=0.01, overlap=overlap)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return {"model": model, "optimizer": optimizer}
@@ -68,7 +69,7 @@ def victims(rng, trainer, keeper, updater):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["plain", "offload"])
+@pytest.mark.parametrize("kind", ["plain", "offload", "overlap"])
 def test_whoever_is_killed_at_any_moment(store, kind):
     """EVERSTEP_SEED=... again, EVERSTEP_ROUNDS=... more."""
     seed = int(os.environ.get("EVERSTEP_SEED", random.SystemRandom().randrange(1 << 30)))
