@@ -113,66 +113,29 @@ def test_what_no_disk_took_is_restored_from_the_keepers_memory(small, caplog):
     assert Store(store).steps() == [1, 4]
 
 
-def claims_no_epoch_and_dies(store, before):
-    state = build(1)
-    saver = checkpointer(store, state, every=1)
-    start = saver.restore()
-    assert start == before
-    filler = fill(store.parent)
-    for step in (start + 1, start + 2):
-        supervised(state)
-        with pytest.raises(Unavailable, match="No space left"):
-            saver.step(step).wait("local")
-    filler.unlink()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_disk_that_was_full_from_the_first_save_on(small, before):
-    """Then no epoch can be claimed, to which a checkpoint would belong; memory has the state."""
-    store = small / "store"
-    expected = build(1)
+    """Then no epoch can be claimed, to which a checkpoint would belong, until there is room."""
+    store, state = small / "store", build(1)
     if before:
-        with checkpointer(store, expected) as saver:
-            supervised(expected)
+        with checkpointer(store, state) as saver:
+            supervised(state)
             saver.step(1).wait("local")
-    died = forked.run(claims_no_epoch_and_dies, store, before)
-    assert died.returncode == -signal.SIGKILL
-    if not before:
-        torch.manual_seed(1)
-        expected = build(1)
-    for _ in range(2):
-        supervised(expected)
-    assert Store(store).steps() == [1][:before]
-    fresh = build(2)
-    with checkpointer(store, fresh) as restorer:
-        assert restorer.restore() == before + 2
-        check_same(freeze(fresh), freeze(expected))
-        supervised(fresh)
-        restorer.step(before + 3).wait("local")
-        frozen = freeze(fresh)
-    assert Store(store).steps() == [*[1][:before], before + 3]
+    with checkpointer(store, state) as saver:
+        assert saver.restore() == before
+        filler = fill(small)
+        supervised(state)
+        with pytest.raises(Unavailable, match="No space left"):
+            saver.step(before + 1).wait("local")
+        filler.unlink()
+        supervised(state)
+        saver.step(before + 2).wait("local")
+        frozen = freeze(state)
+    assert Store(store).steps() == [*[1][:before], before + 2]
     assert Store(store).verify().ok
-    assert restore(store, build(3)) == before + 3
-    other = build(3)
-    assert restore(store, other) == before + 3
-    check_same(freeze(other), frozen)
-
-
-def test_memory_without_an_epoch_is_not_taken_for_that_of_another_run(small):
-    """Who goes on from elsewhere claims the number that the state in memory was to have."""
-    store = small / "store"
-    died = forked.run(claims_no_epoch_and_dies, store, 0)
-    assert died.returncode == -signal.SIGKILL
-    torch.manual_seed(7)
-    other = build(7)
-    with checkpointer(store, other) as saver:  # does not restore
-        saver.step(1).wait("local")
-        frozen = freeze(other)
-        fresh = build(2)
-        with checkpointer(store, fresh) as restorer:
-            assert restorer.restore() == 1
-            check_same(freeze(fresh), frozen)
+    fresh = build(2)
+    assert restore(store, fresh) == before + 2
+    check_same(freeze(fresh), frozen)
 
 
 def test_a_path_below_a_file(tmp_path):

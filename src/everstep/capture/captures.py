@@ -148,7 +148,7 @@ class Captures:
             self._passes -= 1
             self._leave_out(step, self._saves.calls, "it records nothing any more")
 
-    def restored(self, origin: CheckpointName | None) -> None:
+    def restored(self, origin: CheckpointName) -> None:
         """A step of this run is restored: what is saved from now on goes on from `origin`, in an
         epoch of its own."""
         self.parent, self.epoch = origin, None
@@ -333,7 +333,7 @@ class Captures:
     def _seal(self, capture: Capture) -> None:
         """All is copied: hand it to the keeper, or to the next one. Sealing thread."""
         if self.epoch is None:
-            self._claim()
+            self.epoch = self._client.claim(self.parent)
         if capture.handle.error:
             raise Unavailable(f"saving step {capture.step}: the keeper was lost meanwhile")
         slot = capture.slot
@@ -343,14 +343,6 @@ class Captures:
         capture.handle.epoch = self.epoch
         capture.handle.advance("captured")
         self._client.submit(slot.key, self._metrics.figures())
-
-    def _claim(self) -> None:
-        """Where that fails (a full disk) the state is sealed all the same: the keeper says what is
-        wrong, and holds it in memory."""
-        try:
-            self.epoch = self._client.claim(self.parent)
-        except Unavailable:
-            self._client.ensure()
 
 
 def _interrupted(step: int, error: BaseException) -> str:

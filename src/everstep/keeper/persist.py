@@ -32,10 +32,6 @@ from everstep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
-UNCLAIMED = "unclaimed"
-"""Stands in what is said of the capture where no epoch could be claimed (never on a disk): the
-manifest has the number that would have been next."""
-
 
 def persist(
     writer: Writer, jobs: Iterable[NodeSave], announce_written: Callable[[NodeSave], None]
@@ -208,8 +204,6 @@ class Save:
         """Unless it was committed before. Raises Unavailable where it cannot be committed, as
         something that it needs is lost."""
         writer, share = self._writer, self._share
-        if writer.epoch is None:
-            raise Unavailable(writer.unclaimed)
         if share is None or share.publishes:
             self._exists = writer.disk.size(names.manifest_path(self.name)) is not None
         if share and not share.is_record and not self._exists:
@@ -224,8 +218,6 @@ class Save:
         """The manifest as far as it is known before the data is written."""
         writer, record = self._writer, said["record"]
         capture = said["capture"]
-        if writer.epoch is None:
-            capture = {**capture, UNCLAIMED: True}
         if not self.job.place.is_alone:
             capture = {**capture, CALL: self.job.call}
         left_out = list(record.get("left_out", ())) if record else []
@@ -235,7 +227,7 @@ class Save:
         parent = self._before.name if self._before else writer.parent
         return Manifest(
             step=step,
-            epoch=writer.epoch or catalog.newest_epoch(writer.disk) + 1,
+            epoch=writer.known_epoch,
             run=writer.run,
             created=commit.now(),
             parts=(),
@@ -257,9 +249,7 @@ class Save:
         Raises Unavailable where it was never committed: then the chain has ended, and the trainer
         begins another with a whole state."""
         writer, before = self._writer, self._before
-        if writer.epoch is None:
-            raise Unavailable(writer.unclaimed)
-        name = CheckpointName(step, writer.epoch)
+        name = CheckpointName(step, writer.known_epoch)
         digest = before.digest if before else writer.parent_digest
         if self.job.nodes and before and before.name == name:
             digest = ""  # of several nodes that of one that is not committed yet is not known
@@ -268,7 +258,7 @@ class Save:
                 digest = catalog.digest_of_manifest(writer.disk, name)
             except Missing as error:
                 raise _lost(name) from error
-        return Previous(step, writer.epoch, digest)
+        return Previous(*name, digest)
 
     def tell(self) -> None:
         """All that this node has of it is durable: where another one commits it, tell."""

@@ -14,7 +14,6 @@ import logging
 import os
 import selectors
 import socket
-import sys
 import time
 
 from everstep.keeper import wire
@@ -536,8 +535,7 @@ class Keeper:
 
 def _worth(session: Session) -> tuple[bool, int, int]:
     newest = session.newest()
-    epoch = sys.maxsize if session.team.writer.unclaimed else _epoch(session)
-    return newest is not None, epoch, newest[0] if newest else 0
+    return newest is not None, _epoch(session), newest[0] if newest else 0
 
 
 def _epoch(session: Session) -> int:

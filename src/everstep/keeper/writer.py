@@ -135,8 +135,6 @@ class Writer:
     parent: CheckpointName | None = None
     parent_digest: str | None = None
     run: str | None = None
-    unclaimed: str | None = None
-    """Why it could not claim an epoch (a full disk): what it saves is in memory only."""
     cache: retain.NeedsCache = field(default_factory=dict)
     speed: Speed = field(default_factory=Speed)
     encoder: Encoder = field(default_factory=Encoder)
@@ -149,6 +147,12 @@ class Writer:
     hasher: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")
     )
+
+    @property
+    def known_epoch(self) -> int:
+        """The epoch: nothing is persisted before it is claimed."""
+        assert self.epoch is not None
+        return self.epoch
 
     def link_bytes_per_s(self, step: int, *, goes_everywhere: bool) -> float | None:
         """The slowest tier that a step goes to, as far as that was measured; None where the store

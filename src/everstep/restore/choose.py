@@ -13,7 +13,6 @@ from everstep.format.global_tensors import Described
 from everstep.format.manifest import Manifest, Part, check_table, decode_manifest
 from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
-from everstep.keeper.persist import UNCLAIMED
 from everstep.keeper.ranks.node_save import REPLICA, NodeSave, ended_saves
 from everstep.redo.replay import OtherBytes
 from everstep.restore.chain import Chain
@@ -39,22 +38,10 @@ class Held:
     is_committed: bool
 
     @property
-    def is_unclaimed(self) -> bool:
-        """Whether its writer could not claim an epoch: it goes on from its parent, and nothing can
-        go on from it."""
-        return bool(self.manifest.capture.get(UNCLAIMED))
-
-    @property
     def log_digest(self) -> str | None:
         """Of a replica's state: of the manifest of the log step that it has come to."""
         found = self.manifest.capture.get(REPLICA)
         return found if isinstance(found, str) else None
-
-    @property
-    def parent(self) -> CheckpointName | None:
-        """What it goes on from; None for a start from nothing."""
-        parent = self.manifest.parent
-        return CheckpointName(parent["step"], parent["epoch"]) if parent else None
 
     @property
     def name(self) -> CheckpointName:
@@ -82,11 +69,6 @@ class Candidate:
     """The tensors that may be in their places: what has the right digest there is not read."""
     near: Callable[[FileLink], Sequence[Source]] = lambda pack: ()
     """Where a pack lies nearer than its file."""
-
-    @property
-    def origin(self) -> CheckpointName | None:
-        """What the next epoch goes on from, when this was restored."""
-        return self.held.parent if self.held and self.held.is_unclaimed else self.name
 
     def describe(self) -> Chain:
         """What it is rebuilt from: the state from memory, where it is held. Raises Missing,
@@ -256,16 +238,11 @@ def candidates(
     newest = catalog.newest_epoch(disk)
     run = catalog.lineage(disk)
     last = run[-1] if run else None
-    held = {
-        name: state
-        for name, state in held.items()
-        if not state.is_unclaimed or (name.epoch == newest + 1 and state.parent == last)
-    }
     uncommitted = [
         name
         for name, state in held.items()
         if not state.is_committed
-        and (name.epoch == newest or state.is_unclaimed)
+        and name.epoch == newest
         and (last is None or name.step > last.step)
     ]
     if reference is None:

@@ -230,7 +230,7 @@ class Restores:
             )
         self._derived.restored(manifest.step)
         if candidate.disk is self._disk:
-            self._captures.restored(candidate.origin)
+            self._captures.restored(candidate.name)
         self._compare(manifest, differing)
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)

@@ -287,13 +287,11 @@ class Team:
                 writer.epoch, writer.run = epoch, None
                 if self._nodes:
                     self._nodes.note_claim()
-            writer.unclaimed = None
             reply |= {"epoch": epoch, "number": number}
         except Exception as error:
             if not isinstance(error, EverstepError):
                 log.exception("a claim of trainer %s", session.pid)
             reply |= wire.failure(error)
-            writer.unclaimed = reply["message"] if isinstance(error, Unavailable) else None
         session.tell(reply)
 
     def _epoch(self, parent: int | None, fork: int, number: int) -> int:
@@ -379,7 +377,7 @@ class Team:
 
     def _persist(self, first: NodeSave) -> None:
         """Commit a step, and with it the records that are gathered meanwhile."""
-        if self.writer.epoch is None and not self.writer.unclaimed:
+        if self.writer.epoch is None:
             self._end_save(first, Unavailable("saving: this trainer has claimed no epoch"))
             return
         if taken := next((each.conflict for each in self.writer.copies if each.conflict), None):
