@@ -15,7 +15,7 @@ from runs import check_steps, checkpointer, kinds, logged, snapshot
 from everstep import Store, Unavailable
 from everstep.capture import copier
 from everstep.capture.saves import Skipped
-from everstep.keeper import patience
+from everstep.keeper import client
 from examples import slow
 
 
@@ -77,7 +77,7 @@ def test_records_and_a_base_that_is_due_wait(store, base):
 @pytest.mark.parametrize("pressure", ["wait", "skip"])
 def test_they_do_not_wait_for_ever(store, monkeypatch, caplog, pressure):
     """Training is held up once. Then the chain ends, and nothing waits before a step is saved."""
-    monkeypatch.setattr(patience, "STALL_S", 1.0)
+    monkeypatch.setattr(client, "STALL_S", 1.0)
     state, frozen = build(1), {}
     with logged(store, state, when_full=pressure) as saver:
         handles = advance(saver, state, range(1, 5), frozen)
@@ -105,7 +105,7 @@ def test_they_do_not_wait_for_ever(store, monkeypatch, caplog, pressure):
 
 def test_a_tag_does_not_wait_for_ever(store, monkeypatch):
     """For the step to be durable, which was saved already."""
-    monkeypatch.setattr(patience, "STALL_S", 0.5)
+    monkeypatch.setattr(client, "STALL_S", 0.5)
     state = build(1)
     with logged(store, state, when_full="wait") as saver:
         advance(saver, state, range(1, 4), {})

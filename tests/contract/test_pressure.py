@@ -19,7 +19,7 @@ import everstep
 import forked
 from everstep import Unavailable
 from everstep.capture import captures, copier
-from everstep.keeper import client, patience
+from everstep.keeper import client
 
 
 def test_a_growing_state_stays_within_two_arenas(store):
@@ -128,7 +128,7 @@ def test_a_call_waits_for_the_next_keeper(store, monkeypatch):
 
 def test_a_call_does_not_wait_for_ever_for_a_keeper(store, monkeypatch):
     monkeypatch.setattr(client, "_PAUSE_S_MAX", 0.05)
-    monkeypatch.setattr(patience, "STALL_S", 0.5)
+    monkeypatch.setattr(client, "STALL_S", 0.5)
     with checkpointer(store, {"weight": torch.zeros(1000)}, strategy="full") as saver:
         saver.save(1).wait()
         os.kill(saver._client.keeper_pid, signal.SIGSTOP)

@@ -14,8 +14,7 @@ from everstep import Store
 from everstep.cli import cp
 from everstep.cli.main import main
 from everstep.store import catalog
-from everstep.store.copy import copy_checkpoint
-from everstep.store.fork import fork
+from everstep.store.copy import copy_checkpoint, fork
 from everstep.store.names import CheckpointName
 from everstep.tiers.bucket import Bucket
 from everstep.tiers.disk import Disk

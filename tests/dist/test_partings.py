@@ -15,7 +15,7 @@ from torch import nn
 from choices import chosen
 from comparing import check_equal
 from everstep import Checkpointer, EverstepError, Store
-from everstep.keeper import patience
+from everstep.keeper import client
 from examples import slow
 
 RANKS = 3
@@ -129,7 +129,7 @@ def names_alone(store, times):
 
 def hangs(store):
     """After a step the keeper stands still, until all ranks have trained on for a while."""
-    patience.STALL_S, before = 1.0, patience.STALL_S
+    client.STALL_S, before = 1.0, client.STALL_S
     try:
         with unheard():
             run = Run(store)
@@ -148,7 +148,7 @@ def hangs(store):
             run.train(LAST)
             return run.states, run.errors()
     finally:
-        patience.STALL_S = before
+        client.STALL_S = before
 
 
 def restores(store, steps, more):

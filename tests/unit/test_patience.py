@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from everstep.keeper import patience
-from everstep.keeper.patience import STALL_S, Patience
+from everstep.keeper import client
+from everstep.keeper.client import STALL_S, Patience
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(s=1000.0)
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now.s))
     return now
 
 

@@ -17,7 +17,7 @@ from everstep.format.manifest import Encoded, Part
 from everstep.format.packed import HEADER_BYTES
 from everstep.format.packs import PAGE_BYTES, Piece, Spec, chunks
 from everstep.format.tables import FileLink, PackShape, Table, TensorEntry
-from everstep.keeper import masters
+from everstep.keeper.encoder import find_masters
 from everstep.restore.deliver import as_items
 from everstep.restore.load import Loader, MemorySource
 from everstep.sharding.layout import LocalBox
@@ -138,7 +138,7 @@ class TestAnyBoxes:
         def view(extent):
             return memoryview(raw)[extent.offset : extent.offset + extent.size]
 
-        found = masters.find_masters(source.table, view, 2)
+        found = find_masters(source.table, view, 2)
         for piece in source.entries["y"].pieces:
             if piece.size >= 2 * 64:
                 number = sum(1 for _ in chunks(piece.size))

@@ -11,12 +11,11 @@ import logging
 import torch
 
 from everstep import options
-from everstep.capture.bases import Bases, why_no_replica
 from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.log import STATES, Log
 from everstep.capture.rank_agreement import RankAgreement
 from everstep.capture.spread import Spread
-from everstep.capture.strategy import Run, Strategy
+from everstep.capture.strategy import Bases, Run, Strategy, why_no_replica
 from everstep.capture.thin import Thin
 from everstep.capture.trust import Trust
 from everstep.capture.window import gradient_item

@@ -11,10 +11,10 @@ import queue
 import threading
 import time
 
-from everstep.capture.bases import Bases
 from everstep.capture.copier import Capture
+from everstep.capture.plan import Still
 from everstep.capture.pool import Pool
-from everstep.capture.still import Still
+from everstep.capture.strategy import Bases
 from everstep.capture.trust import Trust
 from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported, kind_of
 from everstep.handle import LEVELS, Levels, Metrics, SaveHandle

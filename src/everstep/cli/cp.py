@@ -7,8 +7,8 @@ from typing import Any
 
 from everstep.cli import text
 from everstep.cli.chains import Chains
-from everstep.cli.progress import progress_bar
 from everstep.cli.target import split_words, tags_of
+from everstep.cli.text import progress_bar
 from everstep.errors import Conflict, Corrupt, Missing
 from everstep.store import catalog, names
 from everstep.store.copy import Copied, Progress, copy_checkpoint

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.cli import text
-from everstep.cli.progress import progress_bar
 from everstep.cli.target import split_words
+from everstep.cli.text import progress_bar
 from everstep.store import catalog
 from everstep.tiers.tier import tier_at
 

@@ -5,8 +5,8 @@ import json
 import time
 
 from everstep.cli import text
-from everstep.cli.progress import progress_bar
 from everstep.cli.target import split_words
+from everstep.cli.text import progress_bar
 from everstep.restore.store import Store
 
 _GRAMMAR = "[STORE] STEP NEW"

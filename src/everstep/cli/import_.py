@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.cli import text
-from everstep.cli.progress import progress_bar
+from everstep.cli.text import progress_bar
 from everstep.tiers.tier import tier_at
 
 _KINDS = ("accelerate", "dcp", "deepspeed", "hf", "lightning", "torch", "trainer")

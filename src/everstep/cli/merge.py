@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from everstep.cli import text
-from everstep.cli.progress import progress_bar
+from everstep.cli.text import progress_bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,8 @@ import os
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -160,3 +161,19 @@ def _brief(value: Any) -> str:
             return f"{{{', '.join(f'{key} {_brief(item)}' for key, item in value.items())}}}"
         case _:
             return str(value)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """To be told (bytes done, bytes in all): on standard error where that is a terminal; rich is
+    loaded for nothing else."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (*progress.Progress.get_default_columns(), progress.TransferSpeedColumn())
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from everstep.cli import text
 from everstep.cli.chains import Chains
-from everstep.cli.progress import progress_bar
 from everstep.cli.target import add_target, split_words
+from everstep.cli.text import progress_bar
 from everstep.errors import EverstepError
 from everstep.restore.store import Store, Verdict
 from everstep.store import catalog, names

@@ -35,8 +35,7 @@ from everstep.format.merge import Merged
 from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
-from everstep.keeper.base import Base
-from everstep.keeper.encoder import SMALL_BYTES, Encoding
+from everstep.keeper.encoder import SMALL_BYTES, Base, Encoding
 from everstep.keeper.job import Arrival, Job
 from everstep.keeper.still import Content, Kept, Seen, contents
 from everstep.keeper.writer import Writer

@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 from everstep.codecs import codec, difference
 from everstep.codecs.choice import Figures, Sample, choose
-from everstep.codecs.rounded import is_rounded, rounded
+from everstep.codecs.rounded import DTYPES, SOURCE, is_rounded, rounded
+from everstep.format.boxes import Box
+from everstep.format.document import digest_of
+from everstep.format.manifest import Previous
+from everstep.format.packs import Piece, chunk_count, chunks
 from everstep.format.tables import Extent, Table
-from everstep.keeper.base import Base
-from everstep.keeper.masters import Master, View, find_masters
 from everstep.keeper.measured import FreeCores
 
 SMALL_BYTES = 64 << 10
@@ -33,6 +36,48 @@ _RENEW_SAVES = 50
 _RENEW_SOONER = 8
 _DRIFT = 0.05
 _LAYOUTS_MAX = 4
+_ITEMS = 64
+
+View = Callable[[Extent], memoryview]
+
+
+class Master(NamedTuple):
+    """Of a chunk that may be rounded: the tensor it is rounded from, its own dtype, and which
+    chunks of that tensor have its elements."""
+
+    name: str
+    dtype: str
+    chunks: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The state that was saved before, as the base of differences. `document`: its table;
+    `contents`: the digests of its chunks' raw bytes, but of those that are rounded; `depth`: how
+    many differences it takes to read it.
+
+    It is read where it still lies in memory. Nobody keeps it there: the trainer may capture another
+    state in its slot at any moment. So who has read of it compares that with its digest afterwards.
+    A base that is gone costs bytes, and no time.
+    """
+
+    name: Previous
+    document: bytes
+    view: View
+    contents: Mapping[int, str]
+    depth: int
+
+    def encode(self, chunk: Extent, raw: memoryview) -> bytes | None:
+        """The difference of a chunk; None where it is not worth it, or the base is gone."""
+        if (known := self.contents.get(chunk.digest)) is None:
+            return None
+        before = self.view(chunk)
+        found = difference.encode(raw, before, chunk.item_size)
+        return found if found is None or digest_of(before) == known else None
+
+    def has(self, chunk: Extent) -> bool:
+        """Whether it is there still."""
+        return digest_of(self.view(chunk)) == self.contents.get(chunk.digest)
 
 
 @dataclass(slots=True)
@@ -320,3 +365,51 @@ def _excerpt(raw: memoryview) -> memoryview:
     step = len(raw) // _SLICES // 16 * 16
     slices = (raw[at * step : at * step + _SLICE_BYTES] for at in range(_SLICES))
     return memoryview(b"".join(slices))
+
+
+# ---- copies in fewer bits ----------------------------------------------------------------------
+
+
+def find_masters(table: Table, view: View, size_min: int) -> dict[int, Master]:
+    """Which chunks seem to be rounded from others (a bfloat16 copy of float32 weights, by whatever
+    names), by their digests; of pieces of at least `size_min` bytes, which have the same box. Told
+    from a few elements, and proven where it is used. Blocks until all has arrived, if there can be
+    any. Raises Unsupported where it never will."""
+    copies = [row for dtype in DTYPES for row in _pieces(table, dtype, size_min)]
+    if not copies:
+        return {}
+    known: dict[tuple[Box, str, bytes], tuple[str, Piece]] = {}
+    for name, _, piece in _pieces(table, SOURCE, 2 * size_min):
+        some = b"".join(_elements(view, piece, 4))
+        for dtype in DTYPES:
+            known.setdefault(
+                (piece.box, dtype, bytes(rounded(memoryview(some), dtype))), (name, piece)
+            )
+    found = {}
+    for _, dtype, piece in copies:
+        if master := known.get((piece.box, dtype, b"".join(_elements(view, piece, 2)))):
+            own = list(_extents(master[1], 4))
+            for number in range(chunk_count(piece.size)):
+                both = tuple(own[2 * number : 2 * number + 2])
+                found[piece.digest + number] = Master(master[0], dtype, both)
+    return found
+
+
+def _pieces(table: Table, dtype: str, size_min: int) -> Iterator[tuple[str, str, Piece]]:
+    for name, entry in table.tensors.items():
+        if entry.spec.dtype == dtype:
+            for piece in entry.pieces:
+                if piece.size >= size_min:
+                    yield name, dtype, piece
+
+
+def _elements(view: View, piece: Piece, item_size: int) -> Iterator[memoryview]:
+    """Some, at even distances."""
+    whole = view(Extent(piece.pack, piece.offset, piece.size, piece.digest, ""))
+    step = piece.size // item_size // _ITEMS * item_size
+    return (whole[at * step : at * step + item_size] for at in range(_ITEMS))
+
+
+def _extents(piece: Piece, item_size: int) -> Iterator[Extent]:
+    for number, (start, size) in enumerate(chunks(piece.size)):
+        yield Extent(piece.pack, piece.offset + start, size, piece.digest + number, "", item_size)

@@ -11,9 +11,8 @@ from typing import Any
 
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import Manifest, Part, Record
-from everstep.keeper.base import Base
 from everstep.keeper.copies import RemoteCopies
-from everstep.keeper.encoder import Encoder
+from everstep.keeper.encoder import Base, Encoder
 from everstep.keeper.measured import Speed
 from everstep.keeper.still import NOTHING_SEEN, Seen, StillPacks
 from everstep.store import retain

@@ -13,8 +13,7 @@ from everstep.format.tables import Table, TensorEntry
 from everstep.restore.buffer_pool import empty
 from everstep.restore.choose import Candidate
 from everstep.restore.deliver import Staging, put
-from everstep.restore.earlier import Earlier
-from everstep.restore.load import Loader
+from everstep.restore.load import Earlier, Loader
 from everstep.sharding.layout import LocalBox
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier

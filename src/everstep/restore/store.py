@@ -11,8 +11,7 @@ from everstep.format.global_tensors import Described
 from everstep.format.manifest import Manifest, Part, Stream
 from everstep.format.tables import Table
 from everstep.store import catalog, commit, names, read, retain
-from everstep.store.copy import Copied
-from everstep.store.fork import fork
+from everstep.store.copy import Copied, fork
 from everstep.store.names import CheckpointName
 from everstep.store.read import Verified
 from everstep.tiers.tier import tier_at

@@ -8,10 +8,12 @@ Invariants held here:
 * What is there already is not copied again: a copy that was broken off goes on.
 """
 
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from everstep.errors import Conflict, Missing, Unavailable
+from everstep.format.document import FORMAT_VERSION, seal
 from everstep.format.manifest import (
     Manifest,
     Part,
@@ -22,8 +24,10 @@ from everstep.format.manifest import (
 from everstep.format.packed import content_digests
 from everstep.format.tables import FileLink, Table
 from everstep.store import catalog, commit, names, read
+from everstep.store.catalog import Origin
 from everstep.store.names import CheckpointName
-from everstep.tiers.tier import Readable, Target
+from everstep.store.presence import is_empty, shown
+from everstep.tiers.tier import Readable, Target, Tier
 
 Progress = Callable[[int, int], None]
 """Called in the caller's thread with (bytes done, bytes in all); what it raises ends the copy."""
@@ -365,3 +369,36 @@ def _find(tier: Readable, path: str) -> bytes | None:
         return None
     tier.sync(path.rpartition("/")[0])
     return document
+
+
+def fork(
+    source: Tier,
+    target: Tier,
+    name: CheckpointName,
+    progress: Progress = lambda done, total: None,
+) -> Copied:
+    """Begin a run of its own in `target`, a new place, at a checkpoint of `source`; blocks.
+    Manifests and epochs are the same, files are shared where one medium has both, and everstep.json
+    tells where it began. Neither store needs the other: a file goes when its last name does. What
+    was broken off goes on when it is asked for again. Raises Conflict where something else is
+    there; Missing, Corrupt, Unavailable."""
+    origin = Origin(str(source.root), catalog.read_run(source), *name)
+    catalog.read_manifest(source, name)  # it is there, before anything is made
+    if target.size(names.STORE) is None and is_empty(target):
+        new = {"format": FORMAT_VERSION, "run": uuid.uuid4().hex, "created": commit.now()}
+        target.create(names.STORE, seal({**new, "from": origin._asdict()}))
+    _check_is_that(target, origin)
+    with shown(target):
+        return share_checkpoint(source, target, name, progress)
+
+
+def _check_is_that(target: Tier, origin: Origin) -> None:
+    """Whether it is this fork, by whomever it was begun."""
+    is_there = target.size(names.STORE) is not None
+    found = catalog.read_origin(target) if is_there else None
+    if found is None or found[1:] != origin[1:]:
+        what = "a store that began elsewhere" if is_there else "something that is no store"
+        raise Conflict(
+            f"forking step {origin.step} of {origin.store} to {target.root}: {what} is there. Name "
+            f"another place"
+        )
