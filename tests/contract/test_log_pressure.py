@@ -77,12 +77,12 @@ def test_records_and_a_base_that_is_due_wait(store, base):
 @pytest.mark.parametrize("pressure", ["wait", "skip"])
 def test_they_do_not_wait_for_ever(store, monkeypatch, caplog, pressure):
     """Training is held up once. Then the chain ends, and nothing waits before a step is saved."""
-    monkeypatch.setattr(client, "STALL_S", 1.0)
     state, frozen = build(1), {}
     with logged(store, state, when_full=pressure) as saver:
         handles = advance(saver, state, range(1, 5), frozen)
         saver.wait()
-        with stopped(saver._client.keeper_pid):
+        with monkeypatch.context() as patch, stopped(saver._client.keeper_pid):
+            patch.setattr(client, "STALL_S", 1.0)
             handles |= advance(saver, state, range(5, 12), frozen)
         for handle in handles.values():
             until(handle.done, "it is saved or not")

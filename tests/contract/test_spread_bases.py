@@ -10,6 +10,7 @@ import everstep
 from everstep import Store
 from everstep.cli.main import main
 from everstep.restore.materialize import materialize
+from everstep.store import commit
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import packs_of
@@ -64,10 +65,13 @@ def test_what_is_not_exact_does_not_replace_a_spread_base(store, monkeypatch):
     check_steps(store, make(2), frozen, (5, 6))
 
 
-def test_a_spread_base_that_was_made_whole_leaves_nothing(store):
+def test_gc_deletes_the_parts_of_a_spread_base_that_was_made_whole(store):
+    """In the epoch after it: a writer may be about to name packs of its own."""
     frozen = run_saved(store, 6, keep=everstep.Keep(last=2), **LOG)
     until(lambda: len(packs_of(store)) == 4, "records 3 to 6 are needed")
     assert materialize(Disk(store), CheckpointName(5, 1)).exact
+    commit.claim_epoch(Disk(store), 1, 6)
+    Store(store).gc()
     assert len(packs_of(store)) == 3
     assert Store(store).verify().ok
     check_steps(store, make(2), frozen, (5, 6))
