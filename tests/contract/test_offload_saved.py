@@ -89,6 +89,28 @@ def test_updates_in_backward_wait_for_copies(store, strategy):
     state["optimizer"].close()
 
 
+def test_what_overlap_could_not_have_is_restored(store):
+    """Though updates that nobody wants any more are still made then."""
+    state, expected = (
+        build(1, torch.float32, width=60_000, overlap=each) for each in (True, False)
+    )
+    with checkpointer(store, state, strategy="full") as saver:
+        torch.manual_seed(3)
+        train(state)
+        saver.save(1).wait()
+        loss = (3 * state["model"](torch.randn(8, 12)) - 1).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward(retain_graph=True)
+        with pytest.raises(Unsupported, match="several backward"):
+            loss.backward()
+        assert saver.restore() == 1
+        train(state)
+    torch.manual_seed(3)
+    for _ in range(2):
+        train(expected)
+    check_same(snapshot(state), snapshot(expected))
+
+
 def trains_and_dies(store):
     state = build(1)
     saver = logged(store, state, replica=True, base_every=1000)

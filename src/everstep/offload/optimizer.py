@@ -124,9 +124,17 @@ class OffloadedOptimizer(Optimizer):
 
     def room(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Where the state of a parameter is to lie, by its keys: who restores reads into it."""
-        if self.overlap:
-            self.overlap.forget()
         return {} if self.in_process else self._share().room(parameter)
+
+    def replacing(self) -> None:
+        """The state is to be replaced: nothing changes it any more."""
+        if self.overlap:
+            self.overlap.stop()
+
+    def replaced(self) -> None:
+        """The state is another."""
+        if self.overlap:
+            self.overlap.replaced()
 
     @property
     def arena(self) -> Arena | None:
@@ -200,6 +208,9 @@ def _keep_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _put_loaded(optimizer: Optimizer) -> None:
     """As it was saved: torch has cast it to the parameters' dtype."""
+    assert isinstance(optimizer, OffloadedOptimizer)
+    optimizer.replacing()
+    optimizer.replaced()
     loaded = optimizer.__dict__.pop("_everstep_loaded")
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for index, values in loaded.items():

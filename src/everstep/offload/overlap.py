@@ -11,7 +11,7 @@ step() finds: the same gradients, and the same hyperparameters.
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,14 +68,25 @@ class Overlap:
         if self._problem:
             raise self._refusal()
         sent = list(self._sent)
-        self.forget()
+        self._clear()
         return sent
 
-    def forget(self) -> None:
-        """What has come: the step is made, or the state is replaced."""
-        for each in self._sent.values():
-            each.cancel()
-        self._shared, self._problem = None, None
+    def stop(self) -> None:
+        """The state is to be replaced: change it no more; blocks until that is so."""
+        if self._shared:
+            for each in self._sent.values():
+                each.cancel()
+            wait(self._sent.values())
+            self._optimizer.close()
+            self._problem = "its state was to be replaced, and was not"
+        self._clear()
+
+    def replaced(self) -> None:
+        """It is, with what a whole number of updates has made."""
+        self._problem = None
+
+    def _clear(self) -> None:
+        self._shared = None
         self._arrived.clear()
         self._sent.clear()
 
@@ -95,7 +106,8 @@ class Overlap:
                 self._shared = self._optimizer.begin()
             self._arrived[parameter] = gradient, gradient._version
             chunk = self._shared.chunk_of(parameter)
-            if all(each in self._arrived for each in self._shared.members(chunk)):
+            members = self._shared.members(chunk)
+            if all(each in self._arrived or not each.requires_grad for each in members):
                 self._sent[chunk] = self._send(chunk)
 
     def _send(self, chunk: int) -> Future[None]:

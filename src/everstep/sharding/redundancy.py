@@ -83,6 +83,18 @@ def room_of(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, torch
     return inner.room(parameter) if getattr(inner, "offloaded", None) else {}
 
 
+def replacing(optimizer: Optimizer) -> None:
+    """Its state is to be replaced: nothing but this thread is to change it any more."""
+    if getattr(inner_of(optimizer), "offloaded", None):
+        cast(Any, inner_of(optimizer)).replacing()
+
+
+def replaced(optimizer: Optimizer) -> None:
+    """Its state is another."""
+    if getattr(inner_of(optimizer), "offloaded", None):
+        cast(Any, inner_of(optimizer)).replaced()
+
+
 def has_kept_state(optimizer: Optimizer) -> bool:
     """Whether these places may have it already."""
     inner = cast(Any, inner_of(optimizer))

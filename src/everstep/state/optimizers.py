@@ -20,6 +20,8 @@ from everstep.sharding.redundancy import (
     fetch_hyperparameters,
     inner_of,
     is_here,
+    replaced,
+    replacing,
     room_of,
     spread_hyperparameters,
 )
@@ -310,6 +312,7 @@ class OptimizerState:
         objects: Mapping[str, Any],
         names: Mapping[str, torch.Tensor],
     ) -> None:
+        replacing(self.optimizer)
         plain = objects.get("state", {})
         new: dict[torch.Tensor, dict[str, Any]] = {}
         for name, parameter in names.items():
@@ -331,6 +334,7 @@ class OptimizerState:
             for parameter, state in new.items():
                 found[parameter] = state
             found.update(other)
+            replaced(self.optimizer)
 
         placement.then(install)
 
