@@ -46,6 +46,15 @@ def test_what_it_saves_is_restored_on_any_number_of_ranks(gang, store, strategy)
     check_equal(after.states[5], alone[1][5])
 
 
+@pytest.mark.slow
+def test_a_replica_follows_shards(gang, store):
+    options = {"strategy": "log", "replica": True, "waits": True}
+    run = gang.run(trains, "fsdp2", store, 4, RECIPE, size=2, **options)[0]
+    assert not run.errors
+    states = {step: run.states[step] for step in (2, 4)}
+    check_restored(gang, "fsdp2", store, states, size=2, recipe=RECIPE)
+
+
 def refuses():
     sharded = zoo.build("fsdp2", zoo.Recipe()).model
     said = []
