@@ -14,7 +14,7 @@ from typing import Any
 from everstep.capture.choice import Choice
 from everstep.capture.copier import Capture, Copier
 from everstep.capture.hooks import Hook
-from everstep.capture.kept import Kept
+from everstep.capture.optimizer_arenas import OptimizerArenas
 from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
 from everstep.capture.saves import STALLED, Saves
@@ -76,7 +76,7 @@ class Captures:
         self._saves = saves
         self._metrics = metrics
         self.pool = Pool(client, options.memory_bytes)
-        self.kept = Kept(state, client)
+        self.optimizer_arenas = OptimizerArenas(state, client)
         saves.attach(client, self.pool)
         self._passes = 0
         """So many more steps are told that are not saved here."""
@@ -205,7 +205,7 @@ class Captures:
     def _capture(
         self, handle: SaveHandle, request: Request, captured: Captured, *, waits: bool
     ) -> None:
-        self.kept.give()
+        self.optimizer_arenas.give()
         thin = captured.thin
         planner = self._planner(captured)
         plan = planner.plan(thin.all, thin.turns) if thin else planner.plan(captured.collected)

@@ -51,7 +51,7 @@ SLOTS_MAX = (PAGE_BYTES - 128) // _ROW_STRIDE
 SPILL = "spill."
 """The key of an arena that is a file in the spill begins with it (keeper/spill.py)."""
 
-KEPT = "kept."
+OPTIMIZER = "optimizer."
 """So does that of one which no slot of is saved: the keeper keeps it for whoever comes after its
 trainer's death; it is a file where the key goes on with FILE."""
 FILE = "file."
@@ -136,7 +136,7 @@ class Arena:
     @classmethod
     def of(cls, key: str, fd: int) -> "Arena":
         """That of a key. Raises Corrupt, OSError."""
-        return cls(fd, is_spill=key.startswith((SPILL, KEPT + FILE)))
+        return cls(fd, is_spill=key.startswith((SPILL, OPTIMIZER + FILE)))
 
     @classmethod
     def create(cls, slot_count: int, documents_size: int, image_size: int) -> "Arena":

@@ -24,7 +24,7 @@ import time
 
 from everstep.errors import Conflict
 from everstep.keeper import wire
-from everstep.keeper.arena import FILE, KEPT, SPILL, SUBMITTED, Arena, Row, SlotState
+from everstep.keeper.arena import FILE, OPTIMIZER, SPILL, SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.job import ALL, Gap, Job
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.spill import FILES_MAX, Spill
@@ -139,7 +139,7 @@ class Session:
             os.close(fd)
             arena = known
         else:
-            is_file = is_spill or key.startswith(KEPT + FILE)
+            is_file = is_spill or key.startswith(OPTIMIZER + FILE)
             is_large = not is_file and found.st_size > _physical_memory()
             is_odd = is_large or (is_spill and not self.spill)
             count = sum(each.is_spill == is_spill for each in self.arenas.values())
@@ -225,7 +225,7 @@ class Session:
             self.spill.close()
         found = self.newest()
         kept = found[1] if found else next(reversed(self.arenas), None)
-        for key in [key for key in self.arenas if key != kept and not key.startswith(KEPT)]:
+        for key in [key for key in self.arenas if key != kept and not key.startswith(OPTIMIZER)]:
             self.arenas.pop(key).close()
 
     def _report(self, arena: Arena) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, kind_of
 from everstep.format.manifest import Manifest
-from everstep.keeper.arena import KEPT, Arena
+from everstep.keeper.arena import OPTIMIZER, Arena
 from everstep.keeper.client import Client
 from everstep.keeper.live_replica import KEY
 from everstep.redo.derived import Derived
@@ -90,8 +90,8 @@ class Restores:
         disk = self._disk if from_store is None else _existing_store(from_store)
         arenas = self._state.world.together("waiting for the keepers", self._settle)
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
-        self._captures.kept.adopt(row for row in arenas if row[0].startswith(KEPT))
-        others = [row for row in arenas if row[0] != KEY and not row[0].startswith(KEPT)]
+        self._captures.optimizer_arenas.adopt(row for row in arenas if row[0].startswith(OPTIMIZER))
+        others = [row for row in arenas if row[0] != KEY and not row[0].startswith(OPTIMIZER)]
         self._captures.pool.inherit(others)
         found = self._common(lambda: candidates(disk, step, held))
         if step is None:

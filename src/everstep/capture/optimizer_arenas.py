@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.document import digest_of
-from everstep.keeper.arena import FILE, KEPT, Arena
+from everstep.keeper.arena import FILE, OPTIMIZER, Arena
 from everstep.keeper.client import Client
 from everstep.offload.optimizer import OffloadedOptimizer
 from everstep.sharding.redundancy import inner_of
 from everstep.state.view import State
 
 
-class Kept:
+class OptimizerArenas:
     """Of one Checkpointer. For the thread that trains."""
 
     def __init__(self, state: State, client: Client) -> None:
@@ -66,4 +66,4 @@ class Kept:
             if isinstance(optimizer, OffloadedOptimizer):
                 place = FILE if optimizer.is_on_disk else ""
                 whose = f"{each.name} of {self._state.world.rank}"
-                yield f"{KEPT}{place}{digest_of(whose.encode())[:16]}", optimizer
+                yield f"{OPTIMIZER}{place}{digest_of(whose.encode())[:16]}", optimizer
