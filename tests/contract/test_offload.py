@@ -306,8 +306,7 @@ def test_updates_overlap_with_backward(is_killed):
     begun = []
 
     def wait():
-        before = overlapped.state[last]["exp_avg"].clone()
-        until(lambda: not torch.equal(overlapped.state[last]["exp_avg"], before), "no update")
+        until(lambda: not torch.equal(overlapped.state[last]["exp_avg"], moments), "no update")
         begun.append(len(overlapped.overlap._sent))
         if is_killed:
             killed(overlapped._process.pid)
@@ -315,8 +314,8 @@ def test_updates_overlap_with_backward(is_killed):
     for step in range(4):
         inputs = torch.randn(4, 1500)
         weights = last.detach().clone()
-        if step:
-            first.wait = wait  # of the first step there is no state before it is made
+        if step:  # of the first there is no state before it is made
+            moments, first.wait = overlapped.state[last]["exp_avg"].clone(), wait
         for net, optimizer in ((first, overlapped), (second, plain)):
             optimizer.zero_grad()
             net(inputs).backward()
