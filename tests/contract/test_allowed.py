@@ -11,6 +11,7 @@ from torch import nn
 
 import everstep
 from everstep import Checkpointer, Store, Unsupported
+from examples import slow
 
 NAMES = [
     "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam",
@@ -68,7 +69,7 @@ def boxed(store, strategy):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("foreach", [False, *slow(True)])
 def test_torchs_own_are_recorded(store, name, foreach):
     options = {} if name == "Rprop" else {"weight_decay": 0.01}
     make = partial(build, kind=getattr(torch.optim, name), foreach=foreach, **options)

@@ -85,7 +85,9 @@ def test_saving_and_restoring(store, name, strategy):
         check_same(freeze(second), final)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", ["inference", *slow(*(name for name in SETTINGS if name != "inference"))]
+)
 def test_parts_and_reads_of_a_log(store, name):
     def make(seed):
         state = build(seed)

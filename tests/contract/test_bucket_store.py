@@ -52,9 +52,14 @@ def url(request):
 @pytest.mark.parametrize(
     ("strategy", "memory"),
     [
-        ("full", "lost"),
         ("log", "kept"),
-        *slow(("full", "kept"), ("spread", "kept"), ("spread", "lost"), ("log", "lost")),
+        *slow(
+            ("full", "lost"),
+            ("full", "kept"),
+            ("spread", "kept"),
+            ("spread", "lost"),
+            ("log", "lost"),
+        ),
     ],
 )
 def test_a_killed_run_goes_on(url, strategy, memory):

@@ -11,13 +11,14 @@ from everstep.store.copy import copy_checkpoint, lead
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
+from examples import slow
 
 
 class Stop(Exception):
     pass
 
 
-@pytest.fixture(params=["disk", "bucket"])
+@pytest.fixture(params=["disk", *slow("bucket")])
 def target(request, tmp_path):
     return tier_at(
         tmp_path / "target" if request.param == "disk" else request.getfixturevalue("bucket")
@@ -47,6 +48,7 @@ def stop_at(size):
     return progress
 
 
+@pytest.mark.parametrize("target", ["disk", "bucket"], indirect=True)
 def test_a_log_comes_with_what_it_goes_back_to(logged, target, tmp_path):
     seen = []
     copied = copy_checkpoint(
@@ -76,6 +78,7 @@ def test_only_what_is_missing_is_copied(logged, target):
     assert catalog.read_epochs(target) == catalog.read_epochs(logged)
 
 
+@pytest.mark.parametrize("target", ["disk", "bucket"], indirect=True)
 def test_what_was_broken_off_goes_on(logged, target):
     size = Store(logged.root).manifest("10-1").size
     with pytest.raises(Stop):
@@ -252,6 +255,7 @@ def test_a_claim_that_is_damaged_stays_behind(logged, target):
     assert Store(target.root).steps() == [10, 11, 12, 13, 14][3:]
 
 
+@pytest.mark.parametrize("target", ["disk", "bucket"], indirect=True)
 def test_large_packs_are_copied_in_pieces(target, tmp_path):
     specs = tuple(Spec(f"w{index}", "float32", (1 << 20, 5)) for index in range(3))
     trainer = stores.make_store(tmp_path / "large", [1], specs)

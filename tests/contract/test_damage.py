@@ -26,7 +26,7 @@ from everstep import Corrupt, Missing, Store
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
-from examples import examples
+from examples import examples, slow
 
 STORES = {
     "full": (3, {"strategy": "full"}),
@@ -112,8 +112,13 @@ def needed(store, step):
     return found
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("kind", STORES)
+EVERY = [(kind, damage) for kind in STORES for damage in DAMAGE]
+QUICK = [each for each in EVERY if each[0] == "log" or each[1] in ("a tensor", "gone")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"), [*QUICK, *slow(*(each for each in EVERY if each not in QUICK))]
+)
 def test_damage_of_any_file(originals, tmp_path, store, unreadable, caplog, kind, damage):
     original, frozen = originals[kind]
     steps = Store(original).steps()

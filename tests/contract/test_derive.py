@@ -22,9 +22,16 @@ from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 
+QUICK = [averaged, with_buffers, two_in_a_row]
+
 
 @pytest.mark.parametrize(
-    ("make", "verify"), [*((make, "rolling") for make in WAYS), (anew, "full")]
+    ("make", "verify"),
+    [
+        *((make, "rolling") for make in QUICK),
+        (anew, "full"),
+        *slow(*((make, "rolling") for make in WAYS if make not in QUICK)),
+    ],
 )
 def test_every_step_comes_back(store, make, verify):
     frozen = run(store, make, verify=verify)

@@ -11,13 +11,14 @@ from runs import check_same, checkpointer, freeze
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import slow
 
 WAYS = {
     "full": {"strategy": "full"},
     "log": {"strategy": "log", "base_every": 100},
     "spread": {"strategy": "spread", "every": 4, "window": 4},
 }
-WAY = pytest.mark.parametrize("way", WAYS)
+WAY = pytest.mark.parametrize("way", ["log", *slow("full", "spread")])
 
 
 def run(store, state, way, steps=8):

@@ -15,6 +15,7 @@ from everstep.capture.log import Log
 from everstep.capture.plan import Planner
 from everstep.capture.pool import Pool
 from everstep.capture.saves import Saves
+from examples import slow
 
 LAST, EVERY = 19, 4
 POINTS = [
@@ -41,7 +42,7 @@ def interrupt(patch, kind, name, when):
     patch.setattr(kind, name, interrupted)
 
 
-@pytest.mark.parametrize("strategy", ["full", "log"])
+@pytest.mark.parametrize("strategy", ["log", *slow("full")])
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point[0].__name__}.{point[1]}")
 def test_one_step_is_lost_and_no_memory(store, monkeypatch, strategy, point):
     if point[0] is Log and strategy == "full":

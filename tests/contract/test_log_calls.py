@@ -12,6 +12,7 @@ from torch import nn
 
 import everstep
 from everstep import Corrupt, Unsupported
+from examples import slow
 
 # ---- hooks -----------------------------------------------------------------------------------
 
@@ -45,7 +46,7 @@ def test_a_users_pre_hook_is_in_the_record(store, hook):
 
 
 @pytest.mark.parametrize(
-    ("hook", "at"), [(halve, 3), (replace_gradients, 3), (replace_gradients, 6)]
+    ("hook", "at"), [(replace_gradients, 3), *slow((halve, 3), (replace_gradients, 6))]
 )
 def test_a_users_pre_hook_that_comes_between(store, hook, at):
     check_run(store, build, hooked(hook, at))
@@ -194,7 +195,7 @@ def test_an_optimizer_that_draws_random_numbers(store):
     check_run(store, partial(build, kind=Noisy), train)
 
 
-@pytest.mark.parametrize("clip", [None, everstep.clip_grad_norm_])
+@pytest.mark.parametrize("clip", [everstep.clip_grad_norm_, *slow(None)])
 def test_two_checkpointers_with_logs_on_one_optimizer(store, other_store, clip):
     """Each wants its hooks at the end: that is no reason for the other to end its log."""
 

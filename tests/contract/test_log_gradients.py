@@ -24,6 +24,7 @@ from everstep.redo.recorder import Recorder
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import slow
 
 
 def gan(seed):
@@ -91,7 +92,7 @@ def test_gan_that_adds_to_gradients_of_a_step_that_is_being_copied(store):
     check_steps(store, gan(2), frozen)
 
 
-@pytest.mark.parametrize("how", ["zero_grad", "mul_", "data"])
+@pytest.mark.parametrize("how", ["zero_grad", "data", *slow("mul_")])
 def test_gradients_written_to_after_the_update(store, how):
     def step(state, number):
         train(state)
@@ -108,7 +109,7 @@ def test_gradients_written_to_after_the_update(store, how):
     check_run(store, build, step)
 
 
-@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("detached", [True, *slow(False)])
 def test_gradients_that_are_views_of_one_buffer(store, detached):
     """As DDP's buckets are."""
 

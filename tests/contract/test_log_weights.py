@@ -8,9 +8,13 @@ from runs import bits, checkpointer, logged
 from torch import nn
 
 import forked
+from examples import slow
+
+QUICK = ["data", "swap"]
+HOW = pytest.mark.parametrize("how", [*QUICK, *slow(*(how for how in WRITES if how not in QUICK))])
 
 
-@pytest.mark.parametrize("how", WRITES)
+@HOW
 def test_weights_changed_between_update_and_save(store, caplog, how):
     def change(state, step):
         train(state)
@@ -21,7 +25,7 @@ def test_weights_changed_between_update_and_save(store, caplog, how):
     assert "'model.0.weight' changed" in caplog.text or how == "swap"
 
 
-@pytest.mark.parametrize("how", WRITES)
+@HOW
 @pytest.mark.parametrize("at", [1, 5])
 def test_weights_changed_between_save_and_update(store, caplog, how, at):
     def change(state, step):

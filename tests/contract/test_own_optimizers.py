@@ -19,6 +19,7 @@ from runs import (
 )
 from torch import nn
 
+import examples
 from everstep import Checkpointer, Store, Unsupported
 
 
@@ -150,7 +151,7 @@ def test_a_wrapper_with_state_of_its_own(store):
 
 
 @pytest.mark.parametrize("wrap", [Wrapper, Fabrics])
-@pytest.mark.parametrize("strategy", ["full", "log", "spread", "auto"])
+@pytest.mark.parametrize("strategy", ["log", *examples.slow("full", "spread", "auto")])
 def test_a_wrapper_that_is_no_optimizer_by_itself(store, strategy, wrap):
     def build(seed):
         state = build_plain(seed)

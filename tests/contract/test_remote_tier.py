@@ -28,7 +28,7 @@ def local(tmp_path):
     end_keeper(store)
 
 
-@pytest.fixture(params=["directory", "bucket"])
+@pytest.fixture(params=["directory", *slow("bucket")])
 def remote(request, tmp_path):
     if request.param == "directory":
         return str(tmp_path / "remote")
@@ -64,6 +64,7 @@ def trains(store, remote, strategy, die=None, steps=STEPS, copies=True):
     print(weights(state), flush=True)
 
 
+@pytest.mark.parametrize("remote", ["directory", "bucket"], indirect=True)
 @pytest.mark.parametrize("strategy", ["log", *slow("full", "spread")])
 def test_a_run_whose_disk_is_lost_goes_on_from_there(local, remote, strategy):
     with Forked(trains, local, remote, strategy, 7) as process:

@@ -26,6 +26,7 @@ from everstep.store import catalog, commit, retain
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
+from examples import slow
 from forked import Forked, run
 from stores import end_keeper, packs_of
 
@@ -92,7 +93,7 @@ def large_packs(path):
     return [name for name in packs_of(path) if (path / name).stat().st_size > 1 << 20]
 
 
-@pytest.mark.parametrize("strategy", ["full", "spread", "log"])
+@pytest.mark.parametrize("strategy", ["full", *slow("spread", "log")])
 @pytest.mark.parametrize("is_immutable", [False, True])
 def test_it_is_written_where_its_version_changes(local, strategy, is_immutable):
     state = build()

@@ -12,6 +12,7 @@ from everstep import Store
 from everstep.capture import unowned
 from everstep.store.catalog import read_table
 from everstep.tiers.disk import Disk
+from examples import slow
 
 FROZEN = "model.encoder.weight"
 
@@ -83,7 +84,7 @@ def test_a_record_is_smaller_than_adapters_and_moments(store):
     assert sum(bytes_of(store)) < 1.3 * frozen + sum(sizes[1:])
 
 
-@pytest.mark.parametrize("way", ["data", "numpy", "in place", "swap"])
+@pytest.mark.parametrize("way", ["data", "swap", *slow("numpy", "in place")])
 def test_a_frozen_weight_that_is_written_to(store, monkeypatch, way):
     """However it is written to, it is there at the latest when all bytes have been looked at."""
     monkeypatch.setattr(unowned, "_BLOCKS_MAX", 4)

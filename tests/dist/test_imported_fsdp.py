@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from commands import run_json
 from everstep import Checkpointer, Store
+from examples import slow
 
 RECIPE = zoo.Recipe(tied=True)
 STEPS = 2
@@ -48,7 +49,7 @@ def goes_on(store, layout):
         return [job.train(step) for step in AFTER]
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("fsdp1")])
 def test_what_dcp_has_saved(gang, store, tmp_path, capsys, layout):
     (state, losses), *_ = gang.run(saves, tmp_path / "saved", layout, False, size=2)
     capsys.readouterr()

@@ -53,7 +53,7 @@ def restores_exactly(layout, store, optimizer):
             return str(error)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, *slow(True)])
 def test_other_ranks_are_exact_for_what_goes_by_single_elements(gang, store, fused):
     optimizer = partial(torch.optim.AdamW, lr=0.01, fused=fused)
     recipe = zoo.Recipe(optimizer=optimizer)
@@ -76,7 +76,7 @@ def test_all_ranks_go_over_to_a_log_at_the_same_step(gang, store, nodes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("bf16", {}), ("topk", {"ratio": 0.1, "residual": "records"})]
+    ("kind", "options"), [*slow(("bf16", {})), ("topk", {"ratio": 0.1, "residual": "records"})]
 )
 def test_what_was_sent_is_replayed(gang, store, other_store, kind, options):
     state_of, last = partial(compressed, kind=kind, **options), 6

@@ -10,6 +10,7 @@ import zoo
 
 import everstep
 from everstep import Checkpointer, Mismatch, Store
+from examples import slow
 
 RECIPE = zoo.Recipe()
 
@@ -223,7 +224,7 @@ def loads_weights(store, step):
     return job.full_state()
 
 
-@pytest.mark.parametrize("strategy", ["full", "log"])
+@pytest.mark.parametrize("strategy", ["log", *slow("full")])
 def test_a_part_and_a_tag(gang, store, strategy):
     state = gang.run(saves_model, store, strategy, size=2)[0]
     assert Store(store).manifest("best").metrics == {"loss": 1.5}

@@ -39,7 +39,7 @@ def trains(store, folder, every, last=10**6, handler=False):
 
 @pytest.mark.parametrize(
     ("every", "told"),
-    [(1, [0, 1]), *slow((1000, [1, 0])), (1000, [1])],
+    [(1, [0, 1]), *slow((1000, [1, 0]), (1000, [1]))],
 )
 def test_all_ranks_save_the_same_last_step(gang, store, tmp_path, every, told):
     gang.start(trains, store, tmp_path, every)

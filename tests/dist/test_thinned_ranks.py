@@ -5,9 +5,10 @@ import torch
 from jobs import trains
 
 from everstep import Full, Store
+from examples import slow
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("ddp")])
 def test_each_tensor_is_the_newest_that_was_saved(gang, layout, store):
     thin = Full(thin={"model.blocks.*": 2})
     run, *_ = gang.run(trains, layout, store, 5, size=2, strategy=thin, waits=True)

@@ -15,6 +15,7 @@ from choices import chosen
 from everstep import Checkpointer, Store, Unavailable, Unsupported
 from everstep.sharding import world
 from everstep.sharding.world import World
+from examples import slow
 
 
 def says(store, state, settings):
@@ -101,7 +102,7 @@ def has_parts(store, strategy, rate):
     return [value.detach().clone() for value in values], optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("strategy", ["full", "auto"])
+@pytest.mark.parametrize("strategy", ["auto", *slow("full")])
 @pytest.mark.parametrize("size", [1, 4])
 def test_what_a_rank_does_not_have_is_none(gang, store, strategy, size):
     saved = gang.run(has_parts, store, strategy, 0.1, size=size)
