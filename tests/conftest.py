@@ -3,6 +3,7 @@
 And gives stores whose keepers do not outlive the test.
 """
 
+import gc
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,12 @@ from partners import partner  # noqa: F401 - a fixture
 from stores import end_keeper
 
 forked_keepers.install()
+
+
+def pytest_collection_finish():
+    """Spares the collections of all tests what was imported before them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

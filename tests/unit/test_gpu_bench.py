@@ -32,6 +32,7 @@ def is_running(pid: int) -> bool:
     return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_leaves_all_stacks_and_no_process(tmp_path, monkeypatch):
     """Not even one in a session of its own, that hears nothing."""
     monkeypatch.setattr(limits, "DUMP_S", 0.5)
@@ -65,6 +66,7 @@ def go(tmp_path):
     return made
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_dropped_by_name_and_the_rest_is_written(tmp_path, go):
     parts = [[Part("machine", "machine", 60, 1)], [Part("never", "figures", 60, 1000)]]
     run = go(100)
@@ -78,6 +80,7 @@ def test_what_does_not_fit_is_dropped_by_name_and_the_rest_is_written(tmp_path, 
     assert page.problems(told) == []
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_told_with_its_log(go):
     run = go(100)
     run.run([[Part("figures of nobody", "figures", 60, 1, {"contender": "nobody"})]])
