@@ -1,19 +1,13 @@
 """Stores whose tensors are encoded whatever the machine is like: the choice is the test's."""
 
-import sys
+import ast
+import os
 
 from everstep.codecs import codec
 from everstep.keeper import data, encoder, measured, writer
 
-_PROGRAM = """#!{python}
-import sys
-sys.path.insert(0, {tests!r})
-import coded
-from everstep.keeper import __main__ as keeper
-
-coded.choose({encoders!r}, small={small})
-keeper.main(sys.argv[sys.argv.index("everstep.keeper") + 1 :])
-"""
+CHOICE = "EVERSTEP_TEST_ENCODERS"
+"""The environment in which keepers of the tests encode so (forked_keepers.py)."""
 
 
 def choose(encoders, patch=setattr, small=encoder.SMALL_BYTES):
@@ -40,9 +34,13 @@ def choose(encoders, patch=setattr, small=encoder.SMALL_BYTES):
     patch(writer.Writer, "link_bytes_per_s", lambda self, step, goes_everywhere: 1e6)
 
 
-def write(program, encoders, tests, small=encoder.SMALL_BYTES):
-    """What `sys.executable` has to be for keepers that encode so."""
-    words = {"tests": str(tests), "encoders": tuple(encoders), "small": small}
-    program.write_text(_PROGRAM.format(python=sys.executable, **words))
-    program.chmod(0o700)
-    return str(program)
+def choose_in_keepers(patch, *encoders, small=encoder.SMALL_BYTES):
+    """Keepers that start from now on choose so."""
+    patch.setenv(CHOICE, repr((encoders, small)))
+
+
+def choose_as_told():
+    """In a keeper that has just started."""
+    if told := os.environ.get(CHOICE):
+        encoders, small = ast.literal_eval(told)
+        choose(encoders, small=small)

@@ -3,8 +3,9 @@ Python's start and its imports, and the tests start some thousand.
 
 `install()` gives `everstep.keeper.home` a Popen that asks that process, in whatever process of the
 tests. What runs is the keeper's own `main`, with the arguments, environment, directory, files and
-session that it would have. Where a test has changed the interpreter or its path, and in processes
-that did not call `install`, a keeper starts as its users' do.
+session that it would have; and with the encoders that a test has chosen (coded.py). Where a test
+has changed the interpreter or its path, and in processes that did not call `install`, a keeper
+starts as its users' do.
 """
 
 import ast
@@ -92,6 +93,7 @@ def _serve(name: str) -> None:
     import xxhash  # noqa: F401
     import zstandard  # noqa: F401
 
+    import coded
     from everstep.keeper import __main__ as keeper
 
     gc.collect()
@@ -105,11 +107,11 @@ def _serve(name: str) -> None:
         connection, _ = listener.accept()
         if not os.fork():
             listener.close()
-            _run(keeper.main, connection)
+            _run(keeper.main, connection, coded.choose_as_told)
         connection.close()
 
 
-def _run(main, connection) -> None:
+def _run(main, connection, prepare) -> None:
     """Become the process that a trainer starts, and say how it ended unless that is well."""
     os.register_at_fork(after_in_child=connection.close)  # the keeper, which detaches itself
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -122,6 +124,7 @@ def _run(main, connection) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
+    prepare()
     connection.send(b"%d" % os.getpid())
     status = 1
     try:
@@ -135,4 +138,5 @@ def _run(main, connection) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))
     _serve(sys.argv[1])

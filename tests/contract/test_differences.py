@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -80,10 +79,8 @@ def check_restored(store, step, frozen):
 
 
 @pytest.fixture(autouse=True)
-def _encoders(tmp_path, monkeypatch):
-    tests = Path(__file__).parents[1]
-    program = coded.write(tmp_path / "keeper", ("planes", "difference", "zstd"), tests)
-    monkeypatch.setattr(sys, "executable", program)
+def _encoders(monkeypatch):
+    coded.choose_in_keepers(monkeypatch, "planes", "difference", "zstd")
 
 
 def test_every_reader_gets_what_was_saved(store, capsys):
@@ -182,8 +179,7 @@ def test_a_tier_that_lacks_the_base(store, tmp_path):
     check_restored(tmp_path / "remote", 9, seen[9])
 
 
-def trains_and_dies(store, keeper):
-    sys.executable = keeper
+def trains_and_dies(store):
     run(store, 5)
     state = build(3)
     with checkpointer(store, state, strategy="full") as saver:
@@ -195,7 +191,7 @@ def trains_and_dies(store, keeper):
 
 
 def test_memory_has_it_raw_and_a_new_run_begins_with_a_whole_one(store, monkeypatch):
-    assert forked.run(trains_and_dies, store, sys.executable).returncode == -signal.SIGKILL
+    assert forked.run(trains_and_dies, store).returncode == -signal.SIGKILL
     assert bases(store)[6] is None
     assert bases(store)[9] == 8
     with monkeypatch.context() as patch:

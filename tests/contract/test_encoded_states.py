@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -67,10 +66,9 @@ def codecs_of(store, step):
 
 
 @pytest.fixture(params=["all", *slow("planes", "zstd")])
-def encoders(request, tmp_path, monkeypatch):
+def encoders(request, monkeypatch):
     found = ENCODERS[request.param]
-    tests = Path(__file__).parents[1]
-    monkeypatch.setattr(sys, "executable", coded.write(tmp_path / "keeper", found, tests))
+    coded.choose_in_keepers(monkeypatch, *found)
     return found
 
 
@@ -120,8 +118,7 @@ def test_raw_means_raw(store, encoders):
     assert all(codecs_of(store, step) == set() for step in range(1, STEPS + 1))
 
 
-def trains_and_dies(store, keeper):
-    sys.executable = keeper
+def trains_and_dies(store):
     state = build(1)
     with checkpointer(store, state, strategy="full") as saver:
         for step in range(1, STEPS + 1):
@@ -131,7 +128,7 @@ def trains_and_dies(store, keeper):
 
 
 def test_memory_has_it_raw(store, encoders, monkeypatch):
-    assert forked.run(trains_and_dies, store, sys.executable).returncode == -signal.SIGKILL
+    assert forked.run(trains_and_dies, store).returncode == -signal.SIGKILL
     assert codecs_of(store, STEPS)
     expected = build(1)
     for _ in range(STEPS):

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -62,11 +60,9 @@ def shown(store, step, capsys):
 
 
 @pytest.fixture(autouse=True, params=["planes", *slow("raw")])
-def encoders(request, tmp_path, monkeypatch):
+def encoders(request, monkeypatch):
     """`param`: how masters are encoded."""
-    tests = Path(__file__).parents[1]
-    program = coded.write(tmp_path / "keeper", (request.param, "rounded"), tests)
-    monkeypatch.setattr(sys, "executable", program)
+    coded.choose_in_keepers(monkeypatch, request.param, "rounded")
 
 
 def test_every_reader_gets_what_was_saved(store, capsys):
@@ -122,8 +118,7 @@ def test_what_is_no_rounding_is_stored(store, capsys):
         check_same(freeze(restored), frozen)
 
 
-def trains_and_dies(store, keeper):
-    sys.executable = keeper
+def trains_and_dies(store):
     state = build(1)
     with checkpointer(store, state, strategy="full") as saver:
         for step in (1, 2):
@@ -133,7 +128,7 @@ def trains_and_dies(store, keeper):
 
 
 def test_memory_has_it_raw(store, monkeypatch):
-    assert forked.run(trains_and_dies, store, sys.executable).returncode == -signal.SIGKILL
+    assert forked.run(trains_and_dies, store).returncode == -signal.SIGKILL
     expected = build(1)
     for _ in range(2):
         train(expected)

@@ -1,8 +1,6 @@
 """Ranks of two nodes whose keepers encode what they write: one checkpoint, for any layout."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import zoo
@@ -16,8 +14,7 @@ from examples import slow
 NODES = "aabb"
 
 
-def trains_encoded(store, program, strategy, nodes):
-    python, sys.executable = sys.executable, program
+def trains_encoded(store, strategy, nodes):
     job, states = zoo.build("fsdp2", RECIPE), {}
     try:
         with attached(job, store, nodes=nodes, strategy=strategy) as saver:
@@ -26,16 +23,14 @@ def trains_encoded(store, program, strategy, nodes):
                 saver.save(step).wait("local")
                 states[step] = job.full_state()
     finally:
-        sys.executable = python
         os.environ.pop("EVERSTEP_NODE", None)
     return states
 
 
 @pytest.mark.parametrize("strategy", ["full", *slow("log")])
-def test_nodes_encode_each_its_part(gang, store, tmp_path, strategy):
-    tests = Path(__file__).parents[1]
-    program = coded.write(tmp_path / "keeper", ("planes", "zstd", "raw"), tests, small=512)
-    states = gang.run(trains_encoded, store, program, strategy, NODES)[0]
+def test_nodes_encode_each_its_part(gang, store, monkeypatch, strategy):
+    coded.choose_in_keepers(monkeypatch, "planes", "zstd", "raw", small=512)
+    states = gang.run(trains_encoded, store, strategy, NODES)[0]
     manifest = Store(store).manifest(3)
     codecs = {each.codec for part in manifest.all_parts for each in part.encoded or ()}
     assert len(manifest.all_parts) == 2
@@ -46,10 +41,9 @@ def test_nodes_encode_each_its_part(gang, store, tmp_path, strategy):
     check_restored(gang, "ddp", store, {step: states[step] for step in (2, 3)}, size=1)
 
 
-def test_ranks_of_one_node_have_differences(gang, store, tmp_path):
-    tests = Path(__file__).parents[1]
-    program = coded.write(tmp_path / "keeper", ("planes", "difference"), tests, small=512)
-    states = gang.run(trains_encoded, store, program, "full", "")[0]
+def test_ranks_of_one_node_have_differences(gang, store, monkeypatch):
+    coded.choose_in_keepers(monkeypatch, "planes", "difference", small=512)
+    states = gang.run(trains_encoded, store, "full", "")[0]
     (part,) = Store(store).manifest(3).parts
     assert part.base.step == 2
     assert "difference" in {each.codec for each in part.encoded}
