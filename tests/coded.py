@@ -1,16 +1,10 @@
 """Stores whose tensors are encoded whatever the machine is like: the choice is the test's."""
 
-import ast
-import os
-
 from everstep.codecs import codec
 from everstep.keeper import data, encoder, measured, writer
 
-CHOICE = "EVERSTEP_TEST_ENCODERS"
-"""The environment in which keepers of the tests encode so (forked_keepers.py)."""
 
-
-def choose(encoders, patch=setattr, small=encoder.SMALL_BYTES):
+def choose(encoders, small=encoder.SMALL_BYTES, patch=setattr):
     """In this process tensors get these in turn, by their names; "raw": none; "rounded": those that
     are; "difference": all others, where there is a base. Chunks of less than
     `small` bytes stay raw."""
@@ -32,15 +26,3 @@ def choose(encoders, patch=setattr, small=encoder.SMALL_BYTES):
     patch(encoder, "REACH_BYTES_PER_S", 1e18)
     patch(measured.FreeCores, "look", lambda self, own_s: 1.0)
     patch(writer.Writer, "link_bytes_per_s", lambda self, step, goes_everywhere: 1e6)
-
-
-def choose_in_keepers(patch, *encoders, small=encoder.SMALL_BYTES):
-    """Keepers that start from now on choose so."""
-    patch.setenv(CHOICE, repr((encoders, small)))
-
-
-def choose_as_told():
-    """In a keeper that has just started."""
-    if told := os.environ.get(CHOICE):
-        encoders, small = ast.literal_eval(told)
-        choose(encoders, small=small)

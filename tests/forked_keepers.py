@@ -3,14 +3,15 @@ Python's start and its imports, and the tests start some thousand.
 
 `install()` gives `everstep.keeper.home` a Popen that asks that process, in whatever process of the
 tests. What runs is the keeper's own `main`, with the arguments, environment, directory, files and
-session that it would have; and with the encoders that a test has chosen (coded.py). Where a test
-has changed the interpreter or its path, and in processes that did not call `install`, a keeper
-starts as its users' do.
+session that it would have, after what a test wants done there (`begin_with`). Where a test has
+changed the interpreter or its path, and in processes that did not call `install`, a keeper starts
+as its users' do.
 """
 
 import ast
 import contextlib
 import gc
+import importlib
 import os
 import select
 import signal
@@ -25,10 +26,18 @@ from everstep.keeper import home
 ADDRESS = "EVERSTEP_TEST_KEEPERS"
 """Where it listens, and which interpreter it runs, with which path."""
 
+BEGINNING = "EVERSTEP_TEST_KEEPERS_BEGIN"
+"""The module and the name of a function that keepers call first, and its arguments."""
+
 
 def install() -> None:
     """From now on, keepers that this process starts are forked where that makes no difference."""
     home.subprocess = SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL)
+
+
+def begin_with(patch, function, *arguments):
+    """Keepers that are started from now on, with this environment, call this function first."""
+    patch.setenv(BEGINNING, repr((function.__module__, function.__name__, arguments)))
 
 
 @contextlib.contextmanager
@@ -93,7 +102,6 @@ def _serve(name: str) -> None:
     import xxhash  # noqa: F401
     import zstandard  # noqa: F401
 
-    import coded
     from everstep.keeper import __main__ as keeper
 
     gc.collect()
@@ -107,11 +115,11 @@ def _serve(name: str) -> None:
         connection, _ = listener.accept()
         if not os.fork():
             listener.close()
-            _run(keeper.main, connection, coded.choose_as_told)
+            _run(keeper.main, connection)
         connection.close()
 
 
-def _run(main, connection, prepare) -> None:
+def _run(main, connection) -> None:
     """Become the process that a trainer starts, and say how it ended unless that is well."""
     os.register_at_fork(after_in_child=connection.close)  # the keeper, which detaches itself
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -124,10 +132,10 @@ def _run(main, connection, prepare) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    prepare()
     connection.send(b"%d" % os.getpid())
     status = 1
     try:
+        _begin()
         status = main(arguments)
     except BaseException:  # noqa: BLE001  as an interpreter does
         traceback.print_exc()
@@ -135,6 +143,12 @@ def _run(main, connection, prepare) -> None:
         with contextlib.suppress(OSError):
             connection.send(b"%d" % status)
         os._exit(status)
+
+
+def _begin() -> None:
+    if BEGINNING in os.environ:
+        module, name, arguments = ast.literal_eval(os.environ[BEGINNING])
+        getattr(importlib.import_module(module), name)(*arguments)
 
 
 if __name__ == "__main__":

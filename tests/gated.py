@@ -1,26 +1,18 @@
-"""A keeper whose disk hangs while a file is there."""
+"""A process whose disk hangs while a file is there."""
 
-import sys
+import os
+import time
 
-_PROGRAM = """#!{python}
-import os, sys, time
-from everstep.keeper import __main__ as keeper
 from everstep.tiers.system import System
 
-plain = System.fsync
 
-def fsync(system, fd):
-    while os.path.exists({gate!r}):
-        time.sleep(0.002)
-    plain(system, fd)
+def shut(gate):
+    """From now on this process syncs nothing while `gate` is there."""
+    sync = System.fsync
 
-System.fsync = fsync
-keeper.main(sys.argv[sys.argv.index("everstep.keeper") + 1 :])
-"""
+    def fsync(system, fd):
+        while os.path.exists(gate):
+            time.sleep(0.002)
+        sync(system, fd)
 
-
-def write(program, gate):
-    """What `sys.executable` has to be for keepers that sync nothing while `gate` is there."""
-    program.write_text(_PROGRAM.format(python=sys.executable, gate=str(gate)))
-    program.chmod(0o700)
-    return str(program)
+    System.fsync = fsync

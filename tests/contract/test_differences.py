@@ -14,6 +14,7 @@ from torch import nn
 
 import coded
 import forked
+import forked_keepers
 import stores
 from everstep import Conflict, Corrupt, Keep, Store, Tiers
 from everstep.cli.main import main
@@ -80,7 +81,7 @@ def check_restored(store, step, frozen):
 
 @pytest.fixture(autouse=True)
 def _encoders(monkeypatch):
-    coded.choose_in_keepers(monkeypatch, "planes", "difference", "zstd")
+    forked_keepers.begin_with(monkeypatch, coded.choose, ("planes", "difference", "zstd"))
 
 
 def test_every_reader_gets_what_was_saved(store, capsys):

@@ -13,6 +13,7 @@ from torch import nn
 
 import coded
 import forked
+import forked_keepers
 import stores
 from everstep import Conflict, Store, Tiers
 from everstep.cli.main import main
@@ -68,7 +69,7 @@ def codecs_of(store, step):
 @pytest.fixture(params=["all", *slow("planes", "zstd")])
 def encoders(request, monkeypatch):
     found = ENCODERS[request.param]
-    coded.choose_in_keepers(monkeypatch, *found)
+    forked_keepers.begin_with(monkeypatch, coded.choose, found)
     return found
 
 
@@ -181,7 +182,7 @@ def test_a_step_that_another_keeper_has_encoded_is_the_same(tmp_path, monkeypatc
     """A keeper dies after its commit; the next one, which encodes otherwise, is handed it again."""
     specs = (Spec("ids", "int32", (40_000,)), Spec("weights", "float32", (40_000,)))
     monkeypatch.setattr(stores, "content", lambda spec, step: bytes(spec.size - 1) + bytes([step]))
-    coded.choose(("planes", "zstd"), monkeypatch.setattr)
+    coded.choose(("planes", "zstd"), patch=monkeypatch.setattr)
     disk = Disk(tmp_path)
     first = stores.Trainer(disk, specs=specs)
     first.claim()
@@ -189,7 +190,7 @@ def test_a_step_that_another_keeper_has_encoded_is_the_same(tmp_path, monkeypatc
     (part,) = catalog.read_manifest(disk, catalog.committed(disk)[0]).parts
     assert {each.codec for each in part.encoded} == {"planes", "zstd"}
     for encoders in (("raw",), ("zstd",), ("planes",)):
-        coded.choose(encoders, monkeypatch.setattr)
+        coded.choose(encoders, patch=monkeypatch.setattr)
         again = stores.Trainer(disk, specs=specs, epoch=1)
         assert again.save(1).name == CheckpointName(1, 1)
         other = stores.Trainer(disk, specs=specs, epoch=1)
@@ -205,9 +206,9 @@ def test_a_step_that_another_tier_has_encoded_is_the_same(tmp_path, monkeypatch)
     local, remote = Disk(tmp_path / "local"), Disk(tmp_path / "remote")
     stores.Trainer(local, specs=specs).claim()
     shutil.copytree(local.root, remote.root)
-    coded.choose(("planes", "zstd"), monkeypatch.setattr)
+    coded.choose(("planes", "zstd"), patch=monkeypatch.setattr)
     stores.Trainer(remote, specs=specs, epoch=1).save(1)
-    coded.choose(("raw",), monkeypatch.setattr)
+    coded.choose(("raw",), patch=monkeypatch.setattr)
     stores.Trainer(local, specs=specs, epoch=1).save(1)
     assert not copy_checkpoint(local, remote, CheckpointName(1, 1)).checkpoints
     shutil.rmtree(local.root / "checkpoints")

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 import everstep
 import forked
+import forked_keepers
 import gated
 import stores
 from everstep import Checkpointer, Store, Tiers, Unavailable
@@ -213,8 +213,8 @@ def test_a_file_with_a_name_is_no_arena_of_the_spill(tmp_path):
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
     """While this file is there, nothing becomes durable."""
-    path, program = tmp_path / "gate", tmp_path / "keeper"
-    monkeypatch.setattr(sys, "executable", gated.write(program, path))
+    path = tmp_path / "gate"
+    forked_keepers.begin_with(monkeypatch, gated.shut, str(path))
     return path
 
 
@@ -248,8 +248,7 @@ def test_training_does_not_wait_for_a_disk_that_hangs(store, directory, gate, st
         check_same(freeze(fresh), frozen[step])
 
 
-def spills_and_dies(store, directory, gate, program):
-    sys.executable = program
+def spills_and_dies(store, directory, gate):
     state = build(1)
     saver = checkpointer(store, state, strategy="full", tiers=Tiers(spill=directory))
     saver.save(1).wait("local")
@@ -267,7 +266,7 @@ def spills_and_dies(store, directory, gate, program):
 
 def test_a_keeper_and_then_the_trainer_die_while_steps_are_in_the_spill(store, directory, gate):
     """All that was sealed becomes durable when the disk does its work again."""
-    died = forked.run(spills_and_dies, store, directory, gate, sys.executable)
+    died = forked.run(spills_and_dies, store, directory, gate)
     assert died.returncode == -signal.SIGKILL, died
     assert Store(store).latest() == 1
     gate.unlink()

@@ -52,7 +52,7 @@ def _two(disk: Disk) -> Promises:
 @pytest.mark.parametrize("fault", [Fault.KILL, Fault.NO_SYNC, *slow(Fault.EIO, Fault.BURST)])
 def test_a_save_that_is_encoded(folder, fault, monkeypatch):
     monkeypatch.setattr(stores, "content", content)
-    coded.choose(("planes", "zstd", "rounded"), monkeypatch.setattr)
+    coded.choose(("planes", "zstd", "rounded"), patch=monkeypatch.setattr)
 
     def save(disk: Disk, promises: Promises) -> None:
         trainer_of(disk, epoch=1, parent=CheckpointName(2, 1)).save(3)
@@ -72,7 +72,7 @@ def test_a_save_that_is_encoded(folder, fault, monkeypatch):
 @pytest.mark.parametrize("fault", [Fault.KILL, *slow(Fault.NO_SYNC, Fault.EIO, Fault.BURST)])
 def test_saves_with_differences(folder, fault, monkeypatch):
     monkeypatch.setattr(stores, "content", content)
-    coded.choose(("planes", "difference"), monkeypatch.setattr)
+    coded.choose(("planes", "difference"), patch=monkeypatch.setattr)
     seen = set()
 
     def save(disk: Disk, promises: Promises) -> None:

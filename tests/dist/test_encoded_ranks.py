@@ -7,6 +7,7 @@ import zoo
 from jobs import RECIPE, attached, check_restored
 
 import coded
+import forked_keepers
 from comparing import check_stored
 from everstep import Store
 from examples import slow
@@ -29,7 +30,7 @@ def trains_encoded(store, strategy, nodes):
 
 @pytest.mark.parametrize("strategy", ["full", *slow("log")])
 def test_nodes_encode_each_its_part(gang, store, monkeypatch, strategy):
-    coded.choose_in_keepers(monkeypatch, "planes", "zstd", "raw", small=512)
+    forked_keepers.begin_with(monkeypatch, coded.choose, ("planes", "zstd", "raw"), 512)
     states = gang.run(trains_encoded, store, strategy, NODES)[0]
     manifest = Store(store).manifest(3)
     codecs = {each.codec for part in manifest.all_parts for each in part.encoded or ()}
@@ -42,7 +43,7 @@ def test_nodes_encode_each_its_part(gang, store, monkeypatch, strategy):
 
 
 def test_ranks_of_one_node_have_differences(gang, store, monkeypatch):
-    coded.choose_in_keepers(monkeypatch, "planes", "difference", small=512)
+    forked_keepers.begin_with(monkeypatch, coded.choose, ("planes", "difference"), 512)
     states = gang.run(trains_encoded, store, "full", "")[0]
     (part,) = Store(store).manifest(3).parts
     assert part.base.step == 2
