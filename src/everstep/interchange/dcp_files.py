@@ -1,79 +1,55 @@
-"""Directories for torch.distributed.checkpoint, by its own writer: each tensor is read when it asks
-for it."""
+"""Directories for torch.distributed.checkpoint: its planner and its metadata, but tensors are read
+when their turn has come."""
 
-import ctypes
 import io
-import warnings
-from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
 
 from everstep.interchange.state_dicts import Lazy
-from everstep.interchange.torch_files import Shapes
-from everstep.interchange.whole import BATCH_BYTES
+from everstep.interchange.torch_files import Read, Shapes, write_archive
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_FILE = "__0_0.distcp"
+_StandIns = dict[int, tuple[torch.Tensor, Lazy]]
 
 
-def write_dcp(
-    folder: Path, tree: dict[str, Any], shapes: Shapes, read: Callable[[str], torch.Tensor]
-) -> None:
+def write_dcp(folder: Path, tree: dict[str, Any], shapes: Shapes, read: Read) -> None:
     """A new directory of that state dict, for dcp.load. Raises OSError."""
-    planner = _Planner(read)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process is alone
-        try:
-            save(
-                _with_stand_ins(tree, shapes, planner.names),
-                storage_writer=FileSystemWriter(folder, thread_count=1, sync_files=False),
-                planner=planner,
-                no_dist=True,
-            )
-        except CheckpointException as error:  # around what was raised
-            raise error.failures[0][0] from None
+    planner, stand_ins = DefaultSavePlanner(), _StandIns()
+    planner.set_up_planner(_with_stand_ins(tree, shapes, stand_ins), is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    values = [planner.lookup_object(item.index) for item in plan.items]
+    lazy = [stand_ins[id(each)][1] if id(each) in stand_ins else None for each in values]
+    tensors = read([each.name for each in lazy if each])
+    found = []
+    with (folder / _FILE).open("xb") as file:
+        for item, each in zip(plan.items, lazy, strict=True):
+            start = file.tell()
+            if each is None:
+                pickled = planner.resolve_data(item)
+                assert isinstance(pickled, io.BytesIO)
+                file.write(pickled.getbuffer())
+            else:
+                write_archive(file, each, shapes, lambda names: islice(tensors, 1))
+            size = file.tell() - start
+            found.append(WriteResult(item.index, size, _StorageInfo(_FILE, start, size)))
+    FileSystemWriter(folder, sync_files=False).finish(metadata, [found])
 
 
-class _Planner(DefaultSavePlanner):
-    """torch's own, but for where tensors come from."""
-
-    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
-        super().__init__()
-        self.names: dict[int, tuple[torch.Tensor, str]] = {}
-        self._read = read
-        self._last: torch.Tensor | None = None
-        self._freed = 0
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The tensor for which a stand-in is in the state dict."""
-        found = self.lookup_object(write_item.index)
-        if id(found) not in self.names:
-            return super().resolve_data(write_item)
-        if self._last is not None:  # it is written; torch keeps it to the end all the same
-            self._freed += self._last.nbytes
-            self._last.untyped_storage().resize_(0)
-        if self._freed > BATCH_BYTES and _trim:  # what torch.save takes lies between what is free
-            _trim(0)
-            self._freed = 0
-        self._last = self._read(self.names[id(found)][1]).clone()
-        return self._last
-
-
-def _with_stand_ins(tree: Any, shapes: Shapes, names: dict[int, tuple[torch.Tensor, str]]) -> Any:
+def _with_stand_ins(tree: Any, shapes: Shapes, found: _StandIns) -> Any:
     """The same tree with tensors that have no memory of their own."""
     if isinstance(tree, dict):
-        return {key: _with_stand_ins(each, shapes, names) for key, each in tree.items()}
+        return {key: _with_stand_ins(each, shapes, found) for key, each in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)([_with_stand_ins(each, shapes, names) for each in tree])
+        return type(tree)([_with_stand_ins(each, shapes, found) for each in tree])
     if not isinstance(tree, Lazy):
         return tree
     dtype, shape = shapes[tree.name]
     stand_in = torch.empty((), dtype=getattr(torch, dtype)).expand(shape)
-    names[id(stand_in)] = stand_in, tree.name
+    found[id(stand_in)] = stand_in, tree
     return stand_in

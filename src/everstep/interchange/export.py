@@ -110,10 +110,10 @@ class _Export:
     def tensors(self, names: Sequence[str], total: int) -> Iterator[torch.Tensor]:
         """Read and converted, one after another; `total`: bytes of the whole export."""
         for name, tensor in self.whole.read(names):
-            yield tensor.to(getattr(torch, self.dtype(name)))
             self.exported.tensors += 1
             self.exported.bytes += self.size(name)
             self.progress(self.exported.bytes, total)
+            yield tensor.to(getattr(torch, self.dtype(name)))
 
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Of all tensors there, by their names in the state."""
@@ -193,13 +193,7 @@ def to_torch(export: _Export) -> None:
 def to_dcp(export: _Export) -> None:
     """All parts, as get_state_dict() has them."""
     tree = tree_of(export.whole, by_name=True, left_out=export.exported.left_out)
-    read = export.reader(tree)
-
-    def one(name: str) -> torch.Tensor:
-        (tensor,) = read([name])
-        return tensor
-
-    write_dcp(export.folder, tree, export.shapes(), one)
+    write_dcp(export.folder, tree, export.shapes(), export.reader(tree))
 
 
 def to_ucp(export: _Export) -> None:

@@ -89,7 +89,10 @@ def _orders_of_trainer(folder: Path) -> list[list[str]]:
     if any(type(n) is int and n > _MODULES_MAX for k, n in config.items() if "layer" in k):
         raise Corrupt(f"reading {path}: a model of so many layers")
     with torch.device("meta"):
-        model = kind(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
+        said = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        model = kind(said)
     decaying = set(transformers.Trainer.get_decay_parameter_names(None, model))
     names = [name for name, _ in model.named_parameters()]
     groups = [n for n in names if n in decaying], [n for n in names if n not in decaying]

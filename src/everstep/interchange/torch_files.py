@@ -4,6 +4,7 @@ torch.save wants all tensors in memory; here each is read when its turn has come
 """
 
 import io
+import os
 import pickle
 import struct
 import zipfile
@@ -27,30 +28,56 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 def write_torch(path: Path, value: Any, shapes: Shapes, read: Read) -> None:
     """A new file of `value`, for torch.load. `shapes`: dtype and shape of each tensor by name;
     `read` brings them. Raises OSError."""
+    with path.open("xb") as file:
+        write_archive(file, value, shapes, read)
+
+
+def write_archive(file: io.BufferedWriter, value: Any, shapes: Shapes, read: Read) -> None:
+    """The same, from where `file` is written to now."""
     pickler = _Pickler(shapes)
     pickler.dump(value)
-    records: list[tuple[str, bytes]] = [("data.pkl", pickler.file.getvalue())]
-    records += [(".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
-    with path.open("xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in records:
-            _write(archive, file, name, memoryview(data))
+    rest = _Rest(file)
+    with zipfile.ZipFile(rest, "w", zipfile.ZIP_STORED) as archive:
+        _write(archive, rest, "data.pkl", pickler.file.getbuffer())
+        _write(archive, rest, "byteorder", memoryview(b"little"))
         names = list(pickler.keys)
         for name, tensor in zip(names, read(names), strict=True):
             view = bytes_of(tensor).numpy().data
-            _write(archive, file, f"data/{pickler.keys[name]}", view)
-        _write(archive, file, "version", memoryview(b"3\n"))
+            _write(archive, rest, f"data/{pickler.keys[name]}", view)
+        _write(archive, rest, "version", memoryview(b"3\n"))
 
 
-def _write(archive: zipfile.ZipFile, file: io.BufferedWriter, name: str, data: memoryview) -> None:
+def _write(archive: zipfile.ZipFile, rest: "_Rest", name: str, data: memoryview) -> None:
     """A record, whose bytes begin on a multiple of 64, as torch has it: by an extra field."""
     row = zipfile.ZipInfo(f"archive/{name}")
     row.file_size = len(data)
     fixed = 30 + len(row.filename) + (20 if len(data) > zipfile.ZIP64_LIMIT else 0)
-    start = file.tell() + fixed + 4
+    start = rest.tell() + fixed + 4
     padding = round_up(start, _ALIGN) - start
     row.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     with archive.open(row, "w", force_zip64=len(data) > zipfile.ZIP64_LIMIT) as record:
         record.write(data)
+
+
+class _Rest(io.RawIOBase):
+    """What is to come of a file, as a file of its own."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        super().__init__()
+        self._file, self._start = file, file.tell()
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        assert whence == os.SEEK_SET
+        return self._file.seek(self._start + offset) - self._start
+
+    def write(self, data: Any) -> int:
+        return self._file.write(data)
 
 
 class _Storage:

@@ -4,6 +4,7 @@ A step of a log is made whole on the way, in memory: nothing is written to the s
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ from everstep.tiers.tier import Tier
 
 Row = TypeVar("Row")
 
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 32 << 20
 """Small tensors are read together, up to so many bytes."""
 
 
@@ -112,23 +113,31 @@ class Whole:
         self, wanted: Iterable[tuple[str, Box]]
     ) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """Boxes of these tensors in this order, as `read`; one that is larger than BATCH_BYTES
-        takes memory for all of it."""
-        for batch in _batches(wanted, lambda row: self._size(*row)):
-            if self._replayed is not None:
-                whole = {name: Box.whole(self.entries[name].spec.shape) for name, _ in batch}
-                for name, box in batch:
-                    view = self._replayed[name].detach()[box.slices_in(whole[name])]
-                    yield name, box, view.contiguous()
-                continue
-            made = [(name, LocalBox(box, self._empty(name, box))) for name, box in batch]
-            places: dict[str, tuple[TensorEntry, list[LocalBox]]] = {}
-            for name, place in made:
-                places.setdefault(name, (self.entries[name], []))[1].append(place)
-            fill(self._candidate, self._versions, places, self._loader)
-            places.clear()
-            while made:
-                name, (box, tensor) = made.pop(0)
-                yield name, box, tensor
+        takes memory for all of it. The next are read while these are used."""
+        batches = map(self._filled, _batches(wanted, lambda row: self._size(*row)))
+        with ThreadPoolExecutor(1, "everstep-ahead") as ahead:
+            following = ahead.submit(next, batches, None)
+            while made := following.result():
+                following = ahead.submit(next, batches, None)
+                while made:
+                    name, (box, tensor) = made.pop(0)
+                    yield name, box, tensor
+
+    def _filled(self, batch: Sequence[tuple[str, Box]]) -> list[tuple[str, LocalBox]]:
+        if self._replayed is not None:
+            return [(name, self._view(name, box)) for name, box in batch]
+        made = [(name, LocalBox(box, self._empty(name, box))) for name, box in batch]
+        places: dict[str, tuple[TensorEntry, list[LocalBox]]] = {}
+        for name, place in made:
+            places.setdefault(name, (self.entries[name], []))[1].append(place)
+        fill(self._candidate, self._versions, places, self._loader)
+        return made
+
+    def _view(self, name: str, box: Box) -> LocalBox:
+        """Of what a replay came to."""
+        assert self._replayed is not None
+        inside = box.slices_in(Box.whole(self.entries[name].spec.shape))
+        return LocalBox(box, self._replayed[name].detach()[inside].contiguous())
 
     def _size(self, name: str, box: Box) -> int:
         return box.count * ITEM_SIZES[self.entries[name].spec.dtype]
