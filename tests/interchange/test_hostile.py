@@ -9,15 +9,11 @@ import random
 import resource
 import shutil
 import struct
-import types
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from trained import Job
 
 import stores
@@ -39,110 +35,25 @@ def imported(path, place):
     return draft
 
 
-# ---- samples of all formats ----------------------------------------------------------------------
+# ---- the corpus ----------------------------------------------------------------------------------
+
+CORPUS = Path(__file__).parent / "corpus"
+SAMPLES = sorted(path.stem for path in CORPUS.glob("*.zip"))
+"""What the libraries themselves have saved: corpus/make.py."""
+MUTANTS = sorted((CORPUS / "mutants").glob("*.zip"))
+"""What has once been answered wrongly, by SAMPLE-FAULT.zip."""
 
 
-def _trained():
-    job = Job()
-    job.run(1, 3)
-    weights, moments = get_state_dict(job.model, job.optimizer)
-    return job, weights, moments
+def sample(name, folder):
+    """What is to be imported of it, in a new folder."""
+    shutil.unpack_archive(CORPUS / f"{name}.zip", folder)
+    return place_of(folder)
 
 
-def make_torch(folder):
-    job, *_ = _trained()
-    saved = {name: part.state_dict() for name, part in job.state.items()}
-    torch.save({**saved, "rng": {"numpy": [1.5]}, "step": 2}, folder / "latest.pt")
-    return folder / "latest.pt"
-
-
-def make_dcp(folder):
-    _, weights, moments = _trained()
-    dcp.save({"model": weights, "optimizer": moments, "own": [1, {"a": 2}]}, checkpoint_id=folder)
-    return folder
-
-
-def make_safetensors(folder):
-    job, *_ = _trained()
-    weights = {n: t for n, t in job.model.state_dict().items() if "head" not in n}
-    save_file(weights, folder / "model.safetensors")
-    return folder / "model.safetensors"
-
-
-def make_shards(folder):
-    path = make_safetensors(folder)
-    path.rename(folder / "one.safetensors")
-    names = json.loads((folder / "one.safetensors").read_bytes()[8:].split(b"}}")[0] + b"}}")
-    index = {name: "one.safetensors" for name in names if name != "__metadata__"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return folder
-
-
-def make_trainer(folder):
-    job, _, moments = _trained()
-    make_safetensors(folder)
-    torch.save(moments, folder / "optimizer.pt")
-    torch.save(job.scheduler.state_dict(), folder / "scheduler.pt")
-    python = random.Random(1).getstate()
-    numpy = ("MT19937", [1] * 624, 3, 0, 0.0)
-    states = {"python": python, "numpy": numpy, "cpu": torch.get_rng_state()}
-    torch.save(states, folder / "rng_state.pth")
-    state = {"global_step": 2, "epoch": 0.5, "log_history": []}
-    (folder / "trainer_state.json").write_text(json.dumps(state))
-    return folder
-
-
-def make_accelerate(folder):
-    job, _, moments = _trained()
-    torch.save(job.model.state_dict(), folder / "pytorch_model.bin")
-    torch.save(moments, folder / "optimizer.bin")
-    torch.save(job.scheduler.state_dict(), folder / "scheduler.bin")
-    numpy = ("MT19937", [1] * 624, 3, 0, 0.0)
-    states = {"random_state": random.Random(1).getstate(), "numpy_random_seed": numpy, "step": 0}
-    states["torch_manual_seed"] = torch.get_rng_state()
-    torch.save(states, folder / "random_states_0.pkl")
-    return folder
-
-
-def make_zero(folder, stage=2):
-    """As two ranks of DeepSpeed have it; of its classes there are only names here."""
-    shapes = {"a": torch.Size([3, 4]), "b": torch.Size([5])}
-    for rank in range(2):
-        row = torch.arange(9.0) + rank
-        state = {"exp_avg": row + 1, "step": torch.tensor(2.0)}
-        groups = [{"lr": 0.1, "params": [0]}]
-        own = {"zero_stage": stage, "partition_count": 2}
-        if stage == 3:
-            base = {"state": {0: state}, "param_groups": groups}
-            own |= {"fp32_flat_groups": [row], "optimizer_state_dict": base}
-        else:
-            pieces = ({"a": (0, 9)}, {"a": (0, 3), "b": (3, 5)})[rank]
-            addresses = {n: types.SimpleNamespace(start=s, numel=c) for n, (s, c) in pieces.items()}
-            own |= {"single_partition_of_fp32_groups": [row], "param_slice_mappings": [addresses]}
-            own |= {"base_optimizer_state": {"state": {0: state}, "param_groups": groups}}
-        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        torch.save({"optimizer_state_dict": own}, path)
-    said = {"module": {}, "param_shapes": [shapes], "buffer_names": [], "global_steps": 2}
-    torch.save(said, folder / "mp_rank_00_model_states.pt")
-    return folder
-
-
-MAKERS = {
-    "torch": make_torch,
-    "dcp": make_dcp,
-    "safetensors": make_safetensors,
-    "shards": make_shards,
-    "trainer": make_trainer,
-    "accelerate": make_accelerate,
-    "zero 2": make_zero,
-    "zero 3": lambda folder: make_zero(folder, 3),
-}
-
-
-@pytest.fixture(scope="module", params=list(MAKERS))
-def sample(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sample")
-    return MAKERS[request.param](folder)
+def place_of(folder):
+    """A folder, or the only thing in it."""
+    files = list(folder.iterdir())
+    return files[0] if len(files) == 1 else folder
 
 
 @pytest.fixture
@@ -185,44 +96,65 @@ def mutated(data, random):
     return bytes(data)
 
 
-def damaged_pickle(data, random):
-    """A zip whose pickle is damaged, and the rest whole."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+def damaged(path, random):
+    """The bytes of a file with damages; of every second zip only its pickle is damaged."""
+    data, out = path.read_bytes(), io.BytesIO()
+    if path.suffix == ".distcp" or not zipfile.is_zipfile(path) or random.randrange(2):
+        return mutated(data, random)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
         for name in old.namelist():
             own = old.read(name)
             new.writestr(name, mutated(own, random) if name.endswith("data.pkl") else own)
     return out.getvalue()
 
 
+def answer(source, store):
+    """What the import of it comes to. Whatever else it raises is a fault."""
+    try:
+        imported(source, store)
+    except TOLD as error:
+        return type(error).__name__
+    finally:
+        shutil.rmtree(store, ignore_errors=True)
+    return "taken"
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_libraries_have_saved_is_taken(tmp_path, name):
+    draft = imported(sample(name, tmp_path / "sample"), tmp_path / "store")
+    assert draft.tensors
+    assert not draft.left_out
+
+
+@pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
+def test_mutants_that_once_found_faults(tmp_path, bounded, path):
+    shutil.unpack_archive(path, tmp_path / "in")
+    assert answer(place_of(tmp_path / "in"), tmp_path / "store") != "taken"
+    assert {each.name for each in tmp_path.iterdir()} == {"in"}
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rounds", [120, pytest.param(3000, marks=pytest.mark.slow)])
-def test_damage_is_told(sample, tmp_path, bounded, rounds):
+@pytest.mark.parametrize("name", SAMPLES)
+def test_damage_is_told(tmp_path, bounded, name, rounds):
     seed = int(os.environ.get("EVERSTEP_SEED") or 7)
-    source = sample if sample.is_dir() else sample.parent
-    assert imported(sample, tmp_path / "whole").tensors
     outcomes = set()
     for number in range(rounds):
         chance = random.Random(f"{seed} {number}")
-        copy = tmp_path / "copy"
-        shutil.copytree(source, copy)
-        chosen = chance.choice(sorted(each for each in copy.rglob("*") if each.is_file()))
-        data = chosen.read_bytes()
-        is_zip = data[:2] == b"PK" and zipfile.is_zipfile(chosen) and chosen.suffix != ".distcp"
-        damage = damaged_pickle if is_zip and chance.randrange(2) else mutated
-        chosen.write_bytes(damage(data, chance))
+        source = sample(name, tmp_path / "in")
+        chosen = chance.choice(sorted(each for each in tmp_path.rglob("*") if each.is_file()))
+        chosen.write_bytes(damaged(chosen, chance))
         try:
-            imported(copy if sample.is_dir() else copy / sample.name, tmp_path / "store")
-            outcomes.add("taken")
-        except TOLD as error:
-            outcomes.add(type(error).__name__)
+            outcomes.add(answer(source, tmp_path / "store"))
         except BaseException as error:
-            error.add_note(f"EVERSTEP_SEED={seed}, round {number}: {chosen.name}")
+            kept = shutil.make_archive(str(tmp_path / f"{name}-{number}"), "zip", tmp_path / "in")
+            error.add_note(
+                f"EVERSTEP_SEED={seed}: when it is mended, {kept} goes to corpus/mutants"
+            )
             raise
-        shutil.rmtree(copy)
-        shutil.rmtree(tmp_path / "store", ignore_errors=True)
-    assert {"Corrupt"} <= outcomes
-    assert {each.name for each in tmp_path.iterdir()} == {"whole"}
+        shutil.rmtree(tmp_path / "in")
+    assert "Corrupt" in outcomes
+    assert not list(tmp_path.iterdir())
 
 
 # ---- pickles in every disguise -------------------------------------------------------------------
@@ -294,8 +226,7 @@ class Runs:
 
 def test_what_a_program_would_run_is_left_out(store, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    job, *_ = _trained()
-    torch.save({"model": job.model.state_dict(), "args": Runs(), "step": 1}, "a.pt")
+    torch.save({"model": Job().model.state_dict(), "args": Runs(), "step": 1}, "a.pt")
     assert run("import", "a.pt", store) == 0
     assert "posix.system" in capsys.readouterr().out
     metadata = pickle.dumps(Runs())
@@ -366,7 +297,7 @@ def test_paths_do_not_leave_the_folder(tmp_path, bad):
     with pytest.raises(TOLD):
         imported(folder, tmp_path / "store")
     shutil.rmtree(folder)
-    make_dcp(folder)
+    sample("dcp", folder)
     said = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - torch's own
     for info in said.storage_data.values():
         info.relative_path = bad
@@ -374,8 +305,7 @@ def test_paths_do_not_leave_the_folder(tmp_path, bad):
     with pytest.raises(TOLD):
         imported(folder, tmp_path / "store")
     shutil.rmtree(folder)
-    folder.mkdir()
-    make_zero(folder)
+    sample("zero-2", folder)
     (folder / "latest").write_text(bad)
     with pytest.raises(TOLD):
         imported(folder, tmp_path / "store")
