@@ -11,6 +11,9 @@ LIMITS := $(if $(SITE),,-c constraints.txt)
 # Without --no-compile pip compiles all of torch, of which a tenth is ever imported.
 QUICKLY := --quiet --disable-pip-version-check --no-compile
 INTEGRATIONS = $(BIN)/pip install $(QUICKLY) $(LIMITS) -e '.[test,integrations]'
+# It is built by what is installed here, since it looks at the torch that it is for.
+DEEPSPEED = $(BIN)/pip install $(QUICKLY) setuptools wheel && DS_BUILD_OPS=0 $(BIN)/pip install $(QUICKLY) $(LIMITS) \
+              --no-build-isolation $$(grep -o 'deepspeed==[0-9.]*' pyproject.toml)
 
 # Tests start some thousand keepers: none of them is to compile everstep anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -55,6 +58,7 @@ test: env lint
 
 test-slow: env
 	$(INTEGRATIONS)
+	$(DEEPSPEED)
 	HF_HUB_OFFLINE=1 EVERSTEP_EXAMPLES=all $(BIN)/pytest -m "slow or not slow" --timeout 900
 
 # What is missing of their libraries (make env installs none of them) is skipped, and said.
