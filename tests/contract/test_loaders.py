@@ -80,7 +80,7 @@ def test_stateful_data_loader(store, kind, workers):
         assert drawn(second["loader"]) == rest
 
 
-@pytest.mark.parametrize("cut", [6, 7, *slow(4)])  # 6: after an epoch's last batch
+@pytest.mark.parametrize("cut", [6, *slow(4, 7)])  # 6: after an epoch's last batch
 @pytest.mark.parametrize(
     ("workers", "given"),
     [

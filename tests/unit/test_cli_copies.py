@@ -11,6 +11,7 @@ from everstep import Store
 from everstep.store import catalog, commit
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
+from examples import slow
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def logged(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["directory", "bucket"])
+@pytest.mark.parametrize("kind", ["directory", *slow("bucket")])
 def test_a_run_is_copied_there_and_back(
     branched: Path, tmp_path: Path, kind: str, capsys: CAPTURED, request: pytest.FixtureRequest
 ) -> None:

@@ -23,13 +23,13 @@ def test_memory_that_changes_after_the_check(monkeypatch):
     digests[layout.pieces[0].digest] = xxhash.xxh3_128_hexdigest(expected)
     part = Part(0, FileLink("table", 0), (FileLink("pack", layout.size),), tuple(digests), 1)
     source = MemorySource([memoryview(image)])
-    check_chunk = load_module.check_chunk
+    copy_chunk = load_module.copy_chunk
 
-    def check_and_overwrite(view, digest, where):
-        check_chunk(view, digest, where)
+    def copy_and_overwrite(*arguments):
+        copy_chunk(*arguments)
         image[:] = bytes(len(image))
 
-    monkeypatch.setattr(load_module, "check_chunk", check_and_overwrite)
+    monkeypatch.setattr(load_module, "copy_chunk", copy_and_overwrite)
     tensor = torch.zeros(5000)
     destinations = [(TensorEntry(spec, layout.pieces), [LocalBox.whole(tensor)])]
     with Loader() as loader:

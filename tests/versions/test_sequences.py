@@ -177,7 +177,7 @@ class World:
             self.look(store, expected)
 
 
-@pytest.mark.parametrize("seed", [1, 2, *slow(*range(3, 101))])
+@pytest.mark.parametrize("seed", [1, *slow(*range(2, 101))])
 def test_what_is_offered_is_what_it_should_be(tmp_path, seed, capsys):
     world = World(tmp_path, seed)
     actions = [world.train, world.fork, world.merge, world.average, world.remove, world.collect]
