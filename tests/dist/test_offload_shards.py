@@ -39,7 +39,8 @@ def test_what_it_saves_is_restored_on_any_number_of_ranks(gang, store, strategy)
     assert not run.errors
     for size in (2, *([4] if strategy == "full" else [])):
         check_restored(gang, "fsdp2", store, states, size=size, recipe=RECIPE)
-    after = gang.run(trains, "fsdp2", store, 5, RECIPE, size=2, strategy=strategy)[0]
+    options = {"strategy": strategy, "restore": {"first": "model"}}
+    after = gang.run(trains, "fsdp2", store, 5, RECIPE, size=2, **options)[0]
     assert after.first == LAST
     alone = gang.run(trains_alone, "fsdp2", 5, RECIPE, size=2)[0]
     assert after.losses == alone[0][LAST:]
