@@ -16,6 +16,7 @@ from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
+from processes import until
 
 pytestmark = pytest.mark.timeout(300)  # replicas give way to whatever else this machine does
 
@@ -87,6 +88,51 @@ def test_updates_in_backward_wait_for_copies(store, strategy):
         frozen[7] = snapshot(state)
     assert len(check_steps(store, build(2, torch.float32, width=60_000), frozen)) == 6
     state["optimizer"].close()
+
+
+class Waiting(nn.Sequential):
+    """Backward waits in its midst until the last layer's update is made."""
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(1500, 1500, bias=False) for _ in range(2)))
+        self.wait = lambda: None
+
+    def forward(self, rows):
+        hidden = self[0](rows)
+        hidden.register_hook(lambda gradient: self.wait())
+        return self[1](hidden)
+
+
+def waiting(seed):
+    """A state whose updates are made in backward for sure."""
+    torch.manual_seed(seed)
+    model = Waiting()
+    optimizer = OffloadedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.01, overlap=True)
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_records_are_made_of_updates_in_backward(store, caplog):
+    state, frozen = waiting(1), {}
+    model, optimizer = state["model"], state["optimizer"]
+
+    def wait():
+        now = optimizer.state[model[1].weight]["exp_avg"]
+        until(lambda: not torch.equal(now, before), "no update")
+
+    with logged(store, state) as saver:
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            if step > 1:
+                before = optimizer.state[model[1].weight]["exp_avg"].clone()
+                model.wait = wait
+            model(torch.randn(4, 1500)).square().mean().backward()
+            optimizer.step()
+            saver.step(step)
+            frozen[step] = snapshot(state)
+    assert not caplog.records
+    assert all(Store(store).manifest(step).previous for step in range(3, 7))
+    assert len(check_steps(store, waiting(2), frozen)) == 6
+    optimizer.close()
 
 
 def test_what_overlap_could_not_have_is_restored(store):

@@ -53,11 +53,10 @@ class Hook:
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
         self._after = self._optimizer.register_step_post_hook(self._after_step)
         _ours.update((self._before.id, self._after.id))
-        self._waits = [late.settle, capture.await_copies]
         inner = inner_of(self._optimizer)
         self._overlap = inner.overlap if isinstance(inner, OffloadedOptimizer) else None
         if self._overlap:
-            self._overlap.before += self._waits
+            self._overlap.before.append(self._before_backward_updates)
         self._leave_compiled()
 
     def put_in_order(self) -> None:
@@ -79,8 +78,7 @@ class Hook:
     def remove(self) -> None:
         """Leave the optimizer alone."""
         if self._overlap:
-            for wait in self._waits:
-                self._overlap.before.remove(wait)
+            self._overlap.before.remove(self._before_backward_updates)
         for handle in (self._before, self._after):
             handle.remove()
             _ours.discard(handle.id)
@@ -135,6 +133,11 @@ class Hook:
         if rest:
             return (myself, closure_then_hold, *rest[1:]), kwargs
         return args, {**kwargs, "closure": closure_then_hold}
+
+    def _before_backward_updates(self) -> None:
+        self._late.settle()
+        self._capture.await_copies()
+        self._recorder.begin_early(self._state)
 
     def _hold(self) -> bool:
         began = time.perf_counter()

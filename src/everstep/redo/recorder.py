@@ -119,6 +119,8 @@ class Recorder:
         self._bytes_max = 0
         self._has_shared = False
         """Whether optimizers have parameters in common."""
+        self._early: set[int] = set()
+        """Optimizers whose update has begun, before their step() is called."""
 
     def start(self) -> None:
         """Note what comes from now on, from the optimizers' tensors of now: none of them was
@@ -159,6 +161,7 @@ class Recorder:
         self._calls.clear()
         self._fingerprints.clear()
         self._at_base.clear()
+        self._early.clear()
         self.problem = None
 
     def refuse(self, problem: str | Unsupported) -> None:
@@ -166,6 +169,12 @@ class Recorder:
         self._calls.clear()
         known = problem if isinstance(problem, Unsupported) else Unsupported(problem)
         self.problem = self.problem or known.with_traceback(None)  # which would hold gradients
+
+    def begin_early(self, optimizer: OptimizerState) -> None:
+        """Its state changes from here on; its gradients are known when step() is called."""
+        if self.is_on:
+            self._is_untouched(optimizer, self._at_base.pop(optimizer.index, None))
+            self._early.add(optimizer.index)
 
     def before_step(
         self, optimizer: OptimizerState, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -206,6 +215,7 @@ class Recorder:
 
     def after_step(self, optimizer: OptimizerState) -> None:
         """The update is made, or enqueued."""
+        self._early.discard(optimizer.index)
         call = self._calls[-1] if self._calls else None
         if call is None or not call.is_open or call.optimizer is not optimizer:
             self.refuse(f"an update of {optimizer.name!r} did not call its closure")
@@ -277,7 +287,8 @@ class Recorder:
     def _is_untouched(self, optimizer: OptimizerState, at_base: Fingerprint | None = None) -> bool:
         """Whether its state is as its last call left it, and its parameters are as they were
         `at_base`; else that is the problem."""
-        known = self._fingerprints.get(optimizer.index)
+        is_early = optimizer.index in self._early
+        known = None if is_early else self._fingerprints.get(optimizer.index)
         changed = known.changed() if known else []
         if not changed and at_base:
             changed = at_base.changed()
