@@ -145,6 +145,7 @@ def _main(
         os.dup2(end.fileno(), number)
         end.close()
     sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # what was there takes it for a file still
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
