@@ -225,7 +225,9 @@ def plot(found: dict[str, list[tuple[int, float, float]]], path: str) -> None:
     _, axes = pyplot.subplots(figsize=(6, 4))
     for kind, rows in found.items():
         if kind in ("full", "first"):
-            axes.axhline(rows[0][1], ls=":", label=f"{kind}, from the keeper's memory")
+            style = {"full": ":", "first": "--"}[kind]
+            label = {"full": "a whole state from memory", "first": "its weights first"}[kind]
+            axes.axhline(rows[0][1], ls=style, color="gray", label=label)
             continue
         axes.plot([row[0] for row in rows], [row[1] for row in rows], "o-", label=kind)
     axes.set(xscale="log", yscale="log", xlabel="records since the base", ylabel="restore(), s")
@@ -274,7 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role", default="all")
     parser.add_argument("--store")
-    parser.add_argument("--kind", choices=KINDS)
+    parser.add_argument("--kind", choices=(*KINDS, "first"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--millions", type=int, default=16)
     parser.add_argument("--batch", type=int, default=64)
