@@ -26,6 +26,5 @@ class Late:
     def forget(self) -> None:
         """Block until nothing is filled any more; something else is restored, or nothing."""
         if self._task:
-            self._task.cancel()
             self._task.exception()
             self._task = None
