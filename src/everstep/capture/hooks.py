@@ -17,10 +17,9 @@ import torch
 from everstep.capture.copier import Copier
 from everstep.errors import Unsupported
 from everstep.handle import Metrics
-from everstep.offload.optimizer import OffloadedOptimizer
 from everstep.redo.clipping import is_capturing
 from everstep.redo.recorder import Recorder
-from everstep.sharding.redundancy import inner_of
+from everstep.sharding.redundancy import overlap_of
 from everstep.state.late import Late
 from everstep.state.optimizers import OptimizerState
 
@@ -53,8 +52,7 @@ class Hook:
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
         self._after = self._optimizer.register_step_post_hook(self._after_step)
         _ours.update((self._before.id, self._after.id))
-        inner = inner_of(self._optimizer)
-        self._overlap = inner.overlap if isinstance(inner, OffloadedOptimizer) else None
+        self._overlap = overlap_of(self._optimizer)
         if self._overlap:
             self._overlap.before.append(self._before_backward_updates)
         self._leave_compiled()

@@ -126,16 +126,6 @@ class OffloadedOptimizer(Optimizer):
         """Where the state of a parameter is to lie, by its keys: who restores reads into it."""
         return {} if self.in_process else self._share().room(parameter)
 
-    def replacing(self) -> None:
-        """The state is to be replaced: nothing changes it any more."""
-        if self.overlap:
-            self.overlap.stop()
-
-    def replaced(self) -> None:
-        """The state is another."""
-        if self.overlap:
-            self.overlap.replaced()
-
     @property
     def arena(self) -> Arena | None:
         """Of the state; None before there is one."""
@@ -209,8 +199,9 @@ def _keep_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _put_loaded(optimizer: Optimizer) -> None:
     """As it was saved: torch has cast it to the parameters' dtype."""
     assert isinstance(optimizer, OffloadedOptimizer)
-    optimizer.replacing()
-    optimizer.replaced()
+    if optimizer.overlap:
+        optimizer.overlap.stop()
+        optimizer.overlap.replaced()
     loaded = optimizer.__dict__.pop("_everstep_loaded")
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for index, values in loaded.items():

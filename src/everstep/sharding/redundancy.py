@@ -83,16 +83,10 @@ def room_of(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, torch
     return inner.room(parameter) if getattr(inner, "offloaded", None) else {}
 
 
-def replacing(optimizer: Optimizer) -> None:
-    """Its state is to be replaced: nothing but this thread is to change it any more."""
-    if getattr(inner_of(optimizer), "offloaded", None):
-        cast(Any, inner_of(optimizer)).replacing()
-
-
-def replaced(optimizer: Optimizer) -> None:
-    """Its state is another."""
-    if getattr(inner_of(optimizer), "offloaded", None):
-        cast(Any, inner_of(optimizer)).replaced()
+def overlap_of(optimizer: Optimizer) -> Any:
+    """What makes its updates while backward still runs (offload/overlap.py); None: nothing does."""
+    inner = cast(Any, inner_of(optimizer))
+    return inner.overlap if getattr(inner, "offloaded", None) else None
 
 
 def has_kept_state(optimizer: Optimizer) -> bool:

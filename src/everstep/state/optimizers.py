@@ -20,8 +20,7 @@ from everstep.sharding.redundancy import (
     fetch_hyperparameters,
     inner_of,
     is_here,
-    replaced,
-    replacing,
+    overlap_of,
     room_of,
     spread_hyperparameters,
 )
@@ -312,7 +311,8 @@ class OptimizerState:
         objects: Mapping[str, Any],
         names: Mapping[str, torch.Tensor],
     ) -> None:
-        replacing(self.optimizer)
+        if overlap := overlap_of(self.optimizer):
+            overlap.stop()
         plain = objects.get("state", {})
         new: dict[torch.Tensor, dict[str, Any]] = {}
         for name, parameter in names.items():
@@ -334,7 +334,8 @@ class OptimizerState:
             for parameter, state in new.items():
                 found[parameter] = state
             found.update(other)
-            replaced(self.optimizer)
+            if overlap:
+                overlap.replaced()
 
         placement.then(install)
 
