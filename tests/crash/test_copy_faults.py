@@ -80,7 +80,7 @@ def copies_until(number, path, url):
         return write
 
     Bucket.create, Bucket.stream = dying(Bucket.create), dying(Bucket.stream)
-    assert cp.run(argparse.Namespace(words=[path, url], json=True)) == 0
+    assert cp.run(argparse.Namespace(words=[path, url], json=True)).code == 0
 
 
 @pytest.mark.parametrize("server", slow("bucket", "ceph_bucket"))

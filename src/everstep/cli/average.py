@@ -1,39 +1,29 @@
 """everstep average: the mean of the weights of several checkpoints."""
 
 import argparse
-import json
-import time
 
 from everstep.cli import text
-from everstep.cli.target import split_words
-from everstep.cli.text import progress_bar
+from everstep.cli.answers import Answer, progress_bar
+from everstep.cli.target import add_words, split_words
 from everstep.errors import Missing
 from everstep.store import catalog
 from everstep.tiers.tier import tier_at
 
-_GRAMMAR = "[STORE] [STEP STEP ...]"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words and options of the command."""
-    parser.usage = f"%(prog)s {_GRAMMAR} [options]"
-    meaning = (
-        "STORE: the store's directory or URL (default: the current one); STEP: which are averaged: "
-        "steps of the run, tags, or step-epoch (default: as --last and --every say)"
-    )
+    add_words(parser, "[STEP STEP ...]", "as --last and --every say")
     add = parser.add_argument
-    add("words", nargs="*", metavar=_GRAMMAR, help=meaning)
     add("--last", type=int, default=5, metavar="N", help="so many of the run (default: 5)")
     add("--every", type=int, default=1, metavar="N", help="of those that are multiples of N")
     add("--weights", type=float, nargs="+", metavar="X", help="of each, oldest first (default: 1)")
     add("--to", metavar="NEW", help="a new directory or URL (default: STORE-average-STEP)")
-    add("--json", action="store_true", help="print one JSON object, for programs")
     parser.epilog = (
         'An average has no optimizer state: restore(from_store="...", only=["model"]) takes it.'
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Answer:
     """Average some checkpoints."""
     from everstep.versions.average import average
 
@@ -50,14 +40,12 @@ def run(args: argparse.Namespace) -> int:
         told = ", ".join(map(str, chosen))
         raise ValueError(f"--weights: one number for each of {told}, whose sum is not 0")
     to = args.to or f"{str(disk.root).rstrip('/')}-average-{max(chosen).step}"
-    began = time.monotonic()
     with progress_bar("averaging") as progress:
         name = average(disk, chosen, shares, to, progress)
-    seconds = time.monotonic() - began
-    if args.json:
-        rows = [{"checkpoint": str(n), "weight": x} for n, x in zip(chosen, shares, strict=True)]
-        print(json.dumps({"store": to, **name._asdict(), "of": rows, "seconds": seconds}, indent=2))
-        return 0
-    print(f"{text.clean(to)} has {name}, the mean of {', '.join(map(str, chosen))}, "
-          f"in {seconds:.1f} s: weights alone")  # fmt: skip
-    return 0
+    seconds = progress.seconds
+    rows = [{"checkpoint": str(n), "weight": x} for n, x in zip(chosen, shares, strict=True)]
+    said = f"{text.clean(to)} has {name}, the mean of {', '.join(map(str, chosen))}"
+    return Answer(
+        {"store": to, **name._asdict(), "of": rows, "seconds": seconds},
+        [f"{said}, in {seconds:.1f} s: weights alone"],
+    )

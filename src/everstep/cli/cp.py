@@ -1,14 +1,12 @@
 """everstep cp: copy checkpoints to another store."""
 
 import argparse
-import json
-import time
-from typing import Any
+from collections.abc import Iterator
 
 from everstep.cli import text
+from everstep.cli.answers import Answer, progress_bar
 from everstep.cli.chains import Chains
-from everstep.cli.target import split_words, tags_of
-from everstep.cli.text import progress_bar
+from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import Conflict, Corrupt, Missing
 from everstep.store import catalog, names
 from everstep.store.copy import Copied, Progress, copy_checkpoint
@@ -16,12 +14,8 @@ from everstep.store.names import CheckpointName
 from everstep.store.presence import is_empty, shown
 from everstep.tiers.tier import Tier, name_of, tier_at
 
-_GRAMMAR = "[STORE] [STEP ...] TARGET"
-_MEANING = (
-    "STORE: the store's directory or URL (default: the current one); STEP: a step of the run, a "
-    "tag, or step-epoch for one on any branch (default: all of the run as it is now, the newest "
-    "first); TARGET: a directory or URL, of a store of the same run or of nothing"
-)
+_STEPS = "all of the run as it is now, the newest first"
+_TARGET = "TARGET: a directory or URL, of a store of the same run or of nothing"
 _ABOUT = (
     "Each checkpoint comes with all that it goes back to, and with its tags, unless the target has "
     "these already. Every byte is verified on the way. A copy that was broken off goes on when the "
@@ -31,13 +25,11 @@ _ABOUT = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words and options of the command."""
-    parser.usage = f"%(prog)s {_GRAMMAR} [options]"
+    add_words(parser, "[STEP ...] TARGET", _STEPS, _TARGET, are_needed=True)
     parser.epilog = _ABOUT
-    parser.add_argument("words", nargs="+", metavar=_GRAMMAR, help=_MEANING)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Answer:
     """Copy the named checkpoints, or all; 1 where some could not be, as they are damaged."""
     *words, place = args.words
     path, steps = split_words(words, len(args.words))
@@ -49,7 +41,6 @@ def run(args: argparse.Namespace) -> int:
             f"copying to {place}: it is no store, and there is something in it. Name a place for "
             f"the store itself, as in: everstep cp {path} {place}/copy"
         )
-    began = time.monotonic()
     copies = _Copies(source, target)
     with shown(target), progress_bar("copying") as progress:
         if steps:
@@ -57,8 +48,16 @@ def run(args: argparse.Namespace) -> int:
                 copies.copy(name, progress)
         else:
             copies.copy_all(progress)
-    _report(copies, time.monotonic() - began, args.json)
-    return 1 if copies.problems else 0
+    copied, seconds = copies.copied, progress.seconds
+    facts = {
+        "copied": list(map(str, copied.checkpoints)),
+        "bytes": copied.bytes,
+        "bytes_there": copied.bytes_there,
+        "seconds": seconds,
+        "problems": copies.problems,
+        "cut_off": list(map(str, copies.cut_off)),
+    }
+    return Answer(facts, _lines(copies, seconds), 1 if copies.problems else 0)
 
 
 class _Copies:
@@ -103,26 +102,12 @@ class _Copies:
                     lost.add(base)
 
 
-def _report(copies: _Copies, seconds: float, as_json: bool) -> None:
-    copied = copies.copied
-    if as_json:
-        found: dict[str, Any] = {
-            "copied": [str(name) for name in copied.checkpoints],
-            "bytes": copied.bytes,
-            "bytes_there": copied.bytes_there,
-            "seconds": seconds,
-            "problems": copies.problems,
-            "cut_off": [str(name) for name in copies.cut_off],
-        }
-        print(json.dumps(found, indent=2))
-        return
+def _lines(copies: _Copies, seconds: float) -> Iterator[str]:
     for name, problem in copies.problems.items():
-        print(f"{text.paint(f'✗ {name}', 'bad')}  {text.clean(problem)}")
+        yield f"{text.paint(f'✗ {name}', 'bad')}  {text.clean(problem)}"
     if copies.cut_off:
         others = text.plural(len(copies.cut_off), "checkpoint")
-        print(f"{others} not copied, of a state that is damaged")
-    rate = text.size(int(copied.bytes / max(seconds, 1e-9)))
-    print(
-        f"copied {text.plural(len(copied.checkpoints), 'checkpoint')}, {text.size(copied.bytes)} "
-        f"in {seconds:.1f} s ({rate}/s)"
-    )
+        yield f"{others} not copied, of a state that is damaged"
+    count, size = text.plural(len(copies.copied.checkpoints), "checkpoint"), copies.copied.bytes
+    rate = text.speed(size, seconds)
+    yield f"copied {count}, {text.size(size)} in {seconds:.1f} s ({rate})"

@@ -1,16 +1,14 @@
 """everstep diff: what differs between two checkpoints."""
 
 import argparse
-import json
-import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everstep.cli import text
-from everstep.cli.target import split_words
-from everstep.cli.text import progress_bar
+from everstep.cli.answers import Answer, progress_bar
+from everstep.cli.target import add_words, split_words
 from everstep.errors import Unsupported
 from everstep.store import catalog
 from everstep.tiers.tier import tier_at
@@ -18,26 +16,23 @@ from everstep.tiers.tier import tier_at
 if TYPE_CHECKING:
     from everstep.versions.diff import Change, Difference
 
-_GRAMMAR = "[STORE] A [OTHER] B"
 _MEANING = (
-    "STORE: the store's directory or URL (default: the current one); A, B: a step of the run, a "
-    "tag, or step-epoch for one on any branch; OTHER: the store of B, where that is another one"
+    "A, B: a step of the run, a tag, or step-epoch for one on any branch; OTHER: the store of B, "
+    "where that is another one"
 )
 _TITLES = ("TENSOR", "CHANGED", "LARGEST", "NORM", "RELATIVE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words and options of the command."""
-    parser.usage = f"%(prog)s {_GRAMMAR} [options]"
-    parser.add_argument("words", nargs="+", metavar=_GRAMMAR, help=_MEANING)
+    add_words(parser, "A [OTHER] B", more=_MEANING, are_needed=True)
     parser.add_argument(
         "--all", action="store_true", help="list all tensors that differ, not only weights"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, by layer: PNG or SVG")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Answer:
     """Compare two checkpoints."""
     if len(args.words) == 4:
         (path, steps), (other, more) = (split_words(args.words[at : at + 2], 1) for at in (0, 2))
@@ -51,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
     from everstep.restore.load import Loader
     from everstep.versions.diff import compare
 
-    began = time.monotonic()
     places = [(disk, catalog.find(disk, step)) for disk, step in _tiers((path, other), steps)]
     with Loader() as loader, progress_bar("comparing") as progress:
         first, second = (Whole(disk, name, loader) for disk, name in places)
@@ -59,13 +53,12 @@ def run(args: argparse.Namespace) -> int:
     title = " → ".join(str(name) for _, name in places)
     if args.plot:
         _plot(found, first.weights, title, args.plot)
-    if args.json:
-        said = {"first": str(places[0][1]), "second": str(places[1][1])}
-        print(json.dumps(said | _to_json(found, time.monotonic() - began), indent=2))
-    else:
-        lines = _lines(found, [*found.changes] if args.all else _of(found.changes, first.weights))
-        print("\n".join([text.paint(title, "title"), *lines]))
-    return 0
+    said = {"first": str(places[0][1]), "second": str(places[1][1])}
+    shown = found.changes if args.all else _of(found.changes, first.weights)
+    return Answer(
+        said | _to_json(found, progress.seconds),
+        [text.paint(title, "title"), *_lines(found, shown)],
+    )
 
 
 def _tiers(paths: Sequence[str], steps: Sequence[str]) -> Iterator[tuple[Any, str]]:

@@ -1,13 +1,11 @@
 """everstep import: what another library has saved, as a checkpoint of a store."""
 
 import argparse
-import json
-import time
 from pathlib import Path
-from typing import Any
 
 from everstep.cli import text
-from everstep.cli.text import progress_bar
+from everstep.cli.answers import Answer, progress_bar
+from everstep.cli.target import add_json
 from everstep.tiers.tier import tier_at
 
 _KINDS = ("accelerate", "dcp", "deepspeed", "hf", "lightning", "torch", "trainer")
@@ -37,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--branch", action="store_true", help="also below the latest, whose branch is left behind"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Answer:
     """Import one checkpoint."""
     from everstep.interchange.sources import read_names, read_source
     from everstep.interchange.trees import Options
@@ -51,17 +49,11 @@ def run(args: argparse.Namespace) -> int:
     step = draft.step if args.step is None else args.step
     if step is None or not 0 <= step < 10**18:
         raise ValueError(f"{args.source} does not say of which step it is: say it by --step")
-    began = time.monotonic()
     with progress_bar("importing") as progress:
         name = write(tier_at(args.store), draft, step, branch=args.branch, progress=progress)
-    seconds = time.monotonic() - began
-    size = sum(found.size for found in draft.tensors.values())
-    if args.json:
-        said: dict[str, Any] = {**name._asdict(), "from": draft.kind, "bytes": size}
-        said |= {"tensors": len(draft.tensors), "left_out": draft.left_out, "seconds": seconds}
-        print(json.dumps(said, indent=2))
-        return 0
-    print(f"{name} from {draft.kind}: {text.moved(len(draft.tensors), size, seconds)}")
-    for path, why in draft.left_out.items():
-        print(f"left out: {text.clean(path)} ({text.clean(why)})")
-    return 0
+    seconds, left_out = progress.seconds, draft.left_out
+    count, size = len(draft.tensors), sum(found.size for found in draft.tensors.values())
+    said = {"from": draft.kind, "bytes": size, "tensors": count, "left_out": left_out}
+    lines = [f"{name} from {draft.kind}: {text.moved(count, size, seconds)}"]
+    lines += [f"left out: {text.clean(path)} ({text.clean(why)})" for path, why in left_out.items()]
+    return Answer({**name._asdict(), **said, "seconds": seconds}, lines)

@@ -9,16 +9,16 @@ epoch 2 · from step 80 of epoch 1
 """
 
 import argparse
-import json
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from everstep.cli import text
+from everstep.cli.answers import Answer
 from everstep.cli.chains import Chains
-from everstep.cli.target import add_target, split_words, tags_of
+from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
 from everstep.restore.store import Store
@@ -82,21 +82,18 @@ class Listing:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_target(parser)
+    add_words(parser)
     parser.add_argument(
         "-a", "--all", action="store_true", help="list all checkpoints, however many there are"
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the list; returns the exit code."""
+def run(args: argparse.Namespace) -> Answer:
+    """List what is there."""
     path, _ = split_words(args.words, 0)
     listing = Listing.of(path)
-    if args.json:
-        print(json.dumps(_to_json(listing), indent=2))
-    else:
-        print("\n".join([_head(listing, path), *_lines(listing, args.all)]))
-    return 0
+    facts = _to_json(listing) if args.json else {}
+    return Answer(facts, chain([_head(listing, path)], _lines(listing, args.all)))
 
 
 def _head(listing: Listing, path: str) -> str:

@@ -1,16 +1,19 @@
 """The command `everstep`: runs a sub-command, turns errors into one line and an exit code.
 
 Exit codes: 0 done; 1 an error, or damage found; 2 wrong usage; 130 Ctrl-C; 141 the reader left.
-A sub-command is a module with add_arguments(parser) and run(args) -> int, imported when asked for.
+A sub-command is a module with add_arguments(parser) and run(args), imported when asked for: run
+returns an Answer, or an exit code where it has printed by itself.
 """
 
 import argparse
 import io
+import json
 import os
 import sys
 from importlib import import_module
 
 import everstep
+from everstep.cli.answers import Answer
 from everstep.errors import EverstepError, kind_of
 
 COMMANDS = {
@@ -64,15 +67,19 @@ def _dispatch(words: list[str]) -> int:
         _overview().parse_args(words or ["--help"])  # exits: help, version or an error
     name, *rest = words
     command = import_module(f"everstep.cli.{_HOMES.get(name, name)}")
-    text = COMMANDS[name]
-    about = f"{text[0].upper()}{text[1:]}."
+    about = f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
     parser = argparse.ArgumentParser(prog=f"everstep {name}", description=about)
     command.add_arguments(parser)
     args = parser.parse_intermixed_args(rest)
     try:
-        return int(command.run(args))
+        answer: Answer | int = command.run(args)
     except argparse.ArgumentError as error:
         parser.error(str(error))
+    if isinstance(answer, int):
+        return answer
+    for text in [json.dumps(answer.facts, indent=2)] if args.json else answer.lines:
+        print(text)
+    return answer.code
 
 
 def _overview() -> argparse.ArgumentParser:

@@ -1,59 +1,65 @@
 """everstep materialize: make a whole state of a step that is a log."""
 
 import argparse
-import json
 import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from everstep.cli import text
+from everstep.cli.answers import Answer
 from everstep.cli.chains import replayed
-from everstep.cli.target import add_target, split_words
+from everstep.cli.target import add_words, split_words
 from everstep.store import catalog
-from everstep.tiers.tier import tier_at
+from everstep.store.names import CheckpointName
+from everstep.tiers.tier import Tier, tier_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words and options of the command."""
-    add_target(parser, "+")
+    add_words(parser, "STEP [STEP ...]")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Answer:
     """Replay each step's records with torch's own optimizers, and write the state beside them."""
     path, steps = split_words(args.words, 1 << 20)
     if not steps:
         raise argparse.ArgumentError(None, "which step? everstep ls lists them")
+    disk = tier_at(path)
+    chosen = [catalog.find(disk, step) for step in steps]  # all are there, before any is made
+    rows = _made(disk, chosen)
+    facts = {"made": [made for _, made in rows if made] if args.json else []}
+    return Answer(facts, (_line(*row) for row in rows))
+
+
+def _made(
+    disk: Tier, chosen: Sequence[CheckpointName]
+) -> Iterator[tuple[CheckpointName, dict[str, Any] | None]]:
+    """What was made of each; None where it was whole before."""
     from everstep.restore.materialize import materialize
 
-    disk = tier_at(path)
-    made = []
-    for name in [catalog.find(disk, step) for step in steps]:  # all are there, before any is made
-        made_before = catalog.read_state(disk, name)
-        if any(each and each.is_whole for each in (catalog.read_manifest(disk, name), made_before)):
-            if not args.json:
-                print(f"{name}: a whole state already")
+    for name in chosen:
+        there = catalog.read_manifest(disk, name), catalog.read_state(disk, name)
+        if any(each and each.is_whole for each in there):
+            yield name, None
             continue
         began = time.monotonic()
         manifest = materialize(disk, name)
-        differs = replayed(manifest.topology)
-        made.append(
+        yield (
+            name,
             {
-                "step": name.step,
-                "epoch": name.epoch,
+                **name._asdict(),
                 "bytes": manifest.size,
                 "exact": manifest.exact,
-                "differs": differs,
+                "differs": replayed(manifest.topology),
                 "seconds": time.monotonic() - began,
-            }
+            },
         )
-        if not args.json:
-            exact = (
-                "bit for bit"
-                if manifest.exact
-                else "but for last bits: made on another machine or device"
-            )
-            print(
-                f"{name}: a whole state of {text.size(manifest.size)}, {exact}, in "
-                f"{made[-1]['seconds']:.1f} s"
-            )
-    if args.json:
-        print(json.dumps({"made": made}, indent=2))
-    return 0
+
+
+def _line(name: CheckpointName, made: dict[str, Any] | None) -> str:
+    if made is None:
+        return f"{name}: a whole state already"
+    inexact = "but for last bits: made on another machine or device"
+    exact = "bit for bit" if made["exact"] else inexact
+    size = text.size(made["bytes"])
+    return f"{name}: a whole state of {size}, {exact}, in {made['seconds']:.1f} s"

@@ -1,12 +1,12 @@
 """everstep rm: delete checkpoints."""
 
 import argparse
-import json
 import sys
 
 from everstep.cli import text
+from everstep.cli.answers import Answer
 from everstep.cli.chains import Chains
-from everstep.cli.target import add_target, split_words, tags_of
+from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import Conflict
 from everstep.store import catalog, retain
 from everstep.store.names import CheckpointName
@@ -15,7 +15,7 @@ from everstep.tiers.tier import Tier, tier_at
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_target(parser, "+")
+    add_words(parser, "STEP [STEP ...]")
     parser.add_argument(
         "-f", "--following", action="store_true", help="also the logs that go on from them"
     )
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Answer | int:
     """Delete the named checkpoints, all or, where one does not exist, none."""
     path, steps = split_words(args.words, len(args.words))
     if not steps:
@@ -40,11 +40,10 @@ def run(args: argparse.Namespace) -> int:
         print("nothing was deleted", file=sys.stderr)
         return 1
     freed = retain.delete(disk, doomed)
-    if args.json:
-        print(json.dumps({"deleted": [str(name) for name in doomed], "bytes": freed}))
-    else:
-        print(f"deleted {text.plural(len(doomed), 'checkpoint')}, {text.size(freed)} freed")
-    return 0
+    return Answer(
+        {"deleted": list(map(str, doomed)), "bytes": freed},
+        [f"deleted {text.plural(len(doomed), 'checkpoint')}, {text.size(freed)} freed"],
+    )
 
 
 def _advice(path: str, doomed: list[CheckpointName], following: list[CheckpointName]) -> str:

@@ -5,17 +5,17 @@ All that is known is gathered as data, which `--json` prints as it is, and else 
 """
 
 import argparse
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from textwrap import wrap
 from typing import Any
 
 from everstep.cli import text
+from everstep.cli.answers import Answer
 from everstep.cli.chains import Chains
-from everstep.cli.target import add_target, split_words, tags_of
+from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import Described, whole_tensors
 from everstep.format.manifest import Manifest, Part, Record
@@ -41,7 +41,7 @@ _WIDTH_MIN = 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_target(parser, "?", "the newest")
+    add_words(parser, "[STEP]", "the newest")
     parser.add_argument(
         "--names",
         metavar="PATTERN",
@@ -49,19 +49,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the checkpoint; returns the exit code."""
+def run(args: argparse.Namespace) -> Answer:
+    """Tell all of a checkpoint."""
     path, steps = split_words(args.words, 1)
     facts = _facts(path, steps[0] if steps else None, with_pieces=args.json)
     chosen = [each for each in facts["tensors"] if _is_chosen(each, args.names)]
     if args.names is not None and not chosen:
         raise Missing(f"{path}: no tensor of step {facts['step']} has a name like {args.names!r}")
-    if args.json:
-        print(json.dumps({**facts, "tensors": chosen}, indent=2))
-        return 0
-    lines = [] if args.names else [*_summary(facts), ""]
-    print("\n".join([*lines, *_tensor_lines(chosen, facts["packs"])]))
-    return 0
+    return Answer({**facts, "tensors": chosen}, _lines(facts, chosen, is_whole=not args.names))
+
+
+def _lines(facts: Facts, tensors: Sequence[Facts], *, is_whole: bool) -> Iterator[str]:
+    if is_whole:
+        yield from [*_summary(facts), ""]
+    yield from _tensor_lines(tensors, facts["packs"])
 
 
 def _is_chosen(tensor: Facts, pattern: str | None) -> bool:

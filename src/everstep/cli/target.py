@@ -12,25 +12,34 @@ from everstep.store.names import CheckpointName
 from everstep.tiers.objects import Url
 from everstep.tiers.tier import Tier, place_of, tier_at
 
-_STEPS = {"": "", "?": " [STEP]", "+": " STEP [STEP ...]"}
+_STORE = "STORE: a store's directory or URL (default: the current one)"
+_STEP = "STEP: a step of the run, a tag, or step-epoch for one on any branch"
 _NEARBY_MAX = 5
 _LOOKED_AT_MAX = 1000
 
 
-def add_target(parser: argparse.ArgumentParser, steps: str = "", default: str = "") -> None:
-    """What all commands take: a store that may be left out; no, one ("?") or more ("+") steps; and
-    --json.
+def add_words(
+    parser: argparse.ArgumentParser,
+    words: str = "",
+    default: str = "",
+    more: str = "",
+    *,
+    are_needed: bool = False,
+) -> None:
+    """What most commands take: a store that may be left out, other `words`, and --json.
 
-    default: what is meant where the one step is left out, for the help.
+    For the help: `default`: what is meant where steps are left out; `more`: what other words are.
     """
-    grammar = f"[STORE]{_STEPS[steps]}"
+    grammar = f"[STORE] {words}".strip()
+    step = f"{_STEP} (default: {default})" if default else _STEP
+    meaning = "; ".join(filter(None, (_STORE, step if "STEP" in words else "", more)))
     parser.usage = f"%(prog)s {grammar} [options]"
-    meaning = "STORE: a store's directory or URL (default: the current one)"
-    if steps:
-        meaning += "; STEP: a step of the run, a tag, or step-epoch for one on any branch"
-    if default:
-        meaning += f" (default: {default})"
-    parser.add_argument("words", nargs="*", metavar=grammar, help=meaning)
+    parser.add_argument("words", nargs="+" if are_needed else "*", metavar=grammar, help=meaning)
+    add_json(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """What all commands take that answer."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 

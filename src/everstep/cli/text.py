@@ -8,8 +8,7 @@ import os
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -50,8 +49,13 @@ def plural(count: int, noun: str) -> str:
 
 def moved(tensors: int, size_bytes: int, seconds: float) -> str:
     """What an import or export came to: "12 tensors, 1.2 GB, in 3.4 s (353 MB/s)"."""
-    rate = size(int(size_bytes / max(seconds, 1e-9)))
-    return f"{plural(tensors, 'tensor')}, {size(size_bytes)}, in {seconds:.1f} s ({rate}/s)"
+    rate = speed(size_bytes, seconds)
+    return f"{plural(tensors, 'tensor')}, {size(size_bytes)}, in {seconds:.1f} s ({rate})"
+
+
+def speed(size_bytes: float, seconds: float = 1.0) -> str:
+    """ "353 MB/s"."""
+    return f"{size(int(size_bytes / max(seconds, 1e-9)))}/s"
 
 
 def time(created: str) -> str:
@@ -126,7 +130,7 @@ def table(
 
 
 _UNITS_OF_KEYS: dict[str, Callable[[Any], str]] = {
-    "_bytes_per_s": lambda value: f"{size(round(value))}/s" if value else "unknown",
+    "_bytes_per_s": lambda value: speed(value) if value else "unknown",
     "_bytes": lambda value: size(round(value)),
     "_s": seconds,
 }
@@ -161,19 +165,3 @@ def _brief(value: Any) -> str:
             return f"{{{', '.join(f'{key} {_brief(item)}' for key, item in value.items())}}}"
         case _:
             return str(value)
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """To be told (bytes done, bytes in all): on standard error where that is a terminal; rich is
-    loaded for nothing else."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich import progress
-    from rich.console import Console
-
-    columns = (*progress.Progress.get_default_columns(), progress.TransferSpeedColumn())
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,7 +1,6 @@
 """everstep top: what the keeper of a store is doing, while a run goes on."""
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.cli import text
-from everstep.cli.target import add_target, split_words
+from everstep.cli.answers import Answer
+from everstep.cli.target import add_words, split_words
 from everstep.errors import Missing
 from everstep.keeper.home import status_of
 
@@ -19,7 +19,7 @@ _COUNTERS = ("saves", "skips", "failures", "stall_seconds", "copied", "given_up"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_target(parser)
+    add_words(parser)
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (1)")
     parser.add_argument(
         "--openmetrics",
@@ -28,17 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Answer:
     """Show it again and again until Ctrl-C, or the keeper has ended; once with --json."""
     path, _ = split_words(args.words, 0)
     if args.json:
-        print(json.dumps(status(path)))
-    elif args.openmetrics:
+        return Answer(status(path), ())
+    if args.openmetrics:
         for found in _snapshots(path, args.interval):
             _replace(Path(args.openmetrics), "".join(f"{line}\n" for line in openmetrics(found)))
     else:
         _watch(path, args.interval)
-    return 0
+    return Answer({}, ())
 
 
 def status(store: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _tier_row(tier: dict[str, Any], now: float) -> list[str]:
         "" if tier["newest"] is None else str(tier["newest"]),
         "" if tier["newest_at"] is None else text.seconds(max(0.0, now - tier["newest_at"])),
         str(tier["waiting"]),
-        f"{text.size(round(speed))}/s" if speed else "",
+        text.speed(speed) if speed else "",
         str(tier["given_up"]),
         text.clean(tier["place"]),
     ]

@@ -1,14 +1,13 @@
 """everstep verify: every byte against its digest."""
 
 import argparse
-import json
-import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 
 from everstep.cli import text
+from everstep.cli.answers import Answer, progress_bar
 from everstep.cli.chains import Chains
-from everstep.cli.target import add_target, split_words
-from everstep.cli.text import progress_bar
+from everstep.cli.target import add_words, split_words
 from everstep.errors import EverstepError
 from everstep.restore.store import Store, Verdict
 from everstep.store import catalog, names
@@ -18,7 +17,7 @@ from everstep.tiers.tier import Tier, tier_at
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_target(parser, "?", "all on all branches")
+    add_words(parser, "[STEP]", "all on all branches")
     parser.add_argument(
         "--repair", action="store_true", help="mend what is damaged from another store of the run"
     )
@@ -27,37 +26,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Answer:
     """Verify one checkpoint, or all on all branches; 1 where something is damaged."""
     path, steps = split_words(args.words, 1)
     if args.repair != (args.source is not None):
         raise argparse.ArgumentError(None, "--repair and --from STORE go together")
     store = Store(path)
-    began = time.monotonic()
     with progress_bar("verifying") as progress:
         verdict = store.verify(steps[0] if steps else None, progress)
-    seconds = time.monotonic() - began
+    seconds = progress.seconds
     mended: list[str] = []
     if args.repair and not verdict.ok:
         verdict, mended = _repair(tier_at(path), tier_at(args.source), verdict)
     cut_off = [] if verdict.ok else _cut_off(tier_at(path), verdict)
-    if args.json:
-        found = {
-            "ok": verdict.ok,
-            "checkpoints": verdict.checkpoints,
-            "bytes": verdict.bytes,
-            "seconds": seconds,
-            "problems": verdict.problems,
-            "cut_off": cut_off,
-            "mended": mended,
-            "unproven": verdict.unproven,
-        }
-        print(json.dumps(found, indent=2))
-    else:
-        for each in mended:
-            print(f"mended {each} from {args.source}")
-        _report(verdict, seconds, cut_off, bool(steps))
-    return 0 if verdict.ok else 1
+    more = {"ok": verdict.ok, "seconds": seconds, "cut_off": cut_off, "mended": mended}
+    lines = [f"mended {each} from {args.source}" for each in mended]
+    lines += _lines(verdict, seconds, cut_off, bool(steps))
+    return Answer(asdict(verdict) | more, lines, 0 if verdict.ok else 1)
 
 
 def _repair(disk: Tier, source: Tier, verdict: Verdict) -> tuple[Verdict, list[str]]:
@@ -83,16 +68,16 @@ def _cut_off(disk: Tier, verdict: Verdict) -> list[str]:
     return [str(name) for name in found if name in there]
 
 
-def _report(verdict: Verdict, seconds: float, cut_off: list[str], is_one: bool) -> None:
+def _lines(verdict: Verdict, seconds: float, cut_off: list[str], is_one: bool) -> Iterator[str]:
     for name, problems in verdict.problems.items():
         for problem in problems:
-            _complain([name], problem)
+            yield _complaint([name], problem)
     if cut_off:
         logs = text.plural(len(cut_off), "log")
-        _complain(cut_off, f"{logs} cannot be restored, because of what they go on from")
+        yield _complaint(cut_off, f"{logs} cannot be restored, because of what they go on from")
     for problem in dict.fromkeys(verdict.unproven.values()):
         found = [name for name, said in verdict.unproven.items() if said == problem]
-        _complain(found, f"not proven: {problem}")
+        yield _complaint(found, f"not proven: {problem}")
     count = text.plural(verdict.checkpoints, "checkpoint")
     if is_one and verdict.checkpoints > 1:
         count += " (a log, and what it goes on from)"
@@ -100,10 +85,10 @@ def _report(verdict: Verdict, seconds: float, cut_off: list[str], is_one: bool) 
         said = text.paint(f"✓ {count} intact: every byte is as it was written", "live")
     else:
         said = text.paint(f"✗ {len(verdict.problems):,} of {count} damaged", "bad")
-    rate = text.size(int(verdict.bytes / max(seconds, 1e-9)))
-    print(f"{said} ({text.size(verdict.bytes)} read in {seconds:.1f} s, {rate}/s)")
+    rate = text.speed(verdict.bytes, seconds)
+    yield f"{said} ({text.size(verdict.bytes)} read in {seconds:.1f} s, {rate})"
 
 
-def _complain(names: list[str], problem: str) -> None:
+def _complaint(names: list[str], problem: str) -> str:
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-    print(f"{text.paint(f'✗ {which}', 'bad')}  {text.clean(problem)}")
+    return f"{text.paint(f'✗ {which}', 'bad')}  {text.clean(problem)}"
