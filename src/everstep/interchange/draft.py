@@ -18,7 +18,7 @@ from everstep.format.manifest import Manifest, Part
 from everstep.format.tables import Table
 from everstep.format.tiling import find_flaw
 from everstep.interchange.pickles import Inert, Settler
-from everstep.interchange.tensors import Found
+from everstep.interchange.tensors import Found, StandIn
 from everstep.sharding.leaves import canonical
 from everstep.sharding.ranked import Share, own_name
 from everstep.state.objects import Json, encode
@@ -58,7 +58,6 @@ class Draft:
     left_out: dict[str, str] = field(default_factory=dict)
     """By path what was not taken, and why."""
     _owners: dict[object, str] = field(default_factory=dict)
-    _stand_ins: dict[int, tuple[torch.Tensor, Found]] = field(default_factory=dict)
 
     def add_tensor(self, name: str, found: Found) -> None:
         """Raises Corrupt for one that is there, or is not all there."""
@@ -135,7 +134,8 @@ class Draft:
 
         def sink(found_at: str, tensor: torch.Tensor) -> str:
             called = found_at if rank is None else own_name(found_at, rank)
-            self.add_tensor(called, self._stand_ins[id(tensor)][1])
+            assert isinstance(tensor, StandIn)
+            self.add_tensor(called, tensor.of)
             return called
 
         tree = Settler(self.where, self._leaf).settle(value, path)
@@ -196,9 +196,7 @@ class Draft:
 
     def _leaf(self, value: Any, path: str) -> Any:
         if isinstance(value, Found):
-            stand_in = value.stand_in
-            self._stand_ins[id(stand_in)] = stand_in, value
-            return stand_in
+            return StandIn.make(value.dtype, value.shape, value)
         if isinstance(value, Inert):
             raise Unsupported(
                 f"importing {path[:200]} of {self.where}: it is a {value.kind[:200]}, which nobody "

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from everstep.interchange.dcp_files import write_dcp
 from everstep.interchange.safetensors import header_of, in_file_order
 from everstep.interchange.staged import new_folder, write_file
 from everstep.interchange.state_dicts import names_in, tree_of
+from everstep.interchange.tensors import StandIn
 from everstep.interchange.torch_files import write_torch
 from everstep.interchange.universal import write_universal
 from everstep.interchange.whole import Whole
@@ -115,10 +115,14 @@ class _Export:
             self.progress(self.exported.bytes, total)
             yield tensor.to(getattr(torch, self.dtype(name)))
 
-    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Of all tensors there, by their names in the state."""
-        entries = self.whole.entries.items()
-        return {name: (self.dtype(name), each.spec.shape) for name, each in entries}
+    def stand_in(self, name: str) -> StandIn:
+        """For the tensor, as it gets there."""
+        return StandIn.make(self.dtype(name), self.whole.entries[name].spec.shape, name)
+
+    def tree(self, *, by_name: bool) -> dict[str, Any]:
+        """All parts; what cannot be in it is left out."""
+        left_out = self.exported.left_out
+        return tree_of(self.whole, self.stand_in, by_name=by_name, left_out=left_out)
 
     def reader(self, tree: Any) -> Callable[[Sequence[str]], Iterator[torch.Tensor]]:
         """Of the tensors in a tree, each of which is read once."""
@@ -185,20 +189,19 @@ def _shards(sizes: Sequence[tuple[str, int]], options: Options) -> list[list[str
 
 def to_torch(export: _Export) -> None:
     """All parts as one file: what state_dict() of each returned."""
-    tree = tree_of(export.whole, by_name=False, left_out=export.exported.left_out)
-    write = partial(write_torch, export.folder / "checkpoint.pt", tree)
-    write(export.shapes(), export.reader(tree))
+    tree = export.tree(by_name=False)
+    write_torch(export.folder / "checkpoint.pt", tree, export.reader(tree))
 
 
 def to_dcp(export: _Export) -> None:
     """All parts, as get_state_dict() has them."""
-    tree = tree_of(export.whole, by_name=True, left_out=export.exported.left_out)
-    write_dcp(export.folder, tree, export.shapes(), export.reader(tree))
+    tree = export.tree(by_name=True)
+    write_dcp(export.folder, tree, export.reader(tree))
 
 
 def to_ucp(export: _Export) -> None:
     """A universal checkpoint of DeepSpeed's: a folder for each parameter of the only optimizer."""
-    write_universal(export.folder, export.whole, export.shapes(), export.tensors)
+    write_universal(export.folder, export.whole, export.stand_in, export.tensors)
 
 
 FORMATS: dict[str, Callable[[_Export], None]] = {

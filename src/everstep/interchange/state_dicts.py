@@ -1,64 +1,66 @@
-"""A checkpoint as the state dicts that torch's own classes have: a tree whose tensors are `Lazy`.
+"""A checkpoint as the state dicts that torch's own classes have: a tree with a `StandIn` for each
+tensor, of its first name; what reads it is `Whole`.
 
 {"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}, "scheduler": ...}
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import Unsupported
 from everstep.interchange.generators import RNG, plain
+from everstep.interchange.tensors import StandIn
 from everstep.interchange.whole import Whole
 from everstep.sharding.ranked import values_by_index
 from everstep.state.objects import decode
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lazy:
-    """A tensor of the checkpoint, by its first name; what reads it is `Whole`."""
-
-    name: str
+StandsIn = Callable[[str], StandIn]
+"""Makes that of a tensor."""
 
 
-def tree_of(whole: Whole, *, by_name: bool, left_out: list[str]) -> dict[str, Any]:
+def tree_of(
+    whole: Whole, stand_in: StandsIn, *, by_name: bool, left_out: list[str]
+) -> dict[str, Any]:
     """All parts. `by_name`: of optimizers parameters have their names, as DCP has it, and not the
     numbers of torch's own. What has no state dict is added to `left_out`."""
     manifest = whole.manifest
     tree: dict[str, Any] = {}
     for part in sorted({name.partition(".")[0] for name in whole.weights}):
         names = whole.part(part)
-        own = {key: Lazy(name) for key, name in names.items()}
+        own = {key: stand_in(name) for key, name in names.items()}
         for key, name in names.items():
             for alias in whole.entries[name].aliases:
                 own.setdefault(alias.removeprefix(f"{part}."), own[key])
         tree[part] = own
     for name, table in whole.optimizers.items():
         try:
-            tree[name] = _optimizer(whole, name, table, by_name=by_name)
+            tree[name] = _optimizer(whole, stand_in, name, table, by_name=by_name)
         except Unsupported as error:
             left_out.append(str(error))
     for name, value in manifest.objects.items():
         if name in tree:
             continue
-        tree[name] = _decoded(whole, value) if name != RNG else plain(_decoded(whole, value))
+        found = _decoded(whole, stand_in, value)
+        tree[name] = found if name != RNG else plain(found)
     for name in {name for own in manifest.ranks for name in own} - tree.keys():
-        values = [_decoded(whole, each) for each in values_by_index(manifest.ranks, name)]
+        values = [_decoded(whole, stand_in, each) for each in values_by_index(manifest.ranks, name)]
         tree[name] = list(map(plain, values)) if name == RNG else values
     return tree
 
 
 def names_in(tree: Any) -> set[str]:
     """The tensors in a tree."""
-    if isinstance(tree, Lazy):
-        return {tree.name}
+    if isinstance(tree, StandIn):
+        return {tree.of}
     items = tree.values() if isinstance(tree, dict) else tree
     if not isinstance(tree, (dict, list, tuple)):
         return set()
     return {name for each in items for name in names_in(each)}
 
 
-def _optimizer(whole: Whole, name: str, table: Any, *, by_name: bool) -> dict[str, Any]:
+def _optimizer(
+    whole: Whole, stand_in: StandsIn, name: str, table: Any, *, by_name: bool
+) -> dict[str, Any]:
     stored = whole.manifest.objects.get(name) or {}
     if "state_dict" in stored:
         raise Unsupported(f"{name!r}: its class says itself what its state is")
@@ -68,16 +70,16 @@ def _optimizer(whole: Whole, name: str, table: Any, *, by_name: bool) -> dict[st
     state: dict[Any, dict[str, Any]] = {}
     for each, key in keys.items():
         own: dict[str, Any] = {
-            one: Lazy(f"{name}.{each}.{one}") for one in table["state"].get(each, ())
+            one: stand_in(f"{name}.{each}.{one}") for one in table["state"].get(each, ())
         }
-        own |= _decoded(whole, plain.get(each, {}))
+        own |= _decoded(whole, stand_in, plain.get(each, {}))
         if own:
             state[key] = own
     groups = []
     for index, values in enumerate(sets):
         members = [each for each, group in table["groups"].items() if group == index]
         named = {} if by_name else {"param_names": [called[each] for each in members]}
-        group = _decoded(whole, values) | named
+        group = _decoded(whole, stand_in, values) | named
         groups.append(group | {"params": [keys[each] for each in members]})
     return {"state": state, "param_groups": groups}
 
@@ -92,6 +94,5 @@ def _bare(whole: Whole, name: str) -> str:
     return name.partition(".")[2] if name in whole.weights else name
 
 
-def _decoded(whole: Whole, value: Any) -> Any:
-    lazy: Callable[[str, str], Any] = lambda name, device: Lazy(whole.firsts[name])  # noqa: E731
-    return decode(value, lazy)
+def _decoded(whole: Whole, stand_in: StandsIn, value: Any) -> Any:
+    return decode(value, lambda name, device: stand_in(whole.firsts[name]))

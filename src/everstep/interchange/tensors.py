@@ -133,10 +133,20 @@ class Found:
                 return False
         return True
 
-    @property
-    def stand_in(self) -> torch.Tensor:
-        """A tensor of that dtype and shape without memory of its own."""
-        return torch.empty((), dtype=getattr(torch, self.dtype)).expand(self.shape)
+
+class StandIn(torch.Tensor):
+    """A tensor of some dtype and shape without memory of its own, for what takes states apart.
+    `of`: what it stands for."""
+
+    of: Any
+
+    @classmethod
+    def make(cls, dtype: str, shape: Sequence[int], of: Any) -> "StandIn":
+        """Torch warns where complex32 is asked for in new memory."""
+        item = torch.empty(ITEM_SIZES[dtype], dtype=torch.uint8, device="cpu")
+        made = item.view(getattr(torch, dtype)).view(()).expand(tuple(shape)).as_subclass(cls)
+        made.of = of
+        return made
 
 
 @dataclass(frozen=True, slots=True)

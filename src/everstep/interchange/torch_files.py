@@ -9,7 +9,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,23 @@ import torch
 
 from everstep.format.packs import round_up
 from everstep.interchange.archives import STORAGES
-from everstep.interchange.state_dicts import Lazy
-from everstep.sharding.leaves import bytes_of
+from everstep.interchange.tensors import StandIn
+from everstep.sharding.leaves import bytes_of, dtype_name
 
 Read = Callable[[Sequence[str]], Iterator[torch.Tensor]]
 _ALIGN = 64
-Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
-def write_torch(path: Path, value: Any, shapes: Shapes, read: Read) -> None:
-    """A new file of `value`, for torch.load. `shapes`: dtype and shape of each tensor by name;
-    `read` brings them. Raises OSError."""
+def write_torch(path: Path, value: Any, read: Read) -> None:
+    """A new file of `value`, for torch.load; `read` brings the tensors that it has stand-ins of.
+    Raises OSError."""
     with path.open("xb") as file:
-        write_archive(file, value, shapes, read)
+        write_archive(file, value, read)
 
 
-def write_archive(file: io.BufferedWriter, value: Any, shapes: Shapes, read: Read) -> None:
+def write_archive(file: io.BufferedWriter, value: Any, read: Read) -> None:
     """The same, from where `file` is written to now."""
-    pickler = _Pickler(shapes)
+    pickler = _Pickler()
     pickler.dump(value)
     rest = _Rest(file)
     with zipfile.ZipFile(rest, "w", zipfile.ZIP_STORED) as archive:
@@ -88,28 +87,26 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what torch.save would of the tensors for which `Lazy` ones stand."""
+    """Writes what torch.save would of the tensors for which others stand in."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self) -> None:
         self.file = io.BytesIO()
         super().__init__(self.file, protocol=2)
         self.keys: dict[str, str] = {}
-        self._shapes = shapes
         self._storages: dict[str, _Storage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """How a Lazy is made again: by torch's own function."""
-        if not isinstance(obj, Lazy):
+        """How a tensor is made again: by torch's own function."""
+        if not isinstance(obj, StandIn):
             return NotImplemented
-        dtype, shape = self._shapes[obj.name]
-        whole = torch.empty(shape, device="meta")
-        key = self.keys.setdefault(obj.name, str(len(self.keys)))
-        made = self._storages.setdefault(obj.name, _Storage(key, dtype, whole.numel()))
+        dtype, shape = dtype_name(obj.dtype), tuple(obj.shape)
+        key = self.keys.setdefault(obj.of, str(len(self.keys)))
+        made = self._storages.setdefault(obj.of, _Storage(key, dtype, obj.numel()))
         hooks: OrderedDict[str, Any] = OrderedDict()
-        known = (made, 0, shape, whole.stride(), False, hooks)
+        known = (made, 0, shape, torch.empty(shape, device="meta").stride(), False, hooks)
         if dtype in STORAGES:
             return torch._utils._rebuild_tensor_v2, known
-        return torch._utils._rebuild_tensor_v3, (*known, getattr(torch, dtype))
+        return torch._utils._rebuild_tensor_v3, (*known, obj.dtype)
 
     def persistent_id(self, obj: Any) -> Any:
         """How torch names a storage."""

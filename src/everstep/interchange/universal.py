@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from everstep.errors import Unsupported
-from everstep.interchange.state_dicts import Lazy, tree_of
-from everstep.interchange.torch_files import Shapes, write_torch
+from everstep.interchange.state_dicts import StandsIn, tree_of
+from everstep.interchange.tensors import StandIn
+from everstep.interchange.torch_files import write_torch
 from everstep.interchange.whole import Whole
 
 _FOLDER = re.compile(r"[\w-][\w.-]{0,199}")
@@ -25,9 +26,9 @@ _VERSION = "0.19.8"
 Tensors = Callable[[Sequence[str], int], Iterator[torch.Tensor]]
 
 
-def write_universal(folder: Path, whole: Whole, shapes: Shapes, tensors: Tensors) -> None:
+def write_universal(folder: Path, whole: Whole, stand_in: StandsIn, tensors: Tensors) -> None:
     """Write one for a model and its optimizer. Raises Unsupported for others, OSError."""
-    tree = tree_of(whole, by_name=True, left_out=[])
+    tree = tree_of(whole, stand_in, by_name=True, left_out=[])
     what = f"exporting step {whole.name.step} for DeepSpeed"
     if len(whole.optimizers) != 1 or not set(whole.optimizers) <= tree.keys():
         raise Unsupported(f"{what}: it has {len(whole.optimizers)} optimizers, and one is needed")
@@ -40,21 +41,20 @@ def write_universal(folder: Path, whole: Whole, shapes: Shapes, tensors: Tensors
 
     def write(path: Path, value: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_torch(path, value, shapes, lambda found: tensors(found, total))
+        write_torch(path, value, lambda found: tensors(found, total))
 
     for group in moments["param_groups"]:
         for name in group["params"]:
             if not _FOLDER.fullmatch(name) or name not in names:
                 raise Unsupported(f"{what}: a parameter {name!r:.200} of {part!r}")
-            own = {"fp32": Lazy(names[name]), **moments["state"].get(name, {})}
+            weights = stand_in(names[name])
+            own = {"fp32": weights, **moments["state"].get(name, {})}
             for key, value in own.items():
-                is_alike = (
-                    isinstance(value, Lazy) and shapes[value.name][1] == shapes[names[name]][1]
-                )
+                is_alike = isinstance(value, StandIn) and value.shape == weights.shape
                 value = {"param": value} if is_alike and key != "step" else value
                 write(tag / "zero" / name / f"{key}.pt", value)
     write(tag / "zero" / "optimizer_state.pt", _common(moments))
-    write(tag / "mp_rank_00_model_states.pt", _model(whole, tree, part, moments, shapes))
+    write(tag / "mp_rank_00_model_states.pt", _model(whole, tree, part, moments))
     of_stage_3 = tag / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     os.link(tag / "mp_rank_00_model_states.pt", of_stage_3)
     (folder / "latest_universal").write_text(tag.name)
@@ -78,7 +78,7 @@ def _common(moments: Any) -> dict[str, Any]:
     }
 
 
-def _model(whole: Whole, tree: Any, part: str, moments: Any, shapes: Shapes) -> dict[str, Any]:
+def _model(whole: Whole, tree: Any, part: str, moments: Any) -> dict[str, Any]:
     """What the engine reads first. Its weights are those of the folders."""
     step, engine = whole.name.step, tree.get("engine")
     engine = engine if isinstance(engine, dict) else {}
@@ -90,11 +90,11 @@ def _model(whole: Whole, tree: Any, part: str, moments: Any, shapes: Shapes) -> 
         for alias in whole.entries[names[name]].aliases
     }
     sizes = [
-        {name: torch.Size(shapes[names[name]][1]) for name in group["params"]}
+        {name: tree[part][name].shape for name in group["params"]}
         for group in moments["param_groups"]
     ]
     return {
-        "module": {name: Lazy(names[name]) for name in names if name not in trained},
+        "module": {name: tree[part][name] for name in names if name not in trained},
         "buffer_names": [name for name in names if name not in trained],
         "optimizer": None,
         "param_shapes": sizes,
