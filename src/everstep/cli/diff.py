@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> Answer:
         other = path
     if len(steps) != 2:
         raise argparse.ArgumentError(None, "which two? As in: everstep diff runs/gpt 4000 5000")
-    from everstep.interchange.whole import Whole
     from everstep.restore.load import Loader
+    from everstep.restore.whole import Whole
     from everstep.versions.diff import compare
 
     places = [(disk, catalog.find(disk, step)) for disk, step in _tiers((path, other), steps)]

@@ -24,7 +24,7 @@ import io
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,21 +59,22 @@ from everstep.format import document
 from everstep.format.boxes import Box
 from everstep.format.global_tensors import Described, entries_by_name, optimizers_of
 from everstep.format.manifest import Manifest, Part
-from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, Spec, lay_out
-from everstep.format.tables import FileLink, Table, TensorEntry, encode_table
+from everstep.format.packs import Spec, lay_out
+from everstep.format.tables import FileLink, TensorEntry, encode_table
 from everstep.format.tiling import find_flaw
 from everstep.integrations.dcp_index import Index, Numbers, Placed, runs_of
-from everstep.keeper.data import Data, Image, Segment, parse
+from everstep.keeper.data import Data, Image, parse
 from everstep.keeper.home import check_no_writer
 from everstep.keeper.persist import apply_retention
 from everstep.keeper.writer import Writer
 from everstep.restore.buffer_pool import empty
 from everstep.restore.choose import Candidate
-from everstep.restore.fill import fill
+from everstep.restore.fill import fill, gathered
 from everstep.restore.load import Loader
+from everstep.restore.materialize import packs_of
 from everstep.restore.store import Store
 from everstep.sharding.layout import LocalBox, is_dtensor
-from everstep.sharding.leaves import Leaf, bytes_of, check_tensor, dtype_name
+from everstep.sharding.leaves import Leaf, check_tensor, dtype_name
 from everstep.sharding.topology import topology
 from everstep.state.objects import Json, decode, encode, place_of, references
 from everstep.store import catalog, commit
@@ -409,7 +410,8 @@ def _write(disk: Tier, name: CheckpointName, collected: _Collected) -> Part:
     layout = lay_out([leaf.spec for leaf in leaves.values()])
     devices = {leaf.name: place_of(leaf.tensor.device) for leaf in leaves.values()}
     table = encode_table(layout, {}, devices, {})
-    data = Data(Writer(disk, None), Image(parse(table), list(_packs(layout, leaves))), False)
+    packs = list(packs_of(layout, {entry: leaf.tensor for entry, leaf in leaves.items()}))
+    data = Data(Writer(disk, None), Image(parse(table), packs), False)
     try:
         data.write(name)
         data.sync()
@@ -420,26 +422,6 @@ def _write(disk: Tier, name: CheckpointName, collected: _Collected) -> Part:
         data.discard(name)
         raise
     return data.part(name.step)
-
-
-def _packs(layout: Layout, leaves: Mapping[str, Leaf]) -> Iterator[list[Segment]]:
-    """The packs, in the memory of the tensors themselves where they are large and on the host;
-    small ones are joined."""
-    rows: list[list[tuple[int, torch.Tensor]]] = [[] for _ in layout.packs]
-    for spec, piece in zip(layout.specs, layout.pieces, strict=True):
-        rows[piece.pack].append((piece.offset, leaves[spec.entry].tensor))
-    for pack, members in zip(layout.packs, rows, strict=True):
-        views = [memoryview(pack.header)]
-        members.sort(key=lambda row: (row[0], row[1].nbytes))
-        large = [row for row in members if row[1].nbytes >= ALIGNED_FROM_BYTES]
-        at = len(pack.header)
-        for offset, tensor in large:
-            views += [memoryview(bytes(offset - at)), bytes_of(tensor).numpy().data]
-            at = offset + tensor.nbytes
-        rest = bytearray(pack.size - at)
-        for offset, tensor in members[len(large) :]:
-            rest[offset - at : offset - at + tensor.nbytes] = bytes_of(tensor).numpy().data
-        yield [Segment(view) for view in (*views, memoryview(rest)) if len(view)]
 
 
 def _box_of(leaf: Leaf) -> tuple[Spec, Numbers, Numbers]:
@@ -566,15 +548,14 @@ class _State:
 
     def __init__(self, store: Store, step: int | str | None) -> None:
         """Raises Missing, Corrupt, Unsupported."""
-        self._disk = tier_at(store.path)
         self._manifest = manifest = store.state(step)
         self.name = CheckpointName(manifest.step, manifest.epoch)
+        self._candidate = Candidate(self.name, tier_at(store.path))
         self.objects = {key: each for key, each in manifest.objects.items() if key != PLANNER}
         said = decode(manifest.objects.get(PLANNER, {}), _no_tensor)
         if not isinstance(said, dict) or document.find_flaw(said.get("streams", []), [str]):
             raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
         self.said: Mapping[str, Any] = said
-        self._tables: dict[int, Table] = {}
         self._index: Index | None = None
         if "tensors" in said:
             self._index = Index.from_json(said["tensors"], len(manifest.parts))
@@ -584,7 +565,7 @@ class _State:
                 raise Corrupt(f"reading {self.name}: its tensors are larger than its files")
             self.tensors = {name: TensorEntry(spec, ()) for name, spec in specs.items()}
         else:
-            self._take_names(self._described(range(len(manifest.parts))))
+            self._take_names(self._candidate.read(manifest))
 
     def _take_names(self, described: Described) -> None:
         """Those that a Checkpointer gave, but of its optimizers those that torch's state-dict
@@ -605,28 +586,24 @@ class _State:
         """A tensor. Raises Missing."""
         if name in self.tensors:
             return self.tensors[name]
-        raise Missing(
-            f"loading {name!r} from {self.name} of {self._disk.root}: it has no such tensor"
-        )
+        root = self._candidate.disk.root
+        raise Missing(f"loading {name!r} from {self.name} of {root}: it has no such tensor")
 
     def fill(self, wanted: Sequence[tuple[TensorEntry, LocalBox]]) -> None:
         """Read boxes of tensors into memory; blocks. Raises Corrupt, Unavailable."""
-        by_name: dict[str, tuple[TensorEntry, list[LocalBox]]] = {}
-        for entry, box in wanted:
-            by_name.setdefault(entry.spec.name, (entry, []))[1].append(box)
-        numbers = set(range(len(self._manifest.parts)))
+        places, parts = gathered(wanted), self._manifest.parts
+        boxes = {name: [place.box for place in found] for name, (_, found) in places.items()}
         if self._index is not None:
-            index, found = self._index, by_name.items()
-            numbers = {
-                n for key, (_, to) in found for n in index.parts_of(key, [b.box for b in to])
-            }
-        described = self._described(sorted(numbers))
+            rows = boxes.items()
+            numbers = {n for name, to in rows for n in self._index.parts_of(name, to)}
+            parts = tuple(parts[number] for number in sorted(numbers))
+        chosen = dataclasses.replace(self._manifest, parts=parts)
+        described = self._candidate.tables(chosen)
         entries = entries_by_name(described.tables)
-        for entry, boxes in by_name.values():
-            having = entries.get(entry.spec.name, [])
-            self._check(entry.spec, having, [box for box, _ in boxes])
+        for name, (entry, _) in places.items():
+            self._check(entry.spec, entries.get(name, []), boxes[name])
         with Loader() as loader:
-            fill(Candidate(self.name, self._disk), described.versions, by_name, loader)
+            fill(self._candidate, described.versions, places, loader)
 
     def value(self, key: str) -> Any:
         """An object, with the tensors in it. Raises Missing, Corrupt."""
@@ -645,16 +622,6 @@ class _State:
         is_stream = isinstance(found, bytes) and key in self.said.get("streams", ())
         return io.BytesIO(found) if is_stream else found
 
-    def _described(self, numbers: Iterable[int]) -> Described:
-        """Those parts, with their tables."""
-        chosen = [(number, self._manifest.parts[number]) for number in numbers]
-        for number, part in chosen:
-            if number not in self._tables:
-                self._tables[number] = catalog.read_table(self._disk, part)
-        parts = tuple(part for _, part in chosen)
-        tables = [self._tables[number] for number, _ in chosen]
-        return Described(dataclasses.replace(self._manifest, parts=parts), tables)
-
     def _check(self, spec: Spec, having: Sequence[TensorEntry], boxes: Sequence[Box]) -> None:
         """Raises Corrupt where what tables have of a tensor is not all of these boxes, once."""
         pieces = [piece.box for entry in having for piece in entry.pieces]
@@ -662,8 +629,8 @@ class _State:
             common = [each for piece in pieces if (each := piece.intersect(box))]
             if sum(each.count for each in common) != box.count:
                 raise Corrupt(
-                    f"reading {self.name} of {self._disk.root}: of tensor {spec.name!r} its piece "
-                    f"tables do not have {box}, or have it twice"
+                    f"reading {self.name} of {self._candidate.disk.root}: of tensor {spec.name!r} "
+                    f"its piece tables do not have {box}, or have it twice"
                 )
         if any(entry.spec != spec for entry in having):
             raise Corrupt(f"reading {self.name}: its parts differ in what {spec.name!r} is")

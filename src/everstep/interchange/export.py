@@ -18,8 +18,8 @@ from everstep.interchange.state_dicts import names_in, tree_of
 from everstep.interchange.tensors import StandIn
 from everstep.interchange.torch_files import write_torch
 from everstep.interchange.universal import write_universal
-from everstep.interchange.whole import Whole
 from everstep.restore.load import Loader
+from everstep.restore.whole import Whole
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 

@@ -10,7 +10,7 @@ from typing import Any
 from everstep.errors import Unsupported
 from everstep.interchange.generators import RNG, plain
 from everstep.interchange.tensors import StandIn
-from everstep.interchange.whole import Whole
+from everstep.restore.whole import Whole
 from everstep.sharding.ranked import values_by_index
 from everstep.state.objects import decode
 

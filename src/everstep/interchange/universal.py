@@ -17,7 +17,7 @@ from everstep.errors import Unsupported
 from everstep.interchange.state_dicts import StandsIn, tree_of
 from everstep.interchange.tensors import StandIn
 from everstep.interchange.torch_files import write_torch
-from everstep.interchange.whole import Whole
+from everstep.restore.whole import Whole
 
 _FOLDER = re.compile(r"[\w-][\w.-]{0,199}")
 _VERSION = "0.19.8"

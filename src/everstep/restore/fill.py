@@ -1,22 +1,17 @@
 """Stored tensors into their places: out of a checkpoint's packs, or of what a replay came to."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 
-from everstep.errors import Missing
-from everstep.format.global_tensors import Described, Version
+from everstep.format.global_tensors import Version
 from everstep.format.manifest import Part
 from everstep.format.tables import Table, TensorEntry
-from everstep.restore.buffer_pool import empty
 from everstep.restore.choose import Candidate
 from everstep.restore.deliver import Staging, put
 from everstep.restore.load import Earlier, Loader
 from everstep.sharding.layout import LocalBox
-from everstep.store.names import CheckpointName
-from everstep.tiers.tier import Tier
 
 Wanted = Mapping[str, tuple[TensorEntry, list[LocalBox]]]
 """Stored tensors by their first names, and where their boxes are to go."""
@@ -52,28 +47,12 @@ def fill_part(
             loader.load(part, sources, rows, table, base.read, candidate.already)
 
 
-def read_tensors(
-    disk: Tier, described: Described, names: Collection[str] | None
-) -> dict[str, torch.Tensor]:
-    """The named tensors of a whole state (None: all), by whichever of their names, each a new CPU
-    tensor that the caller owns. Raises Missing for names that are not there, Corrupt."""
-    if isinstance(names, str):
-        raise ValueError(f"names must be a list of names, not {names!r}")
-    step, known = described.manifest.step, described.tensors
-    if unknown := sorted(set(names or ()) - known.keys()):
-        raise Missing(
-            f"reading step {step} of {disk.root}: it has no tensors named {unknown}; "
-            f"everstep show {disk.root} {step} lists the {len(known)} that it has"
-        )
-    described.check(disk.root)
-    chosen = {name: known[name] for name in (known if names is None else names)}
-    wholes = {whole.spec.name: whole for whole in chosen.values()}
-    made = {name: empty(replace(whole, strides=None)) for name, whole in wholes.items()}
-    wanted = {name: (wholes[name], [LocalBox.whole(to)]) for name, to in made.items()}
-    with Loader() as loader:
-        name = CheckpointName(step, described.manifest.epoch)
-        fill(Candidate(name, disk), described.versions, wanted, loader)
-    return {name: made[whole.spec.name] for name, whole in chosen.items()}
+def gathered(rows: Iterable[tuple[TensorEntry, LocalBox]]) -> Wanted:
+    """These boxes of stored tensors, by tensor."""
+    found: dict[str, tuple[TensorEntry, list[LocalBox]]] = {}
+    for entry, place in rows:
+        found.setdefault(entry.spec.name, (entry, []))[1].append(place)
+    return found
 
 
 def fill_from_live(live: Mapping[str, Sequence[LocalBox]], wanted: Wanted) -> None:

@@ -5,7 +5,7 @@ else `exact` is false in it, and restores go on replaying the log, unless the us
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.global_tensors import optimizers_of
 from everstep.format.manifest import Manifest, Part
-from everstep.format.packs import Layout, lay_out
+from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, lay_out
 from everstep.format.tables import encode_table, still_names
 from everstep.keeper.data import Data, Image, Segment, parse
 from everstep.keeper.writer import Writer
@@ -35,7 +35,7 @@ def materialize(disk: Tier, name: CheckpointName) -> Manifest:
 
     Where it is not exact, the log, which is, stays what a restore takes.
 
-    Takes memory for the state, twice. Raises Missing, Corrupt, Unsupported (an optimizer that is
+    Takes memory for the state. Raises Missing, Corrupt, Unsupported (an optimizer that is
     not torch's own, or a step that is a state already).
     """
     with claims.hold(disk, name) as token:
@@ -55,7 +55,7 @@ def materialize(disk: Tier, name: CheckpointName) -> Manifest:
             tensors = rebuilt(candidate, chain, loader)
             differing = why_inexact(chain)
         layout, table = described(chain, tensors)
-        image = Image(parse(table), _packs(layout, tensors))
+        image = Image(parse(table), list(packs_of(layout, tensors)))
         try:
             return publish(disk, name, token, chain, image, differing)
         except Conflict:  # somebody else has made it meanwhile
@@ -151,12 +151,21 @@ def publish(
     return manifest
 
 
-def _packs(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> list[list[Segment]]:
-    packs = [torch.zeros(pack.size, dtype=torch.uint8, device="cpu") for pack in layout.packs]
-    for memory, pack in zip(packs, layout.packs, strict=True):
-        header = torch.frombuffer(bytearray(pack.header), dtype=torch.uint8)
-        memory[: len(pack.header)] = header
+def packs_of(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Iterator[list[Segment]]:
+    """The packs, in the memory of the tensors themselves where they are large and on the host;
+    small ones are joined."""
+    rows: list[list[tuple[int, torch.Tensor]]] = [[] for _ in layout.packs]
     for spec, piece in zip(layout.specs, layout.pieces, strict=True):
-        memory = packs[piece.pack]
-        memory[piece.offset : piece.offset + piece.size] = bytes_of(tensors[spec.name])
-    return [[Segment(memory.numpy().data)] for memory in packs]
+        rows[piece.pack].append((piece.offset, tensors[spec.entry]))
+    for pack, members in zip(layout.packs, rows, strict=True):
+        views = [memoryview(pack.header)]
+        members.sort(key=lambda row: (row[0], row[1].nbytes))
+        large = [row for row in members if row[1].nbytes >= ALIGNED_FROM_BYTES]
+        at = len(pack.header)
+        for offset, tensor in large:
+            views += [memoryview(bytes(offset - at)), bytes_of(tensor).numpy().data]
+            at = offset + tensor.nbytes
+        rest = bytearray(pack.size - at)
+        for offset, tensor in members[len(large) :]:
+            rest[offset - at : offset - at + tensor.nbytes] = bytes_of(tensor).numpy().data
+        yield [Segment(view) for view in (*views, memoryview(rest)) if len(view)]

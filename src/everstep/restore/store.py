@@ -130,12 +130,14 @@ class Store:
         are not there, Corrupt; Unsupported for a step that is a log, which takes a model and an
         optimizer to be rebuilt.
         """
-        from everstep.restore.fill import read_tensors  # torch, which the rest does without
+        from everstep.restore.load import Loader  # torch, which the rest does without
+        from everstep.restore.whole import Whole
 
         name = catalog.find(self._disk, step)
         try:
             state = self.state(str(name))
-            return read_tensors(self._disk, Described(state, self.tables(state)), names)
+            with Loader() as loader:
+                return Whole(self._disk, name, loader, state).tensors(names)
         except Corrupt as error:
             if catalog.is_there(self._disk, name):
                 raise

@@ -8,9 +8,9 @@ import torch
 from everstep.errors import Mismatch
 from everstep.interchange.draft import Draft
 from everstep.interchange.tensors import Found
-from everstep.interchange.whole import Whole
 from everstep.interchange.write import Progress, write
 from everstep.restore.load import Loader
+from everstep.restore.whole import Whole
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 from everstep.versions.merge import blocks, kind_of, new_store

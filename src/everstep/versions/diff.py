@@ -16,7 +16,7 @@ from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import CHUNK_BYTES
 from everstep.format.tables import TensorEntry
-from everstep.interchange.whole import BATCH_BYTES, Whole
+from everstep.restore.whole import BATCH_BYTES, Whole
 
 Progress = Callable[[int, int], None]
 _ELEMENTS = 1 << 20

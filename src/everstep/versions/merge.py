@@ -20,9 +20,9 @@ from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.tables import Table, TensorEntry
 from everstep.interchange.draft import Borrowed, Draft
 from everstep.interchange.tensors import Found
-from everstep.interchange.whole import Whole
 from everstep.interchange.write import Progress, write
 from everstep.restore.load import Loader
+from everstep.restore.whole import Whole
 from everstep.sharding.leaves import bytes_of
 from everstep.state.objects import references
 from everstep.store import catalog, names

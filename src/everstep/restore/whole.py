@@ -3,7 +3,7 @@
 A step of a log is made whole on the way, in memory: nothing is written to the store.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from everstep.format.tables import TensorEntry, owned_names
 from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
-from everstep.restore.fill import fill
+from everstep.restore.fill import fill, gathered
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.sharding.layout import LocalBox
@@ -43,11 +43,15 @@ class Whole:
     """A checkpoint. For one thread. Takes memory for a batch of tensors, or the largest; of a log
     for the whole state, which is replayed."""
 
-    def __init__(self, disk: Tier, name: CheckpointName, loader: Loader) -> None:
-        """Raises Missing, Corrupt; Unsupported for a log that only its own program can replay."""
+    def __init__(
+        self, disk: Tier, name: CheckpointName, loader: Loader, state: Manifest | None = None
+    ) -> None:
+        """`state`: the whole state that is meant, where it need not be exact. Raises Missing,
+        Corrupt; Unsupported for a log that only its own program can replay."""
         self.name, self.disk, self._loader = name, disk, loader
         self._candidate = Candidate(name, disk)
-        chain = self._candidate.describe()
+        here = self._candidate
+        chain = Chain(here.read(state), []) if state else here.describe()
         self.manifest: Manifest = chain.last.manifest
         self._versions = chain.versions
         self._replayed = _replay(self._candidate, chain, loader) if chain.replayed else None
@@ -103,10 +107,25 @@ class Whole:
             )
         return chosen
 
+    def tensors(self, names: Collection[str] | None) -> dict[str, torch.Tensor]:
+        """Those (None: all), by whichever of their names, each a new row-major one on the CPU.
+        Raises Missing for names that are not there."""
+        if isinstance(names, str):
+            raise ValueError(f"names must be a list of names, not {names!r}")
+        step, root, known = self.name.step, self.disk.root, self.firsts
+        if unknown := sorted(set(names or ()) - known.keys()):
+            raise Missing(
+                f"reading step {step} of {root}: it has no tensors named {unknown}; "
+                f"everstep show {root} {step} lists the {len(known)} that it has"
+            )
+        chosen = known if names is None else {name: known[name] for name in names}
+        firsts = dict.fromkeys(chosen.values())
+        made = dict(self._filled([(name, self._whole_box(name)) for name in firsts]))
+        return {name: made[first].tensor for name, first in chosen.items()}
+
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """These tensors, row-major on the CPU, in this order; verified."""
-        whole = ((name, Box.whole(self.entries[name].spec.shape)) for name in names)
-        for name, _, tensor in self.read_boxes(whole):
+        for name, _, tensor in self.read_boxes((name, self._whole_box(name)) for name in names):
             yield name, tensor
 
     def read_boxes(
@@ -127,17 +146,18 @@ class Whole:
         if self._replayed is not None:
             return [(name, self._view(name, box)) for name, box in batch]
         made = [(name, LocalBox(box, self._empty(name, box))) for name, box in batch]
-        places: dict[str, tuple[TensorEntry, list[LocalBox]]] = {}
-        for name, place in made:
-            places.setdefault(name, (self.entries[name], []))[1].append(place)
+        places = gathered((self.entries[name], place) for name, place in made)
         fill(self._candidate, self._versions, places, self._loader)
         return made
 
     def _view(self, name: str, box: Box) -> LocalBox:
         """Of what a replay came to."""
         assert self._replayed is not None
-        inside = box.slices_in(Box.whole(self.entries[name].spec.shape))
+        inside = box.slices_in(self._whole_box(name))
         return LocalBox(box, self._replayed[name].detach()[inside].contiguous())
+
+    def _whole_box(self, name: str) -> Box:
+        return Box.whole(self.entries[name].spec.shape)
 
     def _size(self, name: str, box: Box) -> int:
         return box.count * ITEM_SIZES[self.entries[name].spec.dtype]
