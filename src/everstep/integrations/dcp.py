@@ -62,7 +62,7 @@ from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import FileLink, TensorEntry, encode_table
 from everstep.format.tiling import find_flaw
-from everstep.integrations.dcp_index import Index, Numbers, Placed, runs_of
+from everstep.integrations.dcp_index import Index, Placed, runs_of
 from everstep.keeper.data import Data, Image, parse
 from everstep.keeper.home import check_no_writer
 from everstep.keeper.persist import apply_retention
@@ -152,7 +152,7 @@ class _Written:
 
     name: CheckpointName
     part: Part | None
-    boxes: Sequence[tuple[Spec, Numbers, Numbers]]
+    boxes: Sequence[Spec]
     objects: Mapping[str, Json]
     streams: Sequence[str]
 
@@ -207,7 +207,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         if collected.leaves or self._is_coordinator:  # a checkpoint has one part at least
             part = _write(disk, name, collected)
             _last_packs[str(disk.root)] = name, part.packs
-        boxes = [_box_of(leaf) for leaf in collected.leaves.values()]
+        boxes = [leaf.spec for leaf in collected.leaves.values()]
         written = _Written(name, part, boxes, collected.objects, collected.streams)
         size = part.size if part else 0
         done: Future[list[WriteResult]] = Future()
@@ -424,27 +424,20 @@ def _write(disk: Tier, name: CheckpointName, collected: _Collected) -> Part:
     return data.part(name.step)
 
 
-def _box_of(leaf: Leaf) -> tuple[Spec, Numbers, Numbers]:
-    spec = leaf.spec
-    box = spec.box or Box.whole(spec.shape)
-    return dataclasses.replace(spec, box=None), box.offsets, box.lengths
-
-
-def _index_of(
-    parts: Sequence[Sequence[tuple[Spec, Numbers, Numbers]]], metadata: Metadata
-) -> Index:
+def _index_of(parts: Sequence[Sequence[Spec]], metadata: Metadata) -> Index:
     """Where all tensors are. Raises Mismatch where nobody has written a part of one, or several
     have, and where ranks differ in what it is."""
     specs: dict[str, Spec] = {}
     placed: dict[str, list[Placed]] = {key: [] for key in metadata.state_dict_metadata}
     for number, boxes in enumerate(parts):
-        for spec, offsets, lengths in boxes:
+        for own in boxes:
+            spec, box = dataclasses.replace(own, box=None), own.box or Box.whole(own.shape)
             if (known := specs.setdefault(spec.name, spec)) != spec:
                 raise Mismatch(
                     f"saving {spec.name!r}: it is {known.dtype} of shape {known.shape} on some "
                     f"ranks, {spec.dtype} of shape {spec.shape} on others"
                 )
-            placed.setdefault(spec.name, []).append((number, offsets, lengths))
+            placed.setdefault(spec.name, []).append((number, box.offsets, box.lengths))
     for key, said in metadata.state_dict_metadata.items():
         if isinstance(said, TensorStorageMetadata):
             boxes_of = [Box(offsets, lengths) for _, offsets, lengths in placed[key]]
