@@ -289,7 +289,7 @@ class Save:
             seen = self._data.note_durable()
         if is_whole := share is None or share.publishes:
             warning = self._set_tag() if self.job.tags else None
-            warning = self._extend_base() or warning
+            self._extend_base()
             writer.parent, writer.parent_digest = self.name, self.digest
             writer.base = None
             if self.digest and not (share or manifest.previous or self.job.nodes):
@@ -321,14 +321,14 @@ class Save:
                 return f"step {self.name.step} is saved, but not tagged {tag!r}: {error}"
         return None
 
-    def _extend_base(self) -> str | None:
+    def _extend_base(self) -> None:
         """A record with pieces of the next base: with the last of them the base is put beside the
-        record. Returns what went wrong. Whatever else was published ends the window: its files are
-        the checkpoint's from now on."""
+        record. Where it cannot be, the log goes on from the base before. Whatever else was
+        published ends the window: its files are the checkpoint's from now on."""
         share, window = self._share, self._writer.window
         if share is None or not share.is_record or self._exists:
             window.clear()
-            return None
+            return
         try:
             window.check(share)
             base = window.add(share, self._part, self._data.document, self._manifest)
@@ -336,8 +336,7 @@ class Save:
                 commit.publish_base(self._writer.disk, replace(base, previous=None, tag=None))
                 window.clear()
         except EverstepError as error:
-            return f"step {self.name.step} is saved, but no base beside it: {error}"
-        return None
+            log.warning("step %s is saved, but no base beside it: %s", self.name.step, error)
 
 
 def begin_window(writer: Writer, name: CheckpointName, share: Share | None) -> None:

@@ -105,8 +105,7 @@ class Window:
         if self.steps != share.steps[:-1]:
             raise Unavailable(
                 f"saving step {share.steps[-1]}: the parts of the steps {list(share.steps[:-1])} "
-                f"belong to it, and only those of {list(self.steps)} were written. The next "
-                f"checkpoint is a whole state"
+                f"belong to it, and only those of {list(self.steps)} were written"
             )
 
     def add(self, share: Share, part: Part, document: bytes, manifest: Manifest) -> Manifest:
