@@ -2,9 +2,9 @@
 
 A discrete-event simulation. Training takes a step of STEP_S, copies its state of STATE_BYTES into
 the arena, and waits where there is no room. As in a keeper, one step after the other is written, at
-the speed that the trace gives at that moment, times a random factor of its own for each write. The
-tier is asked of `everstep.tiers.route.choose`, the very function that keepers ask, with speeds as
-`Throughput` measured them from the writes before.
+the speed that the trace gives at that moment, times a random factor of its own for each write.
+Which tier gets it, and what is spilled, is asked of `everstep.tiers.route`, the very functions that
+keepers ask, with speeds as `Throughput` measured them from the writes before.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from everstep.tiers.route import Durable, Name, Route, choose
+from everstep.tiers.route import Durable, Name, Route, choose, next_spill
 
 STEP_S = 1.0
 STATE_BYTES = 10**9
@@ -204,10 +204,13 @@ class Simulation:
         if self._writing is None and self._waiting:
             self._begin(self._waiting.pop(0))
         is_full = not self._free_slots() and self._newest < self._steps
-        in_arena = [step for step in self._waiting if step not in self._spilled]
-        if is_full and in_arena and self._moving is None and len(self._spilled) < self._spill_slots:
-            self._moving = in_arena[0]
-            self._at(STATE_BYTES / SPILL_BYTES_PER_S, lambda step=in_arena[0]: self._moved(step))
+        if is_full and self._moving is None:
+            room = (self._spill_slots - len(self._spilled)) * STATE_BYTES
+            waiting = {step: STATE_BYTES for step in self._waiting if step not in self._spilled}
+            self._moving = next_spill(waiting, room, is_writing=self._writing is not None)
+            if self._moving is not None:
+                step = self._moving
+                self._at(STATE_BYTES / SPILL_BYTES_PER_S, lambda: self._moved(step))
         if self._stalled_since is not None:
             self._capture()
 

@@ -42,6 +42,19 @@ def test_the_end(pair):
     assert wire.receive(pair[1]) is None
 
 
+def test_what_a_peer_said_before_it_died_is_heard(pair):
+    """Also where it had not read all: then Linux tells of its death first."""
+    near, far = pair
+    wire.send(near, {"type": "unread"})
+    with open("/dev/null") as file:
+        wire.send(far, {"type": "last"}, [file.fileno()])
+    far.close()
+    message, fds = wire.receive(near)
+    os.close(*fds)
+    assert message == {"type": "last"}
+    assert wire.receive(near) is None
+
+
 @pytest.mark.parametrize(
     "data", [b"{", b"[]", b"5", b'{"kind":"x"}', b'{"type":5}', b"\xff", b"[" * 60_000]
 )

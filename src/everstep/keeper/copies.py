@@ -24,6 +24,7 @@ from everstep.store.names import CheckpointName
 from everstep.store.presence import Presence
 from everstep.tiers.objects import Url
 from everstep.tiers.peer import Peer
+from everstep.tiers.route import next_copy
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep.keeper")
@@ -167,18 +168,17 @@ class Copies(ABC):
                 return None
         tagged = self._tagged()
         with self._changed:
-            untagged = sorted(self._waiting - tagged)
-            newest, oldest_tagged = max(self._waiting), min(self._waiting & tagged, default=None)
-        for name in untagged[: -self.backlog_max]:
+            name, dropped = next_copy(
+                self._waiting, tagged, self.backlog_max, had_newest=self._had_newest
+            )
+            self._had_newest = name == max(self._waiting)
+        for each in dropped:
             text = (
-                f"step {name.step} was given up: {self._place} takes fewer bytes than come, and "
+                f"step {each.step} was given up: {self._place} takes fewer bytes than come, and "
                 f"newer steps wait. Save less often, or say remote_every= for fewer"
             )
-            self._give_up(name, Unavailable(text))
-        # In every second turn a tagged one: else new ones would hold it up for ever.
-        is_tagged_due = oldest_tagged and self._had_newest
-        self._had_newest = not is_tagged_due
-        return oldest_tagged if is_tagged_due else newest
+            self._give_up(each, Unavailable(text))
+        return name
 
     def _bring(self, name: CheckpointName) -> None:
         began = time.monotonic()

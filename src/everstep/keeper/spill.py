@@ -14,7 +14,6 @@ Invariants:
   and given back when a job is over. What is written by the mapping is reserved before: on a full
   file system that would fault, where a system call fails.
 * The slot in the arena is freed when all is in the spill, sealed, and nobody reads the image.
-* The image that has waited longest moves first.
 """
 
 import contextlib
@@ -28,6 +27,7 @@ from everstep.errors import EverstepError, Unavailable
 from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.keeper.arena import SPILL, SUBMITTED, Arena
 from everstep.keeper.job import Job
+from everstep.tiers.route import next_spill
 
 if TYPE_CHECKING:
     from everstep.keeper.session import Session
@@ -95,13 +95,13 @@ class Spill:
                 self._is_closed.wait(_PAUSE_S)
 
     def _choose(self) -> Job | None:
-        """The image that should move next, where the arena is full: the one that waits longest, of
-        those for which there is room."""
+        """The image that should move next, where the arena is full."""
         jobs, is_writing = self._session.waiting_jobs()
         room = self._budget_bytes() - self._used_bytes()
-        oldest = sorted(jobs, key=lambda job: job.sequence)
-        waiting = oldest if is_writing else oldest[1:]  # else the first is written at once
-        return next((job for job in waiting if _size(job) <= room), None)
+        by_number = {job.sequence: job for job in jobs}
+        sizes = {number: _size(job) for number, job in by_number.items()}
+        number = next_spill(sizes, room, is_writing=is_writing)
+        return None if number is None else by_number[number]
 
     def _budget_bytes(self) -> int:
         if self._budget is None:

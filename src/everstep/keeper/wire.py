@@ -139,9 +139,12 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
     Raises OSError, and ValueError for what is no message.
     """
     space = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
-    data, ancillary, flags, _ = connection.recvmsg(
-        MESSAGE_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC
-    )
+    size = MESSAGE_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC
+    try:
+        data, ancillary, flags, _ = connection.recvmsg(*size)
+    except ConnectionResetError:
+        # Linux says once, and before what it had sent, that who died had not read all that it got.
+        data, ancillary, flags, _ = connection.recvmsg(*size)
     fds = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

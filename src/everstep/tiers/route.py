@@ -1,23 +1,28 @@
-"""Where a step becomes durable first: a pure function of measured figures.
+"""Where steps go, and when: pure functions of what is measured and waits, which keepers ask, and a
+simulator asks on traces (benchmarks/tiers/simulate.py).
+
+choose      which durable tier a step reaches first        keeper/router.py
+next_spill  what moves to the second memory, what stays    keeper/spill.py
+next_copy   what another tier gets next, and never gets    keeper/copies.py
 
 "auto" in three sentences. A step goes to the durable tier that is expected to have it first: its
 bytes over the bytes per second that this tier was measured to take. The one that got the steps
 before keeps it, unless the other needs less than SWITCH of the time. A tier of which nothing is
 known, or nothing since PROBE_S, is measured: the store by a step, the other by what is copied.
-
-A keeper asks when a step's turn comes (keeper/router.py). How a step reaches other tiers
-afterwards: keeper/copies.py.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 Route = Literal["auto", "local", "remote"]
 Name = Literal["local", "remote"]
 
 NAMES: tuple[Name, Name] = ("local", "remote")
+Step = TypeVar("Step", bound=tuple[int, ...])
+"""Newer ones are larger."""
+
 SWITCH = 0.9
 PROBE_S = 30.0
 
@@ -60,3 +65,25 @@ def choose(
     times = {name: tiers[name].expected_s(size_bytes) for name in possible}
     best = min(possible, key=lambda name: times[name])
     return best if times[best] < SWITCH * times[first] else first
+
+
+def next_spill(waiting: Mapping[int, int], room_bytes: int, *, is_writing: bool) -> int | None:
+    """Which sealed image moves to the second memory, where the arena is full; None: all wait for
+    the store. `waiting`: bytes by the number of the job, those of which nobody writes yet. The one
+    that waits longest moves, of those for which there is room; but not the first where nothing is
+    written: its turn is now."""
+    oldest = sorted(waiting)
+    movable = oldest if is_writing else oldest[1:]
+    return next((number for number in movable if waiting[number] <= room_bytes), None)
+
+
+def next_copy(
+    waiting: Collection[Step], tagged: Collection[Step], backlog_max: int, *, had_newest: bool
+) -> tuple[Step, list[Step]]:
+    """Which of the steps that wait for a tier it gets next, and which it will never get: of those
+    without a tag the oldest, beyond `backlog_max`. The newest goes first; in every second turn (the
+    last one `had_newest`) a tagged one, else new ones would hold it up for ever."""
+    untagged = sorted(set(waiting) - set(tagged))
+    oldest_tagged = min(set(waiting) & set(tagged), default=None)
+    chosen = oldest_tagged if oldest_tagged and had_newest else max(waiting)
+    return chosen, untagged[:-backlog_max]
