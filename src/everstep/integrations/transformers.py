@@ -21,8 +21,8 @@ from everstep.integrations.loaders import generators_of, set_generators
 log = logging.getLogger("everstep")
 
 _BEST = "best"
-_COUNTED = ["epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"]
-_COUNTED += ["best_metric", "best_global_step", "best_model_checkpoint"]
+COUNTED = ["epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"]
+COUNTED += ["best_metric", "best_global_step", "best_model_checkpoint"]
 """Of TrainerState; the rest follows from the arguments."""
 _SUMS = ["current_flos", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"]
 _SUMS += ["_tr_loss", "_epoch_generators"]
@@ -167,7 +167,7 @@ class _EverstepTrainer(_Trainer):  # type: ignore[misc]
         """Return what the Trainer and its callbacks count."""
         was_stopped = self.control.should_training_stop
         return {
-            "state": _take(self.state, _COUNTED),
+            "state": _take(self.state, COUNTED),
             "sums": _take(self, _SUMS),
             "attributes": _take(self, self.everstep_attributes),
             "callbacks": [_state_of(each) for each in self.callback_handler.callbacks],

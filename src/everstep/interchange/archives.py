@@ -63,13 +63,14 @@ class Archive:
             if offset < 0 or size < 0 or offset + size > there:
                 raise Corrupt(f"reading {path}: {size} bytes at {offset} are named, it has {there}")
             with path.open("rb") as file:
-                self._read(_Window(file, offset, size), Stretch(path, offset, size))
+                file.seek(offset)
+                self._read(Window(file, offset, size), Stretch(path, offset, size))
         except OSError as error:
             raise Unavailable(f"reading {path}: {error.strerror or error}") from error
         except _BROKEN as error:
             raise Corrupt(f"reading {self.where}: it is no whole zip: {error}") from error
 
-    def _read(self, window: "_Window", whole: Stretch) -> None:
+    def _read(self, window: "Window", whole: Stretch) -> None:
         self._records: dict[str, Stretch] = {}
         for entry in zipfile.ZipFile(window).infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
@@ -213,35 +214,37 @@ def _resolved(leaf: Any) -> Any:
     return leaf
 
 
-class _Window(io.RawIOBase):
-    """A stretch of a file as a file, of which nobody reads much at once."""
+class Window(io.RawIOBase):
+    """A stretch of a file as a file, of which nobody reads much at once; or all that is to be
+    written from now on."""
 
-    def __init__(self, file: io.BufferedReader, offset: int, size: int) -> None:
+    def __init__(self, file: Any, offset: int, size: int | None = None) -> None:
         super().__init__()
-        self._file, self._offset, self._size, self._at = file, offset, size, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
+        self._file, self._offset, self._size = file, offset, size
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        """In the stretch. Raises ValueError."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._size or 0}[whence]
         if base + offset < 0:
             raise ValueError("a place before the beginning")
-        self._at = base + offset
-        return self._at
+        self._file.seek(self._offset + base + offset)
+        return base + offset
 
     def tell(self) -> int:
-        return self._at
+        """Likewise."""
+        at: int = self._file.tell() - self._offset
+        return at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._size - self._at)
+        """Up to its end. Raises ValueError for much."""
+        left = max(0, (self._size or 0) - self.tell())
         wanted = left if size is None or size < 0 else min(size, left)
         if wanted > _DIRECTORY_BYTES_MAX:
             raise ValueError("its directory is enormous")
-        self._file.seek(self._offset + self._at)
-        data = self._file.read(wanted)
-        self._at += len(data)
+        data: bytes = self._file.read(wanted)
         return data
+
+    def write(self, data: Any) -> int:
+        """Go on with these bytes."""
+        count: int = self._file.write(data)
+        return count

@@ -23,11 +23,16 @@ _PATH_MAX = 64
 _LIST_MAX = 1 << 20
 
 
+def is_any(folder: Path) -> bool:
+    """Whether it is such a directory."""
+    return (folder / METADATA).is_file()
+
+
 def read_tree(folder: Path) -> dict[str, Any]:
     """The state dict that was saved: nested as it was, tensors as Found. Raises Missing, Corrupt,
     Unsupported."""
     path = folder / METADATA
-    if not path.is_file():
+    if not is_any(folder):
         raise Missing(f"reading {folder}: it has no {METADATA}")
     if path.stat().st_size > _METADATA_BYTES_MAX:
         raise Unsupported(f"reading {path}: it has {path.stat().st_size} bytes")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from everstep.errors import Corrupt, Unsupported
+from everstep.integrations.transformers import COUNTED
 from everstep.interchange import archives, dcp, safetensors
 from everstep.interchange.draft import Draft
 from everstep.interchange.generators import global_generators
@@ -20,8 +21,6 @@ from everstep.interchange.trees import Options, add_tree
 _TRAINER_STATE = "trainer_state.json"
 _FSDP = "pytorch_model_fsdp"
 _MODULES_MAX = 100_000
-_COUNTED = ["epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"]
-_COUNTED += ["best_metric", "best_global_step", "best_model_checkpoint"]
 
 
 # ---- transformers' Trainer -----------------------------------------------------------------------
@@ -41,9 +40,9 @@ def read_trainer(folder: Path, options: Options) -> Draft:
     orders = _orders_of_trainer(folder) if "optimizer" in tree else None
     add_tree(draft, tree, options, orders)
     generators = [_of_trainer(each) for each in _by_rank(folder, "rng_state", ".pth")]
-    if _is_wanted("rng", options) and generators:
+    if options.wants("rng") and generators:
         draft.add_by_rank("rng", generators)
-    if _is_wanted("trainer", options) and generators:
+    if options.wants("trainer") and generators:
         draft.add_object("trainer", _trainer(state, generators[0]))
     draft.step = int(state["global_step"])
     return draft
@@ -59,7 +58,7 @@ def _trainer(state: Mapping[str, Any], generators: Mapping[str, Any]) -> dict[st
     step, epoch = state["global_step"], state.get("epoch") or 0
     at = {name: generators[name] for name in ("python", "numpy", "torch")}
     return {
-        "state": {name: state[name] for name in _COUNTED if name in state},
+        "state": {name: state[name] for name in COUNTED if name in state},
         "sums": {
             "current_flos": 0,
             "_total_loss_scalar": 0.0,
@@ -123,9 +122,9 @@ def read_accelerate(folder: Path, options: Options) -> Draft:
     tree |= {"scaler": scaler} if (scaler := _file(folder / "scaler.pt")) else {}
     add_tree(draft, tree, options, None if (folder / "pytorch_model.bin").is_file() else [])
     states = _by_rank(folder, "random_states", ".pkl")
-    if _is_wanted("rng", options):
+    if options.wants("rng"):
         draft.add_by_rank("rng", [_of_accelerate(each) for each in states])
-    if _is_wanted("accelerator", options) and type(states[0].get("step")) is int:
+    if options.wants("accelerator") and type(states[0].get("step")) is int:
         said = {"step": states[0]["step"], "sync_gradients": True}
         draft.add_object("accelerator", said)
     return draft
@@ -202,11 +201,7 @@ def _file(path: Path) -> Any:
 
 
 def _sharded(folder: Path, key: str) -> Any:
-    return dcp.read_tree(folder)[key] if (folder / dcp.METADATA).is_file() else None
-
-
-def _is_wanted(part: str, options: Options) -> bool:
-    return not options.only or part in options.only
+    return dcp.read_tree(folder)[key] if dcp.is_any(folder) else None
 
 
 def _by_rank(folder: Path, stem: str, suffix: str) -> list[Any]:

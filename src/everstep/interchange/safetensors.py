@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.dtypes import CARRIED, ITEM_SIZES
-from everstep.format.packs import round_up
+from everstep.format.packs import Entries
 from everstep.interchange.tensors import Found, Stretch
 
 INDEX = "*.safetensors.index.json"
@@ -33,23 +33,16 @@ def in_file_order(shapes: Mapping[str, tuple[str, Sequence[int]]]) -> list[str]:
 def header_of(shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
     """The beginning of a file of these tensors, `in_file_order`. Raises Unsupported for what no
     such file can hold."""
-    rows: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    entries = Entries({"__metadata__": {"format": "pt"}})
     for name in in_file_order(shapes):
         dtype, shape = shapes[name]
         if dtype not in CARRIED:
             raise Unsupported(f"exporting {name!r}: {dtype} is no dtype of safetensors files")
-        start, end = end, end + ITEM_SIZES[dtype] * prod(shape)
-        rows[name] = {
-            "dtype": CARRIED[dtype][0],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(round_up(len(text), 8))
-    if len(text) > HEADER_BYTES_MAX:
-        raise Unsupported(f"exporting {len(rows)} tensors to one file: choose smaller shards")
-    return len(text).to_bytes(8, "little") + text
+        entries.add(name, dtype, tuple(shape), ITEM_SIZES[dtype] * prod(shape))
+    header = entries.encode()
+    if len(header) > HEADER_BYTES_MAX:
+        raise Unsupported(f"exporting {len(shapes)} tensors to one file: choose smaller shards")
+    return header
 
 
 def is_any(path: Path) -> bool:

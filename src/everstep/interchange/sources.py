@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
 from everstep.interchange import archives, dcp, folders, safetensors, zero
@@ -48,15 +49,9 @@ def _check_size(draft: Draft, path: Path) -> None:
         raise Unsupported(f"importing {path}: {there} bytes, which say that they are {wanted}")
 
 
-def _read_torch(path: Path, options: Options) -> Draft:
-    draft = Draft(path, "torch")
-    add_tree(draft, archives.load(path), options)
-    return draft
-
-
-def _read_dcp(path: Path, options: Options) -> Draft:
-    draft = Draft(path, "dcp")
-    add_tree(draft, dcp.read_tree(path), options)
+def _read_tree(kind: str, load: Callable[[Path], Any], path: Path, options: Options) -> Draft:
+    draft = Draft(path, kind)
+    add_tree(draft, load(path), options)
     return draft
 
 
@@ -74,13 +69,13 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "dcp": Kind(lambda path: (path / dcp.METADATA).is_file(), _read_dcp),
+    "dcp": Kind(dcp.is_any, partial(_read_tree, "dcp", dcp.read_tree)),
     "trainer": Kind(folders.is_trainer, folders.read_trainer),
     "accelerate": Kind(folders.is_accelerate, folders.read_accelerate),
     "deepspeed": Kind(lambda path: zero.tag_of(path) is not None, zero.read_zero),
     "hf": Kind(safetensors.is_any, _read_hf),
     "lightning": Kind(folders.is_lightning, folders.read_lightning),
-    "torch": Kind(archives.is_archive, _read_torch),
+    "torch": Kind(archives.is_archive, partial(_read_tree, "torch", archives.load)),
 }
 """By what is recognised first."""
 

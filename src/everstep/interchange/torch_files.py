@@ -4,7 +4,6 @@ torch.save wants all tensors in memory; here each is read when its turn has come
 """
 
 import io
-import os
 import pickle
 import struct
 import zipfile
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from everstep.format.packs import round_up
-from everstep.interchange.archives import STORAGES
+from everstep.interchange.archives import STORAGES, Window
 from everstep.interchange.tensors import StandIn
 from everstep.sharding.leaves import bytes_of, dtype_name
 
@@ -35,7 +34,7 @@ def write_archive(file: io.BufferedWriter, value: Any, read: Read) -> None:
     """The same, from where `file` is written to now."""
     pickler = _Pickler()
     pickler.dump(value)
-    rest = _Rest(file)
+    rest = Window(file, file.tell())
     with zipfile.ZipFile(rest, "w", zipfile.ZIP_STORED) as archive:
         _write(archive, rest, "data.pkl", pickler.file.getbuffer())
         _write(archive, rest, "byteorder", memoryview(b"little"))
@@ -46,7 +45,7 @@ def write_archive(file: io.BufferedWriter, value: Any, read: Read) -> None:
         _write(archive, rest, "version", memoryview(b"3\n"))
 
 
-def _write(archive: zipfile.ZipFile, rest: "_Rest", name: str, data: memoryview) -> None:
+def _write(archive: zipfile.ZipFile, rest: Window, name: str, data: memoryview) -> None:
     """A record, whose bytes begin on a multiple of 64, as torch has it: by an extra field."""
     row = zipfile.ZipInfo(f"archive/{name}")
     row.file_size = len(data)
@@ -56,27 +55,6 @@ def _write(archive: zipfile.ZipFile, rest: "_Rest", name: str, data: memoryview)
     row.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     with archive.open(row, "w", force_zip64=len(data) > zipfile.ZIP64_LIMIT) as record:
         record.write(data)
-
-
-class _Rest(io.RawIOBase):
-    """What is to come of a file, as a file of its own."""
-
-    def __init__(self, file: io.BufferedWriter) -> None:
-        super().__init__()
-        self._file, self._start = file, file.tell()
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        assert whence == os.SEEK_SET
-        return self._file.seek(self._start + offset) - self._start
-
-    def write(self, data: Any) -> int:
-        return self._file.write(data)
 
 
 class _Storage:

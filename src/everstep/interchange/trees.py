@@ -25,6 +25,10 @@ class Options:
     names: Sequence[str] | None = None
     only: Sequence[str] = ()
 
+    def wants(self, part: str) -> bool:
+        """Whether that one is to be taken."""
+        return not self.only or any(f"{part}.".startswith(f"{one}.") for one in self.only)
+
 
 def add_tree(
     draft: Draft, tree: Any, options: Options, orders: Sequence[Sequence[str]] | None = None
@@ -38,11 +42,7 @@ def add_tree(
         raise Unsupported(f"importing {draft.where}: at its top there is no dict of parts")
     tree = _with_model(_opened(tree), options.part)
     parts = {name: _unflattened(each) for name, each in _parts(tree)}
-    chosen = {
-        name: each
-        for name, each in parts.items()
-        if not options.only or any(f"{name}.".startswith(f"{one}.") for one in options.only)
-    }
+    chosen = {name: each for name, each in parts.items() if options.wants(name)}
     if options.only and not chosen:
         raise Missing(f"importing {draft.where}: it has no {options.only}, but {list(parts)}")
     models = [name for name, each in chosen.items() if is_weights(each)]

@@ -209,7 +209,7 @@ def _rest(trained: _Trained, states: Sequence[Any]) -> Iterator[tuple[str, Found
 def _add_state(
     draft: Draft, trained: _Trained, groups: Sequence[Mapping[str, Any]], options: Options
 ) -> None:
-    if options.only and "optimizer" not in options.only:
+    if not options.wants("optimizer"):
         return
     state: dict[str, dict[str, Any]] = {}
     for name, keys in trained.parts.items():
@@ -227,7 +227,7 @@ def _add_engine(
     draft: Draft, state: Mapping[str, Any], optimizer: Mapping[str, Any], options: Options
 ) -> None:
     """What the engine counts. Micro-steps are counted from one update to the next."""
-    if options.only and "engine" not in options.only:
+    if not options.wants("engine"):
         return
     scaler = optimizer.get("loss_scaler")
     known = scaler.state if isinstance(scaler, Inert) and isinstance(scaler.state, dict) else {}
@@ -266,7 +266,7 @@ def _add_universal(draft: Draft, tag: Path, state: Mapping[str, Any], options: O
 def _add_plain(draft: Draft, state: Mapping[str, Any], options: Options) -> None:
     """Of an engine without ZeRO."""
     draft.add_weights(options.part, state["module"])
-    if state.get("optimizer") and not (options.only and "optimizer" not in options.only):
+    if state.get("optimizer") and options.wants("optimizer"):
         add_optimizer(draft, "optimizer", state["optimizer"], [options.part], options)
     if state.get("lr_scheduler"):
         draft.try_object("scheduler", state["lr_scheduler"])

@@ -16,6 +16,7 @@ from everstep.sharding.layout import LocalBox
 _ITEMS = {
     1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128,
 }  # fmt: skip
+_Place = tuple[slice, ...]
 _libc = ctypes.CDLL(None)
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; the mmap module has no name for it
 
@@ -54,20 +55,13 @@ class Delivery:
                 if common := block.intersect(self.box):
                     there, here = common.slices_in(block), common.slices_in(self.box)
                     copy = self._send if self.is_on_device else self._copy
-                    copy(chunk, at, block, there, here)
+                    copy(chunk[at:], block, there, here)
 
-    def _copy(
-        self,
-        chunk: memoryview,
-        at: int,
-        block: Box,
-        there: tuple[slice, ...],
-        here: tuple[slice, ...],
-    ) -> None:
+    def _copy(self, chunk: memoryview, block: Box, there: _Place, here: _Place) -> None:
         """In this thread: torch would start others for it, beside those that read. Without the GIL,
         where it is much."""
         array = self.items.numpy()
-        items = np.frombuffer(chunk, array.dtype, block.count, at).reshape(block.lengths)
+        items = np.frombuffer(chunk, array.dtype, block.count).reshape(block.lengths)
         source = items[there] if there else items  # () would make a scalar
         destination = array[here] if here else array
         if source.flags.c_contiguous and destination.flags.c_contiguous:
@@ -75,16 +69,9 @@ class Delivery:
         else:
             destination[...] = source
 
-    def _send(
-        self,
-        chunk: memoryview,
-        at: int,
-        block: Box,
-        there: tuple[slice, ...],
-        here: tuple[slice, ...],
-    ) -> None:
+    def _send(self, chunk: memoryview, block: Box, there: _Place, here: _Place) -> None:
         """Ranges go over the bus; what has gaps is picked out on the device."""
-        items = torch.frombuffer(chunk, dtype=self.items.dtype, count=block.count, offset=at)
+        items = torch.frombuffer(chunk, dtype=self.items.dtype, count=block.count)
         items = items.view(block.lengths)
         source = items[there]
         if not source.is_contiguous():

@@ -133,7 +133,7 @@ class Whole:
     ) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """Boxes of these tensors in this order, as `read`; one that is larger than BATCH_BYTES
         takes memory for all of it. The next are read while these are used."""
-        batches = map(self._filled, _batches(wanted, lambda row: self._size(*row)))
+        batches = map(self._filled, _batches(wanted, lambda row: self.size(*row)))
         with ThreadPoolExecutor(1, "everstep-ahead") as ahead:
             following = ahead.submit(next, batches, None)
             while made := following.result():
@@ -159,7 +159,8 @@ class Whole:
     def _whole_box(self, name: str) -> Box:
         return Box.whole(self.entries[name].spec.shape)
 
-    def _size(self, name: str, box: Box) -> int:
+    def size(self, name: str, box: Box) -> int:
+        """Bytes of a box of that tensor."""
         return box.count * ITEM_SIZES[self.entries[name].spec.dtype]
 
     def _empty(self, name: str, box: Box) -> torch.Tensor:
@@ -209,6 +210,11 @@ def _batches(rows: Iterable[Row], size_of: Callable[[Row], int]) -> Iterator[lis
         size += own
     if batch:
         yield batch
+
+
+def kind_of(entry: TensorEntry) -> str:
+    """Dtype and shape, for messages and to be compared."""
+    return f"{entry.spec.dtype} {list(entry.spec.shape)}"
 
 
 def _head(name: str) -> str:

@@ -10,10 +10,10 @@ from everstep.interchange.draft import Draft
 from everstep.interchange.tensors import Found
 from everstep.interchange.write import Progress, write
 from everstep.restore.load import Loader
-from everstep.restore.whole import Whole
+from everstep.restore.whole import Whole, kind_of
 from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
-from everstep.versions.merge import blocks, kind_of, new_store
+from everstep.versions.merge import blocks, new_store
 
 
 def average(

@@ -15,8 +15,7 @@ import torch
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import CHUNK_BYTES
-from everstep.format.tables import TensorEntry
-from everstep.restore.whole import BATCH_BYTES, Whole
+from everstep.restore.whole import BATCH_BYTES, Whole, kind_of
 
 Progress = Callable[[int, int], None]
 _ELEMENTS = 1 << 20
@@ -107,11 +106,11 @@ def compare(
             change.squares_before = None
         shape = first.entries[name].spec.shape
         rows += [(name, box) for start, end in ranges for box in flat_boxes(shape, start, end)]
-    total = sum(_size(first, *row) for row in rows)
+    total = sum(first.size(*row) for row in rows)
     others = second.read_boxes((pairs[name], box) for name, box in rows)
     for (name, box, before), (_, _, after) in zip(first.read_boxes(rows), others, strict=True):
         _add(changes[name], before.flatten(), after.flatten())
-        found.bytes_compared += _size(first, name, box)
+        found.bytes_compared += first.size(name, box)
         progress(found.bytes_compared, total)
     found.compared = list(changes.values())
     return found
@@ -130,7 +129,7 @@ def _paired(first: Whole, second: Whole, found: Difference) -> dict[str, str]:
         other = next((names[each] for each in (name, *entry.aliases) if each in names), None)
         if other is None:
             found.only_first.append(name)
-        elif (said := _kind(entry)) != (told := _kind(second.entries[other])):
+        elif (said := kind_of(entry)) != (told := kind_of(second.entries[other])):
             found.other[name] = said, told
         else:
             pairs[name] = other
@@ -139,14 +138,6 @@ def _paired(first: Whole, second: Whole, found: Difference) -> dict[str, str]:
         name for name, entry in second.entries.items() if known.isdisjoint((name, *entry.aliases))
     ]
     return pairs
-
-
-def _kind(entry: TensorEntry) -> str:
-    return f"{entry.spec.dtype} {list(entry.spec.shape)}"
-
-
-def _size(whole: Whole, name: str, box: Box) -> int:
-    return box.count * ITEM_SIZES[whole.entries[name].spec.dtype]
 
 
 def _ranges(

@@ -22,7 +22,7 @@ from everstep.interchange.draft import Borrowed, Draft
 from everstep.interchange.tensors import Found
 from everstep.interchange.write import Progress, write
 from everstep.restore.load import Loader
-from everstep.restore.whole import Whole
+from everstep.restore.whole import Whole, kind_of
 from everstep.sharding.leaves import bytes_of
 from everstep.state.objects import references
 from everstep.store import catalog, names
@@ -293,8 +293,3 @@ def blocks(
         for box in flat_boxes(spec.shape, start, min(count, start + step)):
             read = [next(whole.read_boxes([(name, box)]))[2] for whole, name in sources]
             yield bytes_of(joined(read)).numpy().data
-
-
-def kind_of(entry: TensorEntry) -> str:
-    """Dtype and shape, for messages and to be compared."""
-    return f"{entry.spec.dtype} {list(entry.spec.shape)}"

@@ -11,24 +11,22 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from everstep.cli.demo.events import Event
-from everstep.cli.demo.report import Attempt, Report, split_attempts
+from everstep.cli.demo.report import PHASES, Attempt, Report, split_attempts
 
 Axes = Any  # matplotlib's own, which is not typed for us
 
 INK, FAINT, PAPER = "#1d2733", "#c3cad3", "#ffffff"
 TRAIN, KILL, DOWN = "#3b6fb6", "#d7263d", "#eceff3"
 SAVED = {"copied": "#f0a202", "state": "#0b6e63", "record": "#63c5a4"}
-PHASES = {
-    "start": ("imports", "#b8bfc9"),
-    "imported": ("build", "#959eab"),
-    "built": ("restore", "#8e5ea2"),
-    "begin": ("forward", "#9dc0e8"),
-    "forward": ("backward", TRAIN),
-    "backward": ("update", "#1c3f74"),
+COLOURS = {
+    "start": "#b8bfc9",
+    "imported": "#959eab",
+    "built": "#8e5ea2",
+    "begin": "#9dc0e8",
+    "forward": TRAIN,
+    "backward": "#1c3f74",
 }
-"""What the trainer is at after an event, and its colour."""
-_OTHERS = ("restored", "update", "trained", "returned")
-"""What ends a phase, and begins none."""
+"""Of what the trainer is at after an event; no other begins anything that is shown."""
 
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -176,7 +174,8 @@ def _draw_near(axes: Axes, attempts: Sequence[Attempt]) -> None:
     axes.set_xlabel("seconds")
     axes.set_title(f"Kill {number} from near")
     kinds = {save.kind for attempt in attempts for save in attempt.saves()}
-    colours = {**dict(PHASES.values()), "copied": SAVED["copied"]}
+    colours = {PHASES[event]: colour for event, colour in COLOURS.items()}
+    colours |= {"copied": SAVED["copied"]}
     colours |= {f"{kind} written": SAVED[kind] for kind in sorted(kinds)}
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
     axes.legend(handles=handles, ncols=5, loc="lower right", fontsize=7)
@@ -184,12 +183,12 @@ def _draw_near(axes: Axes, attempts: Sequence[Attempt]) -> None:
 
 def _draw_phases(axes: Axes, attempt: Attempt, low: float, high: float) -> None:
     """What the trainer was at, from event to event."""
-    trace = [event for event in attempt.events if event["event"] in (*PHASES, *_OTHERS)]
+    trace = [event for event in attempt.events if event["event"] in PHASES]
     ends = [event["at"] for event in trace[1:]] + [attempt.end]
     for event, end in zip(trace, ends, strict=True):
         begin, name = event["at"], event["event"]
-        if name in PHASES and end > low and begin < high:
-            axes.barh(2, end - begin, 0.62, left=begin, color=PHASES[name][1])
+        if name in COLOURS and end > low and begin < high:
+            axes.barh(2, end - begin, 0.62, left=begin, color=COLOURS[name])
         if name == "begin" and low <= begin <= high:
             axes.text(begin, 2.4, str(event["step"]), fontsize=8, ha="left", va="bottom")
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from everstep.cli.demo.events import Event, Settings
 
-# What a trainer is at, by its last event.
-_PHASES = {
+PHASES = {
     "start": "importing torch",
     "imported": "building",
     "built": "restoring",
@@ -21,6 +20,7 @@ _PHASES = {
     "trained": "step()",
     "returned": "between steps",
 }
+"""What a trainer is at, by its last event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +243,14 @@ def describe_kills(attempts: Sequence[Attempt]) -> tuple[Kill, ...]:
 
 
 def _describe(attempt: Attempt, following: Attempt, reached: int) -> Kill:
-    trace = [event for event in attempt.events if event["event"] in _PHASES]
+    trace = [event for event in attempt.events if event["event"] in PHASES]
     again = following.first("begin")
     imported, built = following.first("imported"), following.first("built")
     restored = following.first("restored") or {}
     return Kill(
         at_s=attempt.end,
         step=trace[-1].get("step") if trace else None,
-        phase=_PHASES[trace[-1]["event"]] if trace else "starting python",
+        phase=PHASES[trace[-1]["event"]] if trace else "starting python",
         saving=tuple(save.step for save in attempt.saves() if not save.done),
         returned=reached,
         restored=restored.get("step"),
