@@ -7,28 +7,23 @@ middle of its training. It goes on from each store: from the whole states exactl
 happened. Three seeds. What has run is kept in build/tailor, and not run again.
 """
 
-import argparse
 import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-from torch.nn import functional
 
 import everstep
-from benchmarks.codecs.curves import smooth
+from benchmarks.losses import draw, kept, parsed, run_apart, train_step
 from benchmarks.machine import await_end_of_keeper
 from everstep.cli.workload import GPT, Loader, Shape, load_text
 
@@ -43,33 +38,27 @@ WAYS = {
 }
 """The outer ones: the first two and the last two, which are in each save."""
 COLORS = {"whole": "#1d2733", "halves": "#3b6fb6", "outer first": "#f0a202"}
-KEPT = Path(__file__).parents[1] / "build" / "tailor"
+MODULE = "benchmarks.tailor"
 _AGE = 0
 """In the place of a step: how many steps old the oldest tensor of the restored state is."""
 Found = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tailor")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--picture", type=Path, default=Path("docs/tailor.png"))
-    parser.add_argument("--run", nargs=3, metavar=("FOLDER", "WAY", "SEED"))
-    args = parser.parse_args(arguments)
+    args = parsed(MODULE, arguments, "docs/tailor.png")
     if args.run:
         folder, way, seed = args.run
         train(Path(folder), way, int(seed), args.steps)
         return
     found = []
     for seed in range(1, args.seeds + 1):
-        kept = KEPT / f"{args.steps}-{seed}.json"
-        if not kept.exists():
-            KEPT.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(run(seed, args.steps)))
-        found.append(json.loads(kept.read_text()))
+        found.append(kept(f"tailor/{args.steps}-{seed}", partial(run, seed, args.steps)))
         print(f"seed {seed} of {args.seeds}", flush=True)
     Console(width=100).print(table(found))
-    draw(found, args.picture)
+    losses = {way: [seed[way]["losses"] for seed in found] for way in WAYS}
+    styles = {way: (way, "-", color) for way, color in COLORS.items()}
+    title = "more than from whole states, after the failure"
+    draw(losses, styles, args.picture, title, since=args.steps // 2)
 
 
 def run(seed: int, steps: int) -> dict[str, Found]:
@@ -77,8 +66,7 @@ def run(seed: int, steps: int) -> dict[str, Found]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for way in ("", *WAYS):
-            command = [sys.executable, "-m", "benchmarks.tailor", "--steps", str(steps)]
-            code = subprocess.run([*command, "--run", name, way, str(seed)], check=False).returncode
+            code = run_apart(MODULE, name, way, seed, steps)
             if code != (0 if way else -signal.SIGKILL):
                 raise RuntimeError(f"{way or 'the run that fails'}: ended with {code}")
         rows = [json.loads(line) for line in (folder / "rows").read_text().splitlines()]
@@ -118,12 +106,7 @@ def train(folder: Path, way: str, seed: int, steps: int) -> None:
         plan = everstep.Store(folder / way).restore_plan(start)
         rows.append((way, _AGE, start - min(plan.values())))
     for step in range(start + 1, end + 1):
-        inputs, targets = loader.next()
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        rows.append((way, step, loss.item()))
+        rows.append((way, step, train_step(model, optimizer, loader)))
         if not way and step % EVERY == 0:
             order = list(savers)[step // EVERY % len(savers) :] + list(savers)
             for each in order[: len(savers)]:
@@ -158,30 +141,6 @@ def table(found: list[dict[str, Found]]) -> Table:
         each = f"{statistics.mean(off):+.4f} ({', '.join(f'{one:+.4f}' for one in off)})"
         rows.add_row(way, size, took, str(age), f"{statistics.mean(ends[way]):.3f}", each)
     return rows
-
-
-def draw(found: list[dict[str, Found]], path: Path) -> None:
-    """A curve for each run, and beside it by how much those that went on are off."""
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(11, 4), dpi=130, layout="constrained")
-        losses, off = figure.subplots(1, 2)
-        steps = len(found[0]["whole"]["losses"])
-        failure = steps // 2
-        for way, color in COLORS.items():
-            for number, seed in enumerate(found):
-                label = way if number == 0 else None
-                curve = smooth(seed[way]["losses"])
-                losses.plot(curve, color=color, lw=1, label=label)
-                if way != "whole":
-                    pairs = zip(seed[way]["losses"], seed["whole"]["losses"], strict=True)
-                    rest = [a - b for a, b in pairs][failure:]
-                    off.plot(range(failure, steps), smooth(rest), color=color, lw=1, label=label)
-        for axes in (losses, off):
-            axes.axvline(failure, color="#9aa5b1", lw=0.8, ls=":")
-            axes.legend(frameon=False)
-        losses.set(title=f"loss, {len(found)} seeds, means of 20 steps", xlabel="step")
-        off.set(title="more than from whole states, after the failure", xlabel="step")
-        figure.savefig(path)
 
 
 if __name__ == "__main__":
