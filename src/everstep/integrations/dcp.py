@@ -25,7 +25,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,7 @@ from everstep.tiers.tier import Tier, tier_at
 log = logging.getLogger("everstep")
 
 Path = str | os.PathLike[str]
+T = TypeVar("T")
 
 PLANNER = "dcp.planner"
 """Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded,
@@ -137,12 +138,11 @@ class _Storage:
 # ---- save ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Attempt:
+class _Attempt(NamedTuple):
     """What the coordinator tells a rank of a save; `token`: of that rank, in this save."""
 
     token: str
-    name: CheckpointName
+    name: CheckpointName = CheckpointName(0, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,12 +189,16 @@ class StorageWriter(_Storage, WriterOfDCP):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On all ranks."""
-        return dataclasses.replace(plan, storage_data=_Attempt(self._token, CheckpointName(0, 0)))
+        return dataclasses.replace(plan, storage_data=_Attempt(self._token))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: claim the checkpoint. Raises Conflict, Unavailable."""
         name = self._claim(tier_at(self.store))
-        return [_told(plan, name) for plan in plans]
+        said = [plan.storage_data or _Attempt("") for plan in plans]  # none of a plan in a cache
+        return [
+            dataclasses.replace(plan, storage_data=each._replace(name=name))
+            for plan, each in zip(plans, said, strict=True)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """On all ranks: write what the plan has, durably; blocks. Raises Mismatch, Unsupported,
@@ -210,9 +214,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         boxes = [leaf.spec for leaf in collected.leaves.values()]
         written = _Written(name, part, boxes, collected.objects, collected.streams)
         size = part.size if part else 0
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(""), size, written)])
-        return done
+        return _done([WriteResult(MetadataIndex(""), size, written)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: publish what all have written. Raises Conflict, Mismatch,
@@ -321,12 +323,6 @@ def _discard_left(disk: Tier) -> None:
     if packs and not catalog.is_there(disk, name):
         with disk.locked(exclusive=True):
             commit.discard_packs(disk, name, packs)
-
-
-def _told(plan: SavePlan, name: CheckpointName) -> SavePlan:
-    said = plan.storage_data
-    token = said.token if isinstance(said, _Attempt) else ""
-    return dataclasses.replace(plan, storage_data=_Attempt(token, name))
 
 
 @dataclasses.dataclass(slots=True)
@@ -526,9 +522,7 @@ class StorageReader(_Storage, ReaderOfDCP):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _pickled(state.value(item.storage_index.fqn)))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
     @property
     def _state(self) -> "_State":
@@ -656,6 +650,12 @@ def _destination(item: ReadItem, entry: TensorEntry, target: torch.Tensor) -> Lo
             f"it into a tensor of that dtype, and convert it afterwards"
         )
     return LocalBox(box, target)
+
+
+def _done(value: T) -> Future[T]:
+    found: Future[T] = Future()
+    found.set_result(value)
+    return found
 
 
 def _no_tensor(name: str, device: str) -> torch.Tensor:

@@ -11,12 +11,11 @@ import torch
 
 from everstep.errors import Missing
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.interchange.dcp_files import write_dcp
 from everstep.interchange.safetensors import header_of, in_file_order
 from everstep.interchange.staged import new_folder, write_file
 from everstep.interchange.state_dicts import names_in, tree_of
 from everstep.interchange.tensors import StandIn
-from everstep.interchange.torch_files import write_torch
+from everstep.interchange.torch_files import write_dcp, write_torch
 from everstep.interchange.universal import write_universal
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole

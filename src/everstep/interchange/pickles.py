@@ -77,7 +77,7 @@ def read_pickle(
             if budget < 0:
                 raise Unsupported(f"reading {where}: a pickle that takes too much memory")
             if opcode.name == "STOP":
-                return machine.pop()
+                return machine.stack.pop()
             if opcode.name not in _STEPS:
                 raise Unsupported(f"reading {where}: a pickle of old, or of extensions")
             _STEPS[opcode.name](machine, argument)
@@ -99,9 +99,6 @@ class _Machine:
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
-    def pop(self) -> Any:
-        return self.stack.pop()
-
     def mark(self) -> None:
         self.marks.append(self.stack)
         self.stack = []
@@ -112,9 +109,6 @@ class _Machine:
 
     def put(self, index: Any) -> None:
         self.memo[len(self.memo) if index is None else int(index)] = self.stack[-1]
-
-    def get(self, index: Any) -> None:
-        self.push(self.memo[int(index)])
 
     def find(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
@@ -197,7 +191,7 @@ _STEPS: dict[str, _Step] = {
     **dict.fromkeys(_PUSHED.split(), lambda m, a: m.push(a)),
     **dict.fromkeys(("PROTO", "FRAME"), lambda m, a: None),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), lambda m, a: m.put(a)),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, a: m.get(a)),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, a: m.push(m.memo[int(a)])),
     **dict.fromkeys(("REDUCE", "NEWOBJ"), _takes(2, _Machine.call)),
     "NEWOBJ_EX": _takes(3, _Machine.call),
     "GLOBAL": lambda m, a: m.find(*a.split(" ", 1)),

@@ -1,6 +1,7 @@
-"""Files as torch.save writes them: a zip of a pickle and, one after another, the tensors' bytes.
+"""Files as torch.save writes them: a zip of a pickle and, one after another, the tensors' bytes;
+and directories for torch.distributed.checkpoint, whose file has one for each value.
 
-torch.save wants all tensors in memory; here each is read when its turn has come.
+These libraries want all tensors in memory; here each is read when its turn has come.
 """
 
 import io
@@ -9,10 +10,14 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
 
 from everstep.format.packs import round_up
 from everstep.interchange.archives import STORAGES, Window
@@ -21,17 +26,35 @@ from everstep.sharding.leaves import bytes_of, dtype_name
 
 Read = Callable[[Sequence[str]], Iterator[torch.Tensor]]
 _ALIGN = 64
+_FILE = "__0_0.distcp"
 
 
 def write_torch(path: Path, value: Any, read: Read) -> None:
     """A new file of `value`, for torch.load; `read` brings the tensors that it has stand-ins of.
     Raises OSError."""
     with path.open("xb") as file:
-        write_archive(file, value, read)
+        _write_archive(file, value, read)
 
 
-def write_archive(file: io.BufferedWriter, value: Any, read: Read) -> None:
-    """The same, from where `file` is written to now."""
+def write_dcp(folder: Path, tree: dict[str, Any], read: Read) -> None:
+    """A new directory of that state dict, for dcp.load. Raises OSError."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tree, is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    values = [planner.lookup_object(item.index) for item in plan.items]
+    tensors = read([each.of for each in values if isinstance(each, StandIn)])
+    found = []
+    with (folder / _FILE).open("xb") as file:
+        for item, each in zip(plan.items, values, strict=True):
+            start = file.tell()
+            _write_archive(file, each, lambda names: islice(tensors, len(names)))
+            size = file.tell() - start
+            found.append(WriteResult(item.index, size, _StorageInfo(_FILE, start, size)))
+    FileSystemWriter(folder, sync_files=False).finish(metadata, [found])
+
+
+def _write_archive(file: io.BufferedWriter, value: Any, read: Read) -> None:
+    """From where `file` is written to now."""
     pickler = _Pickler()
     pickler.dump(value)
     rest = Window(file, file.tell())
