@@ -239,16 +239,12 @@ def candidates(
 ) -> list[Candidate]:
     """What to try, best first. One where a step or tag was asked for;
     raises Missing where it is not there."""
-    newest = catalog.newest_epoch(disk)
     run = catalog.lineage(disk)
-    last = run[-1] if run else None
-    uncommitted = [
-        name
-        for name, state in held.items()
-        if not state.is_committed
-        and name.epoch == newest
-        and (last is None or name.step > last.step)
-    ]
+    last = run[-1].step if run else -1
+    uncommitted = [name for name, state in held.items() if not state.is_committed]
+    if uncommitted:  # else a bucket is not asked for what nobody wants to know
+        newest = catalog.newest_epoch(disk)
+        uncommitted = [name for name in uncommitted if name.epoch == newest and name.step > last]
     if reference is None:
         order = sorted(run + uncommitted, reverse=True)
         return [each for name in order for each in _ways(name, disk, held.get(name))]

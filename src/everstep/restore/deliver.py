@@ -117,16 +117,15 @@ def _move(to: int, source: int, size: int) -> None:
 
 def _populate(to: int, size: int) -> None:
     """Memory that may be new is about to be filled: its first touch takes longer than a copy to it,
-    and less where the kernel is asked for all pages at once. Pages that are there are let be: to
-    ask for them takes half as long as the copy."""
+    and less where the kernel is asked for all pages at once. Where the last page is there it is
+    not: to ask for all of them takes half as long as the copy."""
     start, end = round_up(to), (to + size) // PAGE_BYTES * PAGE_BYTES
     if end <= start:
         return
-    where = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
-    there = bytearray((end - start) // PAGE_BYTES)
-    _libc.mincore(*where, (ctypes.c_char * len(there)).from_buffer(there))
-    if 0 in there:  # where it cannot be done (Linux before 5.14), each page is touched by the copy
-        _libc.madvise(*where, _POPULATE_WRITE)
+    is_there = ctypes.c_char()
+    _libc.mincore(ctypes.c_void_p(end - PAGE_BYTES), ctypes.c_size_t(1), ctypes.byref(is_there))
+    if is_there.value == b"\0":  # Linux before 5.14 cannot: then the copy touches them
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_WRITE)
 
 
 def has_overlaps(tensor: torch.Tensor) -> bool:

@@ -166,7 +166,8 @@ class Restores:
 
     def _proven_first(self, disk: Tier, found: list[Candidate]) -> list[Candidate]:
         """The same, those last of which a replay has come to other bytes before."""
-        known = map(list, catalog.read_unproven(disk))
+        noted_in = disk.tiers[0] if isinstance(disk, Union) else disk  # and not copied elsewhere
+        known = map(list, catalog.read_unproven(noted_in))
         said = self._state.world.gather("looking for what is not proven", list(known))
         unproven = {CheckpointName(*name) for each in said for name in each}
         if steps := [each.name.step for each in found if each.name in unproven]:
