@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 import everstep
 from benchmarks.machine import filled_buffer, plain_read
@@ -450,6 +451,27 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def digest(run: Run, *, with_generators: bool = True) -> str:
+    """One digest of what must come back: model, optimizer, its rate, loader, torch's generators (of
+    which another number of ranks has others). Of a sharded run: of the whole tensors, on each rank;
+    all ranks have to call it."""
+    hasher = xxhash.xxh3_128(repr(run.scheduler.get_last_lr()).encode())
+    tensors = {**run.model.state_dict(), **run.loader.state_dict()}
+    tensors.pop("batches_read", None)  # code of before has it
+    if with_generators:
+        tensors["rng"] = torch.get_rng_state()
+    if with_generators and run.device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    for index, held in run.optimizer.state_dict()["state"].items():
+        tensors |= {f"{index}.{key}": value for key, value in sorted(held.items())}
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "full_tensor"):  # of a DTensor
+            tensor = tensor.full_tensor()
+        hasher.update(name.encode())
+        hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def state_bytes(run: Run) -> int:

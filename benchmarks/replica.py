@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 import everstep
+from benchmarks.codecs.states import Masters
 from benchmarks.machine import describe
 from everstep.restore import load
 
@@ -40,23 +41,6 @@ WARM = 3
 """Steps before those that are measured: processes start with them."""
 SMALL_MILLIONS = 1
 """Parameters of the runs that are killed: each of their records is a file."""
-
-
-class Masters:
-    """bfloat16 weights, whose float32 masters are in the trainer: what offload is beside."""
-
-    def __init__(self, weights: list[nn.Parameter]) -> None:
-        self.weights = weights
-        self.copies = [each.detach().float().requires_grad_() for each in weights]
-        self.optimizer = torch.optim.AdamW(self.copies)
-
-    def step(self) -> None:
-        for weight, copy in zip(self.weights, self.copies, strict=True):
-            copy.grad = weight.grad.float() if weight.grad is not None else None
-        self.optimizer.step()
-        with torch.no_grad():
-            for weight, copy in zip(self.weights, self.copies, strict=True):
-                weight.copy_(copy)
 
 
 def build(
@@ -75,7 +59,7 @@ def build(
         plain = torch.optim.AdamW(weights)
         return model, plain, {"model": model, "optimizer": plain}
     masters = Masters(weights)
-    return model, masters, {"model": model, "masters": masters.copies, "opt": masters.optimizer}
+    return model, masters, {"model": model, "masters": masters.parameters, "opt": masters.optimizer}
 
 
 def strategy_of(kind: str) -> Any:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
@@ -30,6 +29,7 @@ from benchmarks.contenders import (
     Finish,
     Finished,
     checkpointer_of,
+    digest,
     state_bytes,
     sync_directory,
 )
@@ -318,22 +318,7 @@ class Worker:
             dist.barrier()
 
     def _digest(self, run: workload.Run) -> str:
-        """One digest of what must come back: model, optimizer, loader, torch's generator. Of a
-        sharded run: of the whole tensors, on each rank, and without the generator, of which another
-        number of ranks has others. All ranks have to call it."""
-        hasher = xxhash.xxh3_128()
-        tensors = {**run.model.state_dict(), **run.loader.state_dict()}
-        if self._ranks == 1:
-            tensors["rng"] = torch.get_rng_state()
-        tensors.pop("batches_read", None)  # code of before has it
-        for index, held in run.optimizer.state_dict()["state"].items():
-            tensors |= {f"{index}.{key}": value for key, value in sorted(held.items())}
-        for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor):
-                tensor = tensor.full_tensor()
-            hasher.update(name.encode())
-            hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return hasher.hexdigest()
+        return digest(run, with_generators=self._ranks == 1)
 
 
 def _mean(values: list[int]) -> list[float]:

@@ -10,13 +10,11 @@ build/codecs; LoRA goes on from the float32 one, 200 steps.
 """
 
 import argparse
-import contextlib
 import shutil
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import everstep
+from benchmarks import keepers
 from benchmarks.codecs.states import Training, build
 from benchmarks.machine import await_end_of_keeper, describe
 from everstep.codecs import codec
@@ -39,11 +38,9 @@ TRAINED_STEPS, LORA_STEPS = 2000, 200
 LEARNING, SAVES = 3, 5
 KEPT = Path(__file__).parents[2] / "build" / "codecs"
 _MEMORY = Path("/dev/shm")
-_KEEPER = """#!{python}
-import sys, threading, time
-from everstep.codecs import codec
-from everstep.format.packs import CHUNK_BYTES
-from everstep.keeper import __main__ as keeper, encoder
+_KEEPER = """
+import threading, time
+from everstep.keeper import encoder
 from everstep.tiers.system import System
 
 plain, lock, free_at, mode = System.pwrite, threading.Lock(), 0.0, {mode!r}
@@ -62,7 +59,6 @@ if mode != "auto":
     encoder.choose = lambda samples, *_: {{}} if mode == "raw" else dict.fromkeys(samples, mode)
     encoder.REACH_BYTES_PER_S = 1e18 if mode != "raw" else 0.0
     encoder.FreeCores.look = lambda self, own_s: 1.0
-keeper.main(sys.argv[sys.argv.index("everstep.keeper") + 1 :])
 """
 
 
@@ -168,7 +164,7 @@ def run(root: Path, training: Training, link: float, mode: str) -> Row:
     """Save, and train until that is durable; a few times."""
     store = root / "store"
     plain, beside, durable, sizes = [], [], [], []
-    with _keeper(root / "keeper", link, mode):
+    with keepers.changed(root / "keeper", _KEEPER.format(mode=mode, link=link)):
         with everstep.Checkpointer(store, training.state, strategy="full") as checkpointer:
             for number in range(1, LEARNING + SAVES + 1):
                 plain += [_timed(training), _timed(training)]
@@ -197,19 +193,6 @@ def _codecs(store: Path, step: int) -> str:
     (part,) = everstep.Store(store).manifest(step).parts
     codecs = {each.codec.partition(":")[0] for each in part.encoded or ()}
     return "+".join(sorted(codecs)) or "raw"
-
-
-@contextlib.contextmanager
-def _keeper(program: Path, link: float, mode: str) -> Iterator[None]:
-    """Within, keepers that are started write at that speed, and encode so."""
-    plain = sys.executable
-    program.write_text(_KEEPER.format(python=plain, mode=mode, link=link))
-    program.chmod(0o700)
-    sys.executable = str(program)
-    try:
-        yield
-    finally:
-        sys.executable = plain
 
 
 def _text(row: Row) -> str:

@@ -1,7 +1,7 @@
 """States to be saved: a small GPT on real text, in float32, in bfloat16 with float32 masters, and
 with low-rank adapters on frozen weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,10 @@ RANK = 8
 class Masters:
     """AdamW on float32 copies of bfloat16 parameters, which are rounded from them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._rounded = list(model.parameters())
+    def __init__(self, rounded: Iterable[nn.Parameter], **options: Any) -> None:
+        self._rounded = list(rounded)
         self.parameters = nn.ParameterList(p.detach().float() for p in self._rounded)
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=SHAPE.learning_rate, fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters, **options)
 
     def step(self) -> None:
         for master, rounded in zip(self.parameters, self._rounded, strict=True):
@@ -69,7 +69,7 @@ def build(kind: str, trained: dict[str, Tensor] | None = None) -> Training:
     loader = Loader(load_text(), batch=SHAPE.batch, sequence=SHAPE.sequence, seed=1)
     if kind == "bf16":
         model.bfloat16()
-        masters = Masters(model)
+        masters = Masters(model.parameters(), lr=SHAPE.learning_rate, fused=True)
         parts = {"masters": masters.parameters, "optimizer": masters.optimizer}
         return _training(model, loader, parts, masters.step)
     if kind == "lora":

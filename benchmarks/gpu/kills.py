@@ -31,7 +31,7 @@ Event = dict[str, Any]
 def trainer(settings: Settings, strategy: str, store: str) -> None:
     """Train to the last step, and tell each one on standard output."""
     import everstep
-    from benchmarks.contenders import checkpointer_of
+    from benchmarks.contenders import checkpointer_of, digest
     from benchmarks.gpu import training
 
     def tell(**what: Any) -> None:
@@ -43,16 +43,16 @@ def trainer(settings: Settings, strategy: str, store: str) -> None:
     if strategy == UNINTERRUPTED:
         for step in range(1, STEPS + 1):
             run.train_step()
-            tell(step=step, digest=training.digest(run))
+            tell(step=step, digest=digest(run))
         return
     with checkpointer_of(run, Path(store), 1, strategy, base_every=6, keep=1) as checkpointer:
         start = checkpointer.restore()
-        tell(restored=start, digest=start and training.digest(run))
+        tell(restored=start, digest=start and digest(run))
         for step in range(start + 1, STEPS + 1):
             run.train_step()
             checkpointer.step(step)
             tell(step=step)
-        tell(end=STEPS, digest=training.digest(run))
+        tell(end=STEPS, digest=digest(run))
 
 
 def kills(settings: Settings) -> None:

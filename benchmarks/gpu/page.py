@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from everstep.cli.text import table
+
 Results = dict[str, Any]
 Row = dict[str, Any]
 LOG_LINES = 25
@@ -74,13 +76,8 @@ def _listed(results: Results, key: str, columns: list[str]) -> list[str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Columns as wide as they have to be; of no row, nothing."""
-    cells = [heads, *([_shown(value) for value in row] for row in rows)] if rows else []
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    """Of no row, nothing."""
+    return table(heads, [list(map(_shown, row)) for row in rows]) if rows else []
 
 
 def _shown(value: Any) -> str:

@@ -30,7 +30,7 @@ def restores(settings: Settings) -> None:
 def write(settings: Settings) -> None:
     """A log with its records, then DCP's files and a whole state of its last step; then it dies."""
     import everstep
-    from benchmarks.contenders import Dcp, checkpointer_of
+    from benchmarks.contenders import Dcp, checkpointer_of, digest
     from benchmarks.gpu import training
 
     training.make_exact()
@@ -45,13 +45,13 @@ def write(settings: Settings) -> None:
     Dcp(run, root / "dcp", 1).step(STEPS, due=True)
     whole = checkpointer_of(run, root / "full", 1, "full", keep=1)
     whole.save(STEPS).wait("local")
-    (root / "expected").write_text(json.dumps(training.digest(run)))
+    (root / "expected").write_text(json.dumps(digest(run)))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def read(settings: Settings) -> None:
     """Restore each, timed from the call to the last byte on the device."""
-    from benchmarks.contenders import Dcp, Everstep
+    from benchmarks.contenders import Dcp, Everstep, digest
     from benchmarks.gpu import training
     from benchmarks.machine import await_end_of_keeper, evict, processes
 
@@ -77,6 +77,6 @@ def read(settings: Settings) -> None:
         restore()
         training.synchronize(run.device)
         seconds = time.perf_counter() - began
-        is_equal = training.digest(run) == expected
+        is_equal = digest(run) == expected
         settings.report(restore=name, seconds=seconds, equal=is_equal)
         contender.close()

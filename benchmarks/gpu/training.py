@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
@@ -84,22 +83,6 @@ def make_exact() -> None:
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def digest(run: workload.Run) -> str:
-    """Of every byte that must come back: model, optimizer, loader, generators, and the rate."""
-    hasher = xxhash.xxh3_128(repr(run.scheduler.get_last_lr()).encode())
-    tensors = {**run.model.state_dict(), "loader": run.loader.state_dict()["generator"]}
-    tensors["rng"] = torch.get_rng_state()
-    if run.device.type == "cuda":
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    for index, held in run.optimizer.state_dict()["state"].items():
-        tensors |= {f"{index}.{key}": value for key, value in sorted(held.items())}
-    for name, tensor in tensors.items():
-        hasher.update(name.encode())
-        flat = tensor.detach().cpu().contiguous().flatten()
-        hasher.update(flat.view(torch.uint8).numpy())
-    return hasher.hexdigest()
 
 
 def synchronize(device: torch.device) -> None:

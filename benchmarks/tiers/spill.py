@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import everstep
+from benchmarks import keepers
 
 FLOATS = 2_000_000
 STEP_S = 0.2
@@ -23,18 +24,16 @@ STATE_BYTES = 12 * FLOATS
 DISK_BYTES_PER_S = STATE_BYTES / (2 * STEP_S)
 STEPS = 40
 SIZES = (0, 5, 10, 40)
-KEEPER = """#!{python}
-import os, sys, time
-from everstep.keeper import __main__ as keeper
+KEEPER = f"""
+import os, time
 from everstep.tiers.system import System
 plain = System.fsync
 
 def fsync(system, fd):
     plain(system, fd)
-    time.sleep(os.fstat(fd).st_size / {bytes_per_s})
+    time.sleep(os.fstat(fd).st_size / {DISK_BYTES_PER_S})
 
 System.fsync = fsync
-keeper.main(sys.argv[sys.argv.index("everstep.keeper") + 1 :])
 """
 
 
@@ -62,19 +61,16 @@ def main() -> None:
     """Measure and print."""
     directory = Path(sys.argv[1])
     root = Path(tempfile.mkdtemp(prefix="spill-", dir=os.environ.get("STORE_ROOT")))
-    program = root / "keeper"
-    program.write_text(KEEPER.format(python=sys.executable, bytes_per_s=DISK_BYTES_PER_S))
-    program.chmod(0o700)
-    sys.executable = str(program)
     torch.set_num_threads(1)
     print(
         f"{STEPS} steps of {STEP_S} s, {STATE_BYTES >> 20} MiB each, a disk that takes half of it"
     )
     try:
-        for states in SIZES:
-            stall_s, spills, is_whole = measure(root, directory, states)
-            print(f"second memory of {states:2} states: training stood still for {stall_s:5.2f} s, "
-                  f"{spills:2} spilled, all durable: {is_whole}")  # fmt: skip
+        with keepers.changed(root / "keeper", KEEPER):
+            for states in SIZES:
+                stall_s, spills, is_whole = measure(root, directory, states)
+                stood = f"training stood still for {stall_s:5.2f} s, {spills:2} spilled"
+                print(f"second memory of {states:2} states: {stood}, all durable: {is_whole}")
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
