@@ -32,7 +32,7 @@ from benchmarks.codecs.states import Masters
 from benchmarks.machine import describe
 from everstep.restore import load
 
-KINDS = ("none", "full", "log", "replica", "offload", "overlap")
+KINDS = ("none", "full", "log", "layerwise", "replica", "offload", "overlap")
 OFFLOADED = ("offload", "overlap")
 RECOVERS = ("full", "first", "log", "replica", "offload")
 """first: of a whole state the weights first."""
@@ -66,7 +66,8 @@ def strategy_of(kind: str) -> Any:
     """What a Checkpointer is given."""
     if kind in ("full", "first"):
         return everstep.Full()
-    return everstep.Log(base_every=100_000, replica=kind in ("replica", *OFFLOADED))
+    by_replica, layerwise = kind in ("replica", *OFFLOADED), kind == "layerwise"
+    return everstep.Log(base_every=100_000, replica=by_replica, layerwise=layerwise)
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import everstep
 from everstep.capture import log
 
-_OF_LOG = ("base_every", "verify", "replica", "pre_clip", "optimizers")
+_OF_LOG = ("base_every", "verify", "replica", "pre_clip", "layerwise", "optimizers")
 _OF_RANKS = ("by_rank", "layout", "alone", "check")
 _steps_of_base = log.steps_of_base
 

@@ -78,6 +78,10 @@ class Log:
         recovery is a copy of it, however long the log is; and it writes the bases, so that training
         copies a whole state once only. It takes memory for a state and some gradients, and what
         processor time training leaves. For torch's optimizers, on the CPU, of one node.
+    layerwise: copy gradients while backward still runs, into the next record. They are given back
+        sooner; on a GPU no copies of them are made there. Those that are changed after backward in
+        a way that torch counts (clipping) are copied again; do not write to them past it, by
+        `.grad.data` or numpy. Of one process.
     pre_clip: record gradients as they were before `everstep.clip_grad_norm_`. They take fewer bytes
         on the disk where they came out of arithmetic in bfloat16, and memory until the update.
     optimizers: classes of optimizers beside torch's that you know to change their state in place.
@@ -86,6 +90,7 @@ class Log:
     base_every: int | None = None
     verify: Literal["rolling", "full"] = "rolling"
     replica: bool = False
+    layerwise: bool = False
     pre_clip: bool = False
     optimizers: Sequence[type[torch.optim.Optimizer]] = ()
     catch_up: InitVar[None] = None
@@ -96,6 +101,7 @@ class Log:
             raise TypeError("Log has no argument 'catch_up' any more: say replica=True")
         _check_count("base_every", self.base_every, "steps")
         _check_flag("replica", self.replica)
+        _check_flag("layerwise", self.layerwise)
         _check_choice("verify", self.verify, ("rolling", "full"))
         _check_flag("pre_clip", self.pre_clip)
         kinds = tuple(self.optimizers) if isinstance(self.optimizers, (list, tuple)) else (None,)

@@ -14,6 +14,7 @@ from torch import nn
 from everstep import Store, Unsupported
 from everstep.cli.main import main
 from everstep.restore.materialize import materialize
+from everstep.sharding import topology
 from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
@@ -83,6 +84,18 @@ def test_another_number_of_threads(store, caplog):
     with checkpointer(store, fresh) as restorer:
         assert restorer.restore(exact="require") == 5
     assert "last bits" not in caplog.text
+
+
+def test_a_processor_of_another_vendor(store, monkeypatch):
+    """MKL comes to other square roots there, with the same instructions."""
+    state, fresh = build(1), build(2)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(topology, "vendor", lambda: "Elsewhere")
+        run(store, state)
+    with checkpointer(store, fresh) as restorer:
+        with pytest.raises(Unsupported, match=f"processor Elsewhere, here {topology.vendor()}"):
+            restorer.restore(exact="require")
+        assert restorer.restore() == 5
 
 
 def test_a_number_of_threads_that_is_set_while_the_run_goes_on(store):

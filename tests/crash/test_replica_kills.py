@@ -47,7 +47,8 @@ def train(state):
 def trains(store, kind):
     """Without an end; says each step that is durable, and who may be killed."""
     state = build(1, kind)
-    saver = logged(store, state, replica=True, base_every=20)
+    layerwise = kind == "layerwise"
+    saver = logged(store, state, replica=True, layerwise=layerwise, base_every=20)
     step = saver.restore()
     while True:
         worker = getattr(state["optimizer"], "_process", None)
@@ -69,7 +70,7 @@ def victims(rng, trainer, keeper, updater):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["plain", "offload", "overlap"])
+@pytest.mark.parametrize("kind", ["plain", "layerwise", "offload", "overlap"])
 def test_whoever_is_killed_at_any_moment(store, kind):
     """EVERSTEP_SEED=... again, EVERSTEP_ROUNDS=... more."""
     seed = int(os.environ.get("EVERSTEP_SEED", random.SystemRandom().randrange(1 << 30)))

@@ -7,6 +7,7 @@ import torch
 from test_cuda import build, check_steps, saved, state_bytes
 
 import everstep
+from everstep.capture import layerwise
 from everstep.redo import clipping
 from everstep.restore.materialize import materialize
 from everstep.store.names import CheckpointName
@@ -107,6 +108,24 @@ def test_every_step_comes_back(store, train, verify, options):
         for step in range(8, 16):
             train(fresh)
             assert state_bytes(fresh) == expected[step], step
+
+
+@pytest.mark.parametrize(
+    "train", [plain, clipped, accumulated, kept, scaled, scaled_and_clipped, in_closure]
+)
+def test_gradients_that_are_copied_within_backward(store, train, monkeypatch):
+    """Each at once, off the device; those that are changed afterwards are copied again."""
+    monkeypatch.setattr(layerwise, "GROUP_BYTES", 1)
+    found = []
+    take = layerwise.Layerwise.take
+    monkeypatch.setattr(
+        layerwise.Layerwise, "take", lambda *given: (found.append(take(*given)), found[-1])[1]
+    )
+    state = make(1, train, {})
+    strategy = everstep.Log(base_every=100, layerwise=True)
+    expected = saved(store, state, partial(train, state), 15, strategy=strategy)
+    assert any(found) == (train in (plain, accumulated, kept, scaled, in_closure))
+    check_steps(store, make(2, train, {}), expected)
 
 
 def test_a_learning_rate_on_the_device_is_noted_as_it_was(store):

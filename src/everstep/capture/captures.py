@@ -14,6 +14,7 @@ from typing import Any
 from everstep.capture.choice import Choice
 from everstep.capture.copier import Capture, Copier
 from everstep.capture.hooks import Hook
+from everstep.capture.layerwise import Early, Layerwise
 from everstep.capture.optimizer_arenas import OptimizerArenas
 from everstep.capture.plan import Plan, Planner
 from everstep.capture.pool import SLOTS_MIN, Pool, Slot
@@ -26,7 +27,7 @@ from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import check_file_size, file_size_limit
 from everstep.keeper.client import Client
 from everstep.keeper.ranks.node_save import PLACE
-from everstep.options import Options
+from everstep.options import Log, Options
 from everstep.redo.allowed import Overwritten
 from everstep.redo.rolling_digest import DERIVED_OWNER
 from everstep.sharding.topology import topology
@@ -89,6 +90,10 @@ class Captures:
         self._unannounced: threading.Event | None = None
         self._copier = Copier(self._announce, self._seal, self._on_failure, choice.run.pace)
         self.pool.on_release = self._copier.devices.unpin
+        self._layerwise: Layerwise | None = None
+        if isinstance(options.strategy, Log) and options.strategy.layerwise:
+            self._layerwise = Layerwise(self.pool, self._copier.devices)
+            self._recorder.settle = self._layerwise.settle
         self._hooks = [
             Hook(optimizer, self._copier, self._recorder, metrics, state.late)
             for optimizer in state.optimizers
@@ -162,6 +167,8 @@ class Captures:
         for hook in self._hooks:
             hook.remove()
         self._recorder.stop()
+        if self._layerwise:
+            self._layerwise.close()
         self._streams.close()
         self._copier.close()
 
@@ -214,7 +221,8 @@ class Captures:
         if (lent := self.pool.lent) and not self._copier.was_given(lent):  # that call was cut off
             self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
             self.pool.take_back(lent)
-        slot = self._slot(handle.step, plan, waits)
+        captured, early = self._early(captured, plan)
+        slot = early.slot if early else self._slot(handle.step, plan, waits)
         if slot is None:
             self._saves.skip(handle)
             self._leave_out(handle.step, handle.call, "it had no memory for it")
@@ -225,7 +233,7 @@ class Captures:
             streams = self._streams.take(handle.step, self.epoch, self._metrics.failures)
         sequence = self.pool.next_sequence()
         said = self._describe(captured, request) | {"call": handle.call}
-        capture = self._copier.begin(handle, sequence, captured, plan, slot, said)
+        capture = self._copier.begin(handle, sequence, captured, plan, slot, said, early)
         capture.streams = streams
         try:
             self.strategy.begun(captured, handle)
@@ -242,6 +250,21 @@ class Captures:
             self._copier.give_up(capture, problem)
             raise
         self.pool.lent = None
+        if self._layerwise and captured.record is not None and captured.share is None:
+            self._layerwise.expect(plan, self._recorder.plain, self._descriptor_size)
+
+    def _early(self, captured: Captured, plan: Plan) -> tuple[Captured, Early | None]:
+        """What of a record was copied into its slot while backward ran; where it lies otherwise
+        than was expected, the record has those copies."""
+        if self._layerwise is None:
+            return captured, None
+        known = self._recorder.early if captured.record is not None else frozenset()
+        if early := self._layerwise.take(plan, known):
+            self.pool.lent = early.slot
+            return captured, early
+        leaves = captured.collected.walk.leaves if known else ()
+        wanted = {leaf.entry: leaf.tensor for leaf in leaves if leaf.entry in known}
+        return captured.with_tensors(self._layerwise.rescue(wanted)), None
 
     def _slot(self, step: int, plan: Plan, waits: bool) -> Slot | None:
         """Memory for a capture; None where none is free, and it does not wait. Raises Unavailable

@@ -98,6 +98,11 @@ class Choice:
         if isinstance(how, options.Log):
             if why:
                 raise Unsupported(f"strategy='log': {why}. Use strategy='full' or 'auto'")
+            if how.layerwise and not self._state.world.is_alone:
+                raise Unsupported(
+                    "everstep.Log(layerwise=True) and several ranks: their gradients are reduced "
+                    "after they are there. Leave layerwise= out"
+                )
             if how.replica:
                 self._check_replica()
             return Log(self.run, self._base_every, self._derived)

@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ import torch
 
 from everstep.capture.copies import MOVERS, Batch, Devices, Landing, Progress
 from everstep.capture.copy_speed import CopySpeed, Span, mark
+from everstep.capture.layerwise import Early
 from everstep.capture.plan import Plan
 from everstep.capture.pool import Slot
 from everstep.capture.strategy import RECORD_OWNER, Captured
@@ -227,14 +228,16 @@ class Copier:
         plan: Plan,
         slot: Slot,
         description: dict[str, Any],
+        early: Early | None = None,
     ) -> Capture:
-        """Copy what must be copied at the call; the rest is for `go_on`, and so are digests.
+        """Copy what must be copied at the call; the rest is for `go_on`, and so are digests. What
+        was copied `early` into the slot is left out.
 
         On CUDA the eager copies are enqueued on the current stream of each device, after the work
         that is there, before all that comes; the host does not wait.
         """
         collected = captured.collected
-        bound = self._bind(collected.walk, plan)
+        bound = self._bind(collected.walk, plan, early.entries if early else frozenset())
         eager = Batch.of(collected.loose, plan)
         owned = {
             owner: Owned(part.batch, part.fingerprint.again(handle.step))
@@ -251,7 +254,7 @@ class Copier:
         lazy = {device for part in owned.values() for device in part.devices}
         devices = {device for batch in batches for device in batch.on_device} | lazy
         self.devices.use(devices)
-        eager_landings = self._copy_eagerly(batches, slot)
+        eager_landings = self._copy_eagerly(batches, slot) + (early.landings if early else [])
         begins = {device: mark(device) for device in lazy}
         return Capture(
             handle,
@@ -358,16 +361,19 @@ class Copier:
         for thread in self._threads:
             thread.join(_JOIN_S)
 
-    def _bind(self, walk: Walk, plan: Plan) -> "Mapping[int | None, _Bound]":
+    def _bind(
+        self, walk: Walk, plan: Plan, early: Set[str] = frozenset()
+    ) -> "Mapping[int | None, _Bound]":
         if self._bound is None or self._bound[0] is not walk or self._bound[1] is not plan:
             sharded = _by_owner(walk.sharded)
+            left = tuple(leaf for leaf in walk.leaves if leaf.entry not in early)
             parts = {
                 owner: _Bound(
                     Batch.of(leaves, plan), Fingerprint((*leaves, *sharded.get(owner, ())))
                 )
-                for owner, leaves in _by_owner(walk.leaves).items()
+                for owner, leaves in _by_owner(left).items()
             }
-            if RECORD_OWNER in parts:  # they do not come again, and are not to be held
+            if early or RECORD_OWNER in parts:  # they do not come again, and are not to be held
                 return parts
             self._bound = (walk, plan, parts)
         return self._bound[2]

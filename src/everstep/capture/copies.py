@@ -250,6 +250,10 @@ class Devices:
         else:
             self._pinned[arena.address] = arena, device
 
+    def has_pinned(self, arena: Arena) -> bool:
+        """Whether copies into it need not be waited for. Any thread."""
+        return self._pinned.get(arena.address, (None, None))[1] is not None
+
     def unpin(self, arena: Arena) -> None:
         """Undo `pin`, where it was done; no copy into the arena may be under way. Any thread."""
         _, device = self._pinned.pop(arena.address, (None, None))

@@ -14,7 +14,7 @@ Source: LowDiff (SC 2025), which copies eagerly and does not look.
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -64,6 +64,10 @@ class Call:
     generators: dict[str, torch.Tensor] = field(default_factory=dict)
     is_open: bool = True
     """Until the update is made."""
+    plain: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters whose gradients it has as they are, by their names in the record; ..."""
+    early: Set[str] = frozenset()
+    """... those that were copied before the call."""
 
     def sink(self, path: str, tensor: torch.Tensor) -> str:
         """A TensorSink for what each rank has for itself."""
@@ -121,6 +125,12 @@ class Recorder:
         """Whether optimizers have parameters in common."""
         self._early: set[int] = set()
         """Optimizers whose update has begun, before their step() is called."""
+        self.settle: Callable[[Mapping[str, tuple[torch.Tensor, torch.Tensor]]], Set[str]] | None
+        self.settle = None
+        """Which of these parameters' gradients are copied already, as they are now (layerwise)."""
+        self.plain: dict[str, torch.Tensor] = {}
+        self.early: Set[str] = frozenset()
+        """See Call; of what was taken last."""
 
     def start(self) -> None:
         """Note what comes from now on, from the optimizers' tensors of now: none of them was
@@ -242,6 +252,8 @@ class Recorder:
         problem, self.problem = self.problem, None
         if problem:
             raise problem
+        self.plain = {name: each for call in calls for name, each in call.plain.items()}
+        self.early = frozenset(name for call in calls for name in call.early)
         tensors = {name: tensor for call in calls for name, tensor in call.tensors.items()}
         return tensors, [call.said for call in calls]
 
@@ -306,6 +318,8 @@ class Recorder:
         parameters = list(call.optimizer.parameters())
         rows = [(name, p, p.grad) for _, name, p, _ in parameters if p.grad is not None]
         known = clipping.origins(parameter for _, parameter, _ in rows)
+        if self.settle:
+            call.early = self.settle({f"{call.at}.{name}": (p, grad) for name, p, grad in rows})
         held: list[Leaf] = []
         copied: list[str] = []
         for name, parameter, gradient in rows:
@@ -324,14 +338,17 @@ class Recorder:
                 key = raw_name(call.at, name) if is_dtensor(source) else f"{call.at}.{name}"
                 call.tensors[key] = local_gradient(name, parameter, source)
             else:
-                is_copied = must_copy or not self._is_fresh(parameter, part)
-                call.tensors[f"{call.at}.{name}"] = part.detach()
-                held += [] if is_copied else [Leaf(name, gradient)]
-                copied += [f"{call.at}.{name}"] if is_copied else []
+                key = f"{call.at}.{name}"
+                call.tensors[key], call.plain[key] = part.detach(), parameter
+                if must_copy or not self._is_fresh(parameter, part):
+                    copied += [] if key in call.early else [key]
+                else:
+                    held += [] if key in call.early else [Leaf(name, gradient)]
             self._last[id(parameter)] = weakref.ref(part.untyped_storage())
         copies = clipping.copies_of([call.tensors[key] for key in copied])
         call.tensors |= dict(zip(copied, copies, strict=True))
         call.held = Fingerprint(held, self._turn) if held else None
+        call.early &= call.plain.keys()
         clipping.release(parameter for _, _, parameter, _ in parameters)
         if clips:
             call.said["clips"] = list(clips.values())

@@ -2,15 +2,26 @@
 continuation can be exact."""
 
 import contextlib
+import functools
 import platform
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from everstep import __version__
 
-EXACT_KEYS = ("torch", "machine", "capability", "threads", "default_dtype", "matmul", "denormals")
+EXACT_KEYS = (
+    "torch",
+    "machine",
+    "processor",
+    "capability",
+    "threads",
+    "default_dtype",
+    "matmul",
+    "denormals",
+)
 """Where these differ, results may differ in last bits."""
 
 ALONE = "alone"
@@ -48,6 +59,7 @@ def topology(world_size: int = 1, layout: str = ALONE) -> dict[str, Any]:
         "everstep": __version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "processor": vendor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
@@ -118,6 +130,21 @@ def adopted(then: Mapping[str, Any]) -> Iterator[None]:
         torch.set_default_dtype(dtype)
         if is_settable:
             torch.set_float32_matmul_precision(precision)
+
+
+@functools.cache
+def vendor() -> str:
+    """Of the processor: of two with the same instructions, but of other vendors, MKL comes to other
+    last bits of square roots, and torch asks it for them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    rows = (line.partition(":") for line in lines)
+    known = (
+        word.strip() for key, _, word in rows if key.strip() in ("vendor_id", "CPU implementer")
+    )
+    return next(known, platform.processor())
 
 
 def _precision() -> str:

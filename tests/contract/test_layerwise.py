@@ -1,0 +1,166 @@
+"""Gradients that are copied while backward still runs: the records have the bits that updates
+consumed, whatever is done to gradients after backward."""
+
+import pytest
+import torch
+from runs import check_steps, kinds, logged, snapshot
+from torch import nn
+
+import everstep
+from everstep import Store
+from everstep.capture import layerwise
+
+SIZE = 48
+
+
+@pytest.fixture(autouse=True, params=[1, 12_000])
+def group_bytes(request, monkeypatch):
+    """Each is copied at once; or some of them are only when step() comes."""
+    monkeypatch.setattr(layerwise, "GROUP_BYTES", request.param)
+
+
+def build(seed, count=3):
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(count)))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+
+def backward(state):
+    (3 * state["model"](torch.randn(8, SIZE)) - 1).square().mean().backward()
+
+
+def plain(state, _):
+    state["optimizer"].zero_grad()
+    backward(state)
+    state["optimizer"].step()
+
+
+def in_place(state, _):
+    state["optimizer"].zero_grad(set_to_none=False)
+    backward(state)
+    state["optimizer"].step()
+
+
+def clipped(state, _):
+    state["optimizer"].zero_grad()
+    backward(state)
+    torch.nn.utils.clip_grad_norm_(state["model"].parameters(), 0.01)
+    state["optimizer"].step()
+
+
+def clipped_now_and_then(state, step):
+    state["optimizer"].zero_grad()
+    backward(state)
+    if step % 4 == 3:
+        torch.nn.utils.clip_grad_norm_(state["model"][1].parameters(), 0.01)
+    state["optimizer"].step()
+
+
+def added_up(state, step):
+    """One time more often in a later step."""
+    state["optimizer"].zero_grad()
+    for _ in range(4 if step == 6 else 3):
+        backward(state)
+    state["optimizer"].step()
+
+
+def replaced(state, step):
+    state["optimizer"].zero_grad()
+    backward(state)
+    if step > 4:
+        for parameter in state["model"].parameters():
+            parameter.grad = 2 * parameter.grad
+    state["optimizer"].step()
+
+
+def left_out(state, step):
+    """Some have no gradient, and others come back."""
+    for number, layer in enumerate(state["model"]):
+        layer.requires_grad_(number == 2 or (step // 3 + number) % 2 == 0)
+    plain(state, step)
+
+
+def with_closure(state, _):
+    def closure():
+        state["optimizer"].zero_grad()
+        backward(state)
+
+    state["optimizer"].step(closure)
+
+
+def updated_twice(state, step):
+    """From step 6 on, so that records lie otherwise then, and into the same memory."""
+    for _ in range(1 + (step > 5)):
+        in_place(state, step)
+
+
+def trained(store, train, steps=12, waits=True, **options):
+    """The run's states by step, and how many gradients of each record were there early."""
+    state, frozen, early = build(1), {}, []
+    with logged(store, state, layerwise=True, **options) as saver:
+        for step in range(1, steps + 1):
+            train(state, step)
+            handle = saver.save(step, tag="seven") if step == 7 else saver.step(step)
+            if waits:
+                handle.wait()
+            early.append(len(saver._captures._recorder.early))
+            frozen[step] = snapshot(state)
+    return frozen, early
+
+
+@pytest.mark.parametrize(
+    ("train", "count"),
+    [
+        (plain, 7),
+        (in_place, 7),
+        (clipped, 0),
+        (clipped_now_and_then, 1),
+        (added_up, 1),
+        (replaced, 1),
+        (left_out, 1),
+        (with_closure, 7),
+        (updated_twice, 1),
+    ],
+)
+def test_records_have_what_was_consumed(store, train, count):
+    """A whole state comes in between, for its tag."""
+    frozen, early = trained(store, train)
+    assert kinds(store) == ("brbrrrbrrrrr" if train is left_out else "brrrrrbrrrrr")
+    assert sum(map(bool, early)) >= count, early
+    assert check_steps(store, build(2), frozen) == list(range(1, 13))
+
+
+def test_what_was_changed_is_not_copied_early_again(store):
+    _, early = trained(store, clipped_now_and_then)
+    assert early == [0, 0, 0, *[6] * 4, 0, *[4] * 4]
+
+
+def test_a_replica_is_brought_on_by_them(store):
+    frozen, early = trained(store, plain, replica=True)
+    assert early[3:7] == [6] * 4
+    assert check_steps(store, build(2), frozen) == list(range(1, 13))
+
+
+def test_memory_that_is_short(store):
+    """Of two slots one has the newest state: there is often none while backward runs."""
+    frozen, _ = trained(store, plain, waits=False, memory_bytes=5 << 20)
+    assert check_steps(store, build(2), frozen) == list(range(1, 13))
+    assert kinds(store) == "brrrrrbrrrrr"
+
+
+def test_close_in_the_midst_of_a_step(store):
+    state = build(1)
+    with logged(store, state, layerwise=True) as saver:
+        for step in range(1, 6):
+            plain(state, step)
+            saver.step(step)
+        state["optimizer"].zero_grad()
+        backward(state)
+    plain(state, 6)  # nothing of everstep's is left on the parameters
+    assert not any(each._post_accumulate_grad_hooks for each in state["model"].parameters())
+    assert Store(store).verify().ok
+
+
+def test_an_option_that_is_no_flag():
+    with pytest.raises(TypeError, match="layerwise"):
+        everstep.Log(layerwise="yes")
