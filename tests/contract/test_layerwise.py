@@ -1,6 +1,8 @@
 """Gradients that are copied while backward still runs: the records have the bits that updates
 consumed, whatever is done to gradients after backward."""
 
+import os
+
 import pytest
 import torch
 from runs import check_steps, kinds, logged, snapshot
@@ -159,6 +161,26 @@ def test_close_in_the_midst_of_a_step(store):
     plain(state, 6)  # nothing of everstep's is left on the parameters
     assert not any(each._post_accumulate_grad_hooks for each in state["model"].parameters())
     assert Store(store).verify().ok
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_copies_nothing(store):
+    """Its memory for captures is the parent's."""
+    state, frozen = build(1), {}
+    with logged(store, state, layerwise=True) as saver:
+        for step in range(1, 10):
+            state["optimizer"].zero_grad()
+            backward(state)
+            if step > 5 and (child := os.fork()) == 0:
+                state["optimizer"].zero_grad()
+                backward(state)
+                os._exit(saver._captures._layerwise._slot is not None)
+            assert step <= 5 or os.waitpid(child, 0)[1] == 0
+            state["optimizer"].step()
+            saver.step(step).wait()
+            frozen[step] = snapshot(state)
+        assert saver._captures._recorder.early
+    assert check_steps(store, build(2), frozen) == list(range(1, 10))
 
 
 def test_an_option_that_is_no_flag():

@@ -174,6 +174,8 @@ class Captures:
 
     def abandon_in_child(self) -> None:
         """In a forked child, where the threads do not exist."""
+        if self._layerwise:
+            self._layerwise.abandon_in_child()
         self._copier.abandon_in_child()
 
     def _begin(self, handle: SaveHandle, request: Request) -> bool:
@@ -260,7 +262,6 @@ class Captures:
             return captured, None
         known = self._recorder.early if captured.record is not None else frozenset()
         if early := self._layerwise.take(plan, known):
-            self.pool.lent = early.slot
             return captured, early
         leaves = captured.collected.walk.leaves if known else ()
         wanted = {leaf.entry: leaf.tensor for leaf in leaves if leaf.entry in known}

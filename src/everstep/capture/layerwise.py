@@ -127,7 +127,7 @@ class Layerwise:
             return None
         self._finish()
         early = Early(self._slot, entries, self._landings)
-        self._slot = None
+        self._pool.lent, self._slot = self._slot, None
         self._forget()
         return early
 
@@ -154,6 +154,12 @@ class Layerwise:
         self.rescue({})
         self._thread.shutdown()
 
+    def abandon_in_child(self) -> None:
+        """In a forked child, where the thread does not exist, and the memory is the parent's."""
+        self._lock = threading.Lock()
+        self._slot = self._plan = None
+        self._forget()
+
     def _arrive(self, parameter: torch.Tensor) -> None:
         if is_capturing():
             return
@@ -175,7 +181,7 @@ class Layerwise:
 
     def _has_slot(self, gradient: torch.Tensor) -> bool:
         """Nothing waits for memory here; where there is none now, all is copied later."""
-        if self._slot is None and self._plan:
+        if self._slot is None and self._plan and self._pool.lent is None:
             with contextlib.suppress(Unavailable):
                 self._slot = self._pool.acquire(self._plan, self._descriptor_size, waits=False)
             self._pool.lent = None
@@ -216,14 +222,13 @@ class Layerwise:
     def _finish(self) -> None:
         """Nothing arrives in the slot after this, but what `_landings` tell of."""
         with self._lock:
-            self._arrived.clear()
             for group in self._groups:
                 group.wait()
 
     def _forget(self) -> None:
         with self._lock:
             self._begun.clear()
-            self._groups, self._landings = [], []
+            self._arrived, self._groups, self._landings = [], [], []
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:
