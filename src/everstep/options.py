@@ -5,7 +5,7 @@ An option stands beside what it configures: that of a log in `Log`, that of many
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -78,10 +78,9 @@ class Log:
         recovery is a copy of it, however long the log is; and it writes the bases, so that training
         copies a whole state once only. It takes memory for a state and some gradients, and what
         processor time training leaves. For torch's optimizers, on the CPU, of one node.
-    layerwise: copy gradients while backward still runs, into the next record. They are given back
-        sooner; on a GPU no copies of them are made there. Those that are changed after backward in
-        a way that torch counts (clipping) are copied again; do not write to them past it, by
-        `.grad.data` or numpy. Of one process.
+    layerwise: copy gradients into the next record while backward still runs, so that a GPU needs no
+        memory for copies of them. What torch changes after backward (clipping) is copied again; do
+        not write to gradients past torch, by `.grad.data` or numpy. It is for one process.
     pre_clip: record gradients as they were before `everstep.clip_grad_norm_`. They take fewer bytes
         on the disk where they came out of arithmetic in bfloat16, and memory until the update.
     optimizers: classes of optimizers beside torch's that you know to change their state in place.
@@ -93,12 +92,9 @@ class Log:
     layerwise: bool = False
     pre_clip: bool = False
     optimizers: Sequence[type[torch.optim.Optimizer]] = ()
-    catch_up: InitVar[None] = None
 
-    def __post_init__(self, catch_up: None) -> None:
+    def __post_init__(self) -> None:
         """Raises ValueError, TypeError."""
-        if catch_up is not None:
-            raise TypeError("Log has no argument 'catch_up' any more: say replica=True")
         _check_count("base_every", self.base_every, "steps")
         _check_flag("replica", self.replica)
         _check_flag("layerwise", self.layerwise)

@@ -293,7 +293,6 @@ def test_wrong_arguments(store, options, error, message):
         (lambda: everstep.Log(verify="sample"), ValueError, "must be"),
         (lambda: everstep.Log(base_every=0), ValueError, "must be"),
         (lambda: everstep.Log(replica=1), TypeError, "must be"),
-        (lambda: everstep.Log(catch_up=50), TypeError, "say replica=True"),
         (lambda: everstep.Spread(window=True), ValueError, "must be"),
         (lambda: everstep.Spread(window=0), ValueError, "must be"),
         (lambda: Checkpointer("", build(1)), ValueError, "store must be a directory"),

@@ -132,6 +132,30 @@ def test_records_have_what_was_consumed(store, train, count):
     assert check_steps(store, build(2), frozen) == list(range(1, 13))
 
 
+def test_gradients_with_a_conjugate_bit(store):
+    """Their memory has other bytes than they."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        weight = nn.Parameter(torch.randn(SIZE, SIZE, dtype=torch.complex64))
+        model = nn.ParameterDict({"weight": weight})
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
+
+    state, frozen = make(1), {}
+    with logged(store, state, layerwise=True) as saver:
+        for step in range(1, 8):
+            state["optimizer"].zero_grad()
+            weight = state["model"]["weight"]
+            torch.view_as_real(weight.conj() * torch.randn_like(weight)).sum().backward()
+            assert weight.grad.is_conj()
+            state["optimizer"].step()
+            saver.step(step).wait()
+            frozen[step] = snapshot(state)
+        assert saver._captures._recorder.early
+    assert kinds(store) == "brrrrrr"
+    assert check_steps(store, make(2), frozen) == list(range(1, 8))
+
+
 def test_what_was_changed_is_not_copied_early_again(store):
     _, early = trained(store, clipped_now_and_then)
     assert early == [0, 0, 0, *[6] * 4, 0, *[4] * 4]

@@ -5,8 +5,8 @@
     step()     what is there, and was not written to since, is copied no more
 
 It is a guess: that the next record lies in its image as the last one did, and that gradients stay
-as backward leaves them. One that is another one by step() is copied as ever, and not early again.
-Where the record lies otherwise, what is in the image is taken out of it.
+as backward leaves them. A gradient that has changed by step() is copied then, and is not copied
+early again in this run. Where the record lies otherwise, its tensors are copies out of the image.
 Source: LowDiff+ (SC 2025), layer-wise snapshots; it does not look whether they are still right.
 """
 
@@ -87,7 +87,6 @@ class Layerwise:
         self._groups: list[_Group] = []
         """... being copied, or not settled yet."""
         self._landings: list[Landing] = []
-        self._turn = 0
 
     def expect(
         self, plan: Plan, gradients: Mapping[str, torch.Tensor], descriptor_size: int
@@ -104,8 +103,9 @@ class Layerwise:
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def settle(self, gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Set[str]:
-        """Before an update: which of these (parameters and gradients) are in the image as they are
-        now. Whatever is done to them afterwards, that stays so. Blocks until they are."""
+        """Return which of these (parameters and gradients) are in the image as they are now, before
+        an update. What is done to them afterwards does not reach the image. Blocks until they are
+        copied; of those on a GPU its current stream waits for that, and not the host."""
         with self._lock:
             self._flush()
             for parameter, _ in gradients.values():
@@ -121,8 +121,8 @@ class Layerwise:
         return there
 
     def take(self, plan: Plan, entries: Set[str]) -> Early | None:
-        """These entries, which were settled, for a record of this plan: the slot is the caller's.
-        None where it lies otherwise, or there are none."""
+        """Give the slot with these entries, which were settled, to a caller whose record has this
+        plan. None where another plan was expected, or there are no entries."""
         if plan is not self._plan or self._slot is None or not entries:
             return None
         self._finish()
@@ -132,8 +132,9 @@ class Layerwise:
         return early
 
     def rescue(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same for a record that lies otherwise, or is none: copies of these entries, where
-        they were. Nothing is there any more, nor expected. Blocks."""
+        """Return copies of these entries, on the devices where they were, for a record that lies
+        otherwise; give the slot back, and expect nothing. Blocks until they are made."""
+        assert not gradients or (self._slot and self._plan), "they were settled in a slot"
         self._finish()
         for event, _ in self._landings:
             event.synchronize()
@@ -169,7 +170,9 @@ class Layerwise:
             is_last = self._turns[parameter] == self._usual.get(parameter)
             if key is None or key in self._begun or not is_last:
                 return
-            if gradient is None or not _is_plain(gradient) or not self._has_slot(gradient):
+            if gradient is None or not _is_alike(gradient, parameter):
+                return
+            if not self._has_slot(gradient):
                 return
             self._begun.add(key)
             self._arrived.append(Leaf(key, gradient))
@@ -180,7 +183,8 @@ class Layerwise:
                 self._flush()
 
     def _has_slot(self, gradient: torch.Tensor) -> bool:
-        """Nothing waits for memory here; where there is none now, all is copied later."""
+        """Whether there is a slot to which it can be copied now. Does not wait for one: without it
+        all is copied after step()."""
         if self._slot is None and self._plan and self._pool.lent is None:
             with contextlib.suppress(Unavailable):
                 self._slot = self._pool.acquire(self._plan, self._descriptor_size, waits=False)
@@ -198,11 +202,10 @@ class Layerwise:
             return
         assert self._slot
         assert self._plan
-        self._turn += 1
         arena, index = self._slot.arena, self._slot.index
         batch = Batch.of(leaves, self._plan)
         named = {leaf.name: leaf.tensor for leaf in leaves}
-        group = _Group(named, Fingerprint(leaves, self._turn))
+        group = _Group(named, Fingerprint(leaves))
         self._devices.use(batch.on_device)
         for device in batch.on_device:
             stream = self._stream(device)
@@ -210,7 +213,7 @@ class Layerwise:
                 self._landings += batch.enqueue_from(device, arena, index)
                 group.ends[device] = torch.cuda.Event()
                 group.ends[device].record(stream)
-        if batch.shares:
+        if batch.shares or batch.strided:
             group.copied = self._thread.submit(batch.copy_from_cpu, arena, index)
         self._groups.append(group)
 
@@ -231,6 +234,7 @@ class Layerwise:
             self._arrived, self._groups, self._landings = [], [], []
 
 
-def _is_plain(gradient: torch.Tensor) -> bool:
-    """Whether its memory is what a record has of it."""
-    return type(gradient) is torch.Tensor and not gradient.is_sparse and gradient.is_contiguous()
+def _is_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether it takes the place that a record has for a gradient of this parameter."""
+    is_dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+    return is_dense and gradient.is_contiguous() and gradient.dtype == parameter.dtype

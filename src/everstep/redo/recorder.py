@@ -67,7 +67,7 @@ class Call:
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters whose gradients it has as they are, by their names in the record; ..."""
     early: Set[str] = frozenset()
-    """... those that were copied before the call."""
+    """... those of them that were copied before the call."""
 
     def sink(self, path: str, tensor: torch.Tensor) -> str:
         """A TensorSink for what each rank has for itself."""
@@ -127,10 +127,12 @@ class Recorder:
         """Optimizers whose update has begun, before their step() is called."""
         self.settle: Callable[[Mapping[str, tuple[torch.Tensor, torch.Tensor]]], Set[str]] | None
         self.settle = None
-        """Which of these parameters' gradients are copied already, as they are now (layerwise)."""
+        """Returns which of these parameters' gradients are copied as they are now
+        (capture/layerwise.py); None: nobody copies them early."""
         self.plain: dict[str, torch.Tensor] = {}
         self.early: Set[str] = frozenset()
-        """See Call; of what was taken last."""
+        """What calls have under these names, of those that were taken last; `plain` where the
+        gradient has the parameter's dtype."""
 
     def start(self) -> None:
         """Note what comes from now on, from the optimizers' tensors of now: none of them was
@@ -252,7 +254,12 @@ class Recorder:
         problem, self.problem = self.problem, None
         if problem:
             raise problem
-        self.plain = {name: each for call in calls for name, each in call.plain.items()}
+        self.plain = {
+            name: parameter
+            for call in calls
+            for name, parameter in call.plain.items()
+            if call.tensors[name].dtype == parameter.dtype
+        }
         self.early = frozenset(name for call in calls for name in call.early)
         tensors = {name: tensor for call in calls for name, tensor in call.tensors.items()}
         return tensors, [call.said for call in calls]

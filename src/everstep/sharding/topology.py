@@ -134,8 +134,8 @@ def adopted(then: Mapping[str, Any]) -> Iterator[None]:
 
 @functools.cache
 def vendor() -> str:
-    """Of the processor: of two with the same instructions, but of other vendors, MKL comes to other
-    last bits of square roots, and torch asks it for them."""
+    """Return the processor's vendor. torch lets MKL make square roots, and MKL's last bits go by
+    the vendor, also where the instructions are the same."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
