@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,6 +45,9 @@ COPIES_S = 60.0
 """How long the capture of a CUDA graph may be held up."""
 OPERATION_S = 1.0
 """So long after the copy no operation is still on that had begun before."""
+_NOT_WATCHED = frozenset({None, RECORD_OWNER, DIGEST_OWNER})
+"""Whose leaves get no fingerprint here: they are copied at the call; their recorder has one of what
+it holds, and the rest is its own; they are written to while they wait to be copied."""
 _LOOK_S, _LOOK_MAX_S = 0.0005, 0.02
 """From one look at the frames to the next: each interrupts what runs Python."""
 
@@ -62,9 +65,9 @@ class Owned:
     """One optimizer's tensors in one capture."""
 
     batch: Batch
-    """Emptied when it is copied, as the fingerprint when it was looked at: tensors that nobody else
-    needs (gradients) are not held up to the next capture."""
-    fingerprint: Fingerprint | None
+    """Emptied when it is copied, as the fingerprints when they were looked at: tensors that nobody
+    else needs (gradients) are not held up to the next capture."""
+    fingerprints: Sequence[Fingerprint] = ()
     slices: list[Slice] = field(default_factory=list)
     """Of its tensors, to be digested before it may update them."""
     ready: threading.Event = field(default_factory=threading.Event)
@@ -83,7 +86,7 @@ class Owned:
 class Capture:
     """One state on its way into a slot, and whether its copy is clean.
 
-    Its lazily copied tensors have a fingerprint each owner. torch counts a write when it ends, so
+    Its lazily copied tensors have fingerprints by owner. torch counts a write when it ends, so
     that whether somebody else than the owner wrote to them while they were copied is known when the
     operation has ended that the trainer's thread was in then. A frame of Python is in one operation
     at a time: it has ended when the innermost frame has moved on, but for what runs Python in its
@@ -172,17 +175,17 @@ class Capture:
         """A thread that comes after the update had been allowed finds `checked` set and changed
         tensors: that is as it should be, hence the order of the two looks."""
         for index, owned in self.owned.items():
-            fingerprint = owned.fingerprint
+            fingerprints = owned.fingerprints
             if owner not in (None, index) or owned.checked:
                 continue
-            changed = fingerprint.changed() if fingerprint else []
+            changed = [name for each in fingerprints for name in each.changed()]
             if changed and not owned.checked and not self.problem:
                 self.problem = describe(self.step, changed)
                 self.torn.put(Torn(self.handle, changed, self.problem))
             if changed or is_sure:
                 owned.is_torn |= bool(changed)
                 owned.checked = True
-                owned.fingerprint = None
+                owned.fingerprints = ()
         return self.problem
 
 
@@ -240,13 +243,14 @@ class Copier:
         bound = self._bind(collected.walk, plan, early.entries if early else frozenset())
         eager = Batch.of(collected.loose, plan)
         owned = {
-            owner: Owned(part.batch, part.fingerprint.again(handle.step))
+            owner: Owned(part.batch, [each.again(handle.step) for each in part.fingerprints])
             for owner, part in bound.items()
             if owner is not None
         }
-        for slice_ in captured.slices:  # whose digests are written to while they wait to be copied
-            owned.setdefault(slice_.owner, Owned(Batch(), None)).slices.append(slice_)
-            owned[DIGEST_OWNER].fingerprint = None
+        if RECORD_OWNER in owned:
+            owned[RECORD_OWNER].fingerprints = captured.held
+        for slice_ in captured.slices:
+            owned.setdefault(slice_.owner, Owned(Batch())).slices.append(slice_)
         # Updates wait for what optimizers own; digests lie at the image's end, and take a while.
         last = {RECORD_OWNER: 1, DIGEST_OWNER: 2}
         owned = dict(sorted(owned.items(), key=lambda row: last.get(row[0], 0)))
@@ -364,19 +368,17 @@ class Copier:
     def _bind(
         self, walk: Walk, plan: Plan, early: Set[str] = frozenset()
     ) -> "Mapping[int | None, _Bound]":
-        if self._bound is None or self._bound[0] is not walk or self._bound[1] is not plan:
-            sharded = _by_owner(walk.sharded)
-            left = tuple(leaf for leaf in walk.leaves if leaf.entry not in early)
-            parts = {
-                owner: _Bound(
-                    Batch.of(leaves, plan), Fingerprint((*leaves, *sharded.get(owner, ())))
-                )
-                for owner, leaves in _by_owner(left).items()
-            }
-            if early or RECORD_OWNER in parts:  # they do not come again, and are not to be held
-                return parts
+        if self._bound and self._bound[0] is walk and self._bound[1] is plan:
+            return self._bound[2]
+        sharded = _by_owner(walk.sharded)
+        found = _by_owner(leaf for leaf in walk.leaves if leaf.entry not in early)
+        parts = {owner: _Bound(Batch.of(leaves, plan)) for owner, leaves in found.items()}
+        for owner in parts.keys() - _NOT_WATCHED:
+            fingerprint = Fingerprint((*found[owner], *sharded.get(owner, ())))
+            parts[owner] = parts[owner]._replace(fingerprints=[fingerprint])
+        if not early and RECORD_OWNER not in parts:  # a record's do not come again
             self._bound = (walk, plan, parts)
-        return self._bound[2]
+        return parts
 
     def _copy_eagerly(self, batches: list[Batch], slot: Slot) -> list[Landing]:
         landings = []
@@ -488,10 +490,10 @@ class _Bound(NamedTuple):
     """How some leaves are copied."""
 
     batch: Batch
-    fingerprint: Fingerprint
+    fingerprints: Sequence[Fingerprint] = ()
 
 
-def _by_owner(leaves: tuple[Leaf, ...]) -> dict[int | None, tuple[Leaf, ...]]:
+def _by_owner(leaves: Iterable[Leaf]) -> dict[int | None, tuple[Leaf, ...]]:
     owners: dict[int | None, list[Leaf]] = {}
     for leaf in leaves:
         owners.setdefault(leaf.owner, []).append(leaf)

@@ -184,7 +184,8 @@ class Log:
     def _record(self, step: int, collected: Collected) -> Captured:
         assert self._last
         run, walk = self._run, collected.walk
-        own, calls = run.ranks.share(*run.recorder.take(), RECORD_OWNER)
+        taken = run.recorder.take()
+        own, calls = run.ranks.share(taken, RECORD_OWNER)
         pieces, share = self._share(step, walk)
         slices = run.recorder.slices() + self._derived.slices(collected, run.pace.overlap_s)
         left_out: list[str] = []
@@ -202,7 +203,7 @@ class Log:
             "derived": self._derived.describe(),
             "left_out": left_out,
         }
-        return Captured(part, said, share, slices)
+        return Captured(part, said, share, slices, taken.held)
 
     def _share(self, step: int, walk: Walk) -> tuple[list[Leaf], dict[str, Any] | None]:
         """What of the next base is copied with this record. It is spread over the last steps before

@@ -13,6 +13,7 @@ import torch
 
 from everstep.format.manifest import FORMS
 from everstep.format.tables import raw_name
+from everstep.redo.recorder import Taken
 from everstep.sharding.leaves import Leaf
 from everstep.state.recorded import RecordShares
 from everstep.state.view import State
@@ -49,11 +50,10 @@ class RankAgreement:
             return "the ranks have different parameters"
         return None
 
-    def share(
-        self, tensors: Mapping[str, torch.Tensor], calls: list[dict[str, Any]], owner: int
-    ) -> tuple[tuple[Leaf, ...], list[dict[str, Any]]]:
+    def share(self, taken: Taken, owner: int) -> tuple[tuple[Leaf, ...], Sequence[dict[str, Any]]]:
         """A record's own tensors, as far as this rank writes them; and the calls, which say of no
         others how they are to be read: another rank may hold a gradient in another form."""
+        tensors, calls = taken.tensors, taken.calls
         if self.world.is_alone:
             return tuple(Leaf(name, each, owner) for name, each in tensors.items()), calls
         special = {

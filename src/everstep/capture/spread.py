@@ -39,6 +39,7 @@ from everstep.capture.window import (
 )
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
+from everstep.redo.recorder import Taken
 from everstep.redo.rolling_digest import Slice
 from everstep.sharding.leaves import Leaf
 from everstep.state.view import Collected, Walk
@@ -172,7 +173,7 @@ class Spread:
     def _share(self, step: int, collected: Collected) -> Captured:
         """This step's part of the window, which begins here where none is open."""
         recorder, window = self._run.recorder, self._window
-        record, slices, calls = tuple[Leaf, ...](), list[Slice](), None
+        record, slices, calls, taken = tuple[Leaf, ...](), list[Slice](), None, Taken()
         if window is None or self._chain is None:
             window = self._window = self._open(step, collected.walk)
             self._chain = Chain(collected)
@@ -180,7 +181,8 @@ class Spread:
         else:
             if not self._chain.goes_on(collected) or not window.steps[-1] < step <= window.due:
                 raise Unsupported(f"it does not go on from step {window.steps[-1]} of its window")
-            record, calls = self._run.ranks.share(*recorder.take(), RECORD_OWNER)
+            taken = recorder.take()
+            record, calls = self._run.ranks.share(taken, RECORD_OWNER)
             if step == window.due:  # before that the pieces are of several steps
                 recorder.roll(self._run.pace.overlap_s)
                 slices = recorder.slices()
@@ -193,7 +195,7 @@ class Spread:
         else:  # ranks number hyperparameters together, in each
             part = part_of(collected, (*leaves, *record), (), slices)
             part = replace(part, objects={}, own={}, digests={})
-        return Captured(part, share=share, slices=slices)
+        return Captured(part, share=share, slices=slices, held=taken.held)
 
     def _open(self, step: int, walk: Walk) -> Window:
         steps = self._due - step + 1

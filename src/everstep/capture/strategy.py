@@ -58,6 +58,8 @@ class Captured:
     share: dict[str, Any] | None = None
     slices: Sequence[Slice] = ()
     """What is digested meanwhile; the digests are among its leaves."""
+    held: Sequence[Fingerprint] = ()
+    """Of the gradients among its leaves that are the run's own memory."""
     is_awaited: bool = False
     """A whole state that is worth waiting for memory, because records go on from it."""
     thin: Thinned | None = None

@@ -16,7 +16,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -60,7 +61,7 @@ class Call:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     said: dict[str, Any] = field(default_factory=dict)
     held: Fingerprint | None = None
-    """Of the gradients that are held by reference."""
+    """Of the gradients that are held by reference, by their names in the record."""
     generators: dict[str, torch.Tensor] = field(default_factory=dict)
     is_open: bool = True
     """Until the update is made."""
@@ -78,6 +79,15 @@ class Call:
         name = f"{self.at}!{path}"
         self.tensors[name] = local_of(tensor).detach().clone()
         return name
+
+
+class Taken(NamedTuple):
+    """What calls consumed: tensors by their names in the record, what is said of each call, and the
+    fingerprints of the gradients that are held by reference, from before the updates."""
+
+    tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
+    calls: Sequence[dict[str, Any]] = ()
+    held: Sequence[Fingerprint] = ()
 
 
 class Recorder:
@@ -240,9 +250,9 @@ class Recorder:
             if known := self._fingerprints.get(other.index):
                 self._fingerprints[other.index] = known.again(self._turn, self._depth)
 
-    def take(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
-        """The tensors and the calls since the last `take`, which are forgotten here. Raises
-        Unsupported where they are no record."""
+    def take(self) -> Taken:
+        """What came since the last `take`, which is forgotten here. Raises Unsupported where it is
+        no record."""
         check_graphs(self._optimizers)
         for optimizer in self._optimizers:
             self._is_untouched(optimizer)
@@ -262,7 +272,8 @@ class Recorder:
         }
         self.early = frozenset(name for call in calls for name in call.early)
         tensors = {name: tensor for call in calls for name, tensor in call.tensors.items()}
-        return tensors, [call.said for call in calls]
+        held = [call.held for call in calls if call.held]
+        return Taken(tensors, [call.said for call in calls], held)
 
     def slices(self) -> list[Slice]:
         """What of the optimizers' tensors, as the calls have left them, is digested next."""
@@ -293,12 +304,12 @@ class Recorder:
 
     def _check_held(self, call: Call) -> None:
         """Whether the gradients that it holds are what it consumed."""
-        held, call.held = call.held, None
-        if changed := held.changed() if held else []:
-            self.distrust([f"{call.at}.{name}" for name in changed])
+        if changed := call.held.changed() if call.held else []:
+            self.distrust(changed)
+            names = [name.removeprefix(f"{call.at}.") for name in changed[:5]]
             self.refuse(
                 Overwritten(
-                    f"{', '.join(map(repr, changed[:5]))} had a gradient that was written to in or "
+                    f"{', '.join(map(repr, names))} had a gradient that was written to in or "
                     f"after the update of {call.optimizer.name!r}. It is copied from now on"
                 )
             )
@@ -350,7 +361,7 @@ class Recorder:
                 if must_copy or not self._is_fresh(parameter, part):
                     copied += [] if key in call.early else [key]
                 else:
-                    held += [] if key in call.early else [Leaf(name, gradient)]
+                    held += [] if key in call.early else [Leaf(key, gradient)]
             self._last[id(parameter)] = weakref.ref(part.untyped_storage())
         copies = clipping.copies_of([call.tensors[key] for key in copied])
         call.tensors |= dict(zip(copied, copies, strict=True))
