@@ -75,6 +75,15 @@ def replaced(state, step):
     state["optimizer"].step()
 
 
+def memory_replaced(state, step):
+    state["optimizer"].zero_grad()
+    backward(state)
+    if step > 4:
+        for parameter in state["model"].parameters():
+            parameter.grad.data = 2 * parameter.grad
+    state["optimizer"].step()
+
+
 def left_out(state, step):
     """Some have no gradient, and others come back."""
     for number, layer in enumerate(state["model"]):
@@ -96,9 +105,9 @@ def updated_twice(state, step):
         in_place(state, step)
 
 
-def trained(store, train, steps=12, waits=True, **options):
+def trained(store, train, steps=12, waits=True, state=None, **options):
     """The run's states by step, and how many gradients of each record were there early."""
-    state, frozen, early = build(1), {}, []
+    state, frozen, early = state or build(1), {}, []
     with logged(store, state, layerwise=True, **options) as saver:
         for step in range(1, steps + 1):
             train(state, step)
@@ -119,6 +128,7 @@ def trained(store, train, steps=12, waits=True, **options):
         (clipped_now_and_then, 1),
         (added_up, 1),
         (replaced, 1),
+        (memory_replaced, 1),
         (left_out, 1),
         (with_closure, 7),
         (updated_twice, 1),
@@ -154,6 +164,41 @@ def test_gradients_with_a_conjugate_bit(store):
         assert saver._captures._recorder.early
     assert kinds(store) == "brrrrrr"
     assert check_steps(store, make(2), frozen) == list(range(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("is_enabled", "fused", "unscales", "is_early"),
+    [
+        (True, False, False, False),
+        (True, True, False, True),
+        (True, True, True, False),
+        (False, False, False, True),
+    ],
+)
+def test_gradients_that_a_scaler_unscales(store, is_enabled, fused, unscales, is_early):
+    """torch does not count that as a write. The first row is zeros, which it leaves as they are. A
+    fused optimizer does it in its update."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(9, SIZE, padding_idx=0), nn.Linear(SIZE, SIZE))
+        scaler = torch.amp.GradScaler("cpu", enabled=is_enabled)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        return {"model": model, "optimizer": optimizer, "scaler": scaler}
+
+    def train(state, _):
+        scaler, optimizer = state["scaler"], state["optimizer"]
+        optimizer.zero_grad()
+        scaler.scale(state["model"](torch.randint(9, (8,))).square().mean()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    frozen, early = trained(store, train, state=make(1))
+    assert kinds(store) == "brrrrrbrrrrr"
+    assert any(early) is is_early, early
+    assert check_steps(store, make(2), frozen) == list(range(1, 13))
 
 
 def test_what_was_changed_is_not_copied_early_again(store):

@@ -26,6 +26,7 @@ from everstep.capture.plan import Plan
 from everstep.capture.pool import Pool, Slot
 from everstep.errors import Unavailable
 from everstep.redo.clipping import is_capturing
+from everstep.redo.recorder import Gradient
 from everstep.sharding.layout import is_dtensor
 from everstep.sharding.leaves import Leaf
 from everstep.state.fingerprint import Fingerprint
@@ -102,9 +103,9 @@ class Layerwise:
         for parameter in self._keys.keys() - self._hooks.keys():
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrive)
 
-    def settle(self, gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Set[str]:
-        """Return which of these (parameters and gradients) are in the image as they are now, before
-        an update. What is done to them afterwards does not reach the image. Blocks until they are
+    def settle(self, gradients: Mapping[str, Gradient]) -> Set[str]:
+        """Return which of these, by their entries, are in the image as they are now, before an
+        update. What is done to them afterwards does not reach the image. Blocks until they are
         copied; of those on a GPU its current stream waits for that, and not the host."""
         with self._lock:
             self._flush()
@@ -205,7 +206,7 @@ class Layerwise:
         arena, index = self._slot.arena, self._slot.index
         batch = Batch.of(leaves, self._plan)
         named = {leaf.name: leaf.tensor for leaf in leaves}
-        group = _Group(named, Fingerprint(leaves))
+        group = _Group(named, Fingerprint(leaves, follows=True))
         self._devices.use(batch.on_device)
         for device in batch.on_device:
             stream = self._stream(device)

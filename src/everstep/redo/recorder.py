@@ -12,14 +12,16 @@ fingerprint is taken after each call, and looked at before the next.
 Source: LowDiff (SC 2025), which copies eagerly and does not look.
 """
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from everstep.errors import Unsupported
 from everstep.format.tables import raw_name
@@ -45,6 +47,10 @@ EAGER_TIMES = 3
 
 PREFIX = "@"
 """Of the names of a record's own tensors: see format.manifest.is_own."""
+
+Gradient = tuple[torch.Tensor, torch.Tensor | None]
+"""A parameter, and its gradient; None where that was written to in a way that torch does not
+count."""
 
 _UPDATES_MAX = 8
 _SLACK_BYTES = 64 << 10
@@ -135,10 +141,9 @@ class Recorder:
         """Whether optimizers have parameters in common."""
         self._early: set[int] = set()
         """Optimizers whose update has begun, before their step() is called."""
-        self.settle: Callable[[Mapping[str, tuple[torch.Tensor, torch.Tensor]]], Set[str]] | None
-        self.settle = None
-        """Returns which of these parameters' gradients are copied as they are now
-        (capture/layerwise.py); None: nobody copies them early."""
+        self.settle: Callable[[Mapping[str, Gradient]], Set[str]] | None = None
+        """Returns which of these are copied as they are now (capture/layerwise.py); None: nobody
+        copies them early."""
         self.plain: dict[str, torch.Tensor] = {}
         self.early: Set[str] = frozenset()
         """What calls have under these names, of those that were taken last; `plain` where the
@@ -337,7 +342,9 @@ class Recorder:
         rows = [(name, p, p.grad) for _, name, p, _ in parameters if p.grad is not None]
         known = clipping.origins(parameter for _, parameter, _ in rows)
         if self.settle:
-            call.early = self.settle({f"{call.at}.{name}": (p, grad) for name, p, grad in rows})
+            is_seen = not _is_unscaled(call.optimizer)
+            found = {f"{call.at}.{name}": (p, grad if is_seen else None) for name, p, grad in rows}
+            call.early = self.settle(found)
         held: list[Leaf] = []
         copied: list[str] = []
         for name, parameter, gradient in rows:
@@ -408,3 +415,14 @@ def _scaler_of(optimizer: OptimizerState) -> dict[str, torch.Tensor] | None:
     found = {key: getattr(inner, key, None) for key in ("grad_scale", "found_inf")}
     known = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
     return known or None
+
+
+def _is_unscaled(optimizer: OptimizerState) -> bool:
+    """Whether a GradScaler, which makes this call, has divided the gradients by its scale. torch
+    does not count that as a write."""
+    if told := _scaler_of(optimizer):
+        return "grad_scale" not in told
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_code is not GradScaler._maybe_opt_step.__code__:
+        frame = frame.f_back
+    return frame is not None
