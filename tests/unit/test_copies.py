@@ -63,3 +63,13 @@ def test_nothing_is_told_that_has_not_arrived(count, seed):
         progress.arrived(start)
     assert told == sorted(told)
     assert len(told) <= copies._MESSAGES_MAX
+
+
+def test_nothing_is_told_of_which_a_second_copy_is_still_to_come():
+    unit, told = copies._SHARE_BYTES, []
+    progress = Progress([0, unit, 0, 2 * unit], 3 * unit, told.append)
+    for start in (0, unit):
+        progress.arrived(start)
+    assert not told
+    progress.arrived(0)
+    assert told == [2 * unit]

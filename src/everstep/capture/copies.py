@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ class Progress:
     def __init__(self, starts: Iterable[int], size: int, tell: Callable[[int], None]) -> None:
         """`starts`: of the units that are still to come. `size`: bytes of the image."""
         self._starts = sorted(starts)
-        self._arrived: set[int] = set()
+        self._missing = Counter(self._starts)  # two begin at one start where one is copied again
         self._next = 0
         self._tell_from = _FIRST_BYTES  # the disk need not wait for more
         self._stride = max(_FIRST_BYTES, size // _MESSAGES_MAX)
@@ -159,8 +160,8 @@ class Progress:
     def arrived(self, start: int) -> None:
         """The unit that begins there is copied."""
         with self._lock:
-            self._arrived.add(start)
-            while self._next < len(self._starts) and self._starts[self._next] in self._arrived:
+            self._missing[start] -= 1
+            while self._next < len(self._starts) and not self._missing[self._starts[self._next]]:
                 self._next += 1
             if self._next == len(self._starts):
                 return  # the seal tells

@@ -133,8 +133,8 @@ class Layerwise:
         return early
 
     def rescue(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies of these entries, on the devices where they were, for a record that lies
-        otherwise; give the slot back, and expect nothing. Blocks until they are made."""
+        """Return copies of these entries, on the CPU, for a record that lies otherwise; give the
+        slot back, and expect nothing. Blocks until they are made."""
         assert not gradients or (self._slot and self._plan), "they were settled in a slot"
         self._finish()
         for event, _ in self._landings:
@@ -143,7 +143,7 @@ class Layerwise:
         if self._slot and self._plan:
             image, offsets = image_tensor(self._slot.arena, self._slot.index), self._plan.offsets
             for key, like in gradients.items():
-                found[key] = place(image, offsets[key], like).to(like.device, copy=True)
+                found[key] = place(image, offsets[key], like).clone()
             self._pool.take_back(self._slot)
         self._slot = self._plan = None
         self._forget()
@@ -210,6 +210,8 @@ class Layerwise:
         self._devices.use(batch.on_device)
         for device in batch.on_device:
             stream = self._stream(device)
+            # What was done to them since they arrived is no change to the fingerprint.
+            stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 self._landings += batch.enqueue_from(device, arena, index)
                 group.ends[device] = torch.cuda.Event()
