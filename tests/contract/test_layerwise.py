@@ -206,6 +206,25 @@ def test_what_was_changed_is_not_copied_early_again(store):
     assert early == [0, 0, 0, *[6] * 4, 0, *[4] * 4]
 
 
+def test_parameters_that_have_grown(store):
+    """Their gradients have no room in the record that was expected."""
+    torch.manual_seed(1)
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(SIZE * SIZE))})
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
+
+    def train(state, step):
+        if step == 7:
+            model["weight"].data = torch.randn(1000 * SIZE * SIZE)
+        state["optimizer"].zero_grad()
+        model["weight"].square().sum().backward()
+        state["optimizer"].step()
+
+    _, early = trained(store, train, state=state)
+    assert early[3:6] == [1] * 3
+    assert kinds(store) == "brrrrrbrrrrr"
+    assert Store(store).verify().ok
+
+
 def test_a_replica_is_brought_on_by_them(store):
     frozen, early = trained(store, plain, replica=True)
     assert early[3:7] == [6] * 4

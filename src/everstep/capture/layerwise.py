@@ -70,8 +70,8 @@ class Layerwise:
         self._thread = ThreadPoolExecutor(1, "everstep-layers")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
-        self._keys: dict[torch.Tensor, str] = {}
-        """Of parameters whose gradients the next record has, by their entries in it."""
+        self._keys: dict[torch.Tensor, tuple[str, int]] = {}
+        """Of parameters whose gradients the next record has: their entries in it, and bytes."""
         self._plan: Plan | None = None
         self._descriptor_size = 0
         self._turns: Counter[torch.Tensor] = Counter()
@@ -96,7 +96,7 @@ class Layerwise:
         entries."""
         self._plan, self._descriptor_size = plan, descriptor_size
         self._keys = {
-            parameter: key
+            parameter: (key, parameter.nbytes)
             for key, parameter in gradients.items()
             if key not in self._unfit and parameter.requires_grad and not is_dtensor(parameter)
         }
@@ -167,11 +167,12 @@ class Layerwise:
             return
         with self._lock:
             self._turns[parameter] += 1
-            key, gradient = self._keys.get(parameter), parameter.grad
+            key, size = self._keys.get(parameter, (None, 0))
             is_last = self._turns[parameter] == self._usual.get(parameter)
             if key is None or key in self._begun or not is_last:
                 return
-            if gradient is None or not _is_alike(gradient, parameter):
+            gradient = parameter.grad
+            if gradient is None or not _is_alike(gradient, parameter) or gradient.nbytes != size:
                 return
             if not self._has_slot(gradient):
                 return
