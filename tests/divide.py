@@ -11,6 +11,7 @@ import xxhash
 from everstep import Store
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.document import seal
+from everstep.format.global_tensors import index_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import decode_table, encode_table, extents
@@ -55,10 +56,18 @@ def random_boxes(shape, seed):
     return found
 
 
-def divide(path: Path, step: int, into: int, seed: int = 0, lose: str | None = None) -> Manifest:
+def divide(
+    path: Path,
+    step: int,
+    into: int,
+    seed: int = 0,
+    lose: str | None = None,
+    *,
+    is_indexed: bool = False,
+) -> Manifest:
     """Write a checkpoint again as step `into`: each tensor in boxes, in one of several parts each.
 
-    `lose`: a tensor of which half is left out.
+    `lose`: a tensor of which half is left out. `is_indexed`: the manifest tells what is where.
     """
     store, disk = Store(path), Disk(path)
     manifest = store.manifest(step)
@@ -82,7 +91,9 @@ def divide(path: Path, step: int, into: int, seed: int = 0, lose: str | None = N
         links = write_packs(disk, name, packs)
         parts.append(Part(rank, commit.table_link(document), links, digests, into))
         documents.append(document)
-    divided = replace(manifest, step=into, parts=tuple(parts), tag=None)
+    tables = [decode_table(document, "a new table") for document in documents]
+    index = index_of(tables) if is_indexed else None
+    divided = replace(manifest, step=into, parts=tuple(parts), tag=None, index=index)
     commit.publish(disk, divided, None, documents)
     return divided
 

@@ -12,6 +12,7 @@ from everstep.format.manifest import Part
 from everstep.format.packed import HEADER_BYTES, raw_chunks
 from everstep.format.packs import PAGE_BYTES, Piece, chunks
 from everstep.format.tables import FileLink, PackShape, Table, TensorEntry
+from everstep.restore.deliver import Delivery
 from everstep.restore.load import Loader, MemorySource
 
 
@@ -94,7 +95,7 @@ class Written:
             for part, table, images in self.parts:
                 sources = [Counted(image) for image in images]
                 entry = table.tensors[self.spec.name]
-                here = [(entry, destinations)]
+                here = [(entry, list(map(Delivery.to, destinations)))]
                 loader.load(part, [[source] for source in sources], here, table)
                 reads.append([source.reads for source in sources])
         return reads

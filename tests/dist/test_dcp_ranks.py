@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,30 +143,41 @@ def test_replicas_are_written_once(gang, store):
     assert len(tables) > 1
 
 
-def counts_tables(store):
-    read, original = [], catalog.read_table
-    mesh = init_device_mesh("cpu", (4,))
-    state = {"w": torch.distributed.tensor.zeros(400, 8, device_mesh=mesh, placements=shard())}
+class Rows(nn.Module):
+    """One parameter, of which each rank has a hundred rows."""
+
+    def __init__(self, value):
+        super().__init__()
+        rows = torch.full((100, 8), float(value))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.w = nn.Parameter(DTensor.from_local(rows, mesh, [Shard(0)]))
+
+
+def loads_rows(store, model):
+    dcp.load({"model": model.state_dict()}, storage_reader=StorageReader(store))
+
+
+def restores_rows(store, model):
+    with Checkpointer(store.parent / "own", {"model": model}) as checkpointer:
+        assert checkpointer.restore(from_store=store, only=["model"])
+
+
+def counts_tables(way, store):
+    read, original, model = [], catalog.read_table, Rows(-1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "read_table", lambda *of: read.append(of[1].rank) or original(*of))
-        dcp.load(state, storage_reader=StorageReader(store))
-    return read, state["w"].to_local().unique().tolist()
-
-
-def shard():
-    return [torch.distributed.tensor.Shard(0)]
+        way(store, model)
+    return read, model.w.to_local().unique().tolist()
 
 
 def saves_rows(store):
-    mesh = init_device_mesh("cpu", (4,))
-    rows = torch.full((100, 8), float(dist.get_rank()))
-    state = {"w": torch.distributed.tensor.DTensor.from_local(rows, mesh, shard())}
-    dcp.save(state, storage_writer=StorageWriter(store))
+    dcp.save({"model": Rows(dist.get_rank()).state_dict()}, storage_writer=StorageWriter(store))
 
 
-def test_a_rank_reads_the_tables_that_it_needs(gang, store):
+@pytest.mark.parametrize("way", [loads_rows, restores_rows])
+def test_a_rank_reads_the_tables_that_it_needs(gang, store, way):
     gang.run(saves_rows, store)
-    found = gang.run(counts_tables, store)
+    found = gang.run(counts_tables, way, store)
     assert found == [([rank], [float(rank)]) for rank in range(4)]
 
 

@@ -410,7 +410,7 @@ def rewritten(store, change):
     path = next((store / "checkpoints").glob("*/manifest.json"))
     document = json.loads(path.read_bytes())
     del document["digest"]
-    change(document["objects"])
+    change(document)
     path.write_bytes(seal(document))
 
 
@@ -418,16 +418,21 @@ def test_nothing_of_a_store_is_unpickled(store):
     """What a manifest says is an object becomes one, or Corrupt: no pickle is read."""
     save(store, {"n": b"x"})
     evil = {"$": "pickle", "v": "gASVIAAAAAAAAACMCGJ1aWx0aW5zlIwFcHJpbnSUk5Qu"}
-    rewritten(store, lambda objects: objects.update(n=evil))
+    rewritten(store, lambda document: document["objects"].update(n=evil))
     with refused(everstep.Corrupt, "pickle"):
         load(store, {"n": None})
 
 
 def test_an_index_that_lies(store):
     save(store, {"w": torch.ones(4), "v": torch.ones(3)})
-    wrong = ["float32", [4], [[0, 1, [2], [2], 0]]]
-    rewritten(store, lambda objects: objects["dcp.planner"]["tensors"].update(v=wrong))
-    with refused(everstep.Corrupt, "do not have"):
+
+    def lie(document):
+        named = {row["name"]: row for row in document["index"]["tensors"]}
+        named["v"].update(shape=[4], runs=[[0, 1, [2], [2], 0]])
+
+    rewritten(store, lie)
+    assert "index" in everstep.Store(store).verify().problems["00000001-0001"][0]
+    with refused(everstep.Corrupt, "differ in what it is"):
         load(store, {"v": torch.zeros(4), "w": torch.zeros(4)})
 
 

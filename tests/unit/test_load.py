@@ -9,6 +9,7 @@ from everstep.format.manifest import Part
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import FileLink, TensorEntry
 from everstep.restore import load as load_module
+from everstep.restore.deliver import Delivery
 from everstep.restore.load import Loader, MemorySource
 from everstep.sharding.layout import LocalBox
 from stores import content, image_of
@@ -31,7 +32,7 @@ def test_memory_that_changes_after_the_check(monkeypatch):
 
     monkeypatch.setattr(load_module, "copy_chunk", copy_and_overwrite)
     tensor = torch.zeros(5000)
-    destinations = [(TensorEntry(spec, layout.pieces), [LocalBox.whole(tensor)])]
+    destinations = [(TensorEntry(spec, layout.pieces), [Delivery.to(LocalBox.whole(tensor))])]
     with Loader() as loader:
         loader.load(part, [[source]], destinations)
         assert tensor.numpy().tobytes() == expected

@@ -3,13 +3,18 @@
 import pytest
 
 from everstep.errors import Corrupt, Mismatch
+from everstep.format.boxes import Box
 from everstep.format.document import seal
-from everstep.format.manifest import Part
+from everstep.format.index import INDEXED_FROM_PARTS, Index, Run
+from everstep.format.manifest import Manifest, Part, decode_manifest, encode_manifest
 from everstep.format.node_parts import NodePart, decode_node_part, encode_node_part
-from everstep.format.tables import FileLink
+from everstep.format.packs import Spec, lay_out
+from everstep.format.tables import FileLink, TensorEntry, encode_table
 from everstep.keeper.ranks.descriptions import merge_numbered
+from everstep.keeper.ranks.nodes import unite
 from everstep.store import catalog, commit, names, parts, retain
 from everstep.store.names import CheckpointName
+from everstep.tiers.disk import Disk
 from stores import go_on, make_store
 
 PART = Part(
@@ -148,3 +153,27 @@ def test_gc_sweeps_what_nothing_will_come_of(tmp_path):
     assert parts.listed(disk, of_dead) == []
     assert not (disk.root / "checkpoints" / str(of_dead)).exists()
     assert parts.listed(disk, of_live) == [names.part_path(of_live, 3)]
+
+
+@pytest.mark.parametrize(("nodes", "is_indexed"), [(INDEXED_FROM_PARTS - 1, False), (40, True)])
+def test_the_manifest_of_many_nodes_says_which_has_what(tmp_path, nodes, is_indexed):
+    shape, optimizers = (2 * nodes, 3), {"o": {"groups": {"w": 0}, "state": {}}}
+    told = []
+    for node in range(nodes):
+        spec = Spec("w", "float32", shape, Box((2 * node, 0), (2, 3)))
+        layout = lay_out([spec])
+        table = encode_table(layout, {"w": ["v"]}, {"w": "cuda:0"}, optimizers)
+        links = tuple(FileLink(f"data/{node}-{i}", p.size) for i, p in enumerate(layout.packs))
+        digests = ("0" * 32,) * layout.digest_count
+        part = Part(node, commit.table_link(table), links, digests, 5)
+        said = {node: {"own": {}, "objects": {}, "digests": {}, "held": {}}}
+        told.append((NodePart("run.1", node, None, part, {"o": [{"lr": 1}]}, said), table))
+    first = Manifest(5, 1, "run", "", (told[0][0].part,), {}, {"o": [{"lr": 1}]})
+    manifest, _ = unite(Disk(tmp_path), first, told)
+    assert decode_manifest(encode_manifest(manifest), "x") == manifest
+    assert len(manifest.parts) == nodes
+    assert (manifest.index is not None) == is_indexed
+    if is_indexed:
+        entry = TensorEntry(Spec("w", "float32", shape), (), ("v",), "cuda:0")
+        runs = {"w": [Run(0, nodes, (0, 0), (2, 3))]}
+        assert manifest.index == Index({"w": entry}, optimizers, runs)

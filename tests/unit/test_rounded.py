@@ -18,7 +18,7 @@ from everstep.format.packed import HEADER_BYTES
 from everstep.format.packs import PAGE_BYTES, Piece, Spec, chunks
 from everstep.format.tables import FileLink, PackShape, Table, TensorEntry
 from everstep.keeper.encoder import find_masters
-from everstep.restore.deliver import as_items
+from everstep.restore.deliver import Delivery, as_items
 from everstep.restore.load import Loader, MemorySource
 from everstep.sharding.layout import LocalBox
 from examples import examples
@@ -100,7 +100,9 @@ class Stored:
 
     def load(self, wanted):
         source = MemorySource([memoryview(self.image)])
-        rows = [(self.entries[name], found) for name, found in wanted.items()]
+        rows = [
+            (self.entries[name], list(map(Delivery.to, found))) for name, found in wanted.items()
+        ]
         with Loader() as loader:
             loader.load(self.part, [[source]], rows, self.table)
 

@@ -29,16 +29,18 @@ class Box:
         """What both hold; None where that is nothing. Equal boxes, also empty ones, meet."""
         if self == other:
             return self
-        starts = tuple(map(max, self.offsets, other.offsets))
-        ends = tuple(
-            min(a + m, b + n)
-            for a, m, b, n in zip(
-                self.offsets, self.lengths, other.offsets, other.lengths, strict=True
-            )
-        )
-        if any(end <= start for start, end in zip(starts, ends, strict=True)):
-            return None
-        return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
+        starts, lengths = [], []
+        for at, length, other_at, other_length in zip(
+            self.offsets, self.lengths, other.offsets, other.lengths, strict=True
+        ):
+            start = at if at > other_at else other_at  # max() takes three times as long
+            end, other_end = at + length, other_at + other_length
+            end = end if end < other_end else other_end
+            if end <= start:
+                return None
+            starts.append(start)
+            lengths.append(end - start)
+        return Box(tuple(starts), tuple(lengths))
 
     def shifted(self, offsets: Sequence[int]) -> "Box":
         """The same box, so much further in each dim."""

@@ -4,11 +4,13 @@ The parts of one step make up a tensor together; of different steps (of a spread
 records) each has a version of its own, and the latest counts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.errors import Corrupt
+from everstep.format.boxes import Box
+from everstep.format.index import Index, Placed, runs_of
 from everstep.format.manifest import Manifest, Part, Record
 from everstep.format.tables import Table, TensorEntry, is_own
 from everstep.format.tiling import find_flaw
@@ -19,10 +21,16 @@ Version = Sequence[tuple[Part, Table]]
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A manifest, and the table of each of its parts."""
+    """A manifest, and the table of each of its parts; or in outline, which its index gives: then
+    without them."""
 
     manifest: Manifest
     tables: Sequence[Table]
+
+    @property
+    def outline(self) -> Index | None:
+        """The index, where that is all there is."""
+        return None if self.tables else self.manifest.index
 
     @property
     def versions(self) -> list[Version]:
@@ -35,9 +43,21 @@ class Described:
     @property
     def tensors(self) -> dict[str, TensorEntry]:
         """The state's, by all their names, as its last part that has each has it."""
+        if self.outline:
+            return _by_all_names(self.outline.tensors)
         found: dict[str, TensorEntry] = {}
         for version in self.versions:
             found |= stored(version, is_record=bool(self.manifest.records))
+        return found
+
+    @property
+    def optimizers(self) -> dict[str, Any]:
+        """The state's, as the last parts that have each have it."""
+        if self.outline:
+            return {**self.outline.optimizers}
+        found: dict[str, Any] = {}
+        for version in self.versions:
+            found.update(optimizers_of([table for _, table in version]))
         return found
 
     @property
@@ -67,6 +87,45 @@ class Described:
         for problem in self.problems(known):
             raise Corrupt(f"reading step {self.manifest.step} of {where}: {problem}")
 
+    def index_problems(self) -> Iterator[str]:
+        """Of which pieces its index, if it has one, does not tell."""
+        index = self.manifest.index
+        for number, table in enumerate(self.tables if index else ()):
+            for name, entry in table.tensors.items():
+                if index and not index.tells_of(number, entry):
+                    yield f"tensor {name!r}: the index tells otherwise of part {number}"
+
+    def check_boxes(self, wanted: Mapping[str, Sequence[Box]], where: object) -> None:
+        """Raises Corrupt where these parts do not have each element of these boxes once, or have
+        other tensors than the index says."""
+        assert self.manifest.index is not None
+        entries = entries_by_name(self.tables)
+        for name, boxes in wanted.items():
+            own, spec = entries.get(name, []), self.manifest.index.tensors[name].spec
+            pieces = [piece.box for entry in own for piece in entry.pieces]
+            problem = None
+            if any(entry.spec != spec for entry in own):
+                problem = "its parts differ in what it is"
+            elif find_flaw(spec.shape, pieces, holes=False):
+                problem = "two pieces overlap"
+            elif missed := next((box for box in boxes if not _is_covered(box, pieces)), None):
+                problem = f"elements {missed} are not all in those parts of which the index tells"
+            if problem:
+                step = self.manifest.step
+                raise Corrupt(f"reading step {step} of {where}: tensor {name!r}: {problem}")
+
+
+def index_of(tables: Sequence[Table]) -> Index:
+    """Of the tables of all parts, which are whole together."""
+    whole = whole_tensors(tables)
+    placed: dict[str, list[Placed]] = {name: [] for name in whole}
+    for number, table in enumerate(tables):
+        for name, entry in table.tensors.items():
+            placed[name] += ((number, p.box.offsets, p.box.lengths) for p in entry.pieces)
+    tensors = {name: replace(whole[name], pieces=()) for name in sorted(whole)}
+    runs = {name: runs_of(placed[name]) for name in tensors}
+    return Index(tensors, optimizers_of(tables), runs)
+
 
 def whole_tensors(tables: Sequence[Table]) -> dict[str, TensorEntry]:
     """The tensors of tables that belong together, by name: with the boxes that all of them have,
@@ -94,12 +153,14 @@ def _joined(entries: Sequence[TensorEntry]) -> TensorEntry:
 
 def stored(version: Version, *, is_record: bool) -> dict[str, TensorEntry]:
     """The state's tensors in it, by all their names; a record has others of its own."""
-    return {
-        each: whole
-        for name, whole in whole_tensors([table for _, table in version]).items()
-        if not (is_record and is_own(name))
-        for each in (name, *whole.aliases)
-    }
+    whole = whole_tensors([table for _, table in version])
+    return _by_all_names(
+        {name: entry for name, entry in whole.items() if not (is_record and is_own(name))}
+    )
+
+
+def _by_all_names(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    return {each: entry for name, entry in tensors.items() for each in (name, *entry.aliases)}
 
 
 def optimizers_of(tables: Sequence[Table]) -> dict[str, Any]:
@@ -116,11 +177,17 @@ def optimizers_of(tables: Sequence[Table]) -> dict[str, Any]:
 
 def _problems_of(tables: Sequence[Table]) -> Iterator[str]:
     for name, entries in entries_by_name(tables).items():
-        whole, specs = _joined(entries), {entry.spec for entry in entries}
-        if len(specs) > 1:
+        whole = _joined(entries)
+        if any(entry.spec != whole.spec for entry in entries):
+            specs = {entry.spec for entry in entries}
             said = " and ".join(sorted(f"{spec.dtype}{list(spec.shape)}" for spec in specs))
             yield f"tensor {name!r}: its parts differ in what it is ({said})"
         elif flaw := find_flaw(whole.spec.shape, [piece.box for piece in whole.pieces]):
             hole = f"elements {flaw.box} are in no piece"
             problem = f"two pieces overlap at {flaw.box}" if flaw.members else hole
             yield f"tensor {name!r}: {problem}"
+
+
+def _is_covered(box: Box, pieces: Sequence[Box]) -> bool:
+    """By pieces that do not overlap."""
+    return box.count == sum(common.count for each in pieces if (common := each.intersect(box)))

@@ -19,6 +19,7 @@ from everstep.format.document import (
     seal,
     unseal,
 )
+from everstep.format.index import INDEX, Index
 from everstep.format.tables import PACK_LINK, TABLE_LINK, FileLink, Table, extents
 
 LEFT_OUT = "left_out"
@@ -87,6 +88,7 @@ _MANIFEST = {
     "objects": _ANYTHING,
     "ranks?": [{str: {"index": natural, "count": natural, "value": anything}}],
     "streams?": {str: _STREAM},
+    "index?": INDEX,
 }
 
 
@@ -220,6 +222,8 @@ class Manifest:
     replaces_log: bool = False
     """Of a state that was made of a log and is not exact: to be taken in its place all the same."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
+    index: Index | None = None
+    """Of a state of many parts, of one step: which of them have what."""
 
     @property
     def ends_chain(self) -> bool:
@@ -322,6 +326,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "objects": manifest.objects,
             **({"ranks": manifest.ranks} if manifest.ranks else {}),
             **({"streams": streams} if streams else {}),
+            **({"index": manifest.index.to_json()} if manifest.index else {}),
         }
     )
 
@@ -339,7 +344,20 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
     known["ranks"] = tuple(value.get("ranks", ()))
     found = value.get("streams", {})
     known["streams"] = {name: Stream.from_json(each) for name, each in found.items()}
+    known["index"] = _index_from_json(value, path)
     return Manifest(**{**known, "parts": parts, "records": records})
+
+
+def _index_from_json(value: Mapping[str, Any], path: object) -> Index | None:
+    """Raises Corrupt, also where it would tell of something else than a whole state's parts."""
+    if "index" not in value:
+        return None
+    if value["records"]:
+        raise malformed(path, ".index is there beside records")
+    try:
+        return Index.from_json(value["index"], len(value["parts"]))
+    except ValueError as error:
+        raise malformed(path, f".index: {error}") from error
 
 
 def _previous(value: Mapping[str, Any] | None) -> Previous | None:

@@ -49,21 +49,22 @@ _PIECE = {
     "digest": natural,
     "codec": str,
 }
-_TENSOR = {
+TENSOR: Shape = {
     "name": str,
     "dtype": str,
     "shape": [natural],
     "device": str,
-    "pieces": [_PIECE],
     "aliases?": [str],
     "strides?": [natural],
 }
+OPTIMIZERS: Shape = {str: {"groups": {str: natural}, "state": {str: [str]}}}
+_WITH_PIECES = {**TENSOR, "pieces": [_PIECE]}
 _PACK = {"size": natural, "header": natural, "digest": natural, "still?": bool, "turn?": natural}
 _TABLE = {
     "packs": [_PACK],
-    "tensors": [_TENSOR],
-    "optimizers": {str: {"groups": {str: natural}, "state": {str: [str]}}},
-    "rest?": [_TENSOR],
+    "tensors": [_WITH_PIECES],
+    "optimizers": OPTIMIZERS,
+    "rest?": [_WITH_PIECES],
 }
 
 
@@ -270,19 +271,32 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
+def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
+    """A TENSOR: all but the pieces."""
     row: dict[str, Any] = {
         "name": entry.spec.name,
         "dtype": entry.spec.dtype,
         "shape": entry.spec.shape,
         "device": entry.device,
-        "pieces": [_piece_to_json(piece) for piece in entry.pieces],
     }
     if entry.aliases:
         row["aliases"] = entry.aliases
     if entry.strides is not None:
         row["strides"] = entry.strides
     return row
+
+
+def tensor_from_json(row: Mapping[str, Any], pieces: tuple[Piece, ...] = ()) -> TensorEntry:
+    """Of a TENSOR, with these pieces. Raises ValueError."""
+    spec = _spec(row["name"], row["dtype"], tuple(row["shape"]))
+    if spec.dtype not in ITEM_SIZES:
+        raise ValueError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
+    aliases = tuple(row.get("aliases", ()))
+    return TensorEntry(spec, pieces, aliases, row["device"], _strides(row, spec))
+
+
+def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
+    return {**tensor_to_json(entry), "pieces": list(map(_piece_to_json, entry.pieces))}
 
 
 def _piece_to_json(piece: Piece) -> dict[str, Any]:
@@ -297,17 +311,25 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
     }
 
 
-_box = lru_cache(maxsize=1 << 12)(Box)
-"""Most tensors of a part are cut alike, and it is several times as fast."""
+_spec = lru_cache(maxsize=1 << 14)(Spec)
+"""Most parts have the same tensors, and most of a part's are cut alike (`_box`): it is several
+times as fast."""
+
+
+@lru_cache(maxsize=1 << 12)
+def _box(offsets: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+    """Raises ValueError where it is none of a tensor of that shape."""
+    fits = len(offsets) == len(lengths) == len(shape)
+    if not fits or any(at + n > m for at, n, m in zip(offsets, lengths, shape, strict=True)):
+        raise ValueError(f"a piece lies outside of its tensor's shape {list(shape)}")
+    return Box(offsets, lengths)
 
 
 def _entry_from_json(row: Mapping[str, Any], packs: Sequence[PackShape]) -> TensorEntry:
-    spec = Spec(row["name"], row["dtype"], tuple(row["shape"]))
-    if spec.dtype not in ITEM_SIZES:
-        raise ValueError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
-    pieces = tuple(
+    shape = tuple(row["shape"])
+    pieces = [
         Piece(
-            _box(tuple(piece["offsets"]), tuple(piece["lengths"])),
+            _box(tuple(piece["offsets"]), tuple(piece["lengths"]), shape),
             piece["pack"],
             piece["at"],
             piece["size"],
@@ -315,15 +337,15 @@ def _entry_from_json(row: Mapping[str, Any], packs: Sequence[PackShape]) -> Tens
             piece["codec"],
         )
         for piece in row["pieces"]
-    )
+    ]
+    entry = tensor_from_json(row, tuple(pieces))
+    spec = entry.spec
     for piece in pieces:
         if piece.codec != "raw":
             raise Unsupported(
                 f"tensor {spec.name!r} is encoded with {piece.codec!r}, which this everstep cannot "
                 f"decode. Install the everstep that wrote it, or a newer one"
             )
-        if not _fits(piece.box, spec.shape):
-            raise ValueError(f"a piece of tensor {spec.name!r} lies outside of its shape")
         if piece.size != piece.box.count * ITEM_SIZES[spec.dtype]:
             raise ValueError(
                 f"a piece of tensor {spec.name!r} has {piece.size} bytes, "
@@ -335,8 +357,7 @@ def _entry_from_json(row: Mapping[str, Any], packs: Sequence[PackShape]) -> Tens
         raise ValueError(f"tensor {spec.name!r} has no piece")
     if flaw := find_flaw(spec.shape, [piece.box for piece in pieces], holes=False):
         raise ValueError(f"two pieces of tensor {spec.name!r} overlap at {flaw.box}")
-    aliases = tuple(row.get("aliases", ()))
-    return TensorEntry(spec, pieces, aliases, row["device"], _strides(row, spec))
+    return entry
 
 
 def _strides(row: Mapping[str, Any], spec: Spec) -> tuple[int, ...] | None:
@@ -347,15 +368,6 @@ def _strides(row: Mapping[str, Any], spec: Spec) -> tuple[int, ...] | None:
     if len(strides) != len(spec.shape) or not is_dense(spec.shape, strides):
         raise ValueError(f"tensor {spec.name!r} of shape {spec.shape} cannot have {strides=}")
     return strides
-
-
-def _fits(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box.offsets) == len(box.lengths) == len(shape) and not any(
-        [
-            offset + length > size
-            for offset, length, size in zip(box.offsets, box.lengths, shape, strict=True)
-        ]
-    )
 
 
 def owned_names(optimizers: Mapping[str, Any]) -> Iterator[str]:

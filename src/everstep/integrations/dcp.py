@@ -57,19 +57,18 @@ from torch.futures import Future
 from everstep.errors import Conflict, Corrupt, EverstepError, Mismatch, Missing, Unsupported
 from everstep.format import document
 from everstep.format.boxes import Box
-from everstep.format.global_tensors import Described, entries_by_name, optimizers_of
+from everstep.format.index import Index, Placed, runs_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import FileLink, TensorEntry, encode_table
 from everstep.format.tiling import find_flaw
-from everstep.integrations.dcp_index import Index, Placed, runs_of
 from everstep.keeper.data import Data, Image, parse
 from everstep.keeper.home import check_no_writer
 from everstep.keeper.persist import apply_retention
 from everstep.keeper.writer import Writer
 from everstep.restore.buffer_pool import empty
 from everstep.restore.choose import Candidate
-from everstep.restore.fill import fill, gathered
+from everstep.restore.fill import boxes_of, fill, gathered
 from everstep.restore.load import Loader
 from everstep.restore.materialize import packs_of
 from everstep.restore.store import Store
@@ -89,8 +88,8 @@ Path = str | os.PathLike[str]
 T = TypeVar("T")
 
 PLANNER = "dcp.planner"
-"""Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded,
-`streams`, the objects that are io.BytesIO, and `tensors`, an Index."""
+"""Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded, and
+ `streams`, the objects that are io.BytesIO."""
 
 
 def split_id(checkpoint_id: Path) -> tuple[str, str | None]:
@@ -295,7 +294,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         index = _index_of([each.boxes for _, each in ranks], metadata)
         objects = {key: value for each in written for key, value in each.objects.items()}
         streams = [key for each in written for key in each.streams]
-        said = {"data": metadata.planner_data, "streams": streams, "tensors": index.to_json()}
+        said = {"data": metadata.planner_data, "streams": streams}
         objects[PLANNER] = encode(said, PLANNER, _no_tensors)
         manifest = Manifest(
             step=name.step,
@@ -308,6 +307,7 @@ class StorageWriter(_Storage, WriterOfDCP):
             parent=self._parent and self._parent._asdict(),
             topology=topology(len(written), "dcp"),
             capture={"library": "torch.distributed.checkpoint"},
+            index=index,
         )
         commit.publish(disk, manifest)
 
@@ -443,7 +443,8 @@ def _index_of(parts: Sequence[Sequence[Spec]], metadata: Metadata) -> Index:
                     f"saving {key!r} of shape {tuple(said.size)}: {flaw.box} {what}. All ranks "
                     f"that hold some of it must save it, and replicas under one name be equal"
                 )
-    return Index(specs, {name: runs_of(placed[name]) for name in specs})
+    tensors = {name: TensorEntry(spec, ()) for name, spec in specs.items()}
+    return Index(tensors, {}, {name: runs_of(placed[name]) for name in specs})
 
 
 # ---- load ----------------------------------------------------------------------------------------
@@ -543,22 +544,14 @@ class _State:
         if not isinstance(said, dict) or document.find_flaw(said.get("streams", []), [str]):
             raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
         self.said: Mapping[str, Any] = said
-        self._index: Index | None = None
-        if "tensors" in said:
-            self._index = Index.from_json(said["tensors"], len(manifest.parts))
-            specs = self._index.specs
-            is_raw = all(part.stored is None for part in manifest.parts)
-            if is_raw and sum(spec.size for spec in specs.values()) > manifest.size:
-                raise Corrupt(f"reading {self.name}: its tensors are larger than its files")
-            self.tensors = {name: TensorEntry(spec, ()) for name, spec in specs.items()}
-        else:
-            self._take_names(self._candidate.read(manifest))
+        self._described = self._candidate.outline(manifest)
+        self.tensors = self._described.tensors
+        self._rename_optimizers()
 
-    def _take_names(self, described: Described) -> None:
-        """Those that a Checkpointer gave, but of its optimizers those that torch's state-dict
-        utilities have: `optimizer.state.0.weight.exp_avg`, `optimizer.param_groups.0.lr`."""
-        self.tensors = described.tensors
-        for name, table in optimizers_of(described.tables).items():
+    def _rename_optimizers(self) -> None:
+        """A Checkpointer's, as torch's state-dict utilities have them:
+        `optimizer.state.0.weight.exp_avg`, `optimizer.param_groups.0.lr`."""
+        for name, table in self._described.optimizers.items():
             for parameter, keys in table["state"].items():
                 for key in keys:
                     if entry := self.tensors.pop(f"{name}.{parameter}.{key}", None):
@@ -578,19 +571,10 @@ class _State:
 
     def fill(self, wanted: Sequence[tuple[TensorEntry, LocalBox]]) -> None:
         """Read boxes of tensors into memory; blocks. Raises Corrupt, Unavailable."""
-        places, parts = gathered(wanted), self._manifest.parts
-        boxes = {name: [place.box for place in found] for name, (_, found) in places.items()}
-        if self._index is not None:
-            rows = boxes.items()
-            numbers = {n for name, to in rows for n in self._index.parts_of(name, to)}
-            parts = tuple(parts[number] for number in sorted(numbers))
-        chosen = dataclasses.replace(self._manifest, parts=parts)
-        described = self._candidate.tables(chosen)
-        entries = entries_by_name(described.tables)
-        for name, (entry, _) in places.items():
-            self._check(entry.spec, entries.get(name, []), boxes[name])
+        places = gathered(wanted)
+        versions = self._candidate.versions(self._described, boxes_of(places))
         with Loader() as loader:
-            fill(self._candidate, described.versions, places, loader)
+            fill(self._candidate, versions, places, loader)
 
     def value(self, key: str) -> Any:
         """An object, with the tensors in it. Raises Missing, Corrupt."""
@@ -608,19 +592,6 @@ class _State:
         found = decode(self.objects[key], tensor)
         is_stream = isinstance(found, bytes) and key in self.said.get("streams", ())
         return io.BytesIO(found) if is_stream else found
-
-    def _check(self, spec: Spec, having: Sequence[TensorEntry], boxes: Sequence[Box]) -> None:
-        """Raises Corrupt where what tables have of a tensor is not all of these boxes, once."""
-        pieces = [piece.box for entry in having for piece in entry.pieces]
-        for box in boxes:
-            common = [each for piece in pieces if (each := piece.intersect(box))]
-            if sum(each.count for each in common) != box.count:
-                raise Corrupt(
-                    f"reading {self.name} of {self._candidate.disk.root}: of tensor {spec.name!r} "
-                    f"its piece tables do not have {box}, or have it twice"
-                )
-        if any(entry.spec != spec for entry in having):
-            raise Corrupt(f"reading {self.name}: its parts differ in what {spec.name!r} is")
 
 
 def _bare(parameter: str) -> str:

@@ -16,14 +16,14 @@ import torch
 from everstep.errors import KINDS, EverstepError, Unsupported, kind_of
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
-from everstep.format.global_tensors import Described
+from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import Manifest
 from everstep.redo.derived import Derived, is_in
 from everstep.redo.replay import redo
 from everstep.restore.chain import Chain, is_brought
 from everstep.restore.choose import Candidate
 from everstep.restore.derived import Derivation
-from everstep.restore.fill import Wanted, fill, fill_from_live, is_same_memory
+from everstep.restore.fill import Wanted, boxes_of, fill, fill_from_live, is_same_memory
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
@@ -64,7 +64,7 @@ def apply(
     be replayed beside the state.
     """
     together = state.world.together
-    chain = together("reading the manifest", candidate.describe)
+    chain = together("reading the manifest", lambda: candidate.describe(in_outline=True))
     if not chain.replayed:
         _check_exact(candidate, chain, [], must_be_exact)
         _place_state(candidate, chain.base, state, only, loader, first)
@@ -148,27 +148,27 @@ def _place_state(
     first: list[str] | None,
 ) -> None:
     """Where nothing has to be replayed."""
-    placement = _match(candidate, base, state, only)
+    placement, versions = _match(candidate, base, state, only)
     _tell_classes(candidate, base, state, only)
     now, late = placement.destinations, {}
     if first is not None:
         late = {name: row for name, row in now.items() if _may_follow(name, placement, first)}
         now = {name: row for name, row in now.items() if name not in late}
-    state.world.together("reading", lambda: fill(candidate, base.versions, now, loader))
+    state.world.together("reading", lambda: fill(candidate, versions, now, loader))
     placement.finish()
     if late:
-        state.late.begin(partial(_fill_late, candidate, base, late))
+        state.late.begin(partial(_fill_late, candidate, versions, late))
 
 
 def _may_follow(name: str, placement: Placement, first: Sequence[str]) -> bool:
     return name in placement.late and not any(name.startswith(f"{part}.") for part in first)
 
 
-def _fill_late(candidate: Candidate, base: Described, late: Wanted) -> None:
+def _fill_late(candidate: Candidate, versions: Sequence[Version], late: Wanted) -> None:
     """Raises Corrupt, Missing, Unavailable."""
     try:
         with Loader() as loader:
-            fill(candidate, base.versions, late, loader)
+            fill(candidate, versions, late, loader)
     except EverstepError as error:
         raise KINDS[kind_of(error)](
             f"restoring step {candidate.name.step} of {candidate.disk.root}: what was to follow is "
@@ -179,17 +179,22 @@ def _fill_late(candidate: Candidate, base: Described, late: Wanted) -> None:
 
 def _match(
     candidate: Candidate, base: Described, state: State, only: list[str] | None
-) -> Placement:
-    """Where the base goes, or these parts of it. Raises Mismatch."""
+) -> tuple[Placement, Sequence[Version]]:
+    """Where the base goes, or these parts of it, and what has that. Raises Mismatch, Corrupt."""
     placement = state.place(Saved.of(base))
     placement.read_stream = partial(read_stream, candidate)
     state.prepare(placement, only)
     step, root = candidate.name.step, candidate.disk.root
-    state.world.together("fitting", lambda: placement.check(step, root))
+
+    def fit() -> Sequence[Version]:
+        placement.check(step, root)
+        return candidate.versions(base, boxes_of(placement.destinations))
+
+    versions = state.world.together("fitting", fit)
     candidate.is_shared = _is_shared(state.world, placement)
     kept = [f"{each.name}." for each in state.optimizers if has_kept_state(each.optimizer)]
     candidate.already = {name for name in placement.destinations if name.startswith(tuple(kept))}
-    return placement
+    return placement, versions
 
 
 def _replay(
@@ -207,7 +212,7 @@ def _replay(
     _check_alone(candidate, state)
     derivation = Derivation(chain, derived, state)
     names = chain.optimized | derivation.names
-    placement = _match(candidate, chain.base, state, state.parts_of(names))
+    placement, _ = _match(candidate, chain.base, state, state.parts_of(names))
     saved = chain.saved(names)
     optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
 

@@ -3,13 +3,14 @@ and from where."""
 
 import contextlib
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 from everstep.errors import Corrupt, EverstepError, Missing
-from everstep.format.document import digest_of
-from everstep.format.global_tensors import Described
+from everstep.format.boxes import Box
+from everstep.format.document import digest_of, uncollected
+from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import Manifest, Part, check_table, decode_manifest
 from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
@@ -70,9 +71,9 @@ class Candidate:
     near: Callable[[FileLink], Sequence[Source]] = lambda pack: ()
     """Where a pack lies nearer than its file."""
 
-    def describe(self) -> Chain:
-        """What it is rebuilt from: the state from memory, where it is held. Raises Missing,
-        Corrupt."""
+    def describe(self, *, in_outline: bool = False) -> Chain:
+        """What it is rebuilt from: the state from memory, where it is held. `in_outline`: a whole
+        state by `outline`. Raises Missing, Corrupt."""
         if self.held:
             held = Described(self.held.manifest, [self.held.table])
             held.check("memory")
@@ -80,21 +81,48 @@ class Candidate:
         self._manifests.clear()
         for manifest in catalog.followed(self.disk, self.name):
             self._manifests.insert(0, manifest)
+        if in_outline and len(self._manifests) == 1:
+            return Chain(self.outline(self._manifests[0]), [])
         base, *logs = map(self.read, self._manifests)
         return Chain(base, logs)
 
-    def read(self, manifest: Manifest) -> Described:
-        """A manifest with its tables, of which most are shared. Raises Corrupt."""
+    def outline(self, manifest: Manifest) -> Described:
+        """A state, as far as its index tells, if it has one: tables are read by `versions`. Raises
+        Corrupt, also where it tells of more than files can have: memory is taken by it before a
+        byte is read."""
+        if manifest.index is None:
+            return self.read(manifest)
+        size = sum(entry.spec.size for entry in manifest.index.tensors.values())
+        if size > manifest.size and all(part.stored is None for part in manifest.parts):
+            raise Corrupt(f"reading {self.name}: its tensors are larger than its files")
+        return Described(manifest, ())
+
+    def versions(
+        self, described: Described, wanted: Mapping[str, Sequence[Box]]
+    ) -> Sequence[Version]:
+        """The parts with their tables; of a state in outline those that have some of these boxes of
+        tensors, which are there. Raises Corrupt."""
+        if described.outline is None:
+            return described.versions
+        parts, numbers = described.manifest.parts, described.outline.parts_of(wanted)
+        some = replace(described.manifest, parts=tuple(parts[number] for number in numbers))
+        return self.read(some, wanted).versions
+
+    @uncollected
+    def read(
+        self, manifest: Manifest, wanted: Mapping[str, Sequence[Box]] | None = None
+    ) -> Described:
+        """A manifest with its tables, of which most are shared. `wanted`: it has some of a state's
+        parts, for these. Raises Corrupt."""
         with self._noting(manifest.all_parts):
             for pack in (pack for part in manifest.all_parts for pack in part.packs):
                 check_size(self.disk, pack)  # memory is taken by it before a byte is read
-            found = self.tables(manifest)
-            found.check(self.disk.root, self._checked)
+            found = Described(manifest, [self._table(part) for part in manifest.all_parts])
+            if wanted is None:
+                found.check(self.disk.root, self._checked)
+            else:
+                found.check_boxes(wanted, self.disk.root)
         return found
-
-    def tables(self, manifest: Manifest) -> Described:
-        """The same, whether or not they have all of each tensor. Raises Corrupt."""
-        return Described(manifest, [self._table(part) for part in manifest.all_parts])
 
     def _table(self, part: Part) -> Table:
         digest = part.table.digest

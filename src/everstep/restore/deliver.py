@@ -32,7 +32,7 @@ class Delivery:
 
     @classmethod
     def to(cls, destination: LocalBox) -> "Delivery":
-        """Into a destination that is `direct`."""
+        """Into memory that bytes can be copied to."""
         items = as_items(destination.tensor.detach())
         return cls(destination.box, items, items.is_cuda)
 
@@ -48,14 +48,11 @@ class Delivery:
     def put(self, target: Target, chunk: memoryview) -> None:
         """Copy what the chunk's raw bytes have of the box. A device may go on copying from them
         after this: who calls waits for its stream."""
-        if not len(chunk) or target.box.intersect(self.box) is None:
-            return
-        with torch.inference_mode(self.items.is_inference()):
-            for at, block in blocks(target, self.items.itemsize):
-                if common := block.intersect(self.box):
-                    there, here = common.slices_in(block), common.slices_in(self.box)
-                    copy = self._send if self.is_on_device else self._copy
-                    copy(chunk[at:], block, there, here)
+        copy = self._send if self.is_on_device else self._copy
+        for at, block in blocks(target, self.items.itemsize):
+            if len(chunk) and (common := block.intersect(self.box)):
+                there, here = common.slices_in(block), common.slices_in(self.box)
+                copy(chunk[at:], block, there, here)
 
     def _copy(self, chunk: memoryview, block: Box, there: _Place, here: _Place) -> None:
         """In this thread: torch would start others for it, beside those that read. Without the GIL,
@@ -64,7 +61,8 @@ class Delivery:
         items = np.frombuffer(chunk, array.dtype, block.count).reshape(block.lengths)
         source = items[there] if there else items  # () would make a scalar
         destination = array[here] if here else array
-        if source.flags.c_contiguous and destination.flags.c_contiguous:
+        is_much = source.nbytes >= PAGE_BYTES
+        if is_much and source.flags.c_contiguous and destination.flags.c_contiguous:
             _move(destination.ctypes.data, source.ctypes.data, source.nbytes)
         else:
             destination[...] = source
@@ -76,7 +74,8 @@ class Delivery:
         source = items[there]
         if not source.is_contiguous():
             source = items.to(self.items.device, non_blocking=True)[there]
-        self.items[here].copy_(source, non_blocking=True)
+        with torch.inference_mode(self.items.is_inference()):
+            self.items[here].copy_(source, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -86,14 +85,14 @@ class Staging:
 
     _staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def direct(self, destination: LocalBox) -> LocalBox:
-        """Itself, where bytes can be copied to it."""
+    def delivery(self, destination: LocalBox) -> Delivery:
+        """Into the destination itself, where bytes can be copied to it."""
         tensor = destination.tensor
         if not (tensor.is_conj() or tensor.is_neg() or has_overlaps(tensor)):
-            return destination
+            return Delivery.to(destination)
         contiguous = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self._staged.append((tensor.detach(), contiguous))
-        return LocalBox(destination.box, contiguous)
+        return Delivery.to(LocalBox(destination.box, contiguous))
 
     def finish(self) -> None:
         """All bytes have come: put them into their tensors. Raises Mismatch."""

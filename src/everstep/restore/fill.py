@@ -5,11 +5,12 @@ from contextlib import ExitStack
 
 import torch
 
+from everstep.format.boxes import Box
 from everstep.format.global_tensors import Version
 from everstep.format.manifest import Part
 from everstep.format.tables import Table, TensorEntry
 from everstep.restore.choose import Candidate
-from everstep.restore.deliver import Staging, put
+from everstep.restore.deliver import Delivery, Staging, put
 from everstep.restore.load import Earlier, Loader
 from everstep.sharding.layout import LocalBox
 
@@ -21,7 +22,7 @@ def fill(candidate: Candidate, versions: Sequence[Version], wanted: Wanted, load
     """Read each tensor as the last of the versions has it; blocks. Raises Corrupt, Unavailable,
     and Mismatch where elements share memory that were different."""
     staging = Staging()
-    left = {name: list(map(staging.direct, found)) for name, (_, found) in wanted.items()}
+    left = {name: list(map(staging.delivery, found)) for name, (_, found) in wanted.items()}
     for version in reversed(versions):
         names = {name for _, table in version for name in left.keys() & table.tensors.keys()}
         here = {name: left.pop(name) for name in names}
@@ -34,13 +35,12 @@ def fill_part(
     candidate: Candidate,
     part: Part,
     table: Table,
-    wanted: Mapping[str, Sequence[LocalBox]],
+    wanted: Mapping[str, Sequence[Delivery]],
     loader: Loader,
 ) -> None:
-    """Read what a part has of these boxes, which bytes can be copied to; blocks. Raises Corrupt,
-    Unavailable."""
+    """Read what a part has of these boxes of tensors; blocks. Raises Corrupt, Unavailable."""
     known = table.tensors
-    rows = [(known[name], boxes) for name, boxes in wanted.items() if name in known]
+    rows = [(known[name], found) for name, found in wanted.items() if name in known]
     if rows:
         with candidate.sources(part) as sources, ExitStack() as stack:
             base = Earlier(candidate, part, table, stack)
@@ -53,6 +53,11 @@ def gathered(rows: Iterable[tuple[TensorEntry, LocalBox]]) -> Wanted:
     for entry, place in rows:
         found.setdefault(entry.spec.name, (entry, []))[1].append(place)
     return found
+
+
+def boxes_of(wanted: Wanted) -> dict[str, list[Box]]:
+    """Those that are wanted of each tensor."""
+    return {name: [place.box for place in places] for name, (_, places) in wanted.items()}
 
 
 def fill_from_live(live: Mapping[str, Sequence[LocalBox]], wanted: Wanted) -> None:

@@ -30,7 +30,6 @@ from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
 from everstep.restore.deliver import Delivery, address, devices_of
 from everstep.restore.plan import Chunks, Span, Target, plan
-from everstep.sharding.layout import LocalBox
 from everstep.store import catalog
 from everstep.store.read import check_chunk, copy_chunk, from_first, read_chunk
 from everstep.tiers.files import Source
@@ -47,7 +46,7 @@ _COPIES_IN_FLIGHT = min(READS_IN_FLIGHT, os.cpu_count() or 8)
 _BUFFER_BYTES = CHUNK_BYTES + PAGE_BYTES
 _HUGE_PAGE_BYTES = 2 << 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # of shared memory there are no huge pages
-Destinations = Sequence[tuple[TensorEntry, Sequence[LocalBox]]]
+Destinations = Sequence[tuple[TensorEntry, Sequence[Delivery]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +165,16 @@ class Loader:
         read_base: ReadBase = _no_base,
         already: Container[str] = frozenset(),
     ) -> None:
-        """Fill the destinations, which are `direct`, with what the part has of their boxes; blocks.
-        The entries are the part's own. `sources[pack]`: where that pack can be read, nearest first.
-        `table`: the part's, needed where it is packed; `read_base`: where it has differences.
+        """Fill the destinations with what the part has of their boxes; blocks. The entries are the
+        part's own, each of another tensor. `sources[pack]`: where that pack can be read, nearest
+        first. `table`: the part's, needed where it is packed; `read_base`: where it has
+        differences.
         `already`: the tensors of which chunks may be in their places, and are not read then."""
-        deliveries: dict[str, list[Delivery]] = {}
-        for entry, found in destinations:
-            deliveries.setdefault(entry.spec.name, []).extend(
-                Delivery.to(destination) for destination in found
-            )
         spans = plan(
             ((entry, [each.box for each in found]) for entry, found in destinations), part, table
         )
-        devices = devices_of(each.tensor for _, found in destinations for each in found)
+        deliveries = {entry.spec.name: found for entry, found in destinations}
+        devices = devices_of(each.items for _, found in destinations for each in found)
         task = _Task(part, sources, deliveries, devices, self._buffer, read_base, already)
         for device in devices:
             # Kernels that initialise the tensors may still run, or those of a replay on a stream of

@@ -71,9 +71,10 @@ def plan(
         for piece in entry.pieces:
             if not any(piece.box.intersect(box) for box in boxes):
                 continue
-            for index in range(chunk_count(piece.size)):
+            count = chunk_count(piece.size)
+            for index in range(count):
                 target = found.target(entry, piece, index)
-                if _is_needed(target, boxes, ITEM_SIZES[entry.spec.dtype]):
+                if count == 1 or _is_needed(target, boxes, ITEM_SIZES[entry.spec.dtype]):
                     found.add(entry, piece, index, target)
     spans = []
     for pack, targets in sorted(found.by_pack.items()):
@@ -161,6 +162,9 @@ class Chunks:
 def blocks(target: Target, item_size: int) -> Iterator[tuple[int, Box]]:
     """The elements of a chunk as boxes of the tensor: where each begins in the chunk's raw bytes,
     in which it is a range. `item_size`: of the tensor's dtype."""
+    if target.raw == target.box.count * item_size > 0:
+        yield 0, target.box
+        return
     start, at = target.start // item_size, 0
     for box in flat_boxes(target.box.lengths, start, start + target.raw // item_size):
         yield at, box.shifted(target.box.offsets)

@@ -25,6 +25,7 @@ from everstep.redo.replay import (
 from everstep.restore.buffer_pool import Slabs, empty
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
+from everstep.restore.deliver import Delivery
 from everstep.restore.fill import fill_part
 from everstep.restore.load import Loader
 from everstep.sharding.layout import LocalBox, is_dtensor, local_of, shards_like
@@ -163,7 +164,7 @@ class Records:
         united, ahead = self._unite(tables), self._ahead(record)
         calls = [of_rank(call, self._world.rank, self._world.size) for call in record.calls]
         wanted = self._tensors(record, calls, united, ahead)
-        left = {name: to for name, (_, to) in wanted.items()}
+        left = {name: list(map(Delivery.to, places)) for name, (_, places) in wanted.items()}
         for part, table in zip(record.parts, tables, strict=True):
             fill_part(self._candidate, part, table, left, self._loader)
         tensors = {name: tensor for name, (tensor, _) in wanted.items()}

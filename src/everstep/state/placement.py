@@ -10,7 +10,7 @@ import torch
 
 from everstep.errors import Mismatch
 from everstep.format.boxes import Box
-from everstep.format.global_tensors import Described, optimizers_of
+from everstep.format.global_tensors import Described
 from everstep.format.manifest import Stream
 from everstep.format.tables import TensorEntry
 from everstep.sharding.layout import LocalBox, is_dtensor, shards_of
@@ -37,17 +37,14 @@ class Saved:
 
     @classmethod
     def of(cls, described: Described) -> "Saved":
-        """The state in a checkpoint, of all its parts. That each tensor is all there was checked
-        when it was read (restore.choose)."""
+        """The state in a checkpoint, of all its parts. That each tensor is all there is checked
+        when its tables are read (restore.choose)."""
         manifest = described.manifest
-        optimizers: dict[str, Any] = {}
-        for version in described.versions:
-            optimizers.update(optimizers_of([table for _, table in version]))
         return cls(
             described.tensors,
             manifest.objects,
             manifest.hyperparameters,
-            optimizers,
+            described.optimizers,
             manifest.ranks,
             manifest.streams,
         )

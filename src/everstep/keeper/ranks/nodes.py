@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 from everstep.errors import EverstepError, Mismatch, Unavailable
 from everstep.format.document import digest_of
+from everstep.format.global_tensors import index_of
+from everstep.format.index import INDEXED_FROM_PARTS, Index
 from everstep.format.manifest import Manifest, check_table, encode_manifest
 from everstep.format.merge import merge_optimizers, unite_tables
 from everstep.format.node_parts import NodePart
@@ -291,7 +293,7 @@ def unite(
     said = [{"hyperparameters": each.hyperparameters, "record": each.record} for each in every]
     hyperparameters, calls, mapping = merge_numbered(said, [sorted(e.ranks or ()) for e in every])
     documents = tuple(document for _, document in told)
-    tables, renumbered = _united(documents, hashable(mapping))
+    tables, renumbered, index = _united(documents, hashable(mapping))
     done = []
     for found, table, document in zip(every, tables, renumbered, strict=True):
         assert found.part
@@ -315,6 +317,7 @@ def unite(
         hyperparameters=hyperparameters,
         ranks=tuple(differing),
         previous=previous,
+        index=None if manifest.records else index,
     )
     return united, renumbered
 
@@ -327,9 +330,9 @@ def hashable(mapping: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Any, ...]:
 @lru_cache(maxsize=4)
 def _united(
     documents: tuple[bytes, ...], mapping: tuple[Any, ...]
-) -> tuple[tuple[Table, ...], tuple[bytes, ...]]:
-    """The tables, and their documents, with the numbers of the united hyperparameter sets; they
-    change rarely. Raises Mismatch."""
+) -> tuple[tuple[Table, ...], tuple[bytes, ...], Index | None]:
+    """The tables, and their documents, with the numbers of the united hyperparameter sets, and the
+    index of many; they change rarely. Raises Mismatch."""
     tables = [decode_table(document, "the table of a node") for document in documents]
     rows = [
         (node, table.optimizers, dict(sets))
@@ -345,4 +348,6 @@ def _united(
         else:
             again = replace(table, optimizers=optimizers)
             found.append((again, seal_table(again)))
-    return tuple(table for table, _ in found), tuple(document for _, document in found)
+    united = tuple(table for table, _ in found)
+    index = index_of(united) if len(united) >= INDEXED_FROM_PARTS else None
+    return united, tuple(document for _, document in found), index

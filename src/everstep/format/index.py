@@ -7,21 +7,29 @@ Where ranks hold equal boxes of a tensor one after another, as FSDP's do, a `Run
         part 0: [0:4,0:8]    part 1: [4:8,0:8]    part 2: [8:12,0:8]
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from everstep.errors import Corrupt
 from everstep.format.boxes import Box
-from everstep.format.document import find_flaw, natural
-from everstep.format.dtypes import ITEM_SIZES
-from everstep.format.packs import Spec
+from everstep.format.document import natural
+from everstep.format.tables import (
+    OPTIMIZERS,
+    TENSOR,
+    TensorEntry,
+    tensor_from_json,
+    tensor_to_json,
+)
+
+INDEXED_FROM_PARTS = 16
+"""A state of fewer is as soon read whole, and each of its manifests would have the index."""
 
 Numbers = tuple[int, ...]
 Placed = tuple[int, Numbers, Numbers]
 """A part, and offsets and lengths of a box that it has."""
 
 _RUN = [natural, natural, [natural], [natural], natural]
-_INDEX = {str: [str, [natural], [_RUN]]}
+INDEX = {"tensors": [{**TENSOR, "runs": [_RUN]}], "optimizers": OPTIMIZERS}
 
 
 class Run(NamedTuple):
@@ -71,43 +79,50 @@ def _extended(run: Run, part: int, offsets: Numbers, lengths: Numbers) -> Run | 
     return run._replace(times=run.times + 1, dim=dim) if is_next else None
 
 
+@dataclass(frozen=True, slots=True)
 class Index:
-    """All tensors of a checkpoint, and where they are."""
+    """All tensors of a state by name, without their pieces; its optimizers, as tables have them;
+    and where the tensors are."""
 
-    def __init__(self, specs: Mapping[str, Spec], runs: Mapping[str, Sequence[Run]]) -> None:
-        self.specs, self._runs = specs, runs
+    tensors: Mapping[str, TensorEntry]
+    optimizers: Mapping[str, Any]
+    runs: Mapping[str, Sequence[Run]]
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands among a checkpoint's objects."""
-        return {
-            name: [spec.dtype, list(spec.shape), [_row(run) for run in self._runs[name]]]
-            for name, spec in self.specs.items()
-        }
+        """As it stands in a manifest."""
+        rows = [
+            {**tensor_to_json(entry), "runs": self.runs[name]}
+            for name, entry in self.tensors.items()
+        ]
+        return {"tensors": rows, "optimizers": self.optimizers}
 
     @classmethod
-    def from_json(cls, value: Any, parts: int) -> "Index":
-        """Of a checkpoint of so many parts. Raises Corrupt."""
-        if flaw := find_flaw(value, _INDEX):
-            raise Corrupt(f"reading what its writer noted of tensors: they{flaw}")
-        specs, runs = {}, {}
-        for name, (dtype, shape, rows) in value.items():
-            specs[name] = Spec(name, dtype, tuple(shape))
-            runs[name] = [Run(a, b, tuple(c), tuple(d), e) for a, b, c, d, e in rows]
-            if dtype not in ITEM_SIZES or not all(
-                _fits(run, len(shape), parts) for run in runs[name]
-            ):
-                raise Corrupt(f"reading what its writer noted of {name!r}: it cannot be so")
-        return cls(specs, runs)
+    def from_json(cls, value: Mapping[str, Any], parts: int) -> "Index":
+        """Of an INDEX of so many parts. Raises ValueError."""
+        entries = list(map(tensor_from_json, value["tensors"]))
+        runs = {
+            entry.spec.name: [Run(a, b, tuple(c), tuple(d), e) for a, b, c, d, e in row["runs"]]
+            for entry, row in zip(entries, value["tensors"], strict=True)
+        }
+        tensors = {entry.spec.name: entry for entry in entries}
+        for name, entry in tensors.items():
+            if not all(_fits(run, len(entry.spec.shape), parts) for run in runs[name]):
+                raise ValueError(f"tensor {name!r} is said to lie where nothing is")
+        return cls(tensors, value["optimizers"], runs)
 
-    def parts_of(self, name: str, boxes: Iterable[Box]) -> Iterator[int]:
-        """The parts in which there is something of these boxes of a tensor."""
-        for box in boxes:
-            for run in self._runs[name]:
-                yield from run.parts_of(box)
+    def parts_of(self, wanted: Mapping[str, Iterable[Box]]) -> list[int]:
+        """The parts in which there is something of these boxes of tensors, rising."""
+        found: set[int] = set()
+        for name, boxes in wanted.items():
+            found.update(*(run.parts_of(box) for box in boxes for run in self.runs[name]))
+        return sorted(found)
 
-
-def _row(run: Run) -> list[Any]:
-    return [run.part, run.times, list(run.offsets), list(run.lengths), run.dim]
+    def tells_of(self, part: int, entry: TensorEntry) -> bool:
+        """Whether it says what a part's table does of a tensor."""
+        name, boxes = entry.spec.name, [piece.box for piece in entry.pieces if piece.size]
+        known = self.tensors.get(name)
+        is_known = known is not None and known.spec == entry.spec
+        return is_known and all(part in self.parts_of({name: [box]}) for box in boxes)
 
 
 def _fits(run: Run, ndim: int, parts: int) -> bool:

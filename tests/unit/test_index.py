@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.errors import Corrupt
 from everstep.format.boxes import Box
+from everstep.format.document import find_flaw
+from everstep.format.index import INDEX, Index, Run, runs_of
 from everstep.format.packs import Spec
-from everstep.integrations.dcp_index import Index, Run, runs_of
+from everstep.format.tables import TensorEntry
 
 
 def test_equal_boxes_one_after_another_are_one_run():
@@ -47,25 +48,30 @@ def placed(draw):
 @given(placed(), st.tuples(*[st.integers(0, 12)] * 2), st.tuples(*[st.integers(1, 6)] * 2))
 def test_every_part_with_something_of_a_box_is_named(rows, offsets, lengths):
     box = Box(offsets, lengths)
-    index = Index({"w": Spec("w", "float32", (20, 20))}, {"w": runs_of(rows)})
+    entry = TensorEntry(Spec("w", "float32", (20, 20)), (), ("v",), "cuda:0", (1, 20))
+    index = Index({"w": entry}, {}, {"w": runs_of(rows)})
     read = Index.from_json(json.loads(json.dumps(index.to_json())), 21)
-    named = set(read.parts_of("w", [box]))
+    assert read == index
+    named = set(read.parts_of({"w": [box]}))
     needed = {part for part, at, size in rows if 0 not in size and Box(at, size).intersect(box)}
     assert needed <= named <= {part for part, *_ in rows}
 
 
 @pytest.mark.parametrize(
-    "rows",
+    "wrong",
     [
-        ["float32", [4], [[0, 3, [0], [2], 0]]],  # more parts than there are
-        ["float32", [4], [[0, 1, [0, 0], [2], 0]]],
-        ["float32", [4], [[0, 1, [0], [2], 1]]],
-        ["float33", [4], []],
-        ["float32", [4], [[0, -1, [0], [2], 0]]],
-        ["float32", [4]],
-        None,
+        {"runs": [[0, 3, [0], [2], 0]]},  # more parts than there are
+        {"runs": [[0, 1, [0, 0], [2], 0]]},
+        {"runs": [[0, 1, [0], [2], 1]]},
+        {"runs": [[0, -1, [0], [2], 0]]},
+        {"runs": None},
+        {"dtype": "float33"},
+        {"strides": [2]},
     ],
 )
-def test_what_cannot_be_is_corrupt(rows):
-    with pytest.raises(Corrupt):
-        Index.from_json({"w": rows}, 2)
+def test_what_cannot_be_is_refused(wrong):
+    row = {"name": "w", "dtype": "float32", "shape": [4], "device": "cpu", "runs": [], **wrong}
+    value = {"tensors": [row], "optimizers": {}}
+    if find_flaw(value, INDEX) is None:
+        with pytest.raises(ValueError, match="'w'"):
+            Index.from_json(value, 2)
