@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -41,6 +42,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from everstep import Checkpointer, Ranks, Shard
 from everstep.cli.main import main as everstep
 from everstep.integrations.dcp import StorageReader, StorageWriter
 
@@ -106,6 +108,7 @@ def measure(ranks: int, folder: Path) -> dict[str, Any]:
     reader = StorageReader(store)
     metadata = clock("read_metadata", reader.read_metadata)
     clock("rank_read", read_rank, reader, clock("rank_plan", plan_of, metadata, ranks))
+    clock("restore", partial(restore, store, ranks))
     for command in ("ls", "show"):
         with redirect_stdout(io.StringIO()):
             clock(command, everstep, [command, str(store)])
@@ -169,6 +172,21 @@ class Into(DefaultLoadPlanner):
 
 def read_rank(reader: StorageReader, items: list[Any]) -> None:
     reader.read_data(LoadPlan(items), Into()).wait()
+
+
+def restore(store: Path, ranks: int) -> None:
+    """By a Checkpointer, the last rank's rows."""
+    block = partial(nn.ParameterDict, {"weight": torch.zeros(ROWS, COLUMNS)})
+    layers = [
+        nn.ModuleDict({f"block_{number}": block() for number in range(10)})
+        for _ in range(TENSORS // 10)
+    ]
+    shape, start = (ranks * ROWS, COLUMNS), ((ranks - 1) * ROWS, 0)
+    mine = Ranks(layout=lambda name, tensor: [Shard(name, shape, start, tensor)])
+    state = {"model": nn.ModuleDict({"layers": nn.ModuleList(layers)})}
+    with Checkpointer(store.parent / "own", state, ranks=mine) as checkpointer:
+        checkpointer.restore(from_store=store, only=["model"])
+    assert all((each == ranks - 1).all() for each in state["model"].parameters())
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
