@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-import forked_keepers
+import forked_modules
 from buckets import bucket, bucket_server, proxied, proxy  # noqa: F401 - fixtures
 from ceph import ceph_bucket, ceph_server  # noqa: F401 - fixtures
 from everstep.keeper import home
 from partners import partner  # noqa: F401 - a fixture
 from stores import end_keeper
 
-forked_keepers.install()
+forked_modules.install()
 
 
 def pytest_collection_finish():
@@ -26,8 +26,8 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _keepers():
-    with forked_keepers.server():
+def _servers():
+    with forked_modules.servers():
         yield
 
 

@@ -14,8 +14,8 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel  # noqa: F401
 
 import everstep  # noqa: F401
-import forked_keepers
+import forked_modules
 
-forked_keepers.install()
+forked_modules.install()
 gc.collect()
 gc.freeze()  # what is here stays: the collections of a forked process are then quick

@@ -14,7 +14,7 @@ from torch import nn
 
 import coded
 import forked
-import forked_keepers
+import forked_modules
 import stores
 from everstep import Conflict, Corrupt, Keep, Store, Tiers
 from everstep.cli.main import main
@@ -81,7 +81,7 @@ def check_restored(store, step, frozen):
 
 @pytest.fixture(autouse=True)
 def _encoders(monkeypatch):
-    forked_keepers.begin_with(monkeypatch, coded.choose, ("planes", "difference", "zstd"))
+    forked_modules.begin_with(monkeypatch, coded.choose, ("planes", "difference", "zstd"))
 
 
 def test_every_reader_gets_what_was_saved(store, capsys):

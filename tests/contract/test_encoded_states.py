@@ -13,7 +13,7 @@ from torch import nn
 
 import coded
 import forked
-import forked_keepers
+import forked_modules
 import stores
 from everstep import Conflict, Store, Tiers
 from everstep.cli.main import main
@@ -69,7 +69,7 @@ def codecs_of(store, step):
 @pytest.fixture(params=["all", *slow("planes", "zstd")])
 def encoders(request, monkeypatch):
     found = ENCODERS[request.param]
-    forked_keepers.begin_with(monkeypatch, coded.choose, found)
+    forked_modules.begin_with(monkeypatch, coded.choose, found)
     return found
 
 

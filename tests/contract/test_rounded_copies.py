@@ -12,7 +12,7 @@ from torch import nn
 
 import coded
 import forked
-import forked_keepers
+import forked_modules
 import stores
 from everstep import Corrupt, Store
 from everstep.cli.main import main
@@ -63,7 +63,7 @@ def shown(store, step, capsys):
 @pytest.fixture(autouse=True, params=["planes", *slow("raw")])
 def encoders(request, monkeypatch):
     """`param`: how masters are encoded."""
-    forked_keepers.begin_with(monkeypatch, coded.choose, (request.param, "rounded"))
+    forked_modules.begin_with(monkeypatch, coded.choose, (request.param, "rounded"))
 
 
 def test_every_reader_gets_what_was_saved(store, capsys):

@@ -13,7 +13,7 @@ from torch import nn
 
 import everstep
 import forked
-import forked_keepers
+import forked_modules
 import gated
 import stores
 from everstep import Checkpointer, Store, Tiers, Unavailable
@@ -214,7 +214,7 @@ def test_a_file_with_a_name_is_no_arena_of_the_spill(tmp_path):
 def gate(tmp_path, monkeypatch):
     """While this file is there, nothing becomes durable."""
     path = tmp_path / "gate"
-    forked_keepers.begin_with(monkeypatch, gated.shut, str(path))
+    forked_modules.begin_with(monkeypatch, gated.shut, str(path))
     return path
 
 

@@ -7,7 +7,7 @@ import zoo
 from jobs import RECIPE, attached, check_restored
 
 import coded
-import forked_keepers
+import forked_modules
 from comparing import check_stored
 from everstep import Store
 from examples import slow
@@ -30,7 +30,7 @@ def trains_encoded(store, strategy, nodes):
 
 @pytest.mark.parametrize("strategy", ["full", *slow("log")])
 def test_nodes_encode_each_its_part(gang, store, monkeypatch, strategy):
-    forked_keepers.begin_with(monkeypatch, coded.choose, ("planes", "zstd", "raw"), 512)
+    forked_modules.begin_with(monkeypatch, coded.choose, ("planes", "zstd", "raw"), 512)
     states = gang.run(trains_encoded, store, strategy, NODES)[0]
     manifest = Store(store).manifest(3)
     codecs = {each.codec for part in manifest.all_parts for each in part.encoded or ()}
@@ -43,7 +43,7 @@ def test_nodes_encode_each_its_part(gang, store, monkeypatch, strategy):
 
 
 def test_ranks_of_one_node_have_differences(gang, store, monkeypatch):
-    forked_keepers.begin_with(monkeypatch, coded.choose, ("planes", "difference"), 512)
+    forked_modules.begin_with(monkeypatch, coded.choose, ("planes", "difference"), 512)
     states = gang.run(trains_encoded, store, "full", "")[0]
     (part,) = Store(store).manifest(3).parts
     assert part.base.step == 2

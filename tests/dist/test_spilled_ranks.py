@@ -7,7 +7,7 @@ import torch.distributed as dist
 import zoo
 from jobs import RECIPE, attached, check_restored
 
-import forked_keepers
+import forked_modules
 import gated
 from everstep import Store, Tiers
 from processes import until
@@ -44,7 +44,7 @@ def trains_while_the_disk_hangs(store, directory, gate):
 def test_each_rank_spills_its_part(gang, store, tmp_path, monkeypatch):
     directory, gate = tmp_path / "second", tmp_path / "gate"
     directory.mkdir()
-    forked_keepers.begin_with(monkeypatch, gated.shut, str(gate))
+    forked_modules.begin_with(monkeypatch, gated.shut, str(gate))
     states = gang.run(trains_while_the_disk_hangs, store, directory, gate)[0]
     assert Store(store).steps() == list(range(1, LAST + 1))
     check_restored(gang, "ddp", store, {step: states[step] for step in (2, 7, LAST)}, size=1)
