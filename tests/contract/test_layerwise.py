@@ -11,6 +11,7 @@ from torch import nn
 import everstep
 from everstep import Store
 from everstep.capture import layerwise
+from forked import run
 
 SIZE = 48
 
@@ -274,3 +275,18 @@ def test_a_forked_child_copies_nothing(store):
 def test_an_option_that_is_no_flag():
     with pytest.raises(TypeError, match="layerwise"):
         everstep.Log(layerwise="yes")
+
+
+def in_a_group_of_two(store):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    how = {"strategy": everstep.Log(layerwise=True), "ranks": everstep.Ranks(alone=True)}
+    with pytest.raises(everstep.Unsupported, match="and several ranks"):
+        everstep.Checkpointer(store, build(1), **how)
+
+
+def test_it_is_refused_where_gradients_are_reduced_by_hand(store, group_bytes):
+    """Collectives count no write."""
+    if group_bytes == 1:
+        assert run(in_a_group_of_two, store).returncode == 0

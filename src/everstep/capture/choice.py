@@ -23,6 +23,7 @@ from everstep.errors import Unsupported
 from everstep.redo.allowed import why_coupled, why_not_allowed
 from everstep.redo.derived import Derived
 from everstep.redo.recorder import Recorder
+from everstep.sharding.world import group_size
 from everstep.state.optimizers import OptimizerState
 from everstep.state.view import State
 
@@ -98,7 +99,7 @@ class Choice:
         if isinstance(how, options.Log):
             if why:
                 raise Unsupported(f"strategy='log': {why}. Use strategy='full' or 'auto'")
-            if how.layerwise and not self._state.world.is_alone:
+            if how.layerwise and group_size() > 1:
                 raise Unsupported(
                     "everstep.Log(layerwise=True) and several ranks: their gradients are reduced "
                     "after they are there. Leave layerwise= out"

@@ -28,7 +28,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -75,6 +74,7 @@ from everstep.restore.store import Store
 from everstep.sharding.layout import LocalBox, is_dtensor
 from everstep.sharding.leaves import Leaf, check_tensor, dtype_name
 from everstep.sharding.topology import topology
+from everstep.sharding.world import group_size
 from everstep.state.objects import Json, decode, encode, place_of, references
 from everstep.store import catalog, commit
 from everstep.store.names import CheckpointName, parse_checkpoint
@@ -177,7 +177,7 @@ class StorageWriter(_Storage, WriterOfDCP):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """On all ranks. Raises Unsupported where they would not talk."""
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = group_size()
         if not kwargs.get("use_collectives", True) and ranks > 1:
             raise Unsupported(
                 f"saving to {self.store} with use_collectives=False: a checkpoint is of all ranks "

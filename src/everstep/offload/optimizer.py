@@ -25,6 +25,7 @@ from everstep.offload.process import Process
 from everstep.offload.shared import Shared
 from everstep.sharding.layout import is_dtensor
 from everstep.sharding.redundancy import is_torchs
+from everstep.sharding.world import group_size
 
 _LEFT_S = 10.0
 
@@ -182,14 +183,9 @@ def _problem_of(parameter: torch.Tensor, kind: str) -> str | None:
         found = cast(type[Optimizer], kind_of(kind))
         if found.__name__ in _OF_WHOLE_TENSORS or not is_torchs(found):
             return f"that is sharded over ranks: {found.__name__} may need all of it at once"
-    elif _ranks() > 1:
+    elif group_size() > 1:
         return "that each rank updates whole, as in DDP. Shard the model (FSDP2)"
     return None
-
-
-def _ranks() -> int:
-    ranks = torch.distributed
-    return ranks.get_world_size() if ranks.is_available() and ranks.is_initialized() else 1
 
 
 def _keep_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -34,6 +34,11 @@ _PAUSE_S_MIN, _PAUSE_S_MAX = 0.0005, 0.05
 T = TypeVar("T")
 
 
+def group_size() -> int:
+    """Ranks of torch's default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 class World:
     """This process among those that train together. For the thread that trains."""
 
@@ -52,20 +57,20 @@ class World:
     @classmethod
     def current(cls) -> "World":
         """That of the default process group; alone where there is none."""
-        if not (dist.is_available() and dist.is_initialized()):
-            if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):  # torchrun's
-                log.warning(
-                    "WORLD_SIZE is %s, but there is no process group yet: this Checkpointer takes "
-                    "its process for a run of its own. Make it after "
-                    "torch.distributed.init_process_group(), or with alone=True",
-                    os.environ["WORLD_SIZE"],
-                )
-            return cls(0, 1)
-        if dist.get_world_size() == 1:
-            return cls(0, 1)
-        # Its own connection to what torchrun or init_process_group set up; torch has no public way.
-        store = dist.distributed_c10d._get_default_store()
-        return cls(dist.get_rank(), dist.get_world_size(), store)
+        if (size := group_size()) > 1:
+            # Its own connection to what torchrun or init_process_group set up; torch has no public
+            # way.
+            store = dist.distributed_c10d._get_default_store()
+            return cls(dist.get_rank(), size, store)
+        has_group = dist.is_available() and dist.is_initialized()
+        if not has_group and os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):  # torchrun's
+            log.warning(
+                "WORLD_SIZE is %s, but there is no process group yet: this Checkpointer takes its "
+                "process for a run of its own. Make it after "
+                "torch.distributed.init_process_group(), or with alone=True",
+                os.environ["WORLD_SIZE"],
+            )
+        return cls(0, 1)
 
     @property
     def is_alone(self) -> bool:
