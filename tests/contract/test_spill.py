@@ -177,14 +177,14 @@ def test_a_full_directory_holds_training_up_and_nothing_else(store, tmp_path):
         with Filler(store, path, 1 << 30, confirms=False) as trainer:
             trainer.start()
             size = trainer.arena.documents_size + trainer.arena.image_size + PAGE
-            fits = (256 << 10) // size
-            for step in range(1, fits + 3):
+            steps = range(1, (256 << 10) // size + trainer.arena.slot_count + 1)
+            for step in steps:
                 trainer.put(step)
             until(lambda: trainer.arena.free_slot() is None, "all is full")
             trainer.confirm_all()
             trainer.expect("local", trainer.sequence)
-        assert Store(store).steps() == list(range(1, fits + 3))
-        assert_contents(store, range(1, fits + 3))
+        assert Store(store).steps() == list(steps)
+        assert_contents(store, steps)
     finally:
         end_keeper(store)
         unmount(path)
