@@ -423,6 +423,6 @@ def _is_unscaled(optimizer: OptimizerState) -> bool:
     if told := _scaler_of(optimizer):
         return "grad_scale" not in told
     frame: FrameType | None = sys._getframe()
-    while frame and frame.f_code is not GradScaler._maybe_opt_step.__code__:
+    while frame and frame.f_code is not GradScaler.step.__code__:
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and bool(frame.f_locals["self"].is_enabled())
