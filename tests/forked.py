@@ -30,7 +30,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+from forked_modules import QUIET
+
 PATIENCE_S = 100.0
 _preloaded = ["forked_preload"]
 

@@ -173,7 +173,7 @@ class Spread:
     def _share(self, step: int, collected: Collected) -> Captured:
         """This step's part of the window, which begins here where none is open."""
         recorder, window = self._run.recorder, self._window
-        record, slices, calls, taken = tuple[Leaf, ...](), list[Slice](), None, Taken()
+        record, slices, calls, taken = tuple[Leaf, ...](), list[Slice](), None, Taken({}, (), ())
         if window is None or self._chain is None:
             window = self._window = self._open(step, collected.walk)
             self._chain = Chain(collected)

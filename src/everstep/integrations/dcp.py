@@ -89,7 +89,7 @@ T = TypeVar("T")
 
 PLANNER = "dcp.planner"
 """Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded, and
- `streams`, the objects that are io.BytesIO."""
+`streams`, the objects that are io.BytesIO."""
 
 
 def split_id(checkpoint_id: Path) -> tuple[str, str | None]:

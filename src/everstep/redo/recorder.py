@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -91,9 +91,9 @@ class Taken(NamedTuple):
     """What calls consumed: tensors by their names in the record, what is said of each call, and the
     fingerprints of the gradients that are held by reference, from before the updates."""
 
-    tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
-    calls: Sequence[dict[str, Any]] = ()
-    held: Sequence[Fingerprint] = ()
+    tensors: Mapping[str, torch.Tensor]
+    calls: Sequence[dict[str, Any]]
+    held: Sequence[Fingerprint]
 
 
 class Recorder:
