@@ -1,6 +1,5 @@
 """The second memory: images go there while the arena is full, and are committed from there."""
 
-import contextlib
 import os
 import signal
 
@@ -18,6 +17,7 @@ import gated
 import stores
 from everstep import Checkpointer, Store, Tiers, Unavailable
 from everstep.keeper.arena import Arena
+from processes import stopped
 
 PAGE = 4096
 
@@ -59,11 +59,11 @@ def directory(tmp_path):
 
 
 def spilled_bytes(keeper):
-    """What a keeper's files without a name take."""
-    fds = [fd for fd, name in descriptors(keeper).items() if "/.everstep-" in name]
-    found = {}
-    for fd in fds:
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+    """What a keeper's files without a name take, at one moment."""
+    with stopped(keeper):
+        fds = [fd for fd, name in descriptors(keeper).items() if "/.everstep-" in name]
+        found = {}
+        for fd in fds:
             each = os.stat(f"/proc/{keeper}/fd/{fd}")
             found[each.st_ino] = each.st_blocks * 512  # a mapping has its own, too
     return sum(found.values())
