@@ -7,11 +7,10 @@ from typing import Any
 import xxhash
 
 import stores
-from everstep.format.manifest import Manifest, Part, Previous, Record
+from everstep.format.manifest import CheckpointName, Manifest, Part, Previous, Record
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import Extent, decode_table, encode_table, extents
 from everstep.store import catalog, claims, commit
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 SPECS = (

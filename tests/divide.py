@@ -12,12 +12,11 @@ from everstep import Store
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.document import seal
 from everstep.format.global_tensors import index_of
-from everstep.format.manifest import Manifest, Part
+from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import decode_table, encode_table, extents
 from everstep.restore.deliver import as_items
 from everstep.store import commit
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import image_of, write_packs
 

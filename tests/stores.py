@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.format.document import seal
+from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Layout, Spec, lay_out
 from everstep.format.tables import encode_table
 from everstep.keeper import home, wire
@@ -19,7 +20,6 @@ from everstep.keeper.persist import persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit
-from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
 from everstep.tiers.disk import Disk
 from everstep.tiers.system import System

@@ -24,6 +24,7 @@ from everstep.capture.choice import Choice
 from everstep.capture.saves import Saves, Skipped
 from everstep.capture.strategy import Request
 from everstep.errors import EverstepError, Unsupported
+from everstep.format.manifest import CheckpointName
 from everstep.handle import Levels, Metrics, SaveHandle
 from everstep.keeper.client import Client
 from everstep.keeper.spill import check_directory
@@ -46,7 +47,7 @@ from everstep.state.objects import plain_json
 from everstep.state.view import State
 from everstep.store import catalog
 from everstep.store.commit import set_tag
-from everstep.store.names import CheckpointName, tag_path
+from everstep.store.names import tag_path
 from everstep.store.retain import Keep
 from everstep.tiers.peer import Peer
 from everstep.tiers.tier import name_of, tier_at

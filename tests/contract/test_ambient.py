@@ -18,8 +18,8 @@ from runs import (
 from torch import nn
 
 from everstep import Store, Unsupported
+from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 from forked import run

@@ -8,8 +8,8 @@ import cli_store
 import everstep
 from everstep import Missing, Store, Unavailable, Unsupported
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.store.copy import copy_checkpoint
-from everstep.store.names import CheckpointName
 from everstep.tiers.bucket import Bucket
 from examples import slow
 from stores import end_keeper

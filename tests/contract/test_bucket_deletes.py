@@ -14,9 +14,9 @@ import cli_store
 import everstep
 from everstep import Conflict, Store
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, names, presence, retain
 from everstep.store.copy import copy_checkpoint
-from everstep.store.names import CheckpointName
 from everstep.store.presence import Presence
 from everstep.tiers.bucket import Bucket
 from everstep.tiers.disk import Disk

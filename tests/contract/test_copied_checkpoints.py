@@ -5,10 +5,10 @@ import pytest
 import cli_store
 import stores
 from everstep import Conflict, Corrupt, Missing, Store, Unavailable
+from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec
 from everstep.store import catalog, commit, names
 from everstep.store.copy import copy_checkpoint, lead
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
 from examples import slow

@@ -23,8 +23,8 @@ from runs import (
 )
 
 from everstep import Corrupt, Missing, Store
+from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import examples, slow
 

@@ -17,8 +17,8 @@ from runs import check_steps, checkpointer, kinds
 
 from everstep import Store, Unsupported
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 

@@ -18,9 +18,9 @@ import forked_modules
 import stores
 from everstep import Conflict, Corrupt, Keep, Store, Tiers
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.keeper.writer import DIFFERENCES_MAX
 from everstep.store import catalog, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from independent_reader import Damaged, read
 

@@ -17,10 +17,10 @@ import forked_modules
 import stores
 from everstep import Conflict, Store, Tiers
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec
 from everstep.store import catalog
 from everstep.store.copy import copy_checkpoint
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 from independent_reader import Damaged, read

@@ -7,8 +7,8 @@ import pytest
 from keepers import Process, SlotState, Trainer, ended, until
 
 from everstep import Store
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 

@@ -8,8 +8,8 @@ import torch
 from logs import build, train
 from runs import check_same, checkpointer, freeze
 
+from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 

@@ -20,9 +20,9 @@ import forked
 from choices import chosen
 from everstep import Store, Unsupported
 from everstep.capture.copier import Copier
+from everstep.format.manifest import CheckpointName
 from everstep.redo.recorder import Recorder
 from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 

@@ -7,8 +7,8 @@ from wholes import fill
 
 from everstep import Corrupt, Missing, Store
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 

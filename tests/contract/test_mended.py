@@ -8,9 +8,9 @@ import cli_store
 import stores
 from everstep import Conflict, Store
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, commit, names
 from everstep.store.copy import copy_checkpoint
-from everstep.store.names import CheckpointName
 from everstep.store.repair import Mender
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at

@@ -11,9 +11,9 @@ from wholes import come, whole_steps
 
 import forked
 from everstep import OffloadedOptimizer, Store, Unsupported
+from everstep.format.manifest import CheckpointName
 from everstep.restore import load
 from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 from processes import until

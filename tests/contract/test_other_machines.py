@@ -13,9 +13,9 @@ from torch import nn
 
 from everstep import Store, Unsupported
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
 from everstep.sharding import topology
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 

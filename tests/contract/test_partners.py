@@ -14,12 +14,12 @@ import torch
 
 import everstep
 from everstep import Corrupt, Missing, Unavailable
+from everstep.format.manifest import CheckpointName
 from everstep.keeper import serve
 from everstep.keeper.serve import Address, Holding, Service
 from everstep.sharding.partners import new_address
 from everstep.store import catalog
 from everstep.store.copy import copy_checkpoint
-from everstep.store.names import CheckpointName
 from everstep.tiers import peer as peers
 from everstep.tiers.disk import Disk
 from everstep.tiers.files import DiskReader

@@ -12,10 +12,10 @@ import torch
 
 import everstep
 from everstep import Conflict, Store, Unavailable
+from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec
 from everstep.store import catalog, commit, retain
 from everstep.store.copy import copy_checkpoint
-from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at

@@ -11,9 +11,9 @@ from runs import run_logged
 
 from everstep import Checkpointer, Corrupt, Unsupported
 from everstep.capture import plan
+from everstep.format.manifest import CheckpointName
 from everstep.redo import replay
 from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 LAST = 5

@@ -12,8 +12,8 @@ from wholes import advance, build, come, same, tensors_of, train, whole_steps
 import everstep
 import forked
 from everstep import Keep, Store, Unsupported
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, names
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 

@@ -9,10 +9,10 @@ from runs import checkpointer, run_logged, snapshot
 
 from everstep import Checkpointer, Corrupt, Keep, Missing, Store
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.restore import load
 from everstep.restore.materialize import materialize
 from everstep.store import catalog, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import packs_of
 

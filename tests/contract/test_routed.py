@@ -10,12 +10,13 @@ from test_remote_tier import undisturbed, weights
 
 import everstep
 from everstep import Conflict, Corrupt, Keep, Store, Tiers, Unavailable
+from everstep.format.manifest import CheckpointName
 from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.persist import persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.router import Router
 from everstep.store.copy import copy_checkpoint
-from everstep.store.names import CheckpointName, manifest_path
+from everstep.store.names import manifest_path
 from everstep.tiers.disk import Disk
 from examples import slow
 from forked import Forked, run

@@ -9,9 +9,9 @@ from spreads import make, run, run_saved
 import everstep
 from everstep import Store
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
 from everstep.store import commit
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import packs_of
 

@@ -21,9 +21,9 @@ from everstep import (
     Unsupported,
 )
 from everstep.capture.streams import write_stream
+from everstep.format.manifest import CheckpointName
 from everstep.state.streams import StreamState
 from everstep.store import catalog, commit, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
 from examples import slow

@@ -8,11 +8,10 @@ from runs import check_same, checkpointer, difference, restore, snapshot
 from wholes import build, fill
 
 from everstep import Keep, Store, Unsupported
-from everstep.format.manifest import encode_manifest
+from everstep.format.manifest import CheckpointName, encode_manifest
 from everstep.restore import materialize as materializing
 from everstep.restore.materialize import materialize
 from everstep.store import claims, names, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import packs_of
 

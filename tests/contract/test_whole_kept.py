@@ -8,9 +8,9 @@ from runs import check_steps, logged, restore
 from wholes import advance, build, fill, whole_steps
 
 from everstep import Conflict, Keep, Missing, Store, Unsupported
+from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
 from everstep.store import claims, commit, names, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import files_of, packs_of
 

@@ -8,8 +8,8 @@ from wholes import advance, build, fill, same, tensors_of, train
 
 import everstep
 from everstep import Store, Unsupported
+from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 

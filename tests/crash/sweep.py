@@ -14,8 +14,8 @@ from pathlib import Path
 from faults import Fault, FaultySystem, Killed, Medium
 
 from everstep import EverstepError, Missing, Store
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import stride
 

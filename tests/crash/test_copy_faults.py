@@ -13,9 +13,9 @@ from sweep import Promises, sweep
 from everstep import Store
 from everstep.cli import cp
 from everstep.cli.main import main
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog
 from everstep.store.copy import copy_checkpoint, fork
-from everstep.store.names import CheckpointName
 from everstep.tiers.bucket import Bucket
 from everstep.tiers.disk import Disk
 from examples import slow

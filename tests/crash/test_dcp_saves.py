@@ -7,10 +7,10 @@ from faults import Fault
 from sweep import Promises, sweep
 
 from everstep import Keep, Store
+from everstep.format.manifest import CheckpointName
 from everstep.integrations import dcp as integration
 from everstep.integrations.dcp import StorageReader, StorageWriter
 from everstep.store import catalog
-from everstep.store.names import CheckpointName
 from examples import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

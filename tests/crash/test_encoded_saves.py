@@ -9,10 +9,10 @@ import coded
 import stores
 from everstep import Store
 from everstep.codecs.rounded import rounded
+from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import encode_table
 from everstep.store import catalog, commit, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 from stores import Trainer, packs_of

@@ -10,8 +10,8 @@ from faults import Fault, FaultySystem, Medium
 from sweep import Promises, sweep
 
 from everstep import EverstepError, Store, Unavailable
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, commit, retain
-from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
 from everstep.tiers.disk import Disk
 from examples import slow

@@ -9,9 +9,9 @@ from faults import Fault, FaultySystem, Medium
 from sweep import Promises, sweep
 
 from everstep import Conflict, EverstepError, Unavailable, Unsupported
+from everstep.format.manifest import CheckpointName
 from everstep.keeper.writer import Outcome
 from everstep.store import catalog, commit, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 from stores import Trainer, content, image_of, make_store, packs_of

@@ -18,9 +18,9 @@ from trainer import build, train_one_step
 
 import everstep
 from everstep import Keep, Store, Unavailable
+from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
 from everstep.store import catalog, commit, names, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 from processes import ended, until

@@ -8,9 +8,9 @@ from test_cuda import build, check_steps, saved, state_bytes
 
 import everstep
 from everstep.capture import layerwise
+from everstep.format.manifest import CheckpointName
 from everstep.redo import clipping
 from everstep.restore.materialize import materialize
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 DATA = (64, 512)

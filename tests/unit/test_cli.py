@@ -12,8 +12,8 @@ from commands import CAPTURED, run, run_json
 from everstep.cli import main as command
 from everstep.cli import text
 from everstep.format.document import FORMAT_VERSION, seal
+from everstep.format.manifest import CheckpointName
 from everstep.store import commit
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 PROGRAM = "import sys; from everstep.cli.main import main; sys.exit(main(sys.argv[1:]))"

@@ -8,8 +8,8 @@ import cli_store
 import stores
 from commands import CAPTURED, run, run_json
 from everstep import Store
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, commit
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from examples import slow
 

@@ -7,8 +7,8 @@ import pytest
 import cli_store
 from commands import CAPTURED, run, run_json
 from everstep.cli.chains import Chains, Link
+from everstep.format.manifest import CheckpointName
 from everstep.store import claims, commit
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.format.manifest import CheckpointName
 from everstep.store.lineage import Epoch, branches, current
-from everstep.store.names import CheckpointName
 
 ONE, TWO = Epoch(1, None, 0), Epoch(2, 1, 80)
 

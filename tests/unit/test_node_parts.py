@@ -6,14 +6,19 @@ from everstep.errors import Corrupt, Mismatch
 from everstep.format.boxes import Box
 from everstep.format.document import seal
 from everstep.format.index import INDEXED_FROM_PARTS, Index, Run
-from everstep.format.manifest import Manifest, Part, decode_manifest, encode_manifest
+from everstep.format.manifest import (
+    CheckpointName,
+    Manifest,
+    Part,
+    decode_manifest,
+    encode_manifest,
+)
 from everstep.format.node_parts import NodePart, decode_node_part, encode_node_part
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import FileLink, TensorEntry, encode_table
 from everstep.keeper.ranks.descriptions import merge_numbered
 from everstep.keeper.ranks.nodes import unite
 from everstep.store import catalog, commit, names, parts, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.disk import Disk
 from stores import go_on, make_store
 

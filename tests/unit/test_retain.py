@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everstep import Corrupt, Keep, Missing, Store
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, retain
-from everstep.store.names import CheckpointName
 from stores import go_on, make_store, packs_of
 
 

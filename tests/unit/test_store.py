@@ -8,9 +8,10 @@ import pytest
 
 from everstep import Conflict, Corrupt, Missing, Store, Unavailable, Unsupported
 from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec
 from everstep.store import catalog, commit
-from everstep.store.names import CheckpointName, parse_checkpoint
+from everstep.store.names import parse_checkpoint
 from everstep.tiers.disk import Disk
 from independent_reader import Damaged
 from independent_reader import read as read_independently

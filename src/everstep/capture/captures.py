@@ -22,6 +22,7 @@ from everstep.capture.saves import STALLED, Saves
 from everstep.capture.strategy import Captured, Request, Strategy
 from everstep.capture.streams import Streams, links_of
 from everstep.errors import EverstepError, Unavailable, Unsupported
+from everstep.format.manifest import CheckpointName
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
 from everstep.keeper.arena import check_file_size, file_size_limit
@@ -32,7 +33,6 @@ from everstep.redo.allowed import Overwritten
 from everstep.redo.rolling_digest import DERIVED_OWNER
 from everstep.sharding.topology import topology
 from everstep.state.view import Collected, State
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")

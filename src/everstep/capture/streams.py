@@ -16,7 +16,7 @@ import torch
 from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
-from everstep.format.manifest import Part, Stream
+from everstep.format.manifest import CheckpointName, Part, Stream
 from everstep.format.packed import HEADER_BYTES, header
 from everstep.format.packs import Piece, Spec, chunks
 from everstep.format.streams import BUFFER, NOTHING, TENSOR, encode_part, row_name
@@ -25,7 +25,6 @@ from everstep.keeper.data import Tail
 from everstep.sharding.leaves import bytes_of, dtype_name
 from everstep.state.streams import Chunk, StreamState
 from everstep.store import catalog, commit, names
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 

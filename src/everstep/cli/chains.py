@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import EverstepError
-from everstep.format.manifest import Manifest, Previous
+from everstep.format.manifest import CheckpointName, Manifest
 from everstep.store import catalog
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 WALK_MAX = 1000
@@ -48,9 +47,9 @@ class Chains:
             with contextlib.suppress(EverstepError):  # a damaged one is as none
                 state = catalog.read_state(self._disk, name)
         is_made = state is not None and state.ends_chain
-        behind = None if is_made else _name(manifest.previous)
+        behind = None if is_made or not manifest.previous else manifest.previous.name
         whole = _whole_facts(state) if state and not state.is_spread else None
-        base = None if manifest.previous else _name(manifest.behind)
+        base = None if manifest.previous or not manifest.behind else manifest.behind.name
         self._links[name] = Link(behind, len(manifest.records), is_made, base, whole)
         return manifest
 
@@ -97,10 +96,6 @@ class Chains:
             with contextlib.suppress(EverstepError):
                 self.read(name)
         return self._links[name]
-
-
-def _name(previous: Previous | None) -> CheckpointName | None:
-    return CheckpointName(previous.step, previous.epoch) if previous else None
 
 
 def _whole_facts(state: Manifest) -> dict[str, Any]:

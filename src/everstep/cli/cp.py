@@ -8,9 +8,9 @@ from everstep.cli.answers import Answer, progress_bar
 from everstep.cli.chains import Chains
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import Conflict, Corrupt, Missing
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, names
 from everstep.store.copy import Copied, Progress, copy_checkpoint
-from everstep.store.names import CheckpointName
 from everstep.store.presence import is_empty, shown
 from everstep.tiers.tier import Tier, name_of, tier_at
 

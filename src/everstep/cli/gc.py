@@ -7,9 +7,9 @@ from everstep.cli import text
 from everstep.cli.answers import Answer
 from everstep.cli.chains import Chains
 from everstep.cli.target import add_words, split_words
+from everstep.format.manifest import CheckpointName
 from everstep.restore.store import Store
 from everstep.store import catalog
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import tier_at
 
 

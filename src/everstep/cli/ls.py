@@ -20,11 +20,10 @@ from everstep.cli.answers import Answer
 from everstep.cli.chains import Chains
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import EverstepError
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import CheckpointName, Manifest
 from everstep.restore.store import Store
 from everstep.store import catalog, names
 from everstep.store.lineage import Epoch, current
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier, name_of, tier_at
 
 _TITLES = ("STEP", "KIND", "TAGS", "SIZE", "ADDED", "WRITTEN", "AGE", "METRICS")

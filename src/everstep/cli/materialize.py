@@ -9,8 +9,8 @@ from everstep.cli import text
 from everstep.cli.answers import Answer
 from everstep.cli.chains import replayed
 from everstep.cli.target import add_words, split_words
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier, tier_at
 
 

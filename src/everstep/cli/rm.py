@@ -8,8 +8,8 @@ from everstep.cli.answers import Answer
 from everstep.cli.chains import Chains
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import Conflict
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier, tier_at
 
 

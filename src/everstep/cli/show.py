@@ -18,13 +18,12 @@ from everstep.cli.chains import Chains
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import Described, whole_tensors
-from everstep.format.manifest import Manifest, Part, Record
+from everstep.format.manifest import CheckpointName, Manifest, Part, Record
 from everstep.format.packed import encoded_chunks
 from everstep.format.packs import Piece, chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.restore.store import Store
 from everstep.store import catalog, names
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import tier_at
 
 Facts = Mapping[str, Any]

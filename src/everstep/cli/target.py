@@ -6,9 +6,9 @@ from itertools import chain, islice
 from pathlib import Path
 
 from everstep.errors import Missing, Unavailable
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, names
 from everstep.store.commit import open_store
-from everstep.store.names import CheckpointName
 from everstep.tiers.objects import Url
 from everstep.tiers.tier import Tier, place_of, tier_at
 

@@ -6,7 +6,7 @@ in a piece table (tables.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.errors import Corrupt
 from everstep.format.document import (
@@ -92,8 +92,17 @@ _MANIFEST = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class CheckpointName(NamedTuple):
+    """A checkpoint's identity within its store: the step, and the epoch that wrote it."""
+
+    step: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.step:08d}-{self.epoch:04d}"
+
+
+class Encoded(NamedTuple):
     """A chunk that is not stored as it is: the index of its digest, its codec (codecs/codec.py),
     and the digest of its raw bytes, where that is known."""
 
@@ -192,6 +201,11 @@ class Previous:
     epoch: int
     digest: str
 
+    @property
+    def name(self) -> CheckpointName:
+        """Which it is."""
+        return CheckpointName(self.step, self.epoch)
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -224,6 +238,11 @@ class Manifest:
     streams: Mapping[str, Stream] = field(default_factory=dict)
     index: Index | None = None
     """Of a state of many parts, of one step: which of them have what."""
+
+    @property
+    def name(self) -> CheckpointName:
+        """Step and epoch."""
+        return CheckpointName(self.step, self.epoch)
 
     @property
     def ends_chain(self) -> bool:
@@ -449,13 +468,9 @@ def part_to_json(part: Part) -> dict[str, Any]:
         "packs": [pack.to_json() for pack in part.packs],
         "digests": part.digests,
         **({} if part.stored is None else {"stored": part.stored}),
-        **({} if part.encoded is None else {"encoded": list(map(_row, part.encoded))}),
+        **({} if part.encoded is None else {"encoded": part.encoded}),
         **({} if part.base is None else {"base": asdict(part.base)}),
     }
-
-
-def _row(encoded: Encoded) -> tuple[int, str, str | None]:
-    return encoded.digest, encoded.codec, encoded.content
 
 
 def part_from_json(value: Mapping[str, Any]) -> Part:

@@ -57,7 +57,7 @@ from everstep.errors import Conflict, Corrupt, EverstepError, Mismatch, Missing,
 from everstep.format import document
 from everstep.format.boxes import Box
 from everstep.format.index import Index, Placed, runs_of
-from everstep.format.manifest import Manifest, Part
+from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import FileLink, TensorEntry, encode_table
 from everstep.format.tiling import find_flaw
@@ -77,7 +77,7 @@ from everstep.sharding.topology import topology
 from everstep.sharding.world import group_size
 from everstep.state.objects import Json, decode, encode, place_of, references
 from everstep.store import catalog, commit
-from everstep.store.names import CheckpointName, parse_checkpoint
+from everstep.store.names import parse_checkpoint
 from everstep.store.presence import living
 from everstep.store.retain import Keep
 from everstep.tiers.tier import Tier, tier_at
@@ -537,7 +537,7 @@ class _State:
     def __init__(self, store: Store, step: int | str | None) -> None:
         """Raises Missing, Corrupt, Unsupported."""
         self._manifest = manifest = store.state(step)
-        self.name = CheckpointName(manifest.step, manifest.epoch)
+        self.name = manifest.name
         self._candidate = Candidate(self.name, tier_at(store.path))
         self.objects = {key: each for key, each in manifest.objects.items() if key != PLANNER}
         said = decode(manifest.objects.get(PLANNER, {}), _no_tensor)

@@ -11,6 +11,7 @@ import torch
 
 from everstep.errors import Missing
 from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.manifest import CheckpointName
 from everstep.interchange.safetensors import header_of, in_file_order
 from everstep.interchange.staged import new_folder, write_file
 from everstep.interchange.state_dicts import names_in, tree_of
@@ -19,7 +20,6 @@ from everstep.interchange.torch_files import write_dcp, write_torch
 from everstep.interchange.universal import write_universal
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 SHARD_BYTES = 5_000_000_000

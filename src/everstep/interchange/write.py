@@ -15,7 +15,7 @@ import xxhash
 from everstep.errors import Conflict, Corrupt
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
-from everstep.format.manifest import Manifest, Part
+from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, lay_out
 from everstep.format.tables import FileLink, encode_table, seal_table
 from everstep.interchange import tensors
@@ -23,7 +23,6 @@ from everstep.interchange.draft import Borrowed, Draft
 from everstep.keeper.home import check_no_writer
 from everstep.sharding.topology import topology
 from everstep.store import catalog, commit, names
-from everstep.store.names import CheckpointName
 from everstep.store.presence import is_empty, living, shown
 from everstep.store.read import PackCheck, opened
 from everstep.tiers.files import EXTENT_BYTES

@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from everstep.errors import KINDS, Corrupt, Unavailable
+from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
 from everstep.keeper.home import IDLE_S, START_S, cannot_start, endpoint, spawn
 from everstep.keeper.serve import Address
-from everstep.store.names import CheckpointName
 from everstep.store.retain import Keep
 from everstep.tiers.objects import Url
 

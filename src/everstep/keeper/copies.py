@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everstep.errors import Conflict, EverstepError, Unavailable, Unsupported
+from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.measured import Speed
 from everstep.store import catalog, names, retain
 from everstep.store.copy import copy_checkpoint, lead
-from everstep.store.names import CheckpointName
 from everstep.store.presence import Presence
 from everstep.tiers.objects import Url
 from everstep.tiers.peer import Peer

@@ -30,7 +30,7 @@ import xxhash
 from everstep.codecs.codec import DIFFERENCE, master_of
 from everstep.errors import Corrupt
 from everstep.format.document import digest_of
-from everstep.format.manifest import Encoded, Part, Previous
+from everstep.format.manifest import CheckpointName, Encoded, Part, Previous
 from everstep.format.merge import Merged
 from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
@@ -41,7 +41,6 @@ from everstep.keeper.still import Content, Kept, Seen, contents
 from everstep.keeper.writer import Writer
 from everstep.store import commit, names
 from everstep.store.commit import NewPack
-from everstep.store.names import CheckpointName
 from everstep.tiers.files import NewFile
 
 BUFFER_BYTES = 8 << 20

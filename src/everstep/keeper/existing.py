@@ -3,13 +3,12 @@
 from typing import Any
 
 from everstep.errors import Conflict, EverstepError
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import CheckpointName, Manifest
 from everstep.format.packed import content_digests
 from everstep.format.tables import decode_table
 from everstep.keeper.job import Job
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, names
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 CALL = "call"
@@ -28,7 +27,7 @@ def check_same(
     `table`: of the last part. `steps`: of a window that it ends. `node`: which of several has
     this; the manifest on the disk is of all of them, then, and only its part is compared.
     """
-    name = CheckpointName(mine.step, mine.epoch)
+    name = mine.name
     found = catalog.read_manifest(disk, name)
     own = [part for part in found.all_parts if part.rank == (node or 0)]
     is_same = bool(own)

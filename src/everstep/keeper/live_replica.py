@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from everstep.errors import Corrupt, EverstepError
+from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
 from everstep.keeper.job import Job
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep.keeper")

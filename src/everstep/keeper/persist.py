@@ -12,6 +12,7 @@ from everstep.format.document import digest_of
 from everstep.format.manifest import (
     LEFT_OUT,
     OLDER,
+    CheckpointName,
     Manifest,
     Part,
     Previous,
@@ -27,7 +28,6 @@ from everstep.keeper.ranks.nodes import GivenUp
 from everstep.keeper.still import NOTHING_SEEN, find_kept
 from everstep.keeper.writer import Outcome, Share, Writer
 from everstep.store import catalog, commit, names, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -378,7 +378,7 @@ def is_plain(job: NodeSave) -> bool:
 
 def _streamed(manifest: Manifest) -> int:
     """Bytes of the streams that were written for it, by the trainer."""
-    name = CheckpointName(manifest.step, manifest.epoch)
+    name = manifest.name
     packs = [pack for stream in manifest.streams.values() for pack in stream.packs]
     return sum(pack.size for pack in packs if names.is_new_in(pack.path, name))
 

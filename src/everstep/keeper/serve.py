@@ -19,10 +19,10 @@ from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable
+from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.store import catalog, names
 from everstep.store.copy import copy_checkpoint
-from everstep.store.names import CheckpointName
 from everstep.tiers.memory import Memory
 from everstep.tiers.peer import GREETING_S, Link, Message, Peer
 from everstep.tiers.tier import Readable, Tier

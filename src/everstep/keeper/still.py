@@ -11,11 +11,10 @@ from operator import eq
 from typing import NamedTuple
 
 from everstep.errors import EverstepError, Unavailable
-from everstep.format.manifest import Part
+from everstep.format.manifest import CheckpointName, Part
 from everstep.format.packs import chunk_count, entry_name
 from everstep.format.tables import FileLink, Table, extents
 from everstep.store import catalog
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.errors import Corrupt, Unavailable
-from everstep.format.manifest import Manifest, Part, Record
+from everstep.format.manifest import CheckpointName, Manifest, Part, Record
 from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.encoder import Base, Encoder
 from everstep.keeper.measured import Speed
 from everstep.keeper.still import NOTHING_SEEN, Seen, StillPacks
 from everstep.store import retain
-from everstep.store.names import CheckpointName, manifest_path
+from everstep.store.names import manifest_path
 from everstep.tiers.tier import Tier
 
 DIFFERENCES_MAX = 4

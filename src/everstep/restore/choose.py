@@ -11,7 +11,7 @@ from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of, uncollected
 from everstep.format.global_tensors import Described, Version
-from everstep.format.manifest import Manifest, Part, check_table, decode_manifest
+from everstep.format.manifest import CheckpointName, Manifest, Part, check_table, decode_manifest
 from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
 from everstep.keeper.ranks.node_save import REPLICA, NodeSave, ended_saves
@@ -19,7 +19,6 @@ from everstep.redo.replay import OtherBytes
 from everstep.restore.chain import Chain
 from everstep.restore.load import MemorySource, RawSource
 from everstep.store import catalog
-from everstep.store.names import CheckpointName
 from everstep.store.read import check_size, open_pack
 from everstep.tiers.files import Source
 from everstep.tiers.tier import Readable, Tier
@@ -43,11 +42,6 @@ class Held:
         """Of a replica's state: of the manifest of the log step that it has come to."""
         found = self.manifest.capture.get(REPLICA)
         return found if isinstance(found, str) else None
-
-    @property
-    def name(self) -> CheckpointName:
-        """Step and epoch."""
-        return CheckpointName(self.manifest.step, self.manifest.epoch)
 
 
 @dataclass(slots=True)
@@ -144,12 +138,12 @@ class Candidate:
             now = catalog.read_chain(self.disk, self.name)
         except EverstepError:
             return not catalog.is_there(self.disk, self.name)
-        return list(map(_name_of, now)) != list(map(_name_of, self._manifests))
+        return [each.name for each in now] != [each.name for each in self._manifests]
 
     def following(self, error: EverstepError) -> list[CheckpointName]:
         """What it is rebuilt from, from the first on that was found to be damaged, or that a replay
         does not prove: nothing that goes on from there need be tried."""
-        names = list(map(_name_of, self._manifests))
+        names = [each.name for each in self._manifests]
         if isinstance(error, OtherBytes):
             replayed = [not manifest.is_whole for manifest in self._manifests]
             return [name for name in compress(names, replayed) if name.step >= error.step]
@@ -215,17 +209,13 @@ class _Lazy:
         self._reader.read_into(offset, view)
 
 
-def _name_of(manifest: Manifest) -> CheckpointName:
-    return CheckpointName(manifest.step, manifest.epoch)
-
-
 def is_of(disk: Tier, held: Held) -> bool:
     """Whether the store has the same checkpoint, or none of its name: it may have been put back to
     an older copy, and another run may have gone on from there in an epoch of the same number."""
     try:
         if held.log_digest:
-            return catalog.digest_of_manifest(disk, held.name) == held.log_digest
-        return catalog.read_manifest(disk, held.name) == held.manifest
+            return catalog.digest_of_manifest(disk, held.manifest.name) == held.log_digest
+        return catalog.read_manifest(disk, held.manifest.name) == held.manifest
     except Missing:
         return not held.is_committed
     except EverstepError:  # memory serves where the disk cannot
@@ -241,7 +231,7 @@ def find_held(
     for document, save in ended_saves(arenas):
         state = _held(document, save)
         if state and is_wanted(state):
-            found[state.name] = state
+            found[state.manifest.name] = state
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 
 from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.global_tensors import optimizers_of
-from everstep.format.manifest import Manifest, Part
+from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, lay_out
 from everstep.format.tables import encode_table, still_names
 from everstep.keeper.data import Data, Image, Segment, parse
@@ -24,7 +24,7 @@ from everstep.restore.rebuild import rebuilt
 from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.sharding.topology import ALONE, adopted
 from everstep.store import catalog, claims, commit
-from everstep.store.names import CheckpointName, manifest_path
+from everstep.store.names import manifest_path
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
@@ -130,8 +130,7 @@ def publish(
     if disk.size(manifest_path(name)) is None:  # a store that is gone is not made anew
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
     log_digest = catalog.digest_of_manifest(disk, name)
-    base = CheckpointName(chain.base.manifest.step, chain.base.manifest.epoch)
-    data = Data(Writer(disk, None, parent=base), image, is_record=False)
+    data = Data(Writer(disk, None, parent=chain.base.manifest.name), image, is_record=False)
     try:
         data.write(name, token)
         data.sync()

@@ -17,7 +17,7 @@ from dataclasses import replace
 from everstep.errors import EverstepError, Unsupported
 from everstep.format.document import seal
 from everstep.format.global_tensors import Described
-from everstep.format.manifest import Manifest, encode_manifest
+from everstep.format.manifest import CheckpointName, Manifest, encode_manifest
 from everstep.format.tables import FileLink
 from everstep.keeper.arena import Arena, Row, SlotState
 from everstep.keeper.data import Data, Image
@@ -34,7 +34,6 @@ from everstep.restore.materialize import described, publish, whole_manifest, why
 from everstep.restore.rebuild import Rebuilt
 from everstep.sharding.topology import adopted
 from everstep.store import catalog, claims, commit, names
-from everstep.store.names import CheckpointName
 from everstep.tiers.files import Source
 from everstep.tiers.tier import Tier
 
@@ -126,13 +125,13 @@ class Replica:
         for manifest in catalog.followed(self._disk, name):
             missed.insert(0, manifest)
             before = manifest.previous
-            if before and self._state and CheckpointName(before.step, before.epoch) == self.at:
+            if before and self._state and before.name == self.at:
                 break
         else:
             self._start(missed)
             return
         for manifest in missed:
-            self._images = _images(manifest, self._jobs.get(_name_of(manifest), ()))
+            self._images = _images(manifest, self._jobs.get(manifest.name, ()))
             self._advance(self._candidate.read(manifest))
 
     def _start(self, manifests: Sequence[Manifest]) -> None:
@@ -140,7 +139,7 @@ class Replica:
         self.drop()
         self._images = {}
         for manifest in manifests:
-            self._images |= _images(manifest, self._jobs.get(_name_of(manifest), ()))
+            self._images |= _images(manifest, self._jobs.get(manifest.name, ()))
         base, *logs = map(self._candidate.read, manifests)
         chain = Chain(base, logs)
         if ruled := sorted(chain.ruled):
@@ -151,7 +150,7 @@ class Replica:
         self.records = self.record_bytes = 0
         for log in chain.logs:
             self._count(log)
-        self.at = _name_of(manifests[-1])
+        self.at = manifests[-1].name
         self._settle()
 
     def _advance(self, log: Described) -> None:
@@ -162,7 +161,7 @@ class Replica:
             self._check(Chain(self._state.chain.base, [log]))
             self._state.advance(log)
         self._count(log)
-        self.at = _name_of(log.manifest)
+        self.at = log.manifest.name
 
     def _check(self, chain: Chain) -> None:
         if differing := why_inexact(chain):
@@ -193,10 +192,6 @@ class Replica:
 
     def _near(self, pack: FileLink) -> Sequence[Source]:
         return [self._images[pack.path]] if pack.path in self._images else []
-
-
-def _name_of(manifest: Manifest) -> CheckpointName:
-    return CheckpointName(manifest.step, manifest.epoch)
 
 
 def _images(manifest: Manifest, jobs: Sequence[Job]) -> dict[str, Source]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, kind_of
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import CheckpointName, Manifest
 from everstep.keeper.arena import OPTIMIZER, Arena
 from everstep.keeper.client import Client
 from everstep.keeper.live_replica import KEY
@@ -22,7 +22,6 @@ from everstep.restore.load import Loader
 from everstep.state.view import State
 from everstep.store import catalog
 from everstep.store.commit import note_unproven, open_store
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier, tier_at
 from everstep.tiers.union import Union
 

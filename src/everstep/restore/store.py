@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
 from everstep.format.global_tensors import Described
-from everstep.format.manifest import Manifest, Part, Stream
+from everstep.format.manifest import CheckpointName, Manifest, Part, Stream
 from everstep.format.tables import Table
 from everstep.store import catalog, commit, names, read, retain
 from everstep.store.copy import Copied, fork
-from everstep.store.names import CheckpointName
 from everstep.store.read import Verified
 from everstep.tiers.tier import tier_at
 
@@ -206,7 +205,7 @@ class Store:
 
     def _no_state(self, manifest: Manifest) -> str:
         """Why a log cannot be read, and what can."""
-        name = CheckpointName(manifest.step, manifest.epoch)
+        name = manifest.name
         behind = min(part.steps for part in catalog.read_chain(self._disk, name)[0].parts)
         run = catalog.lineage(self._disk)
         before = run if name in run else self._with_what_it_follows(name)
@@ -246,12 +245,12 @@ class Store:
         found: list[CheckpointName] = []
         with contextlib.suppress(EverstepError):
             for manifest in catalog.followed(self._disk, name, with_bases=True):
-                found.append(CheckpointName(manifest.step, manifest.epoch))
+                found.append(manifest.name)
         return found[::-1] or [name]
 
     def _verify(self, manifest: Manifest, seen: Verified) -> Iterator[tuple[int, str | None]]:
         """Bytes that were read, and what is wrong: also with the state beside a log step."""
-        name = CheckpointName(manifest.step, manifest.epoch)
+        name = manifest.name
         state = None
         try:
             state = catalog.read_state(self._disk, name) if manifest.records else None

@@ -16,7 +16,7 @@ from everstep.errors import Missing, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.global_tensors import Version, optimizers_of
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import CheckpointName, Manifest
 from everstep.format.packed import encoded_chunks
 from everstep.format.packs import Spec, chunk_count
 from everstep.format.tables import TensorEntry, owned_names
@@ -30,7 +30,6 @@ from everstep.sharding.layout import LocalBox
 from everstep.sharding.leaves import Leaf
 from everstep.sharding.topology import adopted
 from everstep.state.objects import references
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 Row = TypeVar("Row")

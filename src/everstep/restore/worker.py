@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everstep.errors import Conflict, EverstepError, Missing
+from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
 from everstep.keeper.job import ALL, Job
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier, tier_at
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.document import digest_of, natural, uncollected, unseal
 from everstep.format.manifest import (
+    CheckpointName,
     Manifest,
     Part,
     Previous,
@@ -20,7 +21,6 @@ from everstep.format.streams import decode_part
 from everstep.format.tables import Table, decode_table
 from everstep.store import names
 from everstep.store.lineage import Epoch, current
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Readable
 
 log = logging.getLogger("everstep")
@@ -180,14 +180,14 @@ def followed(
 def check_previous(disk: Readable, manifest: Manifest) -> Manifest | None:
     """What a log goes on from, or what differences are to; None for a state without. Raises Corrupt
     where it is not there, or not what it was."""
-    name = CheckpointName(manifest.step, manifest.epoch)
+    name = manifest.name
     check_follows(manifest, name)
     return _whole(disk, read_behind(disk, manifest.behind, name)) if manifest.behind else None
 
 
 def read_behind(disk: Readable, behind: Previous, later: object) -> Manifest:
     """A checkpoint that a `later` one needs. Raises Corrupt as check_previous."""
-    name = CheckpointName(behind.step, behind.epoch)
+    name = behind.name
     try:
         found, digest = _read_manifest(disk, name)
     except Missing as error:
@@ -206,7 +206,7 @@ def read_state(disk: Readable, name: CheckpointName) -> Manifest | None:
     except Missing:
         return None
     check_follows(found, name)
-    if (found.step, found.epoch) != name or not found.parts:
+    if found.name != name or not found.parts:
         raise Corrupt(f"reading {disk.root / path}: it is not the whole state of {name}")
     return found
 
@@ -216,7 +216,7 @@ def _whole(disk: Readable, manifest: Manifest) -> Manifest:
     is before it."""
     if not manifest.records:
         return manifest
-    found = read_state(disk, CheckpointName(manifest.step, manifest.epoch))
+    found = read_state(disk, manifest.name)
     return found if found and found.ends_chain else manifest
 
 
@@ -229,10 +229,10 @@ def _read_manifest(disk: Readable, name: CheckpointName) -> tuple[Manifest, str]
     path = names.manifest_path(name)
     document = disk.read(path)
     manifest = decode_manifest(document, disk.root / path)
-    if (manifest.step, manifest.epoch) != name:
-        found = CheckpointName(manifest.step, manifest.epoch)
+    if manifest.name != name:
         raise Corrupt(
-            f"reading {disk.root / path}: it is the manifest of {found}, moved or copied here"
+            f"reading {disk.root / path}: it is the manifest of {manifest.name}, moved or copied "
+            f"here"
         )
     return manifest, digest_of(document)
 

@@ -16,8 +16,8 @@ import secrets
 from collections.abc import Iterator
 
 from everstep.errors import EverstepError, Missing
+from everstep.format.manifest import CheckpointName
 from everstep.store import commit, names
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")

@@ -20,10 +20,9 @@ from functools import partial
 
 from everstep.errors import Conflict, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import FORMAT_VERSION, digest_of, seal
-from everstep.format.manifest import Manifest, encode_manifest
+from everstep.format.manifest import CheckpointName, Manifest, encode_manifest
 from everstep.format.tables import FileLink
 from everstep.store import catalog, names
-from everstep.store.names import CheckpointName
 from everstep.tiers.files import NewFile
 from everstep.tiers.tier import Readable, Target, Tier
 
@@ -244,7 +243,7 @@ def publish(
     is locked (shared), so that no gc takes a table away, or the packs of an epoch that has just
     been superseded, between the check and the manifest.
     """
-    name = CheckpointName(manifest.step, manifest.epoch)
+    name = manifest.name
     with disk.locked(exclusive=False):
         check_epoch(disk, manifest.epoch, manifest.step)
         _check_previous(disk, manifest)
@@ -273,7 +272,7 @@ def publish_state(
     place of a base that was spread over several steps, if there is one. Its packs must be durable,
     and the caller's claim (claims.py) hold the step. Raises Missing where the step was deleted
     meanwhile, Conflict where somebody else has made it whole."""
-    name = CheckpointName(manifest.step, manifest.epoch)
+    name = manifest.name
     what = f"materialising {name} of {disk.root}"
     write_table(disk, table)
     with disk.locked(exclusive=False):  # shortly: whoever deletes waits for it
@@ -297,7 +296,7 @@ def publish_state(
 def publish_base(disk: Tier, manifest: Manifest) -> None:
     """Put the base that a log step ends beside its manifest: its parts are those of records. Raises
     Missing where the step was deleted, or one of these files, as nothing needed it until now."""
-    name = CheckpointName(manifest.step, manifest.epoch)
+    name = manifest.name
     with disk.locked(exclusive=False):
         if not disk.holds(names.manifest_path(name)):
             raise Missing(f"saving the base of {name} of {disk.root}: it was deleted meanwhile")
@@ -337,7 +336,7 @@ def now() -> str:
 def _check_shared(disk: Tier, manifest: Manifest, node: int | None = None) -> None:
     """What it has of earlier checkpoints may have been deleted since, as nothing else had it.
     `node`: see publish. Raises Unavailable."""
-    name = CheckpointName(manifest.step, manifest.epoch)
+    name = manifest.name
     parts = [part for part in manifest.parts if node in (None, part.rank)]
     of_parts = (link for part in parts for link in part.packs)
     of_streams = (link for stream in manifest.streams.values() for link in stream.packs)
@@ -354,7 +353,7 @@ def _check_previous(disk: Tier, manifest: Manifest) -> None:
     Unavailable."""
     if manifest.behind is None:
         return
-    name = CheckpointName(manifest.behind.step, manifest.behind.epoch)
+    name = manifest.behind.name
     if not catalog.is_there(disk, name):
         raise Unavailable(
             f"saving step {manifest.step} to {disk.root}: {name}, which it goes on from, "

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from everstep.errors import Conflict, Missing, Unavailable
 from everstep.format.document import FORMAT_VERSION, seal
 from everstep.format.manifest import (
+    CheckpointName,
     Manifest,
     Part,
     check_follows,
@@ -25,7 +26,6 @@ from everstep.format.packed import content_digests
 from everstep.format.tables import FileLink, Table
 from everstep.store import catalog, commit, names, read
 from everstep.store.catalog import Origin
-from everstep.store.names import CheckpointName
 from everstep.store.presence import is_empty, shown
 from everstep.tiers.tier import Readable, Target, Tier
 
@@ -157,7 +157,7 @@ class _Step:
         previous = self.manifest.behind
         if previous is None or (self.state and self.state.ends_chain):
             return None
-        return CheckpointName(previous.step, previous.epoch)
+        return previous.name
 
 
 def _to_copy(source: Readable, target: Target, name: CheckpointName) -> list[_Step]:

@@ -10,7 +10,7 @@ checkpoints count up to the fork and no further:
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from everstep.store.names import CheckpointName
+from everstep.format.manifest import CheckpointName
 
 
 @dataclass(frozen=True, slots=True)

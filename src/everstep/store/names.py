@@ -1,7 +1,8 @@
 """Where things lie in a store (docs/format.md), as functions from nouns to paths."""
 
 import re
-from typing import NamedTuple
+
+from everstep.format.manifest import CheckpointName
 
 STORE = "everstep.json"
 EPOCHS = "epochs"
@@ -20,16 +21,6 @@ _DATA = re.compile(r"\d{8,18}-(\d{4,9})-[0-9a-f]+-\d+\.safetensors")
 _PART = re.compile(r"part-\d{1,7}\.json")
 _CLAIM = re.compile(r"(\d{8,18}-\d{4,9})-([0-9a-f]+)")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-
-
-class CheckpointName(NamedTuple):
-    """A checkpoint's identity within its store: the step, and the epoch that wrote it."""
-
-    step: int
-    epoch: int
-
-    def __str__(self) -> str:
-        return f"{self.step:08d}-{self.epoch:04d}"
 
 
 def parse_checkpoint(name: str) -> CheckpointName | None:

@@ -12,9 +12,9 @@ Invariants:
 import contextlib
 
 from everstep.errors import Missing
+from everstep.format.manifest import CheckpointName
 from everstep.format.node_parts import NodePart, decode_node_part, encode_node_part
 from everstep.store import names
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Readable, Tier
 
 

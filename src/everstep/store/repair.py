@@ -7,10 +7,9 @@ of the damaged one at once: who reads meanwhile, reads the one or the other.
 from collections.abc import Callable
 
 from everstep.errors import Corrupt, Missing
-from everstep.format.manifest import Manifest, Part
+from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.store import catalog, names, read
 from everstep.store.copy import check_run, copy_checkpoint
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 
@@ -63,7 +62,7 @@ class Mender:
     def _bring_previous(self, manifest: Manifest) -> None:
         if manifest.behind is None:
             return
-        behind = CheckpointName(manifest.behind.step, manifest.behind.epoch)
+        behind = manifest.behind.name
         if not catalog.is_there(self._tier, behind):
             found = copy_checkpoint(self._source, self._tier, behind).checkpoints
             self.mended += map(names.manifest_path, found)

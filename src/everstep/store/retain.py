@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import CheckpointName, Manifest
 from everstep.store import catalog, claims, commit, names, parts, presence
 from everstep.store.lineage import branches, current
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 
 _IDLE_S = 3600.0
@@ -79,7 +78,7 @@ class Needs:
         behind = manifest.behind
         return cls(
             frozenset(link.path for link in manifest.files),
-            CheckpointName(behind.step, behind.epoch) if behind else None,
+            behind.name if behind else None,
             bool(manifest.records),
             manifest.ends_chain,
         )

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 
 from everstep.errors import Mismatch
+from everstep.format.manifest import CheckpointName
 from everstep.interchange.draft import Draft
 from everstep.interchange.tensors import Found
 from everstep.interchange.write import Progress, write
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole, kind_of
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 from everstep.versions.merge import blocks, new_store
 

@@ -17,6 +17,7 @@ from typing import Any
 from everstep.errors import Conflict, EverstepError, Mismatch
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
+from everstep.format.manifest import CheckpointName
 from everstep.format.tables import Table, TensorEntry
 from everstep.interchange.draft import Borrowed, Draft
 from everstep.interchange.tensors import Found
@@ -26,7 +27,6 @@ from everstep.restore.whole import Whole, kind_of
 from everstep.sharding.leaves import bytes_of
 from everstep.state.objects import references
 from everstep.store import catalog, names
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier, tier_at
 from everstep.versions.recipe import Recipe, Source, Take, read_recipe
 

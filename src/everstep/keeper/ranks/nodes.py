@@ -27,7 +27,7 @@ from everstep.errors import EverstepError, Mismatch, Unavailable
 from everstep.format.document import digest_of
 from everstep.format.global_tensors import index_of
 from everstep.format.index import INDEXED_FROM_PARTS, Index
-from everstep.format.manifest import Manifest, check_table, encode_manifest
+from everstep.format.manifest import CheckpointName, Manifest, check_table, encode_manifest
 from everstep.format.merge import merge_optimizers, unite_tables
 from everstep.format.node_parts import NodePart
 from everstep.format.tables import Table, decode_table, seal_table
@@ -36,7 +36,6 @@ from everstep.keeper.ranks.descriptions import check_held, merge_numbered, objec
 from everstep.keeper.wire import Place
 from everstep.keeper.writer import Writer
 from everstep.store import catalog, commit, names, parts
-from everstep.store.names import CheckpointName
 from everstep.tiers.peer import Peer
 from everstep.tiers.tier import Tier
 
@@ -111,7 +110,7 @@ class Nodes:
         """Returns the manifest of all, and its digest where it was created here; blocks. What this
         node has of it is its manifest as if there were no other node, its part, and the table of
         that. Raises GivenUp, Unavailable, Mismatch, Conflict."""
-        name = CheckpointName(manifest.step, manifest.epoch)
+        name = manifest.name
         if self.commits:
             every = [(own, table), *self._await_parts(name, own.attempt)]
             manifest, tables = unite(self._disk, manifest, every)
@@ -133,7 +132,7 @@ class Nodes:
 
     def _take_over(self, found: Manifest) -> None:
         """Let this node's own store have what was committed: its packs are there."""
-        name = CheckpointName(found.step, found.epoch)
+        name = found.name
         paths = {part.table.path for part in found.all_parts}
         tables = [self.first.read(path) for path in paths if not self._disk.holds(path)]
         document = self.first.read(names.manifest_path(name))
@@ -305,8 +304,7 @@ def unite(
     objects, differing = objects_of([said for _, said in ranks])
     previous = manifest.previous
     if previous and not previous.digest:  # committed by now
-        before = CheckpointName(previous.step, previous.epoch)
-        previous = replace(previous, digest=catalog.digest_of_manifest(disk, before))
+        previous = replace(previous, digest=catalog.digest_of_manifest(disk, previous.name))
     united = replace(
         manifest,
         parts=() if manifest.records else tuple(done),

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from everstep.errors import EverstepError, Unavailable, kind_of
+from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.copies import RemoteCopies, Replica, Traffic
 from everstep.keeper.encoder import Encoder
@@ -34,7 +35,6 @@ from everstep.keeper.router import Router
 from everstep.keeper.serve import Address
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
-from everstep.store.names import CheckpointName
 from everstep.tiers.tier import Tier
 from everstep.tiers.union import Union
 
