@@ -14,11 +14,12 @@ import secrets
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
-from everstep.tiers.files import Await, DiskReader, FileWriter, NewFile
+from everstep.tiers.files import WRITES_IN_FLIGHT, Await, DiskReader, NewFile, is_aligned
 from everstep.tiers.system import System
 
 DOCUMENT_BYTES_MAX = 1 << 30
@@ -48,7 +49,7 @@ class Disk:
     def __init__(self, root: str | os.PathLike[str], system: System | None = None) -> None:
         self.root = Path(root)
         self._system = system or System()
-        self._files = FileWriter(self._system)
+        self._writers = ThreadPoolExecutor(WRITES_IN_FLIGHT, "everstep-write")
         self._known_directories: set[str] = set()
         self._known_files: dict[str, int] = {}
 
@@ -63,8 +64,13 @@ class Disk:
         `end` are read, and blocks until they may be. On any error the file is unlinked; Unavailable
         is raised, or what `await_bytes` raised.
         """
-        with self._creating(path, sum(map(len, data))) as name:
-            return self._files.write(name, data, await_bytes)
+        is_direct = all(map(is_aligned, data))
+        with (
+            self._creating(path, sum(map(len, data))) as name,
+            NewFile.create(self._system, name, is_direct=is_direct).kept() as file,
+        ):
+            file.fill(data, self._writers, await_bytes)
+            return file
 
     @contextmanager
     def new_file(self, path: str) -> Iterator[NewFile]:
@@ -353,7 +359,9 @@ class Disk:
         self._make_directories([os.path.dirname(path)])
         draft = f"{self.root / path}.{secrets.token_hex(4)}.tmp"
         try:
-            self._files.write_buffered(draft, [memoryview(data)]).finish()
+            with NewFile.create(self._system, draft, is_direct=False).kept() as file:
+                file.write(memoryview(data), 0)
+            file.finish()
             yield draft
         finally:
             self._forget(draft)

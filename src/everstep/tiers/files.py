@@ -10,9 +10,8 @@ import errno
 import fcntl
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -52,74 +51,6 @@ class Reader(Source, Protocol):
         """Release it."""
 
 
-class FileWriter:
-    """Writes whole new files, by threads of its own. Thread-safe; errors are OSError."""
-
-    def __init__(self, system: System) -> None:
-        self._system = system
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
-
-    def write(
-        self, name: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> "NewFile":
-        """Create the file `name` of `data`, and leave it open: see NewFile.finish."""
-        if all(_is_aligned(view) for view in data):
-            try:
-                with NewFile.create(self._system, name).kept() as file:
-                    file.allocate(sum(map(len, data)))
-                    self._write_extents(file, data, await_bytes)
-                return file
-            except OSError as error:
-                if error.errno not in _NO_DIRECT:
-                    raise
-            self._system.unlink(name)
-        return self.write_buffered(name, data, await_bytes)
-
-    def write_buffered(
-        self, name: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> "NewFile":
-        """The same through the page cache, in this thread."""
-        with NewFile(self._system, self._system.open(name, _CREATE)).kept() as file:
-            for view, offset in extents_of(data):
-                await_bytes(offset + len(view))
-                file.write(view, offset)
-        return file
-
-    def _write_extents(
-        self, file: "NewFile", data: Sequence[memoryview], await_bytes: Await
-    ) -> None:
-        """Several at a time. At the first error the others are waited for: once the descriptor is
-        closed, its number may be another file's, and a late write would go there.
-
-        The threads that write serve all who use this tier, so that only this one may wait for data.
-        """
-        pool = self._executor()
-        futures: list[Future[None]] = []
-        done = 0
-        try:
-            for extent, offset in extents_of(data):
-                await_bytes(offset + len(extent))
-                while done < len(futures) and futures[done].done():
-                    futures[done].result()  # a full disk is told before all has arrived
-                    done += 1
-                futures.append(pool.submit(file.write, extent, offset))
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            for future in futures:
-                future.cancel()
-            wait(futures)
-        failed = [future for future in futures if not future.cancelled() and future.exception()]
-        for future in failed:
-            future.result()
-
-    def _executor(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(WRITES_IN_FLIGHT, "everstep-write")
-            return self._pool
-
-
 class NewFile:
     """A new file that is open, and whose bytes are not durable before `finish`. For one thread, but
     for `write`."""
@@ -129,8 +60,11 @@ class NewFile:
         self._fd = fd
 
     @classmethod
-    def create(cls, system: System, name: str) -> "NewFile":
-        """For `write` from page-aligned memory: by direct I/O where that can be had."""
+    def create(cls, system: System, name: str, *, is_direct: bool = True) -> "NewFile":
+        """`is_direct`: for `write` from page-aligned memory, by direct I/O where that can be
+        had."""
+        if not is_direct:
+            return cls(system, system.open(name, _CREATE))
         try:
             return cls(system, system.open(name, _CREATE | os.O_DIRECT))
         except OSError as error:
@@ -158,7 +92,7 @@ class NewFile:
                 raise
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write all of `view` (of whole pages, if it was opened by `create`). Raises OSError."""
+        """Write all of `view` (of whole pages, if that goes by direct I/O). Raises OSError."""
         try:
             _write_all(self._system, self._fd, view, offset)
         except OSError as error:
@@ -168,6 +102,25 @@ class NewFile:
                 self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT
             )
             _write_all(self._system, self._fd, view, offset)
+
+    def fill(
+        self, data: Sequence[memoryview], pool: ThreadPoolExecutor, await_bytes: Await
+    ) -> None:
+        """Write all of `data`, several extents at a time. Those who write serve others, too: only
+        this thread waits for data. At an error none is left under way: once the descriptor is
+        closed, its number may be another file's, and a late write would go there."""
+        self.allocate(sum(map(len, data)))
+        writes: list[Future[None]] = []
+        try:
+            for extent, offset in extents_of(data):
+                await_bytes(offset + len(extent))
+                writes.append(pool.submit(self.write, extent, offset))
+            for each in writes:
+                each.result()
+        finally:
+            for each in writes:
+                each.cancel()
+            wait(writes)
 
     def finish(self) -> None:
         """Make the bytes durable, and close it, whatever happens. By the descriptor that wrote
@@ -212,7 +165,7 @@ class DiskReader:
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes from `offset`; direct where both are page-aligned."""
         fd = self._fd
-        if self._direct_fd >= 0 and offset % _PAGE_BYTES == 0 and _is_aligned(view):
+        if self._direct_fd >= 0 and offset % _PAGE_BYTES == 0 and is_aligned(view):
             fd = self._direct_fd
         while len(view):
             try:
@@ -267,7 +220,8 @@ def extents_of(data: Sequence[memoryview]) -> Iterator[tuple[memoryview, int]]:
         offset += len(view)
 
 
-def _is_aligned(view: memoryview) -> bool:
+def is_aligned(view: memoryview) -> bool:
+    """Whether direct I/O takes it."""
     if len(view) % _PAGE_BYTES or view.readonly or not len(view):
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % _PAGE_BYTES == 0
