@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +13,14 @@ from pathlib import Path
 from everstep.format.document import seal
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Layout, Spec, lay_out
-from everstep.format.tables import encode_table
+from everstep.format.tables import FileLink, encode_table
 from everstep.keeper import home, wire
 from everstep.keeper.arena import Arena, Row
 from everstep.keeper.job import ALL, Job
 from everstep.keeper.persist import persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.writer import Outcome, Writer
-from everstep.store import catalog, commit
+from everstep.store import catalog, commit, names
 from everstep.store.retain import Keep
 from everstep.tiers.disk import Disk
 from everstep.tiers.system import System
@@ -62,10 +63,12 @@ def write(tier, path: str, data: Sequence[memoryview], *await_bytes) -> None:
 
 def write_packs(disk: Disk, name: CheckpointName, packs: Sequence[memoryview]) -> tuple:
     """Durably, each to a file of its own; the links to them."""
-    written = commit.begin_packs(disk, name, [(n, [pack]) for n, pack in enumerate(packs)])
-    commit.sync_packs(disk, written)
-    disk.sync_entries([pack.link.path for pack in written])
-    return tuple(pack.link for pack in written)
+    token = secrets.token_hex(4)
+    links = [FileLink(names.pack_path(name, token, n), len(pack)) for n, pack in enumerate(packs)]
+    for link, pack in zip(links, packs, strict=True):
+        disk.finish(link.path, disk.begin(link.path, [pack]))
+    disk.sync_entries([link.path for link in links])
+    return tuple(links)
 
 
 def image_of(layout: Layout, contents: Mapping[str, bytes]) -> bytearray:

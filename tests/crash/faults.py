@@ -7,6 +7,7 @@ before.
 """
 
 import errno
+import fcntl
 import os
 import random
 import threading
@@ -141,7 +142,6 @@ class FaultySystem(System):
         self.calls: list[str] = []
         self.fired = False
         self._paths: dict[int, str] = {}
-        self._direct: set[int] = set()
         self._lock = threading.RLock()
 
     def disarm(self) -> None:
@@ -163,8 +163,6 @@ class FaultySystem(System):
             if flags & os.O_CREAT:
                 directory, name = self.medium.parent(path)
                 directory.put(name, File())
-            if flags & os.O_DIRECT:
-                self._direct.add(fd)
             self._paths[fd] = path
             return fd
 
@@ -175,14 +173,14 @@ class FaultySystem(System):
             finally:
                 if self.fault is not Fault.KILL or not self.fired:
                     self._paths.pop(fd, None)
-                    self._direct.discard(fd)
                     super().close(fd)
 
     def pwrite(self, fd: int, data: memoryview | bytes, offset: int) -> int:
         with self._lock:
             self._call(f"pwrite {len(data)} at {offset}")
             assert fd in self._paths, "a write to a closed descriptor"
-            if self.no_direct == "write" and fd in self._direct:
+            is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+            if self.no_direct == "write" and is_direct:
                 raise OSError(errno.EINVAL, "no direct I/O here")
             if self.short and len(data) > 1:
                 data = data[: self.short.randrange(1, len(data))]

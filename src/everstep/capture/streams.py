@@ -111,7 +111,7 @@ def write_stream(disk: Tier, name: CheckpointName, part: StreamState, version: A
         tail.put_first(first)
     link = FileLink(path, size)
     try:
-        commit.sync_packs(disk, [commit.NewPack(0, link, file)])
+        disk.finish(path, file)
         disk.sync_entries([path])
         shape = PackShape(size, HEADER_BYTES, 0)
         table = seal_table(Table((shape,), dict(sorted(rows.entries.items())), {}))

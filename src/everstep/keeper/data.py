@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from secrets import token_hex
 from typing import NamedTuple
 
@@ -40,7 +40,6 @@ from everstep.keeper.job import Arrival, Job
 from everstep.keeper.still import Content, Kept, Seen, contents
 from everstep.keeper.writer import Writer
 from everstep.store import commit, names
-from everstep.store.commit import NewPack
 from everstep.tiers.files import NewFile
 
 BUFFER_BYTES = 8 << 20
@@ -177,7 +176,7 @@ class Data:
         differences to. `kept`: which packs the image has nothing of. Raises Unsupported where a
         trainer gives its slot up."""
         self.document = image.parsed.document
-        self._written: list[commit.NewPack] = []
+        self._written: list[_NewPack] = []
         self._kept = kept
         self._links: dict[int, FileLink] = {}
         if kept:
@@ -207,7 +206,8 @@ class Data:
 
     def write(self, name: CheckpointName, token: str | None = None) -> None:
         """Write the files of a checkpoint; they are durable after `sync`, and when the entries of
-        `links` are. `token`: see commit.begin_packs."""
+        `links` are. `token`: what makes their names new; None: chosen here. After an error the
+        caller discards them."""
         token = token or token_hex(4)
         if self._encoding.encoders:
             for number in self._moving:
@@ -215,19 +215,19 @@ class Data:
             large = [each for each in self._image.parsed.chunks if each.size >= SMALL_BYTES]
             self._encoding.note(sum(self._packed[each.digest].size for each in large))
         began = time.monotonic()
-
-        def wait(pack: int, end: int) -> None:
-            with self._waiting():
-                self._image.wait(pack, end)
-
-        self._written += commit.begin_packs(self._writer.disk, name, self._new(), wait, token)
+        for number, pack in self._new():
+            path = names.pack_path(name, token, number)
+            file = self._writer.disk.begin(path, pack, partial(self._wait, number))
+            link = FileLink(path, sum(map(len, pack)))
+            self._written.append(_NewPack(number, link, file))
         self._links |= {pack.number: pack.link for pack in self._written}
         self._seconds += time.monotonic() - began
 
     def sync(self) -> None:
-        """Make the bytes durable."""
+        """Make the bytes durable. After an error the caller discards them."""
         began = time.monotonic()
-        commit.sync_packs(self._writer.disk, self._written)
+        for pack in self._written:
+            self._writer.disk.finish(pack.link.path, pack.file)
         self._writer.speed.note(self.size, self._seconds + time.monotonic() - began)
 
     def discard(self, name: CheckpointName) -> None:
@@ -251,6 +251,10 @@ class Data:
                     continue
             if shapes[number].still or not self._encoding.encoders:
                 yield number, [segment.view for segment in pack]
+
+    def _wait(self, pack: int, end: int) -> None:
+        with self._waiting():
+            self._image.wait(pack, end)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -385,7 +389,7 @@ class Data:
             first = header(size - HEADER_BYTES)
             tail.put_first(first)
         self._packed[parsed.table.packs[number].digest] = Stored(len(first), digest_of(first))
-        self._written.append(NewPack(number, FileLink(path, size), file))
+        self._written.append(_NewPack(number, FileLink(path, size), file))
         self._seconds += tail.seconds
 
     def _encoded(self, chunks: Sequence[Extent]) -> Iterator[tuple[bytes | memoryview, "Stored"]]:
@@ -406,6 +410,14 @@ class Data:
         data, codec = self._encoding.encode(chunk, raw)
         content = digest_of(raw) if codec and not self._is_record else None
         return data, Stored(len(data), digest_of(data), codec, content)
+
+
+class _NewPack(NamedTuple):
+    """Pack `number` of a part, which is written, and not durable before its file is finished."""
+
+    number: int
+    link: FileLink
+    file: NewFile
 
 
 class Stored(NamedTuple):

@@ -13,17 +13,14 @@ import os
 import secrets
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 
 from everstep.errors import Conflict, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import FORMAT_VERSION, digest_of, seal
 from everstep.format.manifest import CheckpointName, Manifest, encode_manifest
 from everstep.format.tables import FileLink
 from everstep.store import catalog, names
-from everstep.tiers.files import NewFile
 from everstep.tiers.tier import Readable, Target, Tier
 
 log = logging.getLogger("everstep")
@@ -138,54 +135,6 @@ def check_epoch(disk: Readable, epoch: int, step: int) -> None:
             f"newest writer may go on: stop this one, or start it again to go on from the newest "
             f"checkpoint"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class NewPack:
-    """Pack `number` of a part, which is written, and not durable before `sync_packs`."""
-
-    number: int
-    link: FileLink
-    file: NewFile
-
-
-def begin_packs(
-    disk: Tier,
-    name: CheckpointName,
-    packs: Iterable[tuple[int, Sequence[memoryview]]],
-    await_bytes: Callable[[int, int], None] = lambda pack, end: None,
-    token: str | None = None,
-) -> list[NewPack]:
-    """Write each pack, which comes with its number, and lies in one or several pieces of memory, to
-    a new file, for `sync_packs`.
-
-    `await_bytes(pack, end)` blocks until the first `end` bytes of that pack may be read.
-    `token`: what makes the files' names new; None: chosen here.
-    """
-    token = token or secrets.token_hex(4)
-    written: list[NewPack] = []
-    try:
-        for number, pack in packs:
-            path = names.pack_path(name, token, number)
-            file = disk.begin(path, pack, partial(await_bytes, number))
-            written.append(NewPack(number, FileLink(path, sum(map(len, pack))), file))
-    except BaseException:
-        for done in written:
-            done.file.abandon()
-        discard_packs(disk, name, [done.link for done in written])
-        raise
-    return written
-
-
-def sync_packs(disk: Tier, packs: Sequence[NewPack]) -> None:
-    """Make the bytes of new packs durable; their entries are left to `Disk.sync_entries`, which
-    does it for any number of them. All files are closed, also after an error."""
-    try:
-        for pack in packs:
-            disk.finish(pack.link.path, pack.file)
-    finally:
-        for pack in packs:
-            pack.file.abandon()
 
 
 def discard_packs(disk: Tier, name: CheckpointName, links: Sequence[FileLink]) -> None:
