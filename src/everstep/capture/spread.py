@@ -6,7 +6,7 @@ the optimizers consumed meanwhile.
     recorded                       of 1         of 1, 2      of 1 to 3
     committed                                                one checkpoint, of step 120
 
-A piece is a parameter with all of its optimizer state, the largest first. A gradient is kept only
+A piece is a parameter with all of its optimizer state, the largest last. A gradient is kept only
 for pieces that are copied already. Each step copies what fits beside its forward and backward.
 Where that is the whole state, or gradients would cost more than they save, the window is one step:
 then it is `full`.
@@ -30,7 +30,6 @@ from everstep.capture.strategy import (
 from everstep.capture.window import (
     Figures,
     Piece,
-    Schedule,
     Window,
     equal_groups,
     pieces_of,
@@ -71,9 +70,10 @@ class Spread:
         """Of that walk, ..."""
         self._undivided: str | None = None
         """... and why it has none now."""
-        self._schedule = Schedule()
+        self._groups: list[list[str]] = []
+        """Names of pieces, by the steps of ..."""
         self._chosen_for: int | None = None
-        """The due step of the schedule."""
+        """... the window that ends at this one, as it was chosen."""
         self._broken_due: int | None = None
         self._due = 0
 
@@ -98,7 +98,7 @@ class Spread:
             self._walk = collected.walk
             self._pieces = pieces_of(self._run.optimizers, collected.walk)
             self._undivided = why_undivided(self._run.optimizers)
-            self._schedule, self._chosen_for = Schedule(), None
+            self._chosen_for = None
         if is_due and self._fixed is None and self._every > 1:
             number = step // self._every + _AHEAD
             self._run.ranks.tell("window", number, self._run.figures(self._walk, self._pieces))
@@ -155,9 +155,9 @@ class Spread:
             figures = self._figures(self._walk)
             if figures is None or not figures.bytes_per_s:
                 return 1
-            self._schedule = schedule(self._pieces, figures, self._every)
+            self._groups = schedule(self._pieces, figures, self._every)
             self._chosen_for = self._due
-        return self._schedule.steps
+        return 1 + len(self._groups)
 
     def _figures(self, walk: Walk) -> Figures | None:
         """By which the next window is chosen; None where the first rank has told none yet."""
@@ -199,6 +199,6 @@ class Spread:
 
     def _open(self, step: int, walk: Walk) -> Window:
         steps = self._due - step + 1
-        is_planned = self._fixed is None and self._schedule.steps == steps
-        groups = self._schedule.groups if is_planned else equal_groups(self._pieces, steps)
+        is_planned = self._chosen_for == self._due and len(self._groups) == steps - 1
+        groups = self._groups if is_planned else equal_groups(self._pieces, steps)
         return Window(walk, self._due, self._pieces, groups)

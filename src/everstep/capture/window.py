@@ -46,22 +46,6 @@ class Figures(NamedTuple):
     overlap_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Which pieces are copied at each step of a window but the last, which takes what is left."""
-
-    groups: tuple[tuple[str, ...], ...] = ()
-    stall_s: float = 0.0
-    """For which updates and calls are expected to wait for copies, in all."""
-    cost_s: float = 0.0
-    """The same, with what the window's steps take where nothing waits."""
-
-    @property
-    def steps(self) -> int:
-        """Of the window; 1: it is the full copy at once."""
-        return len(self.groups) + 1
-
-
 class Window:
     """One state on its way. For the thread that trains; of several ranks each has the same pieces
     at the same steps, and of a piece what it writes, which may be nothing."""
@@ -135,98 +119,66 @@ def why_undivided(optimizers: list[OptimizerState]) -> str | None:
 
 
 def equal_groups(pieces: Iterable[Piece], steps: int) -> list[list[str]]:
-    """The largest pieces first, in as many groups of about equal bytes; without the last, which
-    takes what is left."""
-    ordered = _largest_first(pieces)
-    share = sum(piece.size for piece in ordered) / steps
-    groups: list[list[str]] = [[]]
-    taken = 0
-    for piece in ordered:
-        if taken >= share * len(groups):
-            groups.append([])
-        groups[-1].append(piece.name)
-        taken += piece.size
-    return groups[: steps - 1]
+    """What is copied at each step of a window of so many, in about equal bytes; without the last,
+    which takes what is left."""
+    free = [replace(piece, gradient=0) for piece in pieces]
+    groups = _grouped(free, sum(piece.size for piece in free) / steps)
+    return [[piece.name for piece in group] for group in groups[: steps - 1]]
 
 
 def steps_of_base(pieces: Iterable[Piece], figures: Figures, most: int) -> int:
     """The steps over which a base of a log is spread. Its records are there anyway, so that neither
     gradients nor calls cost anything."""
     free = [replace(piece, gradient=0) for piece in pieces]
-    return schedule(free, figures, most, call_s=0.0).steps
+    return 1 + len(schedule(free, figures, most, call_s=0.0))
 
 
 def schedule(
-    pieces: Iterable[Piece], figures: Figures, every: int, call_s: float = CALL_S
-) -> Schedule:
-    """The window that costs training least, of at most `every` steps; of one while nothing is
-    measured.
+    pieces: Sequence[Piece], figures: Figures, every: int, call_s: float = CALL_S
+) -> list[list[str]]:
+    """What is copied at each step but the last of the window that costs training least, of at most
+    `every` steps; nothing where that is the full copy at once, or nothing is measured.
 
     A step copies what fits beside its forward and backward: the gradients of what is copied
-    already, and more pieces, the largest first. What is left at the due step is waited for there.
-    The last gradients are copied after that update, and no update waits for them. With a window of
-    one step this is the lazy full copy, (T − 1) steps for a copy that takes T of them. GoCkpt
-    copies equal shares over N = T steps and waits for all gradients, N(N−1)/14 steps where they are
-    2 of a parameter's 14 bytes.
+    already, and more pieces. What is left at the due step is waited for there. The last gradients
+    are copied after that update, and no update waits for them. With a window of one step this is
+    the lazy full copy, (T − 1) steps for a copy that takes T of them. GoCkpt copies equal shares
+    over N = T steps and waits for all gradients, N(N−1)/14 steps where they are 2 of a parameter's
+    14 bytes.
     """
-    if not figures.bytes_per_s or not figures.overlap_s:
-        return Schedule()
-    ordered = _largest_first(pieces)
-    full = _fill(ordered, figures, 1, call_s, False)
-    found = [_fill(ordered, figures, every, call_s, overfull) for overfull in (False, True)]
-    best = min(found, key=lambda one: (one.cost_s, one.steps))
-    return best if best.cost_s + GAIN_MIN * figures.overlap_s < full.cost_s else full
-
-
-def _largest_first(pieces: Iterable[Piece]) -> list[Piece]:
-    return sorted(pieces, key=lambda piece: (-piece.size, piece.name))
-
-
-def _fill(
-    left: Sequence[Piece], figures: Figures, every: int, call_s: float, overfull: bool
-) -> Schedule:
-    """The best of the windows that are begun in this way. `overfull`: a step takes one piece more
-    than fits, which is waited for; pieces may be larger than what fits."""
     rest, bytes_per_s, overlap_s = figures
-    remaining = rest + sum(piece.size for piece in left)
-    state, room = remaining, FILL * bytes_per_s * overlap_s
-    groups: list[tuple[str, ...]] = []
-    late, gradients, recorded = 0.0, 0, 0
+    if not bytes_per_s or not overlap_s:
+        return []
 
-    def late_with(size: float) -> float:
+    def late_with(size: int) -> float:
         return max(0.0, size / bytes_per_s - overlap_s)
 
-    best = Schedule((), late_with(remaining), late_with(remaining))
-    for _ in range(min(every, WINDOW_MAX) - 1):
-        if remaining <= room or recorded + gradients > RECORDS_MAX * state:
-            break
-        chosen, left = _take(left, room - gradients, overfull)
-        size = sum(piece.size for piece in chosen)
-        late += late_with(size + gradients)
+    state = remaining = rest + sum(piece.size for piece in pieces)
+    best, best_s = 0, late_with(state) - GAIN_MIN * overlap_s
+    late_s, gradients, recorded = 0.0, 0, 0
+    groups = _grouped(pieces, FILL * bytes_per_s * overlap_s)[: min(every, WINDOW_MAX) - 1]
+    for count, group in enumerate(groups, 1):
+        size = sum(piece.size for piece in group)
+        late_s += late_with(size + gradients)
         recorded += gradients
-        gradients += sum(piece.gradient for piece in chosen)
+        gradients += sum(piece.gradient for piece in group)
         remaining -= size
-        groups.append(tuple(piece.name for piece in chosen))
-        stall = late + late_with(remaining)
-        cost = stall + len(groups) * call_s
-        if cost < best.cost_s:
-            best = Schedule(tuple(groups), stall, cost)
-    return best
+        cost_s = late_s + late_with(remaining) + count * call_s
+        if cost_s < best_s and recorded <= RECORDS_MAX * state:
+            best, best_s = count, cost_s
+    return [[piece.name for piece in group] for group in groups[:best]]
 
 
-def _take(left: Sequence[Piece], room: float, overfull: bool) -> tuple[list[Piece], list[Piece]]:
-    """Those that fit, the largest first, and the others."""
-    chosen: list[Piece] = []
-    others: list[Piece] = []
-    for index, piece in enumerate(left):
-        if room < left[-1].size:
-            others += left[index:]
-            break
-        if piece.size <= room:
-            chosen.append(piece)
-            room -= piece.size
-        else:
-            others.append(piece)
-    if overfull and others and room > 0:
-        chosen.append(others.pop())
-    return chosen, others
+def _grouped(pieces: Iterable[Piece], room: float) -> list[list[Piece]]:
+    """In groups of about `room` bytes, in which are the gradients of those before. The largest come
+    last: the gradients of what is copied late are recorded seldom."""
+    groups: list[list[Piece]] = []
+    used, gradients = room, 0.0
+    for piece in sorted(pieces, key=lambda piece: (piece.size, piece.name)):
+        if not groups or used + piece.size / 2 > room:
+            groups.append([])
+            used = gradients
+        groups[-1].append(piece)
+        used += piece.size
+        gradients += piece.gradient
+    return groups
