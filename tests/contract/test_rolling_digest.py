@@ -78,8 +78,8 @@ def other_from(monkeypatch):
 
     def other(state, call):
         update(state, call)
-        for tensor in state.tensors_here() if now >= first else ():
-            tensor.view(-1).add_(1e-3)
+        for leaf in state.here() if now >= first else ():
+            leaf.tensor.view(-1).add_(1e-3)
 
     def set_first(step):
         nonlocal first

@@ -21,7 +21,7 @@ from everstep.sharding.leaves import Leaf
 from everstep.state.fingerprint import Fingerprint
 from everstep.state.modules import ModuleState
 from everstep.state.stateful import StatefulState, ValueState
-from everstep.state.view import Collected, State, Walk
+from everstep.state.view import Collected, State, Walk, is_in
 
 Rule = Callable[[int], object]
 """Brings a part from the step before to this one; what it returns is ignored."""
@@ -163,21 +163,13 @@ class Derived:
     def _pointers_now(self) -> dict[str, int]:
         """Where the tensors of the parts' values lie; not those of modules, which the walk knows,
         nor of a state_dict(), which may be made anew each time."""
-        found: dict[str, int] = {}
-
-        def sink(name: str, tensor: torch.Tensor) -> str:
-            found[name] = local_of(tensor).data_ptr()
-            return name
-
-        for part in self.parts:
-            for entry in self._state.entries_of(part):
-                if isinstance(entry, ValueState):
-                    entry.objects(sink)
-        return found
+        entries = (entry for part in self.parts for entry in self._state.entries_of(part))
+        values = (entry.tensors() for entry in entries if isinstance(entry, ValueState))
+        return {name: local_of(each).data_ptr() for own in values for name, each in own.items()}
 
     def _part_of(self, name: str) -> str | None:
         """The derived part in which a tensor of this name is."""
-        return next((part for part in self.parts if is_in(name, part)), None)
+        return next((part for part in self.parts if is_in(name, [part])), None)
 
     def _bind(self, walk: Walk) -> tuple[Leaf, ...]:
         if self._bound is None or self._bound[0] is not walk:
@@ -207,11 +199,6 @@ class Derived:
             live = self._state.tensors_of(part)
             found[part] = {name: tensor for name, tensor in live.items() if name not in others}
         return found
-
-
-def is_in(name: str, part: str) -> bool:
-    """Whether the tensor or part `name` is in `part`, or is it."""
-    return name == part or name.startswith(f"{part}.")
 
 
 def _check(part: str, state: State) -> None:

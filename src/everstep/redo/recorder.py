@@ -169,7 +169,8 @@ class Recorder:
     def roll(self, step_s: float) -> None:
         """Digest the optimizers' tensors of now from now on, so much at a time that it goes unseen
         beside a step of `step_s`."""
-        self._rolling.set({each.name: each.tensors_here() for each in self._optimizers}, step_s)
+        here = {o.name: [leaf.tensor for leaf in o.here()] for o in self._optimizers}
+        self._rolling.set(here, step_s)
 
     @property
     def is_quiet(self) -> bool:

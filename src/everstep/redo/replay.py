@@ -22,7 +22,8 @@ from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.tables import TensorEntry, raw_name
 from everstep.redo import clipping, compression, rolling_digest
 from everstep.redo.ambient import autocast_as, autocast_of
-from everstep.sharding.layout import is_dtensor, local_of, shards_like, wrapped_like
+from everstep.sharding.layout import is_dtensor, local_of, shards_like, with_local
+from everstep.sharding.leaves import Leaf
 from everstep.sharding.redundancy import (
     class_of,
     inner_of,
@@ -81,18 +82,16 @@ class Comparison:
         step: int,
         part: str,
         digests: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
+        leaves: Sequence[Leaf],
         why: str = "",
-        names: Callable[[], Sequence[str]] = list,
     ) -> None:
-        """Whether a part of the state has the bytes that the run had after this step. `why`: what
-        may be the cause, else. `names`: of the tensors. Raises OtherBytes, Corrupt."""
+        """Whether a part of the state, of these tensors, has the bytes that the run had after this
+        step. `why`: what may be the cause, else. Raises OtherBytes, Corrupt."""
+        tensors = [leaf.tensor for leaf in leaves]
         with as_stored(step):
             count = rolling_digest.differs(digests, tensors)
         if count and self.is_binding:
-            known = dict(enumerate(names()))
-            members = rolling_digest.members(digests, tensors)
-            found = [known[index] for index in members if index in known]
+            found = [leaves[index].name for index in rolling_digest.members(digests, tensors)]
             among = f", among them {', '.join(map(repr, found[:_NAMES_MAX]))}" if found else ""
             raise OtherBytes(step, part, f"the digest of 1/{count} of it{among}", count, why)
         if count and self.first is None:
@@ -155,9 +154,7 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     if comparison := record.comparison:
         known = rolling_digest.known_digests(record.tensors, comparison.rank)
         for name in known.keys() & optimizers.keys():  # the others are of derived parts
-            state, digests = optimizers[name], known[name]
-            tensors, names = state.tensors_here(), state.names_here
-            comparison.check(record.step, name, digests, tensors, names=names)
+            comparison.check(record.step, name, known[name], optimizers[name].here())
 
 
 def as_stored(step: int) -> contextlib.AbstractContextManager[None]:
@@ -246,7 +243,7 @@ def gradient_of(
     local = compression.gradient_of(tensors, at, name, shape, device, compressed)
     if local is not None and name in compressed and not compression.has_shape(compressed[name]):
         local = _part_of(parameter, local)
-    return None if local is None else wrapped_like(parameter, local)
+    return None if local is None else with_local(parameter, local)
 
 
 def _part_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import Manifest
-from everstep.redo.derived import Derived, is_in
+from everstep.redo.derived import Derived
 from everstep.redo.replay import redo
 from everstep.restore.chain import Chain, is_brought
 from everstep.restore.choose import Candidate
@@ -39,7 +39,7 @@ from everstep.sharding.redundancy import (
 from everstep.sharding.topology import ALONE, adopted, differences
 from everstep.sharding.world import World
 from everstep.state.placement import Placement, Saved
-from everstep.state.view import State
+from everstep.state.view import State, is_in
 
 log = logging.getLogger("everstep")
 
@@ -312,7 +312,7 @@ def _replay_beside(
     wanted = placement.destinations
     names = {name for whole, _ in wanted.values() for name in (whole.spec.name, *whole.aliases)}
     what = "" if only is None else f"only={only} of "
-    if taken := sorted(part for part in chain.ruled if any(is_in(name, part) for name in names)):
+    if taken := sorted(part for part in chain.ruled if any(is_in(name, [part]) for name in names)):
         raise Unsupported(
             f"restoring {what}step {candidate.name.step}: {taken[0]!r} is derived by a rule of its "
             f"own (derive=), which runs in the whole state alone, where no parameter is several "

@@ -7,11 +7,11 @@ from typing import Any
 from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import LEFT_OUT, Manifest, Record
 from everstep.format.tables import Table, TensorEntry, owned_names
-from everstep.redo.derived import is_in
 from everstep.redo.replay import Comparison
 from everstep.sharding.topology import ALONE, differences, layout_differences
 from everstep.state.objects import references
 from everstep.state.placement import Saved
+from everstep.state.view import is_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Chain:
             name
             for table in self.base.tables
             for name in table.tensors
-            if name not in optimized and is_in(name, part)
+            if name not in optimized and is_in(name, [part])
         }
 
     def differences(self, layout: str) -> list[str]:

@@ -22,6 +22,7 @@ from everstep.restore.choose import Candidate
 from everstep.restore.fill import fill
 from everstep.restore.load import Loader
 from everstep.sharding.layout import LocalBox, local_of, shards_of
+from everstep.sharding.leaves import Leaf
 from everstep.state.placement import Placement, Saved
 from everstep.state.view import State
 
@@ -120,5 +121,5 @@ class Derivation:
             )
         found = {name: live[name] for name in self._names[part]}
         if digests := known_digests(loaded.tensors, comparison.rank).get(part):
-            tensors = [local_of(found[name]) for name in sorted(found)]
-            comparison.check(record.step, part, digests, tensors, _RULED)
+            leaves = [Leaf(name, local_of(found[name])) for name in sorted(found)]
+            comparison.check(record.step, part, digests, leaves, _RULED)

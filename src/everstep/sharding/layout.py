@@ -167,23 +167,9 @@ def part_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | N
         return gradient.redistribute(placements=parameter.placements)._local_tensor
 
 
-def wrapped_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Plain memory as a tensor of the same kind: on the mesh of a DTensor, placed as it is."""
-    if not is_dtensor(tensor):
-        return local
-    return type(tensor).from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-
-
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The same for memory of the same form, as FSDP2 makes them: three times as fast, and on any
-    device."""
+    """Plain memory of the same form as a tensor of the same kind: on the mesh of a DTensor, placed
+    as it is. As FSDP2 makes them."""
     if not is_dtensor(tensor):
         return local
     spec = tensor._spec

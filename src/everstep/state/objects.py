@@ -275,6 +275,18 @@ _DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
 }
 
 
+def tensors_in(objects: Callable[[TensorSink], object]) -> dict[str, torch.Tensor]:
+    """What `objects` gives to a TensorSink, by the names under which it is stored."""
+    found: dict[str, torch.Tensor] = {}
+
+    def sink(name: str, tensor: torch.Tensor) -> str:
+        found[name] = tensor
+        return name
+
+    objects(sink)
+    return found
+
+
 def without_tensors(value: Json) -> Json:
     """The same tagged JSON without members and items that are tensors."""
     if isinstance(value, list):

@@ -4,7 +4,7 @@ torch's own load_state_dict casts (fp32 moments of a bf16 parameter become bf16)
 `optimizer.state` are made here as the checkpoint has them, unless the user's class has its own way.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from functools import partial
 from typing import Any
@@ -109,36 +109,23 @@ class OptimizerState:
         """The same as boxes of what they are globally."""
         return (place.leaf for row in self.owned() for place in self.mapped.places(*row))
 
-    def tensors_here(self) -> list[torch.Tensor]:
+    def here(self) -> list[Leaf]:
         """What of the memory of its parameters, and behind them of their state, this rank updates,
-        in an order that is the same where the layout is. No state where its class says itself what
-        that is, and may bring it back in another form."""
-        here = {place: part for place, part in self._here().items() if part.numel()}
-        return [here[place] for place in self._order(here)]
-
-    def names_here(self) -> list[str]:
-        """Of these tensors, as a checkpoint has them."""
-        here = {place: part for place, part in self._here().items() if part.numel()}
-        return [f"{self.name}.{n}.{k}" if k else n for n, k, _ in self._order(here)]
-
-    def _order(self, places: Iterable[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-        # As records have them: parts by their numbers in words.
-        found = sorted(places, key=lambda place: (bool(place[1]), *place[:2], str(place[2])))
-        return [place for place in found if not (place[1] and self.has_own_methods)]
-
-    def _here(self) -> dict[tuple[str, str, int], torch.Tensor]:
-        """This rank's memory of what it updates, of boxes of other tensors those: by the name of a
-        parameter, the key of its state ("" for itself), and the number of the part."""
-        found: dict[tuple[str, str, int], torch.Tensor] = {}
+        in an order that is the same where the layout is; of boxes of other tensors those. No state
+        where its class says itself what that is, and may bring it back in another form."""
+        found: dict[tuple[bool, str, str, str], Leaf] = {}
         for leaf, of in self.owned():
             name, parameter, key = (of.name, of.parameter, str(of.key)) if of else (*leaf[:2], "")
-            if is_here(self.optimizer, parameter) and self.mapped.names_here(name, parameter):
+            is_updated = is_here(self.optimizer, parameter) and not (of and self.has_own_methods)
+            if is_updated and self.mapped.names_here(name, parameter):
                 shards = None
                 if has_shape_of(parameter, leaf.tensor, key):
                     shards = self.mapped.pieces(parameter, leaf.tensor)
                 parts = [local_of(leaf.tensor)] if shards is None else [e.tensor for e in shards]
-                found |= {(name, key, number): part.detach() for number, part in enumerate(parts)}
-        return found
+                for number, part in enumerate(parts):  # in words, as records have them
+                    place = bool(key), name, key, str(number)
+                    found[place] = Leaf(f"{self.name}.{name}.{key}" if key else name, part.detach())
+        return [found[place] for place in sorted(found) if found[place].tensor.numel()]
 
     @property
     def keeps_numbers(self) -> bool:

@@ -17,7 +17,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from everstep.sharding.layout import is_dtensor
 from everstep.sharding.leaves import Guard, Leaf
 from everstep.sharding.ranked import unowned
-from everstep.state.objects import TensorSink, as_stored, encode, references
+from everstep.state.objects import TensorSink, as_stored, encode, references, tensors_in
 from everstep.state.overlaps import settle
 from everstep.state.placement import Placement
 
@@ -87,16 +87,9 @@ class StatefulState(_AtTheCall):
     def _dtensors(self) -> dict[str, torch.Tensor]:
         """Those in its state_dict, by the names that they would be saved under. Empty, and nothing
         of it is called, where no process group is up."""
-        found: dict[str, torch.Tensor] = {}
-
-        def sink(name: str, tensor: torch.Tensor) -> str:
-            if is_dtensor(tensor):
-                found[name] = tensor
-            return name
-
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.objects(sink)
-        return found
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return {}
+        return {name: each for name, each in tensors_in(self.objects).items() if is_dtensor(each)}
 
 
 _SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -171,14 +164,7 @@ class ValueState(_AtTheCall):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors in it, by the names under which they are stored."""
-        found: dict[str, torch.Tensor] = {}
-
-        def sink(name: str, tensor: torch.Tensor) -> str:
-            found[name] = tensor
-            return name
-
-        self.objects(sink)
-        return found
+        return tensors_in(self.objects)
 
     def prepare(self, placement: Placement) -> None:
         """Dicts, lists, tensors and arrays keep their identity; the rest is replaced, and tensors

@@ -34,6 +34,7 @@ from everstep.state.entries import Entry, entries_of, overlaps_of, places_in, sh
 from everstep.state.late import Late
 from everstep.state.modules import ModuleState
 from everstep.state.nested_tensors import NestedTensors, digests_of, hash_of
+from everstep.state.objects import tensors_in
 from everstep.state.optimizers import OptimizerState
 from everstep.state.overlaps import Memory, memory_of
 from everstep.state.placement import Placement, Saved
@@ -170,7 +171,7 @@ class State:
             for entry in self._entries
             if isinstance(entry, OptimizerState)
             or (isinstance(entry, ModuleState) and self._is_renamed)
-            or any(name == entry.name or name.startswith(f"{entry.name}.") for name in heads)
+            or any(is_in(name, [entry.name]) for name in heads)
         ]
 
     @property
@@ -180,22 +181,17 @@ class State:
 
     def entries_of(self, part: str) -> list[Entry]:
         """What has this name, or a name in it."""
-        return [entry for entry in self._entries if _is_chosen(entry.name, [part])]
+        return [entry for entry in self._entries if is_in(entry.name, [part])]
 
     def tensors_of(self, part: str) -> dict[str, torch.Tensor]:
         """The tensors of a part as it is now, by all names that they have in it; not those of
         optimizers' state."""
         found: dict[str, torch.Tensor] = {}
-
-        def sink(name: str, tensor: torch.Tensor) -> str:
-            found[name] = tensor
-            return name
-
         for entry in self.entries_of(part):
             if not isinstance(entry, OptimizerState):
                 found |= {leaf.name: leaf.tensor for leaf in entry.leaves(Guard())}
-                entry.objects(sink)
-        return {name: tensor for name, tensor in found.items() if _is_chosen(name, [part])}
+                found |= tensors_in(entry.objects)
+        return {name: tensor for name, tensor in found.items() if is_in(name, [part])}
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """The state's own tensors, by all their names; of several ranks as they are here."""
@@ -205,7 +201,7 @@ class State:
 
     def is_by_rank(self, part: str) -> bool:
         """Whether each rank has its own of something in this part."""
-        return any(_is_chosen(name, [part]) for name in self._shares)
+        return any(is_in(name, [part]) for name in self._shares)
 
     def collect(self) -> Collected:
         """The state at this moment, by reference: tensors are not copied here, objects are. Raises
@@ -264,7 +260,7 @@ class State:
         found = {
             leaf.name
             for leaf in nested
-            if memory_of(leaf.tensor) in self._memories and _is_chosen(leaf.name, values)
+            if memory_of(leaf.tensor) in self._memories and is_in(leaf.name, values)
         }
         if found <= self._overlapping:
             return
@@ -350,7 +346,7 @@ class State:
         return {
             each.name: class_of(each.optimizer)
             for each in self.optimizers
-            if only is None or _is_chosen(each.name, only)
+            if only is None or is_in(each.name, only)
         }
 
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
@@ -366,8 +362,8 @@ class State:
         self.world.together("matching", lambda: self._chosen(only))
 
     def _chosen(self, only: list[str]) -> list[Entry]:
-        chosen = [entry for entry in self._entries if _is_chosen(entry.name, only)]
-        unknown = [part for part in only if not any(_is_chosen(e.name, [part]) for e in chosen)]
+        chosen = [entry for entry in self._entries if is_in(entry.name, only)]
+        unknown = [part for part in only if not any(is_in(e.name, [part]) for e in chosen)]
         if not chosen or (unknown and self.world.is_alone):  # another rank may have it
             raise Mismatch(f"restoring {unknown}: the state has no such part, but {self.parts}")
         return chosen
@@ -389,13 +385,13 @@ class State:
             saved.objects.keys() | saved.optimizers.keys() | {n for own in saved.ranks for n in own}
         )
         for name in sorted(parts - {entry.name for entry in self._entries} - {"rng"}):
-            if only is None or _is_chosen(name, only):
+            if only is None or is_in(name, only):
                 placement.problems.append(f"extra: the state has no {name!r}")
         for name, entry in saved.tensors.items():
             if (
                 name.startswith("rng.")
                 or unowned(name) != name
-                or not (only is None or _is_chosen(name, only))
+                or not (only is None or is_in(name, only))
             ):
                 continue
             names = (name, entry.spec.name, *entry.aliases)
@@ -508,5 +504,6 @@ def _own_storages(leaves: list[Leaf]) -> list[Leaf]:
     ]
 
 
-def _is_chosen(name: str, only: list[str]) -> bool:
-    return any(name == wanted or name.startswith(f"{wanted}.") for wanted in only)
+def is_in(name: str, parts: Iterable[str]) -> bool:
+    """Whether the tensor or part `name` is in one of these parts, or is it."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
