@@ -12,10 +12,9 @@ is gone.
 """
 
 import contextlib
-import ctypes
+import math
 import os
-import platform
-import queue
+import select
 import signal
 import socket
 import sys
@@ -45,10 +44,7 @@ states."""
 LATE_S = 2.0
 """How long it gives way with what it was asked for."""
 
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
-
-_Received = tuple[wire.Message, list[int]]
+_LOOK_MS = 500
 _Jobs = dict[CheckpointName, Sequence[Job]]
 
 
@@ -137,15 +133,17 @@ def main(arguments: list[str] | None = None) -> int:
     (store,) = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     connection = socket.socket(fileno=0)
-    tasks = _Tasks(connection)
+    watch = _Watch(connection)
     from everstep.restore.replica import Replica  # torch: slow
 
     disk = tier_at(store)
     worker = Worker(disk, connection, Replica(disk))
-    tasks.give_way()
-    with contextlib.suppress(OSError):
-        while True:
-            worker.handle(*tasks.next())
+    give_way()
+    with contextlib.suppress(OSError, ValueError):
+        while received := wire.receive(connection):
+            watch.begin()
+            worker.handle(*received)
+            watch.end()
     return 0
 
 
@@ -159,13 +157,11 @@ def _job(arena: Arena | None, slot: int, sequence: int) -> Job | None:
 
 
 def give_way() -> None:
-    """Take processor and disk only when nobody else wants them, and be the first that goes when
-    memory runs out. What the system does not allow is left out."""
+    """Take processor and disk (by SCHED_IDLE) only when nobody else wants them, and be the first
+    that goes when memory runs out. What the system does not allow is left out."""
     _set_priority(os.SCHED_IDLE, 19)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if number := _IOPRIO_SET.get(platform.machine()):
-        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
 
 
 def take_share() -> None:
@@ -174,9 +170,9 @@ def take_share() -> None:
 
 
 def _set_priority(policy: int, nice: int) -> None:
-    """Of all threads, but for those that see to the others."""
+    """Of all threads, but for the one that sees to the others."""
     for thread in map(int, os.listdir("/proc/self/task")):
-        if thread in _prompt:
+        if thread == _Watch.thread:
             continue
         with contextlib.suppress(OSError):
             os.sched_setscheduler(thread, policy, os.sched_param(0))
@@ -185,55 +181,36 @@ def _set_priority(policy: int, nice: int) -> None:
         Path("/proc/self/autogroup").write_text(str(nice))
 
 
-class _Tasks:
-    """What the keeper has asked for. Work gives way to all else that this machine does; but where
-    it is not done after LATE_S, as there is no time that nobody wants, it takes its share: a
-    replica that never comes would be of no use."""
+class _Watch:
+    """A thread that is never slowed down. Work gives way to all else that this machine does; but
+    where it is not done after LATE_S, as there is no time that nobody wants, it takes its share: a
+    replica that never comes would be of no use. And the process ends when its keeper is gone."""
+
+    thread: int | None = None
 
     def __init__(self, connection: socket.socket) -> None:
-        self._received: queue.SimpleQueue[_Received] = queue.SimpleQueue()
-        self._is_idle = threading.Event()
-        self._is_idle.set()
-        self._has_work = threading.Event()
-        self._lock = threading.Lock()
-        threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+        self._begun = math.inf
+        threading.Thread(target=self._run, args=(connection,), daemon=True).start()
 
-    def give_way(self) -> None:
-        """From now on, with whatever comes."""
-        threading.Thread(target=self._watch, daemon=True).start()
+    def begin(self) -> None:
+        """There is something to do."""
+        self._begun = time.monotonic()
 
-    def next(self) -> "_Received":
-        """Wait for it; what was before is done."""
-        with self._lock:
-            if self._received.empty():
-                self._has_work.clear()
-                self._is_idle.set()
-        return self._received.get()
+    def end(self) -> None:
+        """It is done."""
+        self._begun = math.inf
+        give_way()
 
-    def _receive(self, connection: socket.socket) -> None:
-        _prompt.add(threading.get_native_id())
-        with contextlib.suppress(OSError, ValueError):
-            while found := wire.receive(connection):
-                with self._lock:
-                    self._received.put(found)
-                    self._is_idle.clear()
-                    self._has_work.set()
+    def _run(self, connection: socket.socket) -> None:
+        _Watch.thread = threading.get_native_id()
+        end = select.poll()
+        end.register(connection, select.POLLRDHUP)
+        while not end.poll(_LOOK_MS):
+            if time.monotonic() - self._begun > LATE_S:
+                take_share()
         os.kill(os.getpid(), signal.SIGTERM)  # the main thread cleans up, if it can
         time.sleep(PATIENCE_S)
         os._exit(128 + signal.SIGTERM)
-
-    def _watch(self) -> None:
-        _prompt.add(threading.get_native_id())
-        while True:
-            give_way()
-            self._has_work.wait()
-            if not self._is_idle.wait(LATE_S):
-                take_share()
-                self._is_idle.wait()
-
-
-_prompt: set[int] = set()
-"""Threads that do little, and at once."""
 
 
 if __name__ == "__main__":
