@@ -217,5 +217,3 @@ def test_chains_end_also_where_a_store_is_made_up(tmp_path: Path) -> None:
     chains = Chains(disk)
     chains._links = {one: Link(two, 1), two: Link(one, 1)}
     assert chains.origin(one) is None
-    assert chains.cut_off([one, two], lambda name: False) == []
-    assert chains.cut_off([one, two], lambda name: name == one) == [two]

@@ -5,7 +5,7 @@ on from nothing that could be told.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,11 @@ WALK_MAX = 1000
 @dataclass(frozen=True, slots=True)
 class Link:
     """A checkpoint in its chain. `behind`: what a restore reads before it; None where one begins.
-    `is_made`: at a state that lies beside it since. `base`: of a state, what its differences are
-    to. `whole`: the facts of one that was made, also of one that is not exact, and is not taken."""
+    `whole`: the facts of a state that was made of it, also of one that is not exact, and is not
+    taken."""
 
     behind: CheckpointName | None
     records: int
-    is_made: bool = False
-    base: CheckpointName | None = None
     whole: dict[str, Any] | None = None
 
 
@@ -49,8 +47,7 @@ class Chains:
         is_made = state is not None and state.ends_chain
         behind = None if is_made or not manifest.previous else manifest.previous.name
         whole = _whole_facts(state) if state and not state.is_spread else None
-        base = None if manifest.previous or not manifest.behind else manifest.behind.name
-        self._links[name] = Link(behind, len(manifest.records), is_made, base, whole)
+        self._links[name] = Link(behind, len(manifest.records), whole)
         return manifest
 
     def whole(self, name: CheckpointName) -> dict[str, Any] | None:
@@ -59,11 +56,9 @@ class Chains:
         return link.whole if link else None
 
     def origin(self, name: CheckpointName) -> tuple[CheckpointName, int] | None:
-        """The state that a log goes back to, and how many records are replayed after it. None for a
-        state, and where the way back is broken, or longer than WALK_MAX."""
+        """The state that a restore begins with, and how many records are replayed after it. None
+        where the way back is broken, or longer than WALK_MAX."""
         here, link, records = name, self._link(name), 0
-        if link is None or (link.behind is None and not link.is_made):
-            return None
         for _ in range(WALK_MAX):
             if link is None or link.behind is None:
                 break
@@ -78,18 +73,6 @@ class Chains:
         origin = self.origin(name)
         whole = self.whole(origin[0]) if origin else None
         return whole is None or whole["exact"] or not whole["ends_chain"]
-
-    def cut_off(
-        self, among: Collection[CheckpointName], is_lost: Callable[[CheckpointName], bool]
-    ) -> list[CheckpointName]:
-        """Those of which a restore would read, beside themselves, a checkpoint that is lost."""
-        found: dict[CheckpointName, None] = {}
-        for name in sorted(among):  # each after what is behind it
-            link = self._link(name)
-            behind = link and (link.behind or link.base)
-            if behind and (is_lost(behind) or behind in found):
-                found[name] = None
-        return list(found)
 
     def _link(self, name: CheckpointName) -> Link | None:
         if name not in self._links:

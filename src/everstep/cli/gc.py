@@ -5,11 +5,10 @@ from collections.abc import Iterator
 
 from everstep.cli import text
 from everstep.cli.answers import Answer
-from everstep.cli.chains import Chains
 from everstep.cli.target import add_words, split_words
 from everstep.format.manifest import CheckpointName
 from everstep.restore.store import Store
-from everstep.store import catalog
+from everstep.store import catalog, retain
 from everstep.tiers.tier import tier_at
 
 
@@ -23,8 +22,7 @@ def run(args: argparse.Namespace) -> Answer:
     path, _ = split_words(args.words, 0)
     files, freed = Store(path).gc()
     disk = tier_at(path)
-    there = set(catalog.committed(disk))
-    orphans = Chains(disk).cut_off(there, lambda name: name not in there)
+    orphans = list(retain.cut_off(disk, lambda name: not catalog.is_there(disk, name)))
     facts = {"files": files, "bytes": freed, "orphans": list(map(str, orphans))}
     return Answer(facts, _lines(path, files, freed, orphans))
 

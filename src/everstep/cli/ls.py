@@ -241,7 +241,8 @@ def _entry(
     }
     if isinstance(manifest, EverstepError):
         return {**entry, "problem": str(manifest)}
-    base, records = listing.chains.origin(name) or (None, None)
+    origin = listing.chains.origin(name) if manifest.previous else None
+    base, records = origin or (None, None)
     return {
         **entry,
         "kind": "log" if manifest.previous else "state",

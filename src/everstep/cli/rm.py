@@ -5,7 +5,6 @@ import sys
 
 from everstep.cli import text
 from everstep.cli.answers import Answer
-from everstep.cli.chains import Chains
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import Conflict
 from everstep.format.manifest import CheckpointName
@@ -31,8 +30,7 @@ def run(args: argparse.Namespace) -> Answer | int:
         raise argparse.ArgumentError(None, "which step? As in: everstep rm runs/gpt 120")
     disk = tier_at(path)
     doomed = sorted({catalog.find(disk, step) for step in steps})
-    cut_off = Chains(disk).cut_off(catalog.committed(disk), doomed.__contains__)
-    if following := [name for name in cut_off if name not in doomed]:
+    if following := [n for n in retain.cut_off(disk, doomed.__contains__) if n not in doomed]:
         if not args.following:
             raise Conflict(_advice(path, doomed, following))
         doomed = sorted({*doomed, *following})

@@ -6,11 +6,10 @@ from dataclasses import asdict, replace
 
 from everstep.cli import text
 from everstep.cli.answers import Answer, progress_bar
-from everstep.cli.chains import Chains
 from everstep.cli.target import add_words, split_words
 from everstep.errors import EverstepError
 from everstep.restore.store import Store, Verdict
-from everstep.store import catalog, names
+from everstep.store import catalog, names, retain
 from everstep.store.repair import Mender
 from everstep.tiers.tier import Tier, tier_at
 
@@ -61,10 +60,9 @@ def _repair(disk: Tier, source: Tier, verdict: Verdict) -> tuple[Verdict, list[s
 
 def _cut_off(disk: Tier, verdict: Verdict) -> list[str]:
     """Logs that are whole themselves, and cannot be restored, since what they go on from is not."""
-    committed = catalog.committed(disk)
     damaged = {names.parse_checkpoint(folder) for folder in verdict.problems}
-    there = set(committed) - damaged
-    found = Chains(disk).cut_off(committed, lambda name: name not in there)
+    there = set(catalog.committed(disk)) - damaged
+    found = retain.cut_off(disk, lambda name: name not in there)
     return [str(name) for name in found if name in there]
 
 

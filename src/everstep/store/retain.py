@@ -6,7 +6,7 @@ leaves unreachable files, which gc sweeps, and never a manifest without its data
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,19 @@ def delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache | Non
                 )
             )
         return _delete(disk, doomed, cache)
+
+
+def cut_off(disk: Tier, is_lost: Callable[[CheckpointName], bool]) -> dict[CheckpointName, None]:
+    """The checkpoints of which a restore would read, beside themselves, one that is lost; rising.
+    What cannot be read goes on from nothing that could be told."""
+    found: dict[CheckpointName, None] = {}
+    cache: NeedsCache = {}
+    for name in sorted(catalog.committed(disk)):  # each after what is behind it
+        with contextlib.suppress(EverstepError):
+            behind = _previous(disk, name, cache)
+            if behind and (behind in found or is_lost(behind)):
+                found[name] = None
+    return found
 
 
 def _unneeded(
