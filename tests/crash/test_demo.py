@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from everstep.cli.demo.command import SPREAD_EVERY
-from everstep.cli.demo.events import Event, Settings, Strategy, read_events
+from everstep.cli.demo.events import Event, Settings, Strategy
 from everstep.cli.demo.report import Report, lost_max, make_report
 from everstep.cli.demo.table import show, verdict
 from everstep.cli.main import main
@@ -38,7 +38,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 def tampered(demo: Path, change: str = "") -> Report:
     """The report of the same logs, with one thing changed."""
-    logs = {role: read_events(demo / "run" / f"{role}.jsonl") for role in ("killed", "reference")}
+    killed, reference = json.loads((demo / "run" / "events.json").read_text())
+    logs: dict[str, list[Event]] = {"killed": killed, "reference": reference}
     trained = [event for event in logs["killed"] if event["event"] == "trained"]
     compared = next(event for event in logs["reference"] if event["event"] == "compared")
     if change == "loss":

@@ -19,7 +19,7 @@ from typing import get_args
 from rich.console import Console
 from rich.progress import Progress
 
-from everstep.cli.demo.events import Event, Settings, Strategy, read_events
+from everstep.cli.demo.events import Event, Settings, Strategy
 from everstep.cli.demo.kills import Trainer, draw_aims
 from everstep.cli.demo.report import make_report
 from everstep.cli.demo.table import show
@@ -83,12 +83,11 @@ def run(args: argparse.Namespace) -> int:
     )
     console.print(title, soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        run_killed(killed, args.kills, progress)
-        run_reference(reference, progress)
-    return _report(args, killed, reference, console)
+        logs = run_killed(killed, args.kills, progress), run_reference(reference, progress)
+    return _report(args, killed, logs, console)
 
 
-def run_killed(settings: Settings, kills: int, progress: Progress) -> None:
+def run_killed(settings: Settings, kills: int, progress: Progress) -> list[Event]:
     """The run that is killed, started again each time, up to its last step."""
     task = progress.add_task("training", total=settings.steps)
     count = 0
@@ -108,9 +107,10 @@ def run_killed(settings: Settings, kills: int, progress: Progress) -> None:
             progress.update(task, description=f"killed {count} of {kills} times, starting again")
             trainer.start()
         trainer.finish()
+        return trainer.events
 
 
-def run_reference(settings: Settings, progress: Progress) -> None:
+def run_reference(settings: Settings, progress: Progress) -> list[Event]:
     """The same run without checkpoints and interruption."""
     task = progress.add_task("the same run without interruption", total=settings.steps)
 
@@ -120,6 +120,7 @@ def run_reference(settings: Settings, progress: Progress) -> None:
 
     with closing(Trainer(settings, follow)) as trainer:
         trainer.finish()
+        return trainer.events
 
 
 def _settings(args: argparse.Namespace, directory: Path, url: str | None) -> Settings:
@@ -138,9 +139,12 @@ def _settings(args: argparse.Namespace, directory: Path, url: str | None) -> Set
 
 
 def _report(
-    args: argparse.Namespace, killed: Settings, reference: Settings, console: Console
+    args: argparse.Namespace,
+    killed: Settings,
+    logs: tuple[list[Event], list[Event]],
+    console: Console,
 ) -> int:
-    logs = read_events(killed.events), read_events(reference.events)
+    (Path(killed.directory) / "events.json").write_text(json.dumps(logs))
     report = make_report(killed, *logs, kills_planned=args.kills)
     show(report, console)
     picture = args.picture or Path(killed.directory) / "timeline.png"
@@ -163,7 +167,7 @@ def _prepare(directory: Path) -> Path:
     """An empty directory, in the place of an earlier demo's. Other files are left alone."""
     directory = directory.resolve()
     if directory.exists() and any(directory.iterdir()):
-        if not (directory / "killed.jsonl").exists():
+        if not (directory / "killed.log").exists():
             raise ValueError(
                 f"everstep demo: {directory} is not empty and not an earlier demo's; "
                 f"give another one with --store"

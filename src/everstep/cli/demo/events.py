@@ -1,18 +1,19 @@
-"""What the demo's trainer tells its parent: a JSON object per line, appended with one write each.
+"""What the demo's trainer tells its parent: a JSON object per message.
 
-A line is `{"event": …, "at": seconds of the machine's monotonic clock, …}`, so that times of parent
-and children lie on one axis, and a line that was written outlives its process.
+It is `{"event": …, "at": seconds of the machine's monotonic clock, …}`, so that times of parent and
+children lie on one axis; one that was sent outlives its process.
 
 Events of a trainer: start · imported · built(parameters) · restored(step, base, records), then at
 each step begin · forward · backward · update · trained(loss) · returned(due), and, from threads
 that watch the saves, captured · local(kind, bytes) of each, where kind is "state" or "record"; at
-last finished. The parent writes spawn and kill. The run without interruption writes compared(…)
+last finished. The parent adds spawn and kill. The run without interruption writes compared(…)
 after its last step.
 """
 
 import json
-import os
+import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,55 +48,19 @@ class Settings:
         """Of what is durable."""
         return "remote" if self.url else "local"
 
-    @property
-    def events(self) -> Path:
-        """The log of this role."""
-        return Path(self.directory) / f"{self.role}.jsonl"
 
+class Teller:
+    """A trainer's end of the socket to its parent, which is its standard input. Any thread."""
 
-class EventLog:
-    """Appends events to a file, unbuffered; several processes and threads may write to one file."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def __init__(self) -> None:
+        self._socket = socket.socket(fileno=0)
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one event, of now unless `at` says that it happened earlier."""
-        line = json.dumps({"event": event, "at": time.monotonic(), **values})
-        # A line that a kill cut short must not spoil the next one: each starts a line of its own.
-        os.write(self._fd, f"\n{line}\n".encode())
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
+        """Tell an event, of now unless `at` says that it happened earlier."""
+        self._socket.send(json.dumps({"event": event, "at": time.monotonic(), **values}).encode())
 
 
-class Tail:
-    """Reads a growing log."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self) -> list[Event]:
-        """What was written since the last call. A line that is not whole yet waits for the next."""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        return [event for line in data[:end].splitlines() for event in _parse(line)]
-
-
-def read_events(path: Path) -> list[Event]:
-    """All events of a log in the order in which they happened, `at` in seconds since the first."""
-    events = sorted(Tail(path).read(), key=lambda event: event["at"])
-    return [{**event, "at": event["at"] - events[0]["at"]} for event in events]
-
-
-def _parse(line: bytes) -> list[Event]:
-    """None in an empty line, nor in one that was cut short."""
-    try:
-        return [json.loads(line)]
-    except ValueError:
-        return []
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """In the order in which they happened, `at` in seconds since the first."""
+    found = sorted(events, key=lambda event: event["at"])
+    return [{**event, "at": event["at"] - found[0]["at"]} for event in found]

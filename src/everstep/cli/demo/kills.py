@@ -5,6 +5,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from everstep.cli.demo.events import Event, EventLog, Settings, Tail
+from everstep.cli.demo.events import Event, Settings, in_order
 from everstep.errors import EverstepError
 from everstep.keeper import home, wire
 
-POLL_S = 0.002
 SILENCE_S_MAX = 180.0
+_EVENT_BYTES_MAX = 1 << 20
 _OUTPUT_CHARACTERS = 500
 _STARTING = "imported"
 _MOMENTS = (("returned", 1.0), ("backward", 0.2), (_STARTING, 0.5), ("returned", 0.1))
@@ -77,24 +78,29 @@ class Trainer:
     def __init__(self, settings: Settings, on_event: Callable[[Event], None]) -> None:
         self._settings = settings
         self._on_event = on_event
-        self._log = EventLog(settings.events)
-        self._tail = Tail(settings.events)
+        self._events: list[Event] = []
         self._output = Path(settings.directory) / f"{settings.role}.log"
         self._begun = 0.0
         self._seconds = [0.1]
         """Of each step so far; the first is a guess."""
-        self._process = self.start()
+        self.start()
 
-    def start(self) -> "subprocess.Popen[bytes]":
+    def start(self) -> None:
         """Start the process (again). What it prints goes to a file."""
         words = json.dumps(asdict(self._settings))
         command = [sys.executable, "-m", "everstep.cli.demo.trainer", words]
-        self._log.write("spawn")
-        with self._output.open("ab") as output:
+        self._events.append({"event": "spawn", "at": time.monotonic()})
+        self._socket, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(SILENCE_S_MAX)
+        with others, self._output.open("ab") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command, stdin=others.fileno(), stdout=output, stderr=output
             )
-        return self._process
+
+    @property
+    def events(self) -> list[Event]:
+        """All so far, of all its processes."""
+        return in_order(self._events)
 
     def kill_at(self, aim: Aim) -> bool:
         """Listen up to the aim and kill. False where the run was over before."""
@@ -114,44 +120,43 @@ class Trainer:
         """End the process where it still runs."""
         self._process.kill()
         self._process.wait()
-        self._log.close()
+        self._socket.close()
 
     def _kill(self) -> bool:
         if self._process.poll() is not None:
             return False
         self._process.kill()
-        self._log.write("kill")
+        self._events.append({"event": "kill", "at": time.monotonic()})
         self._process.wait()
         if self._settings.url:
             end_keeper(self._settings.url)
-        for event in self._tail.read():
-            self._note(event)
+        for _ in self._receive():
+            pass
+        self._socket.close()
         return True
 
     def _listen(self) -> Iterator[Event]:
         """Events as they come, until the process has ended well."""
-        heard = time.monotonic()
-        while True:
-            status = self._process.poll()
-            events = self._tail.read()
-            for event in events:
+        yield from self._receive()
+        if status := self._process.wait():
+            raise DemoError(f"the trainer ended by itself with {status}: {self._said()}")
+
+    def _receive(self) -> Iterator[Event]:
+        try:
+            while data := self._socket.recv(_EVENT_BYTES_MAX):
+                event = json.loads(data)
                 self._note(event)
-            yield from events
-            if status:
-                raise DemoError(f"the trainer ended by itself with {status}: {self._said()}")
-            if status == 0:
-                return
-            if events:
-                heard = time.monotonic()
-            elif time.monotonic() - heard > SILENCE_S_MAX:
-                raise DemoError(f"the trainer was silent for {SILENCE_S_MAX:.0f} s: {self._said()}")
-            time.sleep(POLL_S)
+                yield event
+        except TimeoutError:
+            silent = f"the trainer was silent for {SILENCE_S_MAX:.0f} s: {self._said()}"
+            raise DemoError(silent) from None
 
     def _note(self, event: Event) -> None:
         if event["event"] == "begin":
             self._begun = event["at"]
         elif event["event"] == "returned":
             self._seconds.append(event["at"] - self._begun)
+        self._events.append(event)
         self._on_event(event)
 
     def _said(self) -> str:

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from everstep.cli.demo.events import EventLog, Settings
+from everstep.cli.demo.events import Settings, Teller
 
 if TYPE_CHECKING:
     from everstep import SaveHandle
@@ -27,7 +27,7 @@ SPREAD_WINDOW = 4
 def main() -> None:
     """Run one role. The start is on record before torch is imported, which takes seconds."""
     settings = Settings(**json.loads(sys.argv[1]))
-    log = EventLog(settings.events)
+    log = Teller()
     log.write("start")
     import torch
 
@@ -47,7 +47,7 @@ def main() -> None:
     log.write("finished")
 
 
-def train(run: "Run", settings: Settings, log: EventLog) -> None:
+def train(run: "Run", settings: Settings, log: Teller) -> None:
     """The run that is killed: goes on from the newest checkpoint, and saves every step."""
     import everstep
 
@@ -75,7 +75,7 @@ def train(run: "Run", settings: Settings, log: EventLog) -> None:
             checkpointer.save(settings.steps)  # the last step is compared with the other run's
 
 
-def train_reference(run: "Run", settings: Settings, log: EventLog) -> None:
+def train_reference(run: "Run", settings: Settings, log: Teller) -> None:
     """The run that nothing interrupts, without checkpoints."""
     from everstep.cli.demo.compare import compare
 
@@ -84,7 +84,7 @@ def train_reference(run: "Run", settings: Settings, log: EventLog) -> None:
     log.write("compared", **compare(run, settings))
 
 
-def train_one_step(run: "Run", step: int, log: EventLog) -> None:
+def train_one_step(run: "Run", step: int, log: Teller) -> None:
     """One step, with its phases on record, so that it can be told where a kill has hit."""
     log.write("begin", step=step)
     loss = run.train_step(lambda phase: log.write(phase, step=step))
@@ -102,7 +102,7 @@ def replayed(settings: Settings, step: int) -> dict[str, Any]:
     return {"base": chain[0].step, "records": sum(len(manifest.records) for manifest in chain)}
 
 
-def watch(handle: "SaveHandle", settings: Settings, log: EventLog) -> None:
+def watch(handle: "SaveHandle", settings: Settings, log: Teller) -> None:
     """Puts on record when a save was copied and when it was durable. In a thread of its own: it
     looks now and then, since to wait for a copy would have it checked."""
     from everstep import EverstepError, Store
