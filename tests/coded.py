@@ -1,7 +1,7 @@
 """Stores whose tensors are encoded whatever the machine is like: the choice is the test's."""
 
 from everstep.codecs import codec
-from everstep.keeper import data, encoder, measured, writer
+from everstep.keeper import encoder, measured, writer
 
 
 def choose(encoders, small=encoder.SMALL_BYTES, patch=setattr):
@@ -22,7 +22,6 @@ def choose(encoders, small=encoder.SMALL_BYTES, patch=setattr):
 
     patch(encoder, "choose", pick)
     patch(encoder, "SMALL_BYTES", small)
-    patch(data, "SMALL_BYTES", small)
     patch(encoder, "REACH_BYTES_PER_S", 1e18)
     patch(measured.FreeCores, "look", lambda self, own_s: 1.0)
     patch(writer.Writer, "link_bytes_per_s", lambda self, step, goes_everywhere: 1e6)

@@ -35,7 +35,7 @@ from everstep.format.merge import Merged
 from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
-from everstep.keeper.encoder import SMALL_BYTES, Base, Encoding
+from everstep.keeper.encoder import Base, Encoding
 from everstep.keeper.job import Arrival, Job
 from everstep.keeper.still import Content, Kept, Seen, contents
 from everstep.keeper.writer import Writer
@@ -212,8 +212,6 @@ class Data:
         if self._encoding.encoders:
             for number in self._moving:
                 self._write_packed(names.pack_path(name, token, number), number)
-            large = [each for each in self._image.parsed.chunks if each.size >= SMALL_BYTES]
-            self._encoding.note(sum(self._packed[each.digest].size for each in large))
         began = time.monotonic()
         for number, pack in self._new():
             path = names.pack_path(name, token, number)

@@ -1,9 +1,8 @@
 """What codecs were seen to do with a run's tensors, and which encoder each tensor gets for that.
 
 Samples are taken where a chunk is in the cache anyway, when its digest is made: of each tensor at
-the first save of a layout, then at every 50th, and sooner where a part came to another size than
-its samples said. Before there are any, the first chunk that arrives stands for all. They are taken
-only where the link is so slow that anything can come of them.
+the first save of a layout, then at every 25th. Before there are any, the first chunk that arrives
+stands for all. They are taken only where the link is so slow that anything can come of them.
 """
 
 import threading
@@ -32,9 +31,7 @@ REACH_BYTES_PER_S = 1.5e9
 """Of a link, for each free core, above which nothing but zeros is worth the time."""
 
 _SLICES, _SLICE_BYTES = 4, 16 << 10
-_RENEW_SAVES = 50
-_RENEW_SOONER = 8
-_DRIFT = 0.05
+_RENEW_SAVES = 25
 _LAYOUTS_MAX = 4
 _ITEMS = 64
 
@@ -93,7 +90,6 @@ class _Layout:
     knows_differences: bool = False
     """Whether samples were taken when there was a base."""
     age: int = 0
-    has_drifted: bool = False
 
     @classmethod
     def of(cls, chunks: list[Extent]) -> "_Layout":
@@ -108,8 +104,7 @@ class _Layout:
     @property
     def is_stale(self) -> bool:
         """Whether samples are to be taken."""
-        patience = _RENEW_SOONER if self.has_drifted else _RENEW_SAVES
-        return not self.samples or self.age % patience == 0
+        return not self.samples or self.age % _RENEW_SAVES == 0
 
     def find_masters(self, table: Table, view: View) -> None:
         """Look which chunks are rounded; blocks until all has arrived, if there can be any."""
@@ -227,17 +222,6 @@ class Encoding:
             return b"", f"{codec.ROUNDED}:{master.name}"
         self._layout.masters.pop(chunk.digest, None)
         return raw, None
-
-    def note(self, stored: int) -> None:
-        """What all chunks that are not small came to: are the samples still right?"""
-        samples, sizes = self._layout.samples, self._layout.sizes
-        expected = sum(
-            size * samples[name].figures[encoder].share
-            if (encoder := self.encoders.get(name)) and name in samples
-            else size
-            for name, size in sizes.items()
-        )
-        self._layout.has_drifted = abs(stored - expected) > _DRIFT * sum(sizes.values())
 
 
 class Encoder:
@@ -388,7 +372,7 @@ def find_masters(table: Table, view: View, size_min: int) -> dict[int, Master]:
     found = {}
     for _, dtype, piece in copies:
         if master := known.get((piece.box, dtype, b"".join(_elements(view, piece, 2)))):
-            own = list(_extents(master[1], 4))
+            own = list(_extents(master[1]))
             for number in range(chunk_count(piece.size)):
                 both = tuple(own[2 * number : 2 * number + 2])
                 found[piece.digest + number] = Master(master[0], dtype, both)
@@ -410,6 +394,6 @@ def _elements(view: View, piece: Piece, item_size: int) -> Iterator[memoryview]:
     return (whole[at * step : at * step + item_size] for at in range(_ITEMS))
 
 
-def _extents(piece: Piece, item_size: int) -> Iterator[Extent]:
+def _extents(piece: Piece) -> Iterator[Extent]:
     for number, (start, size) in enumerate(chunks(piece.size)):
-        yield Extent(piece.pack, piece.offset + start, size, piece.digest + number, "", item_size)
+        yield Extent(piece.pack, piece.offset + start, size, piece.digest + number, "", 4)
